@@ -196,7 +196,11 @@ class RankWorld(Turns):
             self.hear(report)
 
     def end_coordinator(self) -> None:
-        """Its process dies. The one that is started in its place knows nothing but its term."""
+        """Its process dies. The one that is started in its place knows nothing but its term. Once a replica
+        is done the others have half a minute to leave, and then who started them ends them.
+        """
+        if self.ended:
+            return
         self.link += 1
         self._host = waiting(self.settings, Candidate(0, 1, used=self._term))
         self._tick_later()

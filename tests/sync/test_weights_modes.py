@@ -276,6 +276,26 @@ def test_a_coordinator_of_averages_waits_for_members_that_were_all_silent_for_lo
     assert done.host.state.pool == before.pool
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_samples_that_count_are_on_the_disk_before_ranks_hear_of_it_where_another_host_may_take_up(
+    num_hosts: int,
+) -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
+    for rank in talk.reports:
+        talk.say(rank, wants=1)
+    for rank in talk.reports:
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    first, second = talk.reports
+    holds = GroupAt(arrived=0, wait_s=1.0, summed=0)
+    talk.say(first, group=holds)
+    host = replace(beginner(talk.state.settings, num_hosts), state=talk.state)
+    last = talk.reports[second]
+    done = host_step(host, replace(last, number=last.number + 1, group=holds), talk.now_s)
+
+    assert [one.members for one in done.lines if isinstance(one, Committed)] == [(0,), (1,)]
+    assert done.is_lasting is (num_hosts > 1)
+
+
 @pytest.mark.parametrize("num_holders", [1, 2])
 def test_a_coordinator_that_takes_up_counts_a_group_if_all_who_call_hold_its_mean(num_holders: int) -> None:
     """If one of them does not, both wait for a group again. What was dealt stays dealt."""

@@ -93,8 +93,8 @@ def _told(before: State, state: State, event: Event, now_s: float, lines: list[B
 
 
 def _is_lasting(before: State, state: State, lines: list[Began | Committed]) -> bool:
-    """Whether lines must survive this machine. Where replicas average weights nobody takes up what only the
-    lines tell of: a run that breaks off goes on from a checkpoint, which is of a mean over all replicas.
+    """Whether lines must survive this machine, if it is the only one. Where replicas average weights the run
+    then goes on from a checkpoint, which is of a mean over all replicas.
     """
     if state.settings.mode is SyncMode.QUORUM or any(isinstance(one, Began) for one in lines):
         return True

@@ -79,7 +79,9 @@ def host_step(host: Host, event: Event, now_s: float) -> HostStep:
         candidate = replace(host.candidate, recorded=None)
         return HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
     done = coordinator_step(host.state, event, now_s)
-    return HostStep(replace(host, state=done.state), done.words, done.lines, done.is_lasting)
+    # What ranks are told another host may take up, which then reads the lines.
+    is_lasting = done.is_lasting or host.candidate.num_candidates > 1
+    return HostStep(replace(host, state=done.state), done.words, done.lines, is_lasting)
 
 
 def _is_replaced(state: State, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
