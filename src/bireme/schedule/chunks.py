@@ -26,7 +26,7 @@ PAGE_BYTES = 4096
 Where pages are larger, the engine makes chunks larger (`Plan.on_pages`)."""
 LARGE_PAGE_BYTES = 2**21
 """Those of many such pages are a multiple of it: what accelerators map memory by."""
-SMALL_CHUNK_BYTES = 2**18
+SMALL_CHUNK_BYTES = 2**19
 """A processor's rank copies chunks up to this size to and from the host itself: to hand them to a thread
 takes longer than the copy, and the two threads then wait for each other."""
 MANY = 16
