@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bireme.cluster.device import KNOWN
 from bireme.profile import measuring, profiler
