@@ -376,7 +376,7 @@ def mutated(program: Program) -> Iterator[Program]:
         for index, step in enumerate(steps):
             if step.page is None:
                 continue
-            uncopied = step._replace(page=step.page._replace(is_copied=not step.page.is_copied))
+            uncopied = replace(step, page=step.page._replace(is_copied=not step.page.is_copied))
             for changed in (
                 [*steps[:index], *steps[index + 1 :]],
                 [*steps[:index], *steps[index + 1 : index + 2], step, *steps[index + 2 :]],

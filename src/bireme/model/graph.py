@@ -117,7 +117,7 @@ class Output:
     value: Argument
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A model as its operators, in training or in evaluation mode.
 

@@ -9,8 +9,6 @@ import importlib
 import operator as python_operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from bireme.model.length import Length, evaluate, expand
 from bireme.model.torch_private import compiler_errors, cpp_compiler, set_grad_enabled
 from bireme.model.units import Unit
 
-__all__ = ["Resolve", "StageFunction", "shared_stage_function", "stage_function", "torch_operator"]
+__all__ = ["Resolve", "StageFunction", "stage_function", "torch_operator"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -85,7 +83,6 @@ class StageFunction:
         self._constants = {state.name: state for state in graph.constants}
         self._built: dict[torch.device, Callable[..., tuple[Any, ...]]] = {}
         self._held: dict[torch.device, tuple[torch.Tensor, ...]] = {}
-        self._building = threading.Lock()
         self._graph = graph
         self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
         self._values |= {value.name: value for value in graph.inputs}
@@ -128,15 +125,16 @@ class StageFunction:
         given += [buffers[name] for name in self.buffers]
         given += [inputs[name] for name in (*self.inputs, *self.receives)]
         where = device or (given[0].device if given else torch.device("cpu"))
-        run = self._built.get(where) or self._built_for(where)
+        if where not in self._built:
+            self._built[where] = self._build(where)
         if seed is None or not self.is_random:
-            results = run(*given, None)
+            results = self._built[where](*given, None)
         else:
             generator = default_generator(where)
             with DRAWING:
                 state = generator.get_state()
                 try:
-                    results = run(*given, seed)
+                    results = self._built[where](*given, seed)
                 finally:
                     # torch's checkpoint leaves by an exception as soon as it has what it needs.
                     generator.set_state(state)
@@ -144,15 +142,9 @@ class StageFunction:
 
     def constants(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """What the model's code holds as constants, on a device that the stage runs on."""
-        self._built_for(device)
+        if device not in self._built:
+            self._built[device] = self._build(device)
         return self._held[device]
-
-    def _built_for(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:
-        """What runs on a device; threads that ask at once have it built once."""
-        with self._building:
-            if device not in self._built:
-                self._built[device] = self._build(device)
-            return self._built[device]
 
     def _build(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:
         builder = _Builder(device)
@@ -203,33 +195,6 @@ def stage_function(
     if not units:
         raise BiremeError("A stage needs at least one unit.")
     return StageFunction(graph, units, resolve, compile=compile, outputs=outputs, also=also)
-
-
-def shared_stage_function(
-    graph: Graph, units: Sequence[Unit], *, outputs: Collection[str] | None = None
-) -> StageFunction:
-    """The same with torch's operators, built once for all in this process who ask for it: pipelines that
-    follow each other, and ranks that are threads.
-    """
-    return _shared(_Same(graph), tuple(units), None if outputs is None else tuple(outputs))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Same:
-    """A graph, which equals itself alone: to compare two of them takes long."""
-
-    graph: Graph
-
-    def __hash__(self) -> int:
-        return id(self.graph)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.graph is self.graph
-
-
-@lru_cache(maxsize=32)
-def _shared(same: _Same, units: tuple[Unit, ...], outputs: tuple[str, ...] | None) -> StageFunction:
-    return stage_function(same.graph, units, outputs=outputs)
 
 
 def _merged(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

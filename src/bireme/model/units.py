@@ -18,8 +18,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
-from weakref import ref
 
 from bireme.model.graph import Argument, Graph, Reference, Token, Value, references
 
@@ -47,27 +45,10 @@ class Unit:
 
 
 def units_of(graph: Graph) -> tuple[Unit, ...]:
-    """The units of a graph, in order; at least one. They are found once for as long as the graph is there."""
-    number = id(graph)
-    known = _known.get(number)
-    if known is not None and known.graph() is graph:
-        return known.units
+    """The units of a graph, in order; at least one."""
     flow = _Flow(graph)
     bounds = [0, *flow.cuts(), len(graph.operators)]
-    units = tuple(flow.unit(index, begin, end) for index, (begin, end) in enumerate(pairwise(bounds)))
-    _known[number] = _Known(ref(graph, lambda _gone: _known.pop(number, None)), units)
-    return units
-
-
-class _Known(NamedTuple):
-    """A graph, by a reference that does not keep it, and its units."""
-
-    graph: "ref[Graph]"
-    units: tuple[Unit, ...]
-
-
-_known: dict[int, _Known] = {}
-"""By the graphs' identities: to compare two large graphs takes as long as to cut one."""
+    return tuple(flow.unit(index, begin, end) for index, (begin, end) in enumerate(pairwise(bounds)))
 
 
 class _Flow:

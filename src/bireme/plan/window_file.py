@@ -102,10 +102,10 @@ def _digest(plan: Plan) -> str:
 def _window(plan: str, program: Program) -> dict[str, object]:
     ranks = [
         {
-            "head": track.head,
-            "body": track.body,
+            "head": _plain(track.head),
+            "body": _plain(track.body),
             "repeats": track.repeats,
-            "tail": track.tail,
+            "tail": _plain(track.tail),
             "versions_per_batch": track.versions_per_batch,
             "begin": None if tiers is None else sorted(tiers.begin.items()),
         }
@@ -117,6 +117,22 @@ def _window(plan: str, program: Program) -> dict[str, object]:
         "first_batch": program.first_batch,
         "ranks": ranks,
     }
+
+
+def _plain(steps: Sequence[Instruction]) -> list[_Row]:
+    return [
+        _Row(
+            step.kind,
+            step.stage,
+            step.batch,
+            step.microbatch,
+            step.version,
+            step.half,
+            step.seen,
+            step.page,
+        )
+        for step in steps
+    ]
 
 
 def _track(rows: _Rows) -> Track:

@@ -11,7 +11,7 @@ from bireme.model.fed_maps import Outlet, feeding
 from bireme.model.graph import Graph, State
 from bireme.model.linear_maps import LinearMap, chosen_maps
 from bireme.model.segments import SegmentedFunction
-from bireme.model.stage import Resolve, shared_stage_function, stage_function, torch_operator
+from bireme.model.stage import Resolve, stage_function
 from bireme.model.units import Unit, units_of
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.banks import WeightBanks
@@ -85,11 +85,7 @@ class Assembly:
         found = {}
         for stage, training in stages.items():
             own = [units[unit.index] for unit in self.layout.units[stage]]
-            function = (
-                shared_stage_function(evaluation, own, outputs=(LOSS,))
-                if self.resolve is torch_operator
-                else stage_function(evaluation, own, resolve=self.resolve, outputs=(LOSS,))
-            )
+            function = stage_function(evaluation, own, resolve=self.resolve, outputs=(LOSS,))
             found[stage] = EvaluationStage(function, training.banks, training.buffers, self.device)
         return found
 
@@ -99,8 +95,6 @@ class Assembly:
         """What runs some units in training."""
         resolve = self.resolve if outlet is None else feeding(self.resolve, maps, outlet)
         again = set(self.plan.recompute_units) & {unit.index for unit in units}
-        if not again and resolve is torch_operator and not self.compiles:
-            return shared_stage_function(self.graph, units, outputs=(LOSS,))
         if not again:
             return stage_function(self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,))
         if self.plan.source.splits_backward:

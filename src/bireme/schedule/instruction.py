@@ -4,6 +4,7 @@ An instruction says what to do and to what: never how long it takes or how it is
 frozen and free of meaning that only one interpreter knows.
 """
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -140,8 +141,9 @@ def moved_item(step: "Instruction") -> Item:
     return Item.GRADIENT if step.kind is Kind.SCATTER else Item.WEIGHTS
 
 
-class Instruction(NamedTuple):
-    """One step of a rank: a tuple, for programs are made of thousands, which are compared and moved about.
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a rank.
 
     `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
     the one that AVERAGE_START reads and AVERAGE_END completes, and the one that GATHER and RELEASE are about;
@@ -161,9 +163,17 @@ class Instruction(NamedTuple):
 
     def shifted(self, batches: int, versions: int) -> "Instruction":
         """The same instruction so many batches and versions later."""
-        kind, stage, batch, microbatch, version, half, seen, page = self
-        version = None if version is None else version + versions
-        return Instruction(kind, stage, batch + batches, microbatch, version, half, seen, page)
+        version = None if self.version is None else self.version + versions
+        return Instruction(
+            self.kind,
+            self.stage,
+            self.batch + batches,
+            self.microbatch,
+            version,
+            self.half,
+            self.seen,
+            self.page,
+        )
 
     def needs(self, num_stages: int) -> Message | None:
         """The message from a neighbouring stage that this compute instruction cannot start without."""

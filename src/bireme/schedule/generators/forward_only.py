@@ -1,6 +1,7 @@
 """Forward only: what an evaluation runs. It makes no version, so it is no schedule to train by."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from bireme.schedule.generators.shape import forward
@@ -32,4 +33,4 @@ def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Progr
 
 def _order(rank_of_stage: Sequence[int], rank: int, num_microbatches: int) -> tuple[Instruction, ...]:
     own = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
-    return tuple(forward(stage, k)._replace(version=0) for stage in own for k in range(num_microbatches))
+    return tuple(replace(forward(stage, k), version=0) for stage in own for k in range(num_microbatches))

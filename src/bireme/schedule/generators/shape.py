@@ -148,7 +148,7 @@ def _swept(order: Iterable[Instruction], sweep: int) -> Iterator[Instruction]:
     for step in order:
         first = (step.microbatch or 0) * sweep
         for microbatch in range(first, first + sweep):
-            yield step._replace(microbatch=microbatch)
+            yield replace(step, microbatch=microbatch)
 
 
 def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:
@@ -158,7 +158,7 @@ def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:
     for step in order:
         parts = range(step.stage * num, (step.stage + 1) * num)
         for part in parts if step.kind is Kind.FORWARD else reversed(parts):
-            yield step._replace(stage=part)
+            yield replace(step, stage=part)
 
 
 def forward(stage: int, microbatch: int, batch: int = 0, half: int | None = None) -> Instruction:

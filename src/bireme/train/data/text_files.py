@@ -9,8 +9,7 @@ import fnmatch
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -115,8 +114,9 @@ def text_folder(folder: Path, pattern: str = "*") -> TextFiles:
     if not folder.is_dir():
         raise BiremeError(f"There is no folder {folder} to read text from.")
     skipped: list[str] = []
-    found = (name for name in _walked(folder, skipped, frozenset()) if _matches(name, pattern))
-    listed = tuple(_listed(folder, sorted(found), skipped))
+    found = {_below(path, folder): path for path in _walked(folder, skipped, frozenset())}
+    files = [_listed(found[name], skipped) for name in sorted(found) if _matches(name, pattern)]
+    listed = tuple(file for file in files if file is not None)
     if not listed:
         hidden = f" {len(skipped)} hidden or unreadable ones were skipped." if skipped else ""
         raise BiremeError(
@@ -133,12 +133,14 @@ def python_sources(most_bytes: int = STDLIB_BYTES) -> TextFiles:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped: list[str] = []
-    found = (name for name in _walked(folder, skipped, NO_SOURCES) if name.endswith(".py"))
-    mixed = sorted(found, key=lambda name: (crc32(name.encode()), name))
+    found = {_below(path, folder): path for path in _walked(folder, skipped, NO_SOURCES)}
+    mixed = sorted(
+        (name for name in found if name.endswith(".py")), key=lambda name: (crc32(name.encode()), name)
+    )
     files: list[TextFile] = []
     total = 0
-    for file in _listed(folder, mixed, skipped):
-        if total + file.num_bytes <= most_bytes:
+    for file in (_listed(found[name], skipped) for name in mixed):
+        if file is not None and total + file.num_bytes <= most_bytes:
             files.append(file)
             total += file.num_bytes
     if not files:
@@ -149,14 +151,18 @@ def python_sources(most_bytes: int = STDLIB_BYTES) -> TextFiles:
     return TextFiles("stdlib", tuple(files), tuple(skipped))
 
 
+def _below(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
 def _matches(name: str, pattern: str) -> bool:
     if "/" not in pattern:
         return fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.removeprefix("**/"))
 
 
-def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Iterator[str]:
-    """The paths below a folder of all files there; what is passed over is added to `skipped`."""
+def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Iterator[Path]:
+    """All files below a folder; what is passed over is added to `skipped`."""
 
     def failed(error: OSError) -> None:
         skipped.append(str(error.filename))
@@ -166,31 +172,22 @@ def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Itera
             folders.remove(name)
             skipped.append(str(Path(root, name)))
         folders[:] = sorted(name for name in folders if name not in left_out)
-        below = Path(root).relative_to(folder).as_posix()
         for name in names:
             if name.startswith("."):
                 skipped.append(str(Path(root, name)))
             else:
-                yield name if below == "." else f"{below}/{name}"
+                yield Path(root, name)
 
 
-def _listed(folder: Path, names: Iterable[str], skipped: list[str]) -> Iterator[TextFile]:
-    """The files of these names below a folder, of which no folder on the way is a link; what cannot be read
-    is added to `skipped`. There are thousands, and every rank lists them.
-    """
-    real = folder.resolve()
-    for name in names:
-        path = os.path.join(folder, name)  # noqa: PTH118 (quick)
-        with suppress(OSError):
-            status = os.lstat(path)
-            is_link = stat.S_ISLNK(status.st_mode)
-            if is_link:
-                status = os.stat(path)  # noqa: PTH116
-            if stat.S_ISREG(status.st_mode) and os.access(path, os.R_OK):
-                whole = Path(path).resolve() if is_link else real / name
-                yield TextFile(whole, status.st_size, status.st_mtime_ns)
-                continue
-        skipped.append(path)
+def _listed(path: Path, skipped: list[str]) -> TextFile | None:
+    try:
+        status = path.stat()
+        if path.is_file() and os.access(path, os.R_OK):
+            return TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
+    except OSError:
+        pass
+    skipped.append(str(path))
+    return None
 
 
 def _passages_of(path: Path) -> Iterator[Passage]:
