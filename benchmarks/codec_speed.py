@@ -49,7 +49,7 @@ LEAST_GB_PER_S = {"int8": 1.0, "keep:0.25:8": 1.0, "keep:0.125:8": 1.0, "int4": 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WITH_NUMBA, WITHOUT = "numba", "torch and numpy"
 WAYS = (WITH_NUMBA, WITHOUT) if compiled.IS_COMPILED else (WITHOUT,)
-ROUNDS, QUICK_ROUNDS = 15, 2
+ROUNDS, QUICK_ROUNDS = 15, 3
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -162,4 +162,4 @@ def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="two rounds")
+    benchmark(__doc__, measure, quick="three rounds")
