@@ -6,7 +6,7 @@ The model and its made-up clicks are those of `examples/recommender.py`: embeddi
 all pairs of their vectors and a network in the second, two replicas of both, Adagrad. Thresholding was
 published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a border,
 and 100 times fewer of gradients in sums. The last rows ask for just these shares, the first for more. `keep`
-of the example has a threshold over the whole tensor, as it was published, and an ending with all entries.
+of the example begins after a part with all entries in few bits.
 
 AUC is the chance that a clicked sample is ranked above one that was not, on samples that nobody trained on.
 Bytes are as they are sent, places, scales and masks included, over all ranks and the whole run. The best AUC

@@ -35,8 +35,8 @@ NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
 RATE = 0.05
 FIRST_SIZE = 0.3
 """Of entries of tables: with large ones, products of pairs are noise for long."""
-KEEP, THRESHOLD = "keep:0.05:8:50, then int2", "threshold:0.02:25"
-LAST_SHARE = 0.35
+KEEP, THRESHOLD = "int2, then keep:0.05:4", "threshold:0.02:25"
+LAST_SHARE = 0.5
 """Of the steps, with the codec that a border has after another one."""
 WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
 """The codecs of the border and of the sums.

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from bireme.codec import Blocks, Codec, Keep, codec_of, parse_codec
 from bireme.codec.codec import Masking
-from bireme.codec.description import encoded_bytes, kept_of_row
+from bireme.codec.description import encoded_bytes, kept_of_row, mask_bytes, place_bytes
+from bireme.codec.packing import pack_mask
+from bireme.codec.places import read_places, write_places
 
 WORDS = [
     "none",
@@ -24,6 +26,9 @@ WORDS = [
     "keep:0.25:8",
     "keep:0.5:4",
 ]
+SPARSE = ["keep:0.05:8", "keep:0.02"]
+"""Their places take fewer bytes than a mask."""
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2).flatmap(
@@ -45,7 +50,7 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@given(st.sampled_from(WORDS), shapes, st.sampled_from(DTYPES), st.integers(0, 99))
+@given(st.sampled_from([*WORDS, *SPARSE]), shapes, st.sampled_from(DTYPES), st.integers(0, 99))
 def test_a_tensor_takes_the_bytes_that_its_shape_says(
     word: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int
 ) -> None:
@@ -124,6 +129,29 @@ def test_keep_sends_exactly_its_share_of_each_row_and_no_entry_larger_is_left_ou
     most_left = given_.abs().masked_fill(mask, -math.inf).amax(-1)
     assert (least_kept >= most_left).all()
     assert torch.equal(codec.decode(room, shape, dtype), given_ * mask)
+
+
+@given(st.integers(256, 5000), st.floats(0.0, 0.2), st.integers(0, 99))
+def test_few_places_say_the_same_entries_in_at_most_half_the_bytes_of_a_mask(
+    count: int, share: float, seed: int
+) -> None:
+    num_sent = round(share * count)
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:num_sent]] = True
+    mask = torch.empty(mask_bytes(count), dtype=torch.uint8)
+    pack_mask(chosen, mask)
+    size = place_bytes(count, num_sent)
+    assert size == mask_bytes(count) or 2 * size <= mask_bytes(count)
+    message = torch.full((size + 8,), 255, dtype=torch.uint8)
+    write_places(mask, count, num_sent, message[:size])
+    assert (message[size:] == 255).all(), "written past the end"
+    assert torch.equal(read_places(message, count, num_sent), mask)
+
+
+def test_places_of_a_twentieth_take_a_third_of_a_bit_an_entry() -> None:
+    assert place_bytes(100_000, 5_000) * 8 / 100_000 == pytest.approx(0.05 * (4 + 1) + 2**-4, rel=0.01)
+    least = -0.05 * math.log2(0.05) - 0.95 * math.log2(0.95)
+    assert place_bytes(100_000, 5_000) * 8 / 100_000 < 1.1 * least
 
 
 def test_of_equal_entries_the_first_are_kept() -> None:

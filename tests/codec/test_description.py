@@ -1,8 +1,10 @@
 """The words for codecs: they are read and written alike, and wrong ones are explained."""
 
+import math
+
 import pytest
 
-from bireme.codec.description import CodecChoice, encoded_bytes, parse_codec
+from bireme.codec.description import CodecChoice, bits_a_value, encoded_bytes, parse_codec
 from bireme.errors import BiremeError
 
 
@@ -51,3 +53,11 @@ def test_bytes_count_scales_and_masks() -> None:
     keep = parse_codec("keep:0.25:8")
     assert 8 * encoded_bytes(keep, shape, 4) / values == 1 + 2 + 16 / 64
     assert 8 * encoded_bytes(keep, shape, 4, is_back=True) / values == 2 + 16 / 64
+
+
+@pytest.mark.parametrize("word", ["int8", "int4", "keep:0.25", "keep:0.25:8", "keep:0.0625:8", "keep:0.02:4"])
+def test_bits_that_plans_count_are_those_of_a_large_tensor(word: str) -> None:
+    choice, shape = parse_codec(word), (64, 1024, 64_000)
+    for is_back in (False, True):
+        sent = 8 * encoded_bytes(choice, shape, 2, is_back=is_back) / math.prod(shape)
+        assert sent == pytest.approx(bits_a_value(choice, 2, is_back=is_back), rel=0.05)

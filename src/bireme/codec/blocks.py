@@ -6,7 +6,7 @@ A message is the scales (bfloat16, one a block) and then the codes. All is done 
 on parts that fit into a cache, chosen one by one as measured: of two that do the same one may take
 ten times as long. On one core with AVX-512 they encode about 1 GB/s of float32 in 8 bits and 0.8 in 4
 (`benchmarks/codec_speed.py`), and need no compiler where Bireme runs. Where numba is installed, its loops
-round what is not rotated (`block_loops`).
+(`block_loops`) do the same a few times as fast.
 
 The rotation is by a Hadamard matrix, of ones and minus ones: it spreads what is large over its block, so that
 few bits serve all values alike. When it is taken back, whole numbers are summed before they are scaled, which
@@ -14,15 +14,16 @@ is exact: the same message becomes the same bits on every machine.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bireme.codec.description import BLOCK, aligned, blocks_bytes
-from bireme.codec.noise import NOISE_LENGTH, noise, scattered
+from bireme.codec.noise import NOISE_LENGTH, noise, noise_start, noise_table, scattered
 from bireme.codec.packing import pack_codes, unpack_codes
 from bireme.compiled import pays_off
 
@@ -36,6 +37,11 @@ MARGIN = 1 + 2**-7 + 2**-10
 
 LARGEST = 1e38
 """One over the scale of a block of zeros, or of values too small for a scale."""
+
+LOOP_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+"""The types that compiled loops read and write, and as what they take their bits."""
+
+CPU, NO_FLOATS = torch.device("cpu"), np.empty(0, np.float32)
 
 
 class Blocks:
@@ -62,6 +68,8 @@ class Blocks:
         # Drawn, a value may go to the code above or below, so the last code is at the largest value.
         self._reach = self._centre if bits == 8 or is_stochastic else half
         """The largest value of a block, in steps between codes."""
+        self._offset = self._centre if is_stochastic else self._centre + 0.5
+        """What is added before codes are cut to whole numbers, so that they are the nearest."""
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what a tensor of that shape takes."""
@@ -71,21 +79,18 @@ class Blocks:
         """Write scales and codes. A NaN or an infinite value makes its whole block NaN."""
         flat = tensor.detach().reshape(-1)
         scales, packed = self._parts_of(out, flat.numel())
+        if self._is_compiled(flat):
+            self._encode_compiled(flat, scales, packed, seed)
+        else:
+            self._encode_parts(flat, scales, packed, seed)
+        return self.most_bytes((flat.numel(),), flat.dtype)
+
+    def _encode_parts(self, flat: Tensor, scales: Tensor, packed: Tensor, seed: int) -> None:
+        """Write scales and codes by operations of torch."""
         if self._bits == 8:
             codes = packed
         else:
             codes = torch.zeros(8 * packed.numel() // self._bits, dtype=torch.uint8, device=flat.device)
-        is_plain = not self._is_rotated and not self._is_stochastic
-        if is_plain and flat.is_cpu and pays_off(flat.numel()):
-            self._encode_compiled(flat, scales, codes)
-        else:
-            self._encode_parts(flat, scales, codes, seed)
-        if codes is not packed:
-            pack_codes(codes, self._bits, packed)
-        return self.most_bytes((flat.numel(),), flat.dtype)
-
-    def _encode_parts(self, flat: Tensor, scales: Tensor, codes: Tensor, seed: int) -> None:
-        """Write scales and codes by operations of torch."""
         room: Tensor | None = None
         for begin, end in self._parts(flat):
             rows = self._rows(flat, begin, end)
@@ -93,45 +98,94 @@ class Blocks:
             room = torch.empty(2, *rows.shape, device=rows.device) if room is None else room
             rotated, scratch = room[:, : len(rows)]
             if self._is_rotated:
-                rows = torch.mm(rows, _hadamard(self._block, rows.device), out=rotated)
+                rows = _rotated(rows, out=rotated)
             into = codes[begin * self._block : end * self._block].view(-1, self._block)
             shares = self._note_scales(torch.abs(rows, out=scratch).amax(1), scales[begin:end])
             torch.mul(rows, shares, out=scratch)
             if self._is_stochastic:
                 scratch += noise(rows.numel(), scattered(seed) + begin, rows.device).view(rows.shape)
             # Cut to whole numbers, which rounds to the nearest, or to one of its two neighbours.
-            scratch += self._centre if self._is_stochastic else self._centre + 0.5
+            scratch += self._offset
             if self._bits == 8:  # by way of what torch converts to fastest
                 into.copy_(rotated.view(torch.int32).copy_(scratch))
             else:
                 into.view(torch.int8).copy_(scratch)
+        if codes is not packed:
+            pack_codes(codes, self._bits, packed)
 
-    def _encode_compiled(self, flat: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Write the same by loops that numba compiles; nothing is rotated, and nothing drawn."""
+    def _encode_compiled(self, flat: Tensor, scales: Tensor, packed: Tensor, seed: int) -> None:
+        """Write the same by loops that numba compiles."""
         from bireme.codec import block_loops  # imports numba
 
-        rows = self._rows(flat, 0, len(scales))
-        largest = torch.empty(len(rows))
-        block_loops.largest_of_blocks(rows.view(torch.int32).numpy(), largest.view(torch.int32).numpy())
-        shares = self._note_scales(largest, scales).view(-1)
-        into = codes[: rows.numel()].view(rows.shape)
-        block_loops.round_blocks(rows.numpy(), shares.numpy(), np.float32(self._centre + 0.5), into.numpy())
+        given = flat if flat.dtype in LOOP_INTEGERS else flat.float()
+        missing = len(scales) * self._block - len(given)
+        if missing:
+            given = functional.pad(given, (0, missing))
+        starts = [
+            noise_start(scattered(seed) + begin) for begin, _ in self._parts(flat) if self._is_stochastic
+        ]
+        written = torch.empty(len(scales))
+        block_loops.encode_blocks(
+            given.view(LOOP_INTEGERS[given.dtype]).numpy(),
+            self._block,
+            self._bits,
+            self._signs(),
+            np.float32(MARGIN / self._reach),
+            np.float32(self._offset),
+            noise_table(flat.device).numpy() if starts else NO_FLOATS,
+            np.array(starts, np.int64),
+            written.numpy(),
+            packed.numpy(),
+        )
+        scales.copy_(written)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The rounded values."""
         count = prod(shape)
         scales, packed = self._parts_of(message, count)
-        codes = unpack_codes(packed, self._bits)
         whole = torch.empty(len(scales), self._block, dtype=dtype, device=message.device)
+        if dtype in LOOP_INTEGERS and self._is_compiled(whole):
+            self._decode_compiled(packed, scales, whole.view(-1))
+        else:
+            self._decode_parts(packed, scales, whole)
+        return whole.view(-1)[:count].view(shape)
+
+    def _decode_parts(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
+        """Write the values by operations of torch."""
+        codes = unpack_codes(packed, self._bits)
         for begin, end in self._parts(whole):
             steps = codes[begin * self._block : end * self._block].view(-1, self._block).float()
             steps -= self._centre
             scale = scales[begin:end].float().view(-1, 1)
             if self._is_rotated:
-                steps = steps @ _hadamard(self._block, steps.device)
+                steps = _rotated(steps)
                 scale = scale / self._block
             torch.mul(steps, scale, out=whole[begin:end])
-        return whole.view(-1)[:count].view(shape)
+
+    def _decode_compiled(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
+        """Write the same by loops that numba compiles."""
+        from bireme.codec import block_loops  # imports numba
+
+        scale = scales.float() / self._block if self._is_rotated else scales.float()
+        block_loops.decode_blocks(
+            packed.numpy(),
+            self._block,
+            self._bits,
+            self._signs(),
+            np.float32(self._centre),
+            scale.numpy(),
+            whole.view(LOOP_INTEGERS[whole.dtype]).numpy(),
+        )
+
+    def _is_compiled(self, tensor: Tensor) -> bool:
+        """Whether loops do the same as torch's operations, and faster."""
+        if not tensor.is_cpu or not pays_off(tensor.numel()):
+            return False
+        return not self._is_rotated or (self._block == BLOCK and _rotates_alike())
+
+    def _signs(self) -> np.ndarray:
+        """What loops rotate by; nothing where they do not."""
+        return _hadamard(BLOCK, CPU).view(-1).numpy() if self._is_rotated else NO_FLOATS
 
     def _parts_of(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The scales of a message and its packed codes, as views."""
@@ -152,7 +206,7 @@ class Blocks:
         values = flat[begin * self._block : end * self._block].float()
         missing = (end - begin) * self._block - values.numel()
         if missing:
-            values = torch.nn.functional.pad(values, (0, missing))
+            values = functional.pad(values, (0, missing))
         return values.view(-1, self._block)
 
     def _note_scales(self, largest: Tensor, scales: Tensor) -> Tensor:
@@ -165,6 +219,14 @@ class Blocks:
         return scale.copy_(scales).reciprocal_().clamp_max_(LARGEST).view(-1, 1)
 
 
+def _rotated(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Each row times the matrix. A single row is another product, which adds in another order."""
+    if len(rows) == 1:
+        rows = _rotated(rows.expand(2, -1))[:1]
+        return rows if out is None else out.copy_(rows)
+    return torch.mm(rows, _hadamard(rows.shape[1], rows.device), out=out)
+
+
 @lru_cache(maxsize=64)
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """The matrix of ones and minus ones whose square is `size` times the identity."""
@@ -172,3 +234,14 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
     while len(made) < size:
         made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
     return made.to(device)
+
+
+@cache
+def _rotates_alike() -> bool:
+    """Whether this machine's product of matrices adds in the order of the loops, to the last bit."""
+    from bireme.codec import block_loops  # imports numba
+
+    given = torch.randn(PART_VALUES // BLOCK, BLOCK, generator=torch.Generator().manual_seed(0))
+    signs, found = _hadamard(BLOCK, CPU), torch.empty_like(given)
+    block_loops.rotate_blocks(given.view(-1).numpy(), signs.view(-1).numpy(), found.view(-1).numpy())
+    return all(torch.equal(_rotated(given[:num]), found[:num]) for num in (1, 2, 7, 100, len(given)))

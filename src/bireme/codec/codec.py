@@ -43,7 +43,7 @@ class Masking(Codec, Protocol):
     """
 
     def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Which entries a message holds, one bit an entry: a view of the message."""
+        """Which entries a message holds: one bit an entry, which may be a view of the message."""
         ...
 
     def back(self, mask: Tensor) -> Codec:

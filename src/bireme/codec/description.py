@@ -4,7 +4,7 @@
     bfloat16        two bytes a value
     int8            8 bits a value and a scale for each 32 values
     int7 … int1     fewer bits, after a Hadamard rotation of each 32 values
-    keep:0.25       the largest quarter of each row, and one bit an entry that says which
+    keep:0.25       the largest quarter of each row, and which these are: one bit an entry, or less
     keep:0.25:8     the same, in 8 bits a value and a scale a row
     keep:0.25:8:50  the largest quarter of the whole tensor, by a threshold that lives 50 batches
     my_codecs:mine  one's own: what that module holds under that name
@@ -14,6 +14,7 @@ A row is the last axis of a tensor: the numbers of one token.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from bireme.errors import BiremeError, closest
@@ -30,11 +31,15 @@ __all__ = [
     "bits_a_value",
     "blocks_bytes",
     "encoded_bytes",
+    "kept_block",
     "kept_bytes",
     "kept_of_row",
+    "low_bits",
     "mask_bytes",
     "most_above",
+    "num_kept",
     "parse_codec",
+    "place_bytes",
 ]
 
 BLOCK = 32
@@ -45,6 +50,14 @@ FEWEST_ENTRIES = 256
 
 KEPT_BITS = (4, 8)
 """Bits that the values of `keep` may have; else they stay in the type of the tensor."""
+
+LEAST_GAIN = 0.5
+"""Places are sent in another way than as a mask if they take at most this share of it."""
+
+MOST_LOW_BITS = 24
+
+FEWEST_OF_ROW = 8
+"""Rows of which fewer entries are kept share a scale with the next ones."""
 
 DENSITY_SLACK = 2
 """How many times more or fewer entries than asked for an old threshold may send over a border."""
@@ -165,8 +178,11 @@ def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False
         case "keep":
             assert choice.share is not None
             values = choice.share * (raw if choice.bits is None else choice.bits)
-            values += 0.0 if choice.life is None else choice.share * scale
-            return values if is_back else values + 1
+            if choice.life is not None:
+                values += choice.share * scale
+            sparse = min(choice.share * (low + 1) + 0.5**low for low in range(MOST_LOW_BITS))
+            places = sparse if choice.life is None and sparse <= LEAST_GAIN else 1.0
+            return values if is_back else values + places
         case _:
             return raw
 
@@ -195,7 +211,7 @@ def encoded_bytes(
                 return values if is_back else mask_bytes(count) + values
             width = shape[-1] if shape else 1
             values = kept_bytes(count, width, choice.share, choice.bits, value_bytes)
-            return values if is_back else mask_bytes(count) + values
+            return values if is_back else place_bytes(count, num_kept(count, width, choice.share)) + values
         case _:
             return count * value_bytes
 
@@ -211,11 +227,22 @@ def kept_of_row(width: int, share: float) -> int:
     return max(1, round(share * width))
 
 
+def num_kept(count: int, width: int, share: float) -> int:
+    """How many of so many entries in rows of that width are kept."""
+    return count // width * kept_of_row(width, share) if width else 0
+
+
+def kept_block(kept: int) -> int:
+    """How many values share a scale where so many of a row are kept: a row's, or those of some rows."""
+    return kept if kept >= FEWEST_OF_ROW else kept * (BLOCK // kept)
+
+
 def kept_bytes(count: int, width: int, share: float, bits: int | None, value_bytes: int) -> int:
     """Bytes of the values that `keep` sends of so many entries in rows of that width."""
-    kept = kept_of_row(width, share)
-    num_kept = count // width * kept if width else 0
-    return num_kept * value_bytes if bits is None else blocks_bytes(num_kept, bits, kept)
+    sent = num_kept(count, width, share)
+    if bits is None:
+        return sent * value_bytes
+    return blocks_bytes(sent, bits, kept_block(kept_of_row(width, share)))
 
 
 def most_above(count: int, share: float) -> int:
@@ -229,6 +256,26 @@ def most_above(count: int, share: float) -> int:
 def mask_bytes(count: int) -> int:
     """Bytes of one bit an entry."""
     return aligned(-(-count // 8))
+
+
+def place_bytes(count: int, num_sent: int) -> int:
+    """Bytes that say which of so many entries are sent, where that number is known: a mask, or less."""
+    low = low_bits(count, num_sent)
+    return mask_bytes(count) if low is None else _sparse_bytes(count, num_sent, low)
+
+
+@lru_cache(maxsize=256)
+def low_bits(count: int, num_sent: int) -> int | None:
+    """How many bits of each place are sent as they are; None where there is a mask instead.
+
+    To find and to spread places takes longer than to copy a mask, so it has to gain enough.
+    """
+    best = min(range(MOST_LOW_BITS), key=lambda low: _sparse_bytes(count, num_sent, low))
+    return best if _sparse_bytes(count, num_sent, best) <= LEAST_GAIN * mask_bytes(count) else None
+
+
+def _sparse_bytes(count: int, num_sent: int, low: int) -> int:
+    return aligned(low * -(-num_sent // 8) + -(-(num_sent + (count >> low) + 1) // 8))
 
 
 def aligned(num_bytes: int) -> int:

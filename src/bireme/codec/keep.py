@@ -1,4 +1,4 @@
-"""The largest entries of every row, and one bit an entry that says which: dynamic communication thresholding
+"""The largest entries of every row, and which these are: dynamic communication thresholding
 (Gupta et al., "Training Recommender Systems at Scale", KDD 2021) for what crosses a border of a pipeline.
 
 The next stage works on the tensor with zeros in all other entries. The exact gradient of that is zero there
@@ -13,8 +13,16 @@ from torch import Tensor
 from bireme.codec.blocks import Blocks
 from bireme.codec.cast import Cast
 from bireme.codec.codec import Codec
-from bireme.codec.description import kept_bytes, kept_of_row, mask_bytes
+from bireme.codec.description import (
+    kept_block,
+    kept_bytes,
+    kept_of_row,
+    mask_bytes,
+    num_kept,
+    place_bytes,
+)
 from bireme.codec.packing import unpack_mask
+from bireme.codec.places import read_places, write_places
 from bireme.codec.selection import selected, spread, take_largest
 
 __all__ = ["Keep", "Kept"]
@@ -23,8 +31,8 @@ __all__ = ["Keep", "Kept"]
 class Keep:
     """Sends the share `share` of every row (last axis) that is largest by magnitude, exactly so many a row.
 
-    Of equal entries the first are kept. Values have `bits` (4 or 8) and a scale a row, or none: the tensor's
-    own type. A NaN counts as larger than any number.
+    Of equal entries the first are kept. Values have `bits` (4 or 8) and a scale a row, which rows share where
+    few are kept; or none: the tensor's own type. A NaN counts as larger than any number.
     """
 
     def __init__(self, share: float, bits: int | None = None) -> None:
@@ -33,24 +41,30 @@ class Keep:
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what a tensor of that shape and type takes."""
-        return mask_bytes(prod(shape)) + _values_bytes(self._share, self._bits, shape, dtype)
+        return self._place_bytes(shape) + _values_bytes(self._share, self._bits, shape, dtype)
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
-        """Write the mask and the values; nothing is drawn."""
-        width = _width(tuple(tensor.shape))
-        rows = tensor.detach().reshape(-1, width)
-        kept, begin = kept_of_row(width, self._share), mask_bytes(rows.numel())
-        values = take_largest(rows, kept, out[:begin])
+        """Write places and values; nothing is drawn."""
+        shape = tuple(tensor.shape)
+        rows = tensor.detach().reshape(-1, _width(shape))
+        kept, begin = kept_of_row(rows.shape[1], self._share), self._place_bytes(shape)
+        mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
+        values = take_largest(rows, kept, mask)
+        write_places(mask, rows.numel(), values.numel(), out[:begin])
         return begin + _codec(self._bits, kept).encode(values, out[begin:], seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, with zeros where nothing was kept."""
-        mask = self.mask_of(message, shape)
-        return self.back(mask).decode(message[mask.numel() :], shape, dtype)
+        return self.back(self.mask_of(message, shape)).decode(
+            message[self._place_bytes(shape) :], shape, dtype
+        )
 
     def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Which entries a message holds, as it says it: one bit an entry."""
-        return message[: mask_bytes(prod(shape))]
+        """Which entries a message holds: one bit an entry."""
+        return read_places(message, prod(shape), num_kept(prod(shape), _width(shape), self._share))
+
+    def _place_bytes(self, shape: tuple[int, ...]) -> int:
+        return place_bytes(prod(shape), num_kept(prod(shape), _width(shape), self._share))
 
     def back(self, mask: Tensor) -> "Kept":
         """The codec of the gradient of a tensor that was sent with this mask."""
@@ -77,27 +91,27 @@ class Kept:
         shape = tuple(tensor.shape)
         mask = self._as_bools(shape)
         values = selected(tensor.detach(), mask, self._num_kept(shape))
-        return _codec(self._bits, self._kept(shape)).encode(values, out, seed=seed)
+        return self._codec(shape).encode(values, out, seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, with zeros outside the mask."""
         mask = self._as_bools(shape)
-        values = _codec(self._bits, self._kept(shape)).decode(message, (self._num_kept(shape),), dtype)
+        values = self._codec(shape).decode(message, (self._num_kept(shape),), dtype)
         return spread(values, mask)
 
     def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
         return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
 
     def _num_kept(self, shape: tuple[int, ...]) -> int:
-        return prod(shape[:-1]) * self._kept(shape)
+        return num_kept(prod(shape), _width(shape), self._share)
 
-    def _kept(self, shape: tuple[int, ...]) -> int:
-        return kept_of_row(_width(shape), self._share)
+    def _codec(self, shape: tuple[int, ...]) -> Codec:
+        return _codec(self._bits, kept_of_row(_width(shape), self._share))
 
 
 def _codec(bits: int | None, kept: int) -> Codec:
     """Of the values that are kept, so many a row."""
-    return Cast() if bits is None else Blocks(bits, block=kept)
+    return Cast() if bits is None else Blocks(bits, block=kept_block(kept))
 
 
 def _width(shape: tuple[int, ...]) -> int:

@@ -9,19 +9,25 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["NOISE_LENGTH", "noise", "scattered"]
+__all__ = ["NOISE_LENGTH", "noise", "noise_start", "noise_table", "scattered"]
 
 NOISE_LENGTH = 1 << 17
 
 
 def noise(count: int, seed: int, device: torch.device) -> Tensor:
     """So many numbers of [0, 1), at most `NOISE_LENGTH`: the same for the same seed. A view; only look."""
-    start = scattered(seed) % NOISE_LENGTH
-    return _table(device)[start : start + count]
+    start = noise_start(seed)
+    return noise_table(device)[start : start + count]
+
+
+def noise_start(seed: int) -> int:
+    """Where the numbers of a seed begin in the table."""
+    return scattered(seed) % NOISE_LENGTH
 
 
 @lru_cache(maxsize=64)
-def _table(device: torch.device) -> Tensor:
+def noise_table(device: torch.device) -> Tensor:
+    """All numbers, twice over."""
     order = torch.randperm(NOISE_LENGTH, generator=torch.Generator().manual_seed(0))
     once = (order.float() + 0.5) / NOISE_LENGTH
     return torch.cat([once, once]).to(device)

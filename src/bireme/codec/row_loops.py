@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 
-__all__ = ["put_true", "take_largest_of_rows", "take_true"]
+__all__ = ["put_set", "take_largest_of_rows", "take_set"]
 
 Integers = NDArray[np.signedinteger[Any]]
 Bytes = NDArray[np.uint8]
@@ -23,6 +23,11 @@ Bytes = NDArray[np.uint8]
 BITS_OF_BYTES = np.uint64(0x0102040810204080)
 """Eight bytes of 0 or 1, taken as one number, times this have them as the bits of the highest byte."""
 HIGHEST_BYTE = np.uint64(56)
+
+SET = [[place for place in range(8) if byte >> place & 1] for byte in range(256)]
+PLACES = np.array([places + [0] * (8 - len(places)) for places in SET], np.uint64)
+COUNTS = np.array([len(places) for places in SET], np.uint64)
+"""Where the bits of a byte are set, and how many are."""
 
 STRETCH = 64
 """Entries of which it is first asked whether the last one wanted is among them."""
@@ -39,7 +44,7 @@ def take_largest_of_rows(given: Integers, most: Any, kept: int, packed: Bytes, t
     """Write the `kept` largest entries of each row into `taken`, in order, and into `packed` which they are.
 
     Entries are the bits of numbers of 2 or 4 bytes, and `most` has all bits but that of the sign. A row has
-    more than `kept` of them, and a multiple of 8. `taken` has room for one more than are taken.
+    more than `kept` of them, and a multiple of 8. `taken` has room for 8 more than are taken.
     """
     num_rows, width = given.shape
     sizes, chosen = np.empty(width, given.dtype), np.empty(width, np.uint8)
@@ -56,42 +61,47 @@ def take_largest_of_rows(given: Integers, most: Any, kept: int, packed: Bytes, t
         mask = packed[number * row_bytes : (number + 1) * row_bytes]
         for place in range(row_bytes):
             mask[place] = (words[place] * BITS_OF_BYTES) >> HIGHEST_BYTE
-        take_true(row, chosen, taken[number * kept : (number + 1) * kept + 1])
+        take_set(row, mask, taken[number * kept :])
 
 
 @compiled
-def take_true(given: Integers, mask: Bytes, taken: Integers) -> None:
-    """Write the entries where the mask is 1 into `taken`, in order; it has room for one more.
+def take_set(given: Integers, mask: Bytes, taken: Integers) -> None:
+    """Write the entries whose bit is set into `taken`, in order; it has room for 8 more.
 
-    What is not to be taken is written as well, and then written over: a branch would be guessed wrong.
+    Four are written at a time, of which those that are not to be taken are written over: a branch for each
+    entry would be guessed wrong.
     """
-    at, last = np.uint64(0), np.uint64(max(taken.size - 4, 0))
-    place, end = np.uint64(0), np.uint64(mask.size // 4 * 4)
-    while place < end and at < last:
-        first = at + np.uint64(mask[place])
-        second = first + np.uint64(mask[place + np.uint64(1)])
-        third = second + np.uint64(mask[place + np.uint64(2)])
-        taken[at] = given[place]
-        taken[first] = given[place + np.uint64(1)]
-        taken[second] = given[place + np.uint64(2)]
-        taken[third] = given[place + np.uint64(3)]
-        at = third + np.uint64(mask[place + np.uint64(3)])
-        place += np.uint64(4)
-    while place < np.uint64(mask.size) and at < np.uint64(taken.size):
-        taken[at] = given[place]
-        at += np.uint64(mask[place])
-        place += np.uint64(1)
+    at, number = np.uint64(0), 0
+    while number < mask.size and np.int64(at) + 8 <= taken.size:
+        byte, first = mask[number], np.uint64(8 * number)
+        taken[at] = given[first + PLACES[byte, 0]]
+        taken[at + np.uint64(1)] = given[first + PLACES[byte, 1]]
+        taken[at + np.uint64(2)] = given[first + PLACES[byte, 2]]
+        taken[at + np.uint64(3)] = given[first + PLACES[byte, 3]]
+        if COUNTS[byte] > np.uint64(4):
+            taken[at + np.uint64(4)] = given[first + PLACES[byte, 4]]
+            taken[at + np.uint64(5)] = given[first + PLACES[byte, 5]]
+            taken[at + np.uint64(6)] = given[first + PLACES[byte, 6]]
+            taken[at + np.uint64(7)] = given[first + PLACES[byte, 7]]
+        at += COUNTS[byte]
+        number += 1
 
 
 @compiled
-def put_true(given: Integers, mask: Bytes, into: Integers) -> None:
-    """Write the entries given where the mask is 1, in order, and zeros elsewhere."""
-    at, place = np.uint64(0), np.uint64(0)
-    while at < np.uint64(given.size) and place < np.uint64(into.size):
-        into[place] = given[at] * mask[place]
-        at += np.uint64(mask[place])
-        place += np.uint64(1)
-    into[np.int64(place) :] = 0
+def put_set(given: Integers, mask: Bytes, into: Integers) -> None:
+    """Write the entries given where the bit is set, in order, and zeros elsewhere."""
+    at, number = np.uint64(0), 0
+    while 8 * number + 8 <= into.size and np.int64(at) + 8 <= given.size:
+        byte, first = np.uint64(mask[number]), np.uint64(8 * number)
+        for place in range(8):
+            is_set = (byte >> np.uint64(place)) & np.uint64(1)
+            into[first + np.uint64(place)] = given[at] * np.int32(is_set)
+            at += is_set
+        number += 1
+    for place in range(8 * number, into.size):
+        is_set = (mask[place >> 3] >> (place & 7)) & 1
+        into[place] = given[at] if is_set and np.int64(at) < given.size else 0
+        at += np.uint64(is_set)
 
 
 @compiled

@@ -21,6 +21,9 @@ __all__ = ["as_magnitudes", "largest_of_rows", "places_first", "selected", "spre
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers whose order is that of the magnitudes of numbers of so many bytes."""
 
+SPARE = 8
+"""Entries that loops may write past the last one that is taken."""
+
 PART_VALUES = 1 << 16
 """Values that numpy works on at a time: what fits into a cache."""
 
@@ -51,19 +54,19 @@ def take_largest(rows: Tensor, kept: int, packed: Tensor) -> Tensor:
         pack_mask(mask, packed)
         return selected(rows, mask, len(rows) * kept)
     given = rows.contiguous().view(INTEGERS[rows.dtype.itemsize]).numpy()
-    found = torch.empty(len(rows) * kept + 1, dtype=rows.dtype)
+    found = torch.empty(len(rows) * kept + SPARE, dtype=rows.dtype)
     taken, into = found.view(INTEGERS[rows.dtype.itemsize]).numpy(), packed.numpy()
     row_bytes = rows.shape[1] // 8
     into[len(rows) * row_bytes :] = 0
     loops = _loops(rows)
     if loops is not None and rows.dtype.itemsize < 8:
         loops.take_largest_of_rows(given, given.dtype.type(np.iinfo(given.dtype).max), kept, into, taken)
-        return found[:-1]
+        return found[:-SPARE]
     for begin, chosen in _chosen(given, kept):
         end = begin + len(chosen)
         into[begin * row_bytes : end * row_bytes] = np.packbits(chosen, bitorder="little")
         _take(given[begin:end].reshape(-1), np.flatnonzero(chosen), taken[begin * kept : end * kept])
-    return found[:-1]
+    return found[:-SPARE]
 
 
 def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
@@ -71,16 +74,16 @@ def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
     flat = tensor.reshape(-1)
     if not flat.is_cpu:
         return flat.take(places_first(mask, num_kept))
-    found = torch.empty(num_kept + 1, dtype=flat.dtype)
+    found = torch.empty(num_kept + SPARE, dtype=flat.dtype)
     integers = INTEGERS[flat.dtype.itemsize]
     given, taken = flat.view(integers).numpy(), found.view(integers).numpy()
     loops = _loops(flat)
     if loops is not None:
-        loops.take_true(given, mask.view(-1).view(torch.uint8).numpy(), taken)
-        return found[:-1]
+        loops.take_set(given, _bits(mask), taken)
+        return found[:-SPARE]
     for part, places, at in _places(mask):
         _take(given[part], places, taken[at])
-    return found[:-1]
+    return found[:-SPARE]
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -94,11 +97,16 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     integers = INTEGERS[values.dtype.itemsize]
     put, given = whole.view(-1).view(integers).numpy(), values.view(integers).numpy()
     if loops is not None:
-        loops.put_true(given, mask.view(-1).view(torch.uint8).numpy(), put)
+        loops.put_set(given, _bits(mask), put)
         return whole
     for part, places, at in _places(mask):
         put[part][places] = given[at]
     return whole
+
+
+def _bits(mask: Tensor) -> np.ndarray:
+    """A mask as one bit an entry."""
+    return np.packbits(mask.view(-1).numpy(), bitorder="little")
 
 
 def _loops(tensor: Tensor) -> ModuleType | None:
