@@ -33,10 +33,11 @@ train: setup
 # Numba keeps what it compiles next to the source, so that no worker of the tests has to compile. What these
 # commands find does not matter: a slow machine may find nothing in a second.
 $(COMPILED): $(READY)
-	@echo "compiling the loops of bireme place, once"
+	@echo "compiling loops, once"
 	@for words in "--method dp" "--method local-search" "--any" "--objective latency --method anneal"; do \
 		$(BIN)/bireme place examples/placement/branches.json $$words --time-limit 1 --json > /dev/null 2>&1 & \
-	done; wait
+	done; $(BIN)/python benchmarks/codec_speed.py --quick --json > /dev/null 2>&1 & \
+	wait
 	@touch $@
 
 # A worker that has no tests left takes some from the others. All tests get one worker more than there are
