@@ -83,7 +83,12 @@ def rehearsed(
     sizes = plan.micro_batch_sizes or (size,) * plan.width
     speeds = [[cluster.devices()[one].device.speed for one in row] for row in devices]
     costs = tuple(
-        _coded(_costs(profile, plan, sizes[replica], [row[replica] for row in speeds]), plan, value_bytes)
+        _coded(
+            _costs(profile, plan, sizes[replica], [row[replica] for row in speeds]),
+            plan,
+            value_bytes,
+            profile,
+        )
         for replica in range(plan.width)
     )
     made = Rehearsed(
@@ -111,12 +116,12 @@ def simulated_s(one: Rehearsed, cluster: Cluster) -> float:
     return max(found)
 
 
-def _coded(costs: Costs, plan: Plan, value_bytes: int) -> Costs:
+def _coded(costs: Costs, plan: Plan, value_bytes: int, profile: Profile) -> Costs:
     """With the bytes that codecs send, and the seconds that they take as a part of the passes.
 
     What a rehearsal really sends is too small to be encoded, so its stages sleep that long.
     """
-    found = coded(costs, plan.codecs, value_bytes)
+    found = coded(costs, plan.codecs, value_bytes, profile.codecs)
     if not found.codecs:
         return costs
     before = (CodecCost(), *found.codecs[:-1])

@@ -10,6 +10,7 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link, Switch
 from bireme.cluster.server import Server
 from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.rate import CodecRate
 from bireme.errors import BiremeError
 from bireme.plan.codec_penalties import EXCESSES, codec_steps
 from bireme.plan.forecast import Answer
@@ -79,6 +80,24 @@ def test_single_borders_have_codecs_of_their_own_in_predictions() -> None:
     assert single.forecast.batch_s < plain.forecast.batch_s / 1.5
     assert single.forecast.codec_penalty == codec_steps([codecs], "adamw", has_ending=False)
     assert found(cluster, replace(WISHES, borders=((0, codecs),))).best.plan.codecs == (codecs,)
+
+
+def test_a_profile_says_how_long_codecs_take() -> None:
+    cluster, asked = two_servers(1e15), replace(WISHES, codec="int8", depth=2)
+
+    def batch_s(*rates: CodecRate) -> float:
+        answer = find_plan_once(replace(tiny_profile(2), codecs=rates), cluster, asked)
+        assert isinstance(answer, Answer)
+        return answer.best.forecast.batch_s
+
+    slow = CodecRate("int8", 1.0, 1.0, 1.0, 1.0)
+    assert batch_s(CodecRate("int8", 0.0, 0.0, 0.0, 0.0)) < batch_s() < batch_s(slow)
+    assert batch_s(replace(slow, codec="int4")) == batch_s()
+    assert replace(asked, borders=((0, BorderCodecs("keep:0.250:8", "keep:0.25:4")),)).codec_words == (
+        "int8",
+        "keep:0.25:8",
+        "keep:0.25:4",
+    )
 
 
 def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:

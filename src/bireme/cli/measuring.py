@@ -121,6 +121,8 @@ class Measuring:
     halves: bool = False
     fresh: bool = False
     part: Part = WHOLE
+    codecs: Sequence[str] = ()
+    """Of borders: how long they take is measured too."""
 
     def __post_init__(self) -> None:
         if min(self.batches) < 1:
@@ -158,7 +160,7 @@ def measure(asked: Measuring, progress: Any) -> "Profile":
     if source.folder is not None and any(source.folder.glob("*.safetensors")):
         graph = captures.graph(asked.batches[0])
         check_weights(source.base_graph(graph), source.folder, model=source.base)
-    return run(
+    found = run(
         captures.graph,
         where,
         asked.batches,
@@ -167,4 +169,12 @@ def measure(asked: Measuring, progress: Any) -> "Profile":
         halves=asked.halves,
         use_cache=not asked.fresh,
         progress=progress,
+    )
+    if not asked.codecs or not found.is_measured:
+        return found
+    from bireme.profile.codec_timing import with_codec_rates
+
+    value_bytes = 2 if asked.dtype in ("bfloat16", "float16") else 4
+    return with_codec_rates(
+        found, asked.codecs, value_bytes, torch_device(asked.device), use_cache=not asked.fresh
     )

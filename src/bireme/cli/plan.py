@@ -294,6 +294,8 @@ def plan(
     _check_numbers(request, found_cluster, None if asked is None else asked.optimizer)
     for name in request.devices:
         found_cluster.number_of(name)
+    if asked is not None:
+        asked = replace(asked, codecs=request.codec_words)
     found_profile, sum_cost = sums.counted(_profile(profile, asked), asked, schedule, synchronous=synchronous)
     from bireme.plan.unit_names import pins_of, ranges_of
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.cli.measuring import (
+    PANEL,
     DataType,
     Freeze,
     Fresh,
@@ -20,6 +21,7 @@ from bireme.cli.measuring import (
     part_of,
 )
 from bireme.cli.options import Json, check_writable, print_json, refuse
+from bireme.codec.description import parse_codec
 
 if TYPE_CHECKING:
     from bireme.profile.profile import Profile, UnitProfile
@@ -57,6 +59,14 @@ def profile(
     lora_rank: LoraRank = None,
     lora_target: LoraTarget = None,
     fresh: Fresh = False,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CODEC",
+            help="Measure also how long a codec of borders takes, such as keep:0.25:8. Repeat it.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the profile to a file.")
     ] = None,
@@ -68,6 +78,8 @@ def profile(
     """
     if device != "meta":
         refuse(context, f"--device {device} measures and does not estimate", "like")
+    else:
+        refuse(context, "--device meta estimates and does not measure", "codec")
     check_writable(output)
     asked = Measuring(
         model,
@@ -80,6 +92,7 @@ def profile(
         halves=halves,
         fresh=fresh,
         part=part_of(train, freeze, lora_rank, lora_target),
+        codecs=[str(parse_codec(word)) for word in codec or ()],
     )
     from bireme.report.progress import progress_bar
 

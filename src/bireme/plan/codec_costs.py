@@ -1,49 +1,52 @@
 """What codecs on borders cost and save in a plan: bytes, seconds to encode and decode, masks that are kept.
 
-The seconds a value are those of one core of an Intel Xeon, measured by
-`python benchmarks/codec_speed.py`; a device of another speed takes longer or shorter in proportion.
+The seconds for a value are those of the profile. Where it has none, they are those of one core of an Intel
+Xeon without numba, measured by `python benchmarks/codec_speed.py`. A device of another speed takes longer or
+less long in proportion.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from bireme.codec.border import AS_IT_IS, BorderCodecs
-from bireme.codec.description import NONE, CodecChoice, bits_a_value
+from bireme.codec.description import NONE, CodecChoice, bits_a_value, parse_codec
+from bireme.codec.rate import CodecRate
 from bireme.plan.partition.chain import Chain
 from bireme.simulate.costs import CodecCost, Costs
 
 __all__ = ["coded", "with_fewer_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rate:
-    """Seconds a value of a tensor. `back` is for gradients, of which `keep` takes the entries it knows."""
-
-    encode_s: float
-    decode_s: float
-    back_encode_s: float
-    back_decode_s: float
-
-
-MEASURED: Mapping[str, _Rate] = {
-    "bfloat16": _Rate(0.7e-9, 1.3e-9, 0.7e-9, 1.3e-9),
-    "int8": _Rate(2.9e-9, 2.7e-9, 2.9e-9, 2.7e-9),
-    "int": _Rate(5.5e-9, 3.9e-9, 5.5e-9, 3.9e-9),
-    "keep": _Rate(6.7e-9, 3.6e-9, 3.4e-9, 3.6e-9),
-}
-"""By codec; `int` is of fewer than 8 bits, as slow as 5, and `keep` is of a quarter in 8 bits."""
+MEASURED = (
+    CodecRate("bfloat16", 0.7e-9, 1.3e-9, 0.7e-9, 1.3e-9),
+    CodecRate("int8", 2.9e-9, 2.7e-9, 2.9e-9, 2.7e-9),
+    CodecRate("int5", 5.5e-9, 3.9e-9, 5.5e-9, 3.9e-9),
+    CodecRate("keep:0.25:8", 6.7e-9, 3.6e-9, 3.4e-9, 3.6e-9),
+)
+"""One of each kind: those of fewer than 8 bits are as slow as 5."""
 
 
-def coded(costs: Costs, codecs: Sequence[BorderCodecs], value_bytes: int) -> Costs:
-    """The costs of stages with codecs on the borders between them, whose values have so many bytes."""
+def coded(
+    costs: Costs, codecs: Sequence[BorderCodecs], value_bytes: int, rates: Sequence[CodecRate] = ()
+) -> Costs:
+    """The costs of stages with codecs on the borders between them, whose values have so many bytes; with the
+    rates of a profile, where it has them.
+    """
     if all(one.is_none for one in codecs):
         return costs
     borders = [*codecs, *[AS_IT_IS] * (costs.num_stages - len(codecs))]
     back_bytes = costs.gradient_message_bytes or costs.message_bytes
+    known = {one.codec: one for one in rates}
     found = tuple(
-        _cost(one, costs.message_bytes[border] / value_bytes, back_bytes[border] / value_bytes, value_bytes)
+        _cost(
+            one,
+            costs.message_bytes[border] / value_bytes,
+            back_bytes[border] / value_bytes,
+            value_bytes,
+            known,
+        )
         for border, one in enumerate(borders)
     )
     masks = [
@@ -73,11 +76,17 @@ def with_fewer_bytes(chain: Chain, codecs: BorderCodecs, value_bytes: int) -> Ch
     )
 
 
-def _cost(codecs: BorderCodecs, num_values: float, num_back: float, value_bytes: int) -> CodecCost:
+def _cost(
+    codecs: BorderCodecs,
+    num_values: float,
+    num_back: float,
+    value_bytes: int,
+    known: Mapping[str, CodecRate],
+) -> CodecCost:
     """With so many values of activations, and of gradients."""
     there, back = codecs.choice(forward=True), codecs.choice(forward=False)
     raw_bits = 8.0 * value_bytes
-    forward, backward = _rate(there), _rate(back)
+    forward, backward = _rate(there, known), _rate(back, known)
     return CodecCost(
         forward_share=bits_a_value(there, value_bytes) / raw_bits,
         backward_share=bits_a_value(back, value_bytes, is_back=True) / raw_bits,
@@ -88,8 +97,13 @@ def _cost(codecs: BorderCodecs, num_values: float, num_back: float, value_bytes:
     )
 
 
-def _rate(choice: CodecChoice) -> _Rate:
-    """What was measured; of one's own codec nothing was."""
+def _rate(choice: CodecChoice, known: Mapping[str, CodecRate]) -> CodecRate:
+    """What the profile says, else what was measured elsewhere of its kind; of one's own codec nothing was."""
+    if str(choice) in known:
+        return known[str(choice)]
     if choice == NONE or choice.where is not None:
-        return _Rate(0.0, 0.0, 0.0, 0.0)
-    return MEASURED["int8" if choice.name == "int" and not choice.is_rotated else choice.name]
+        return CodecRate(str(choice), 0.0, 0.0, 0.0, 0.0)
+    kind = choice.name, choice.is_rotated
+    return next(
+        one for one in MEASURED if (parse_codec(one.codec).name, parse_codec(one.codec).is_rotated) == kind
+    )

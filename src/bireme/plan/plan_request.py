@@ -8,7 +8,7 @@ from bireme.codec.border import BorderCodecs
 from bireme.codec.description import parse_codec
 from bireme.codec.sum_words import DENSE_SUMS, SumCost
 from bireme.errors import BiremeError, closest
-from bireme.plan.codec_penalties import codec_steps
+from bireme.plan.codec_penalties import WORDS_TO_TRY, codec_steps
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
 from bireme.plan.tier_limits import TierLimits
@@ -146,6 +146,13 @@ class PlanRequest:
         if self.delay_warmup is not None:
             return self.delay_warmup
         return DEFAULT_DELAY_WARMUP if self.schedule == "auto" else 0.0
+
+    @property
+    def codec_words(self) -> tuple[str, ...]:
+        """The codecs that borders may have, each once; those of the planner's choice where it chooses."""
+        named = [*(WORDS_TO_TRY if self.codec == AUTO else (self.codec,))]
+        named += [word for _, one in self.borders for word in (one.forward, one.backward)]
+        return tuple(dict.fromkeys(str(parse_codec(word)) for word in named if word != "none"))
 
     def codec_penalty(self, codecs: Iterable[BorderCodecs], optimizer: str) -> float:
         """Batches with these codecs on borders that equal one without; 1 if the goal is throughput."""

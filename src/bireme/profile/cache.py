@@ -1,5 +1,5 @@
-"""What was measured before, on disk: profiles of the same graph, and the engine, on the same device with the
-same software.
+"""What was measured before, on disk: profiles of the same graph, the engine, and codecs, on the same device
+with the same software.
 
 They lie in `$BIREME_CACHE`, or in `bireme` under `$XDG_CACHE_HOME` or `~/.cache`. A cache that cannot be
 read or written is as good as an empty one.
@@ -8,17 +8,22 @@ read or written is as good as an empty one.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from bireme.cluster.engine_cost import EngineCost
+from bireme.codec.rate import CodecRate
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
 
-__all__ = ["cache_folder", "cache_path", "cached_engine", "cached_profile", "keep_engine", "keep_profile"]
+__all__ = ["cache_folder", "cache_path", "cached_figures", "cached_profile", "keep_figures", "keep_profile"]
+
+
+Figures = TypeVar("Figures", EngineCost, CodecRate)
 
 
 def cache_folder() -> Path:
@@ -51,18 +56,18 @@ def keep_profile(profile: Profile, path: Path) -> None:
         return
 
 
-def cached_engine(path: Path) -> EngineCost | None:
-    """The costs of the engine in a file of the cache, None where there are none that can be used."""
+def cached_figures(path: Path, kind: Callable[..., Figures]) -> Figures | None:
+    """Figures of the engine or of a codec in a file of the cache; None where none can be used."""
     try:
-        return EngineCost(**json.loads(path.read_text(encoding="utf-8")))
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, BiremeError):
         return None
 
 
-def keep_engine(engine: EngineCost, path: Path) -> None:
-    """Put the costs of the engine into the cache, if that is possible."""
+def keep_figures(figures: EngineCost | CodecRate, path: Path) -> None:
+    """Put them into the cache, if that is possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(asdict(engine)) + "\n")
+        write_text_atomically(path, json.dumps(asdict(figures)) + "\n")
     except (OSError, BiremeError):
         return

@@ -11,6 +11,7 @@ from annotated_types import MinLen
 
 from bireme.bounds import Bytes, Count, Place, Seconds
 from bireme.cluster.engine_cost import EngineCost
+from bireme.codec.rate import CodecRate
 from bireme.errors import BiremeError
 
 __all__ = ["Held", "Kept", "Profile", "UnitCost", "UnitProfile"]
@@ -116,7 +117,7 @@ class Profile:
 
     `is_measured` tells whether the seconds were measured there, or estimated from its description. `versions`
     says of which software, `num_threads` with how many threads where that matters. `engine` is what the
-    engine takes besides, where it was measured too.
+    engine takes besides, `codecs` what codecs of borders take, where these were measured too.
     """
 
     model: str
@@ -131,6 +132,7 @@ class Profile:
     parameter_bytes: Bytes
     units: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     engine: EngineCost | None = None
+    codecs: tuple[CodecRate, ...] = ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ def _is_first(profile: Profile, first: int, index: int) -> bool:
 def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
     plain = asdict(profile)
+    if not profile.codecs:
+        del plain["codecs"]
     for unit in plain["units"]:
         for one in (unit, *unit["tied"]):
             if not one["frozen_bytes"]:

@@ -93,7 +93,7 @@ def time_update(bench: Workbench, optimizer: str, num_rounds: int = 5) -> float:
     optimizers = _optimizers(optimizer, dict(zip(trainable, stepped, strict=True)))
     laps = []
     for _ in range(1 + num_rounds):
-        clock = _Clock(bench.device)
+        clock = Clock(bench.device)
         for own, weight in zip(stepped, weights, strict=True):
             if own is not weight and weight.grad is not None:
                 own.grad = weight.grad.float()
@@ -123,7 +123,7 @@ def _optimizers(name: str, weights: Mapping[str, Tensor]) -> list[torch.optim.Op
     return found
 
 
-class _Clock:
+class Clock:
     """Measures stretches of time up to when the device has done what it was given.
 
     Time in which others had the core is left out: a profile tells what the work takes. What was waited may be
@@ -154,7 +154,7 @@ class _Stopwatch:
 
     def run(self) -> None:
         bench = self.bench
-        clock = _Clock(bench.device)
+        clock = Clock(bench.device)
         results = bench.differentiable(bench.forward())
         self._note("forward", clock)
         bench.backward(results)
@@ -165,7 +165,7 @@ class _Stopwatch:
         if self.halves:
             self._run_halves(clock)
 
-    def _run_halves(self, clock: _Clock) -> None:
+    def _run_halves(self, clock: Clock) -> None:
         bench = self.bench
         roots = bench.differentiable(bench.forward())
         gradients: list[Tensor | None] = list(bench.output_gradients(roots))
@@ -178,7 +178,7 @@ class _Stopwatch:
                 parameter.grad += gradient
         self._note("weight", clock)
 
-    def _note(self, what: str, clock: _Clock) -> None:
+    def _note(self, what: str, clock: Clock) -> None:
         self.laps.setdefault(what, []).append(clock.lap())
 
     def seconds(self) -> Seconds:

@@ -1,9 +1,12 @@
 """Profiles as tables in the terminal: a row for each kind of unit, the kinds in the order they come."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.codec.rate import CodecRate
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 from bireme.report.units import bytes_text, seconds_text
@@ -33,6 +36,20 @@ def print_profile(profile: Profile, console: Console) -> None:
     for micro_batch in profile.micro_batches:
         console.print(f"\nA micro-batch of {micro_batch}", style="bold", highlight=False)
         console.print(_table(profile, micro_batch, console.width))
+    if profile.codecs:
+        console.print("\nCodecs, for a million values", style="bold", highlight=False)
+        console.print(_codecs(profile.codecs))
+
+
+def _codecs(rates: Sequence[CodecRate]) -> Table:
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("codec", no_wrap=True)
+    for heading in ("encode", "decode", "encode gradient", "decode gradient"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rate in rates:
+        seconds = (rate.encode_s, rate.decode_s, rate.back_encode_s, rate.back_decode_s)
+        table.add_row(escape(rate.codec), *(seconds_text(1e6 * one) for one in seconds))
+    return table
 
 
 def _table(profile: Profile, micro_batch: int, width: int) -> Table:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.model.graph import Graph
-from bireme.profile.cache import cache_path, cached_engine, keep_engine
+from bireme.profile.cache import cache_path, cached_figures, keep_figures
 from bireme.profile.control import Control
 from bireme.profile.here import device_here, versions_here
 from bireme.profile.measuring import BatchEnd, Job, Measured, Progress, measure_units
@@ -70,7 +70,7 @@ class ParallelMeasurer:
         own = (device_here(job.device), versions_here(), self._num_threads, size, job.optimizer)
         large_bytes = _rounded(job.message_bytes)
         kept = cache_path([*own, *self.circumstances, large_bytes], "engines")
-        known = cached_engine(kept)
+        known = cached_figures(kept, EngineCost)
         with TemporaryDirectory() as folder, _followed(Path(folder, "progress"), progress) as path:
             found = launch(
                 _measure,
@@ -87,7 +87,7 @@ class ParallelMeasurer:
         measured = mean_of([one.measured for one in there])
         if known is None and measured.engine is not None and all(one.was_quiet for one in there):
             grown_bytes = max(one.grown_bytes for one in there)
-            keep_engine(replace(measured.engine, process_bytes=grown_bytes), kept)
+            keep_figures(replace(measured.engine, process_bytes=grown_bytes), kept)
         return measured
 
 

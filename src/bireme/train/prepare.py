@@ -19,8 +19,10 @@ from bireme.plan.forecast import Answer
 from bireme.plan.hashes import check_plan_fits, planned_units
 from bireme.plan.homes import check_homes
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.summary import summarize
 from bireme.plan.window_file import write_windows
+from bireme.profile.codec_timing import with_codec_rates
 from bireme.profile.here import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profile_file import load_profile, save_profile
@@ -131,7 +133,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
     found = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
-    measured = with_kept_gradients(run, graph, found)
+    measured = _with_codecs(with_kept_gradients(run, graph, found), plan_request_of(run, graph), machines)
     begin_s = perf_counter()
     answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
@@ -323,6 +325,13 @@ def _checked(found: SavedPlan, path: str, graph: Graph, machines: Machines) -> S
             f"cluster.workers to {num_ranks}, or set cluster.source to the cluster it was made for."
         )
     return found
+
+
+def _with_codecs(measured: Profile, request: PlanRequest, machines: Machines) -> Profile:
+    """With what the codecs of the run take on a device of this machine."""
+    if not request.codec_words:
+        return measured
+    return with_codec_rates(measured, request.codec_words, request.value_bytes, torch_device(machines.device))
 
 
 def _measured(

@@ -323,7 +323,7 @@ class PlanEvaluator:
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
-            costs = coded(costs, codecs, problem.request.value_bytes)
+            costs = coded(costs, codecs, problem.request.value_bytes, problem.profile.codecs)
             costs = shared_costs(costs, problem.request, draft)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)

@@ -1,0 +1,33 @@
+"""How long codecs take on this machine, as a profile has it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bireme.profile import codec_timing
+from bireme.profile.codec_timing import with_codec_rates
+from bireme.profile.profile_file import load_profile, plain_profile, save_profile
+from tests.support.hand_plans import tiny_profile
+
+CPU = torch.device("cpu")
+WORDS = ("int8", "keep:0.25:8")
+
+
+def test_codecs_are_measured_once_and_kept_with_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIREME_CACHE", str(tmp_path))
+    monkeypatch.setattr(codec_timing, "SHAPE", (4, 1024))
+    bare = replace(tiny_profile(2), num_threads=1)
+    found = with_codec_rates(bare, WORDS, 4, CPU)
+    assert [one.codec for one in found.codecs] == [*WORDS]
+    for one in found.codecs:
+        assert min(one.encode_s, one.decode_s, one.back_encode_s, one.back_decode_s) > 0
+    save_profile(found, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == found
+    assert "codecs" not in plain_profile(replace(found, codecs=()))
+
+    monkeypatch.setattr(codec_timing, "_measured", None)
+    assert with_codec_rates(bare, WORDS, 4, CPU) == found
