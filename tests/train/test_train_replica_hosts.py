@@ -132,6 +132,7 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
 
 
 @pytest.mark.long
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["groups", "outer"])
 def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies(
     mode: str, tmp_path: Path
