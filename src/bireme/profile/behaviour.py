@@ -158,7 +158,7 @@ def behaviour_of(
     iteration takes without the trace.
     """
     traced_s = spans[-1].end_s - spans[0].start_s
-    clock = _Clock(spans[0].start_s, min(untraced_s / traced_s, 1.0))
+    clock = _Clock(spans[0].start_s, spans[-1].end_s, min(untraced_s / traced_s, 1.0))
     lives: dict[int, _Life] = {}
     for event in earlier:
         if event.kind is EventKind.BIRTH:
@@ -190,13 +190,16 @@ def behaviour_of(
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """From the seconds of the trace to those of the iteration."""
+    """From the seconds of the trace to those of the iteration. What another thread notices after the end
+    happened at the end.
+    """
 
     origin_s: float
+    end_s: float
     pace: float
 
     def at(self, traced_s: float) -> float:
-        return (traced_s - self.origin_s) * self.pace
+        return (min(traced_s, self.end_s) - self.origin_s) * self.pace
 
 
 @dataclass(slots=True)
