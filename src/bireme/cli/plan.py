@@ -294,9 +294,8 @@ def plan(
     _check_numbers(request, found_cluster, None if asked is None else asked.optimizer)
     for name in request.devices:
         found_cluster.number_of(name)
-    if asked is not None:
-        asked = replace(asked, codecs=request.codec_words)
-    found_profile, sum_cost = sums.counted(_profile(profile, asked), asked, schedule, synchronous=synchronous)
+    found_profile = _profile(profile, asked, request.codec_words)
+    found_profile, sum_cost = sums.counted(found_profile, asked, schedule, synchronous=synchronous)
     from bireme.plan.unit_names import pins_of, ranges_of
 
     names = [unit.name for unit in found_profile.units]
@@ -389,7 +388,7 @@ def cluster_of(text: str | None) -> "Cluster":
     return discover().cluster
 
 
-def _profile(path: Path | None, asked: Measuring | None) -> "Profile":
+def _profile(path: Path | None, asked: Measuring | None, codecs: tuple[str, ...]) -> "Profile":
     if path is not None:
         from bireme.profile.profile_file import load_profile
 
@@ -398,4 +397,4 @@ def _profile(path: Path | None, asked: Measuring | None) -> "Profile":
     from bireme.report.progress import progress_bar
 
     with progress_bar("capturing the model") as progress:
-        return measure(asked, progress)
+        return measure(replace(asked, codecs=codecs), progress)
