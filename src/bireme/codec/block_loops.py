@@ -81,7 +81,7 @@ def encode_blocks(
         if end == scales.size:  # what is left of the bytes is zero
             codes[count : count + LAST_CODES] = 0
             count = min(count + LAST_CODES, 8 * (packed.size // bits) - begin * width)
-        _pack(codes[:count], bits, begin * width, packed)
+        _move(codes[:count], bits, begin * width, packed, True)
 
 
 @compiled
@@ -95,7 +95,7 @@ def decode_blocks(
     for begin in range(0, scales.size, together):
         end = min(begin + together, scales.size)
         count = (end - begin) * width
-        _unpack(packed, bits, begin * width, codes[:count])
+        _move(codes[:count], bits, begin * width, packed, False)
         for place in range(count):
             values[place] = np.float32(codes[place]) - centre
         if signs.size:
@@ -202,8 +202,10 @@ def _round_by_chance(block: Floats, share: Any, noise: Floats, offset: Any, code
 
 
 @compiled
-def _pack(codes: Bytes, bits: int, first: int, packed: Bytes) -> None:
-    """Write codes where `packing.pack_codes` does; they are those from the place `first` of a message on."""
+def _move(codes: Bytes, bits: int, first: int, packed: Bytes, packs: bool) -> None:
+    """Write codes where `packing.pack_codes` does, or read them there: those of a message from the place
+    `first` on.
+    """
     eighth = packed.size // bits
     begin = 0
     while begin < codes.size:
@@ -212,11 +214,13 @@ def _pack(codes: Bytes, bits: int, first: int, packed: Bytes) -> None:
         row = shift = 0
         for width in (8, 4, 2, 1):
             if bits & width:
-                place = number // width * width
-                into = (row + number % width) * eighth + at
-                _put_piece(
-                    codes[begin:end], shift, (1 << width) - 1, place, packed[into : into + end - begin]
-                )
+                place, mask = number // width * width, (1 << width) - 1
+                there = (row + number % width) * eighth + at
+                piece = packed[there : there + end - begin]
+                if packs:
+                    _put_piece(codes[begin:end], shift, mask, place, piece)
+                else:
+                    _take_piece(piece, place, mask, shift, codes[begin:end])
                 row += width
                 shift += width
         begin = end
@@ -237,27 +241,6 @@ def _put_piece(codes: Bytes, shift: int, mask: int, place: int, into: Bytes) -> 
         for one in range(codes.size):
             piece = np.int32((np.int32(np.int32(codes[one]) * up) >> 8) & mask)
             into[one] |= np.uint8(np.int32(piece * times))
-
-
-@compiled
-def _unpack(packed: Bytes, bits: int, first: int, codes: Bytes) -> None:
-    """The codes from the place `first` on that `_pack` has written."""
-    eighth = packed.size // bits
-    begin = 0
-    while begin < codes.size:
-        number, at = (first + begin) // eighth, (first + begin) % eighth
-        end = min(begin + eighth - at, codes.size)
-        row = shift = 0
-        for width in (8, 4, 2, 1):
-            if bits & width:
-                place = number // width * width
-                since = (row + number % width) * eighth + at
-                _take_piece(
-                    packed[since : since + end - begin], place, (1 << width) - 1, shift, codes[begin:end]
-                )
-                row += width
-                shift += width
-        begin = end
 
 
 @compiled
