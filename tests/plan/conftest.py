@@ -2,7 +2,10 @@
 
 import pytest
 
+from bireme.plan import paging
 from bireme.plan.search import explorers, search
+from bireme.profile import profiler
+from tests.support.estimates import estimated_once
 from tests.support.extent import TRY_ALL
 from tests.support.graphs import remember_captures
 from tests.support.remembered import find_plan_once
@@ -14,6 +17,19 @@ remember_captures()
 def remember_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command line search for nothing that was found before."""
     monkeypatch.setattr(search, "find_plan", find_plan_once)
+
+
+@pytest.fixture
+def remember_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command line estimate no profile that was estimated before."""
+    monkeypatch.setattr(profiler, "profile", estimated_once)
+
+
+@pytest.fixture
+def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have plans cut memory into large chunks, for tests in which it does not matter how much they waste."""
+    if not TRY_ALL:
+        monkeypatch.setattr(paging, "MOST_CHUNKS", paging.MOST_CHUNKS // 4)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.support.tiny_profiles import LITTLE
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 
-pytestmark = pytest.mark.usefixtures("remember_plans", "brief_searches")
+pytestmark = pytest.mark.usefixtures("remember_plans", "remember_estimates", "brief_searches")
 
 MODEL = "gpt:layers=4,width=16,heads=2,vocab=32,context=8,tied=false"
 

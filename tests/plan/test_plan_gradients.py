@@ -13,12 +13,12 @@ from bireme.codec.sum_words import DENSE, DENSE_SUMS
 from bireme.model.linear_maps import chosen_maps
 from bireme.profile.kept_gradients import sum_cost_of
 from bireme.profile.profile_file import save_profile
-from bireme.profile.profiler import profile
 from bireme.sync.exchange import SentBytes
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.principal_sums import merge_components
 from tests.plan.test_plan_sums import cluster
 from tests.support.command import bireme
+from tests.support.estimates import estimated_once
 from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_profiles import gpt
 from tests.support.together import run_threads
@@ -59,7 +59,7 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_cluster(cluster(), tmp_path / "cluster.toml")
-    save_profile(profile(gpt(tied="false"), KNOWN["laptop"], [1, 2]), tmp_path / "profile.json")
+    save_profile(estimated_once(gpt(tied="false"), KNOWN["laptop"], [1, 2]), tmp_path / "profile.json")
     model = ("--model", "gpt:layers=2,width=16,heads=2,vocab=32,context=8,tied=false")
     files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
     words = ("plan", *files, "-B", "4", "-s", "1f1b", "--width", "2", "--json")

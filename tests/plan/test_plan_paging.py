@@ -38,6 +38,8 @@ from bireme.schedule.residency import Sizes
 from bireme.schedule.stream import LONG
 from tests.support.command import bireme
 
+pytestmark = pytest.mark.usefixtures("few_chunks")
+
 MB = 10**6
 NUM_UNITS = 4
 PROFILE = profile_of(

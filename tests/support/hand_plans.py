@@ -8,7 +8,7 @@ from itertools import pairwise
 from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, StageForecast
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
-from bireme.profile.profiler import profile
+from tests.support.estimates import estimated_once
 from tests.support.tiny_profiles import LAPTOP, gpt
 
 __all__ = ["answer_of", "candidate_of", "tiny_profile"]
@@ -17,7 +17,7 @@ __all__ = ["answer_of", "candidate_of", "tiny_profile"]
 @cache
 def tiny_profile(layers: int = 4, tied: str = "false") -> Profile:
     """A small GPT's profile with estimated seconds: two units a layer, the embedding and the head."""
-    return profile(gpt(layers, tied=tied), LAPTOP, (1, 2, 4))
+    return estimated_once(gpt(layers, tied=tied), LAPTOP, (1, 2, 4))
 
 
 def candidate_of(

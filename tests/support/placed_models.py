@@ -20,7 +20,7 @@ from bireme.placement.placement import Placement
 from bireme.placement.request import Granularity
 from bireme.placement.workload import Objective
 from bireme.profile.profile import Profile
-from bireme.profile.profiler import profile as profiled
+from tests.support.estimates import estimated_once
 from tests.support.tiny_profiles import LAPTOP, gpt
 
 BOTH = (Granularity.UNITS, Granularity.OPERATORS)
@@ -42,7 +42,7 @@ def equal_devices(
 
 @cache
 def profile_of(graph: Graph) -> Profile:
-    return profiled(graph, LAPTOP, [MICRO_BATCH])
+    return estimated_once(graph, LAPTOP, [MICRO_BATCH])
 
 
 def model_of(

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bireme.train.data.order import NUM_PROBES
 from tests.support.command import bireme
 from tests.support.once import made_once
+from tests.support.paced_samples import GATE
 from tests.support.training import Gate, losses, metrics, running, settings, steps_of_checkpoints, write_run
 
 pytestmark = pytest.mark.slow
@@ -18,12 +20,12 @@ SCHEDULE = "2bw-fresh"
 
 PACED = "tests.support.paced_samples:paced"
 GATED = "tests.support.paced_samples:gated"
-PACE_S = 0.03
+PACE_S = 0.01
 """Eight of them are a step."""
 
 MANY = settings(training__steps=400)
 LAST = 40
-"""So late that a machine which is busy with other things still stops a run before it."""
+"""More steps than any gate lets through before a run is stopped."""
 
 
 def _train_without_a_stop(folder: Path) -> None:
@@ -45,15 +47,20 @@ def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
     tmp_path: Path,
     never_stopped: dict[int, float],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, run = write_run(tmp_path, SCHEDULE, data=PACED), tmp_path / "runs" / "run"
+    path, run = write_run(tmp_path, SCHEDULE, data=GATED), tmp_path / "runs" / "run"
     more = [*MANY, *settings(data__num_workers=2, checkpoint__every_steps=0)]
-    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as train:
+    gate = Gate(tmp_path / "gate", NUM_PROBES + 40)
+    monkeypatch.setenv(GATE, str(gate.path))  # for those who resume
+    with running(run, "train", str(path), *more, "--json", gate=gate) as train:
         train.wait_for_step(3)
         if to == "everyone":
             os.killpg(train.process.pid, number)
+            train.wait_for_words("stopping")
         else:
             os.kill(train.ranks[int(to[-1])], number)
+        gate.let_in(10**6)
         ended = train.ended()
     document = ended.document
     assert document["reason"] == ("interrupted" if number == signal.SIGINT else "signal")
@@ -112,8 +119,8 @@ def test_after_kills_of_everything_the_curve_is_the_same_to_the_last_bit(
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_a_sentence_and_the_way_on(tmp_path: Path) -> None:
-    path, run = write_run(tmp_path, data=PACED), tmp_path / "runs" / "run"
-    with running(run, "train", str(path), *MANY, pace_s=PACE_S) as train:
+    path, run = write_run(tmp_path, data=GATED), tmp_path / "runs" / "run"
+    with running(run, "train", str(path), *MANY, gate=Gate(tmp_path / "gate", NUM_PROBES + 80)) as train:
         train.wait_for_step(5)
         os.kill(train.ranks[1], signal.SIGKILL)
         ended = train.ended()

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind
+from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers
@@ -89,15 +89,24 @@ def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
 
 
 class ChunkUses:
-    """What instructions of a program do to chunks of a rank. The chunks of an item are listed once."""
+    """What instructions of a program do to chunks of a rank. The chunks of an item are listed once.
+
+    Who follows a track asks at the start and at the end of each step, so the last answer is kept.
+    """
 
     def __init__(self, program: Program, tiers: RankTiers) -> None:
         self._program, self._tiers = program, tiers
         self._chunks: dict[tuple[Item, int, int], tuple[Chunk, ...]] = {}
+        self._last: tuple[Instruction | None, list[tuple[Use, tuple[Chunk, ...]]]] = None, []
 
     def of(self, step: Instruction) -> list[tuple[Use, tuple[Chunk, ...]]]:
         """The items of a step that have chunks, each with these."""
-        found = []
+        if self._last[0] is step:
+            return self._last[1]
+        found: list[tuple[Use, tuple[Chunk, ...]]] = []
+        self._last = step, found
+        if step.kind in PAGING:  # most of the steps of a program that pages
+            return found
         tiers = self._tiers
         for use in uses(self._program, step, master=tiers.master, host_updates=tiers.host_updates):
             key = use.item, use.stage, use.number
