@@ -5,7 +5,7 @@ returns for those inputs when it runs once on tensors without numbers. The same 
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,25 +28,40 @@ NUM_SAMPLES = 16_000
 PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 """Where the configuration of a model made of models keeps theirs."""
 
+Shape = tuple[int, ...]
+
+_known: dict[Hashable, Shape | None] = {}
+"""The shapes of logits of models that ran before in this process."""
+
 OWN_INPUTS = "Write a function that returns (model, inputs) and give it as python:module:function."
 
 
 def example_inputs(
-    model: torch.nn.Module, config: object, batch: int, length: int | None = None
+    model: torch.nn.Module,
+    config: object,
+    batch: int,
+    length: int | None = None,
+    *,
+    known_as: str | None = None,
 ) -> dict[str, Tensor]:
     """Inputs and labels by name; the first axis of each is the batch.
 
     They are on the model's device, or on the CPU where the model holds no numbers: they do hold some.
 
-    `config` holds the sizes under the names that transformers uses. `length` is that of sequences.
+    `config` holds the sizes under the names that transformers uses. `length` is that of sequences. A model
+    whose text `known_as` says all of it need not run again: a process makes the same one more than once.
     """
     accepted = set(inspect.signature(model.forward).parameters)
     maker = _Maker(config, batch, length)
     inputs = _without_labels(maker, accepted, type(model).__name__)
-    returned = _returned(model, inputs)
-    inputs |= _labels(maker, accepted, inputs, returned)
-    if "labels" in inputs:
+    key = known_as, batch, length
+    is_known = known_as is not None and key in _known
+    logits = _known[key] if is_known else _shape_of_logits(model, inputs)
+    inputs |= _labels(maker, accepted, inputs, logits)
+    if not is_known and "labels" in inputs:
         _check_loss(model, inputs)
+    if known_as is not None:
+        _known[key] = logits
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return inputs if device.type == "meta" else {name: tensor.to(device) for name, tensor in inputs.items()}
 
@@ -126,7 +141,7 @@ def _without_labels(maker: _Maker, accepted: set[str], model: str) -> dict[str, 
 
 
 def _labels(
-    maker: _Maker, accepted: set[str], inputs: dict[str, Tensor], returned: Mapping[str, Tensor]
+    maker: _Maker, accepted: set[str], inputs: dict[str, Tensor], logits: Shape | None
 ) -> dict[str, Tensor]:
     """What the model learns from: for each place or each sample, as its logits show."""
     if {"start_positions", "end_positions"} <= accepted:
@@ -134,25 +149,20 @@ def _labels(
         return {f"{name}_positions": places for name, places in ends.items()}
     if "labels" not in accepted:
         return {}
-    logits = returned.get("logits")
     tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    if logits is None or logits.ndim < 2:
+    if logits is None or len(logits) < 2:
         # It did not say: a model that reads tokens mostly predicts tokens.
         labels = maker.below(2, maker.batch) if tokens is None else tokens.clone()
-    elif "pixel_values" in inputs and logits.ndim == 4:
-        labels = maker.below(logits.shape[1], maker.batch, *inputs["pixel_values"].shape[2:])
-    elif tokens is not None and logits.shape == tokens.shape != (maker.batch, maker.size("num_labels")):
+    elif "pixel_values" in inputs and len(logits) == 4:
+        labels = maker.below(logits[1], maker.batch, *inputs["pixel_values"].shape[2:])
+    elif tokens is not None and logits == tokens.shape != (maker.batch, maker.size("num_labels")):
         labels = maker.below(2, *tokens.shape)
-    elif logits.ndim == 2:
-        labels = _label_per_sample(maker, logits.shape[1])
-    elif (
-        tokens is not None
-        and logits.shape[:-1] == tokens.shape
-        and logits.shape[-1] >= maker.size("vocab_size")
-    ):
+    elif len(logits) == 2:
+        labels = _label_per_sample(maker, logits[1])
+    elif tokens is not None and logits[:-1] == tokens.shape and logits[-1] >= maker.size("vocab_size"):
         labels = tokens.clone()
     else:
-        labels = maker.below(logits.shape[-1], *logits.shape[:-1])
+        labels = maker.below(logits[-1], *logits[:-1])
     made = {"labels": labels}
     written = inputs.get("decoder_input_ids")
     if written is not None and labels.shape == written.shape:
@@ -181,6 +191,11 @@ def _shifted(labels: Tensor, maker: _Maker) -> Tensor:
     """What a decoder reads to predict the labels: all but the last, after the start token."""
     start = maker.size("decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
     return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+
+
+def _shape_of_logits(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Shape | None:
+    logits = _returned(model, inputs).get("logits")
+    return None if logits is None else tuple(logits.shape)
 
 
 def _returned(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Mapping[str, Tensor]:

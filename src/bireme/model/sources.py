@@ -203,7 +203,8 @@ def _from_folder(folder: Path, batch: int, length: int | None, device: torch.dev
             model = _model_class(transformers, config)(config)
     except Exception as error:  # a configuration's mistakes come as whatever the model stumbles over
         raise BiremeError(f"No model can be made from {folder}/config.json: {_reason(error)}.") from error
-    return model, example_inputs(model, config, batch, length)
+    said = json.dumps([content, str(device)], sort_keys=True)
+    return model, example_inputs(model, config, batch, length, known_as=said)
 
 
 def _config_content(folder: Path) -> dict[str, Any]:
