@@ -106,6 +106,7 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     return whole(weights, buffers, inputs)["logits"]
 
 
+@pytest.mark.long
 def test_a_run_of_an_adapter_resumes_to_the_last_bit_with_its_base_and_no_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

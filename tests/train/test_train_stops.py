@@ -98,6 +98,7 @@ def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.long
 def test_after_kills_of_everything_the_curve_is_the_same_to_the_last_bit(
     tmp_path: Path, never_stopped: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:

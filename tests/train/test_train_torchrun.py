@@ -67,6 +67,7 @@ def test_a_run_that_has_done_its_steps_says_so_and_ends_well(whole: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     options = ("--standalone", "--max-restarts", "1")
