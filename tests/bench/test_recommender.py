@@ -1,21 +1,25 @@
 """The example of a recommender: what it claims of codecs holds in a short run."""
 
 import runpy
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.graphs import captured_once
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "recommender.py"))
+PATH = Path(__file__).parents[2] / "examples" / "recommender.py"
+EXAMPLE = runpy.run_path(str(PATH))
 
 
 def train(border: str, sums: str, steps: int) -> Any:
-    fabric, graph = ThreadFabric(4), EXAMPLE["recommender"]()
+    own = f"recommender of {sha256(PATH.read_bytes()).hexdigest()}"
+    fabric, graph = ThreadFabric(4), captured_once(own, EXAMPLE["recommender"], is_kept=True)
     train = EXAMPLE["train"]
     return EXAMPLE["together"](
         run_threads(4, lambda rank: train(fabric.of(rank), graph, border, sums, steps))

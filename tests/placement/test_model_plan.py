@@ -15,8 +15,8 @@ from bireme.placement.placement import Placement
 from bireme.placement.request import Granularity
 from bireme.placement.workload import Objective
 from bireme.plan.plan import Plan
-from bireme.profile.profiler import profile as profiled
 from tests.support.engine_parity import Setting, assert_equal, oracle, train_on_threads
+from tests.support.estimates import estimated_once
 from tests.support.placed_models import (
     BOTH,
     MICRO_BATCH,
@@ -134,7 +134,7 @@ def test_the_best_cut_of_units_is_the_best_of_all_cuts() -> None:
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 def test_the_plan_of_a_placement_trains(schedule: str) -> None:
     model = engine_gpt("layers=3,tied=false")
-    profile = profiled(model.graph, LAPTOP, [MICRO_BATCH])
+    profile = estimated_once(model.graph, LAPTOP, [MICRO_BATCH])
     workload = workload_of(
         model.graph,
         profile,

@@ -36,5 +36,6 @@ def few_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def brief_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have searches end soon, for tests in which it does not matter how good the plans are."""
     if not TRY_ALL:
-        for name, part in (("LEAST_INSTRUCTIONS", 20), ("MOST_INSTRUCTIONS", 20), ("MOST_SHAPES", 12)):
+        parts = {"LEAST_INSTRUCTIONS": 40, "MOST_INSTRUCTIONS": 40, "MOST_SHAPES": 12, "MOST_EXCHANGES": 12}
+        for name, part in parts.items():
             monkeypatch.setattr(explorers, name, getattr(explorers, name) // part)

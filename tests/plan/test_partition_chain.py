@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
+from bireme.cluster.device import KNOWN
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
 from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
@@ -19,11 +20,16 @@ from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.residency import Sizes, resident
-from tests.profile.test_profile_bytes import GRAPHS, SIZES, profile_of
+from tests.profile.test_profile_bytes import GRAPHS, SIZES, graph_of
+from tests.support.estimates import estimated_once
 from tests.support.extent import examples
 from tests.support.partitions import predict
 
 ONE_EACH = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank == 1)
+
+
+def profile_of(name: str) -> Profile:
+    return estimated_once(graph_of(name), KNOWN["laptop"], SIZES)
 
 
 def check_every_range(found: Profile, micro_batch: int) -> None:

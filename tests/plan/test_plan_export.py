@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from bireme.plan.export.megatron import layout
 from bireme.plan.export.modules import module_parts
 from bireme.plan.plan import Plan
 from bireme.schedule.torch_csv import parse
+from tests.support.graphs import captured_once
 from tests.support.hand_plans import candidate_of
 from tests.support.tiny_profiles import gpt
 
@@ -189,11 +191,11 @@ def test_a_transformers_model_is_cut_as_nemo_s_guide_cuts_it(tmp_path: Path) -> 
     """Embedding first, norm and head last, and the table of positions in every stage."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     config = {"model_type": "llama", "num_hidden_layers": 4, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | sizes | {"architectures": ["LlamaForCausalLM"]})
-    )
+    said = json.dumps(config | sizes | {"architectures": ["LlamaForCausalLM"]})
+    (tmp_path / "config.json").write_text(said)
     source = load_source(f"hf:{tmp_path}", batch=2, length=16)
-    graph = capture(source.model, source.example_inputs)
+    make = partial(capture, source.model, source.example_inputs)
+    graph = captured_once(f"2 of 16 tokens of {said}", make, is_kept=True)
     assert module_parts(Plan((3, 7), 4, "1f1b"), graph) == (
         ("model.embed_tokens", "model.rotary_emb", "model.layers.0"),
         ("model.rotary_emb", "model.layers.1", "model.layers.2"),

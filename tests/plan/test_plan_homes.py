@@ -15,7 +15,10 @@ from bireme.plan.forecast import Answer
 from bireme.plan.homes import check_homes, homes_of, servers_of_places
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal, PlanRequest
-from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.search.draft import draft_of
+from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.search import find_plan
 from bireme.plan.summary import summarize
 from tests.plan.test_search import every_plan, fits
 
@@ -65,9 +68,10 @@ def test_the_plan_is_the_best_of_those_that_keep_samples_at_home(
 ) -> None:
     """Of all that there are, written down with nothing of the search."""
     request = PlanRequest(4, schedule=schedule, owners=owners, goal=goal)
+    evaluator = PlanEvaluator(PlanningProblem(PROFILE, SMALL, request))
 
     def cost(plan: Plan) -> float:
-        forecast = forecast_of(plan, PROFILE, SMALL, request)
+        forecast = evaluator.forecast(draft_of(plan, SMALL))
         if not fits(forecast) or not set(owners) <= set(homes_of(plan, SMALL, (0, 3))):
             return math.inf
         assert forecast.joules_per_sample is not None

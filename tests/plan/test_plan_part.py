@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,13 @@ from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.profile.profile import Profile
-from bireme.profile.profiler import profile
 from bireme.runtime.borders import Borders
 from bireme.schedule.catalogue import generate
 from bireme.simulate.simulator import simulate
 from tests.support.command import bireme
+from tests.support.estimates import estimated_once
 from tests.support.extent import draws
+from tests.support.graphs import captured_once
 from tests.support.tiny_llama import save_config
 
 GPU = device_named("rtx4090")
@@ -34,7 +36,7 @@ LENGTH = 128
 
 
 def profile_of(graph: Graph) -> Profile:
-    return profile(graph, GPU, [1])
+    return estimated_once(graph, GPU, [1])
 
 
 def found(measured: Profile, schedule: str, *, memory_share: float) -> Answer | NothingFits:
@@ -61,7 +63,8 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
     )
     lora = Lora(8, targets=("q_proj", "v_proj"))
     source = load_source(f"hf:{folder}", length=LENGTH, dtype="bfloat16", part=Part(lora=lora))
-    graph = capture(source.model, source.example_inputs)
+    make = partial(capture, source.model, source.example_inputs)
+    graph = captured_once(f"{num_layers} layers of Llama 7B, {LENGTH} tokens, {lora}", make, is_kept=True)
     learning = sum(state.num_elements for state in graph.parameters if state.trainable)
     assert learning == num_layers * 2 * 8 * (4096 + 4096)
     share = (num_layers * 202e6 + 262e6) / 6.74e9  # of the parameters of 32 layers
@@ -87,10 +90,12 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
 def test_messages_have_the_bytes_that_the_engine_sends() -> None:
     """Before the second layer nothing learns, so only an empty message comes back there."""
     part = Part(freeze=("tokens.*", "positions.*", "layers.0.*"))
-    source = load_source("gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false", part=part)
-    graph = capture(source.model, source.example_inputs)
+    text = "gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false"
+    source = load_source(text, part=part)
+    make = partial(capture, source.model, source.example_inputs)
+    graph = captured_once(f"the last layer of {text}", make, is_kept=True)
     units, cuts, size = units_of(graph), (2, 4), 3
-    costs = costs_between(chain_of(profile(graph, GPU, [size]), size), cuts)
+    costs = costs_between(chain_of(estimated_once(graph, GPU, [size]), size), cuts)
     borders = Borders(graph, ((), *(units[cut].receives for cut in cuts)))
     for stage in range(len(cuts)):
         for there, found in (
@@ -111,6 +116,7 @@ def test_messages_have_the_bytes_that_the_engine_sends() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("remember_estimates")
 def test_the_command_line_freezes_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "profile",

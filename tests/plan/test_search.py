@@ -19,6 +19,8 @@ from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.draft import draft_of
+from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
 from bireme.plan.summary import Kind
@@ -112,8 +114,9 @@ def fits(forecast: Forecast) -> bool:
 def least_costs(profile: Profile, cluster: Cluster, request: PlanRequest) -> dict[Kind, float]:
     """The least cost of every kind, by brute force."""
     found: dict[Kind, float] = {}
+    evaluator = PlanEvaluator(PlanningProblem(profile, cluster, request))
     for plan in every_plan(profile, cluster, request):
-        forecast = forecast_of(plan, profile, cluster, request)
+        forecast = evaluator.forecast(draft_of(plan, cluster))
         if fits(forecast):
             kind = Kind.of(plan)
             found[kind] = min(found.get(kind, math.inf), forecast.cost_s_per_sample)

@@ -21,6 +21,7 @@ from bireme.placement.request import Granularity
 from bireme.placement.workload import Objective
 from bireme.profile.profile import Profile
 from tests.support.estimates import estimated_once
+from tests.support.graphs import captured_once
 from tests.support.tiny_profiles import LAPTOP, gpt
 
 BOTH = (Granularity.UNITS, Granularity.OPERATORS)
@@ -90,8 +91,8 @@ class Skipping(nn.Module):
 
 @cache
 def skipping(*, frozen: bool = False) -> Graph:
-    torch.manual_seed(0)
-    return capture(Skipping(frozen=frozen), {"x": torch.randn(2, WIDTH), "wanted": torch.randn(2, 1)})
+    inputs = {"x": torch.randn(2, WIDTH), "wanted": torch.randn(2, 1)}
+    return captured_once(f"skipping, frozen: {frozen}", partial(capture, Skipping(frozen=frozen), inputs))
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {"untied": untied, "tied": partial(gpt, 2), "skipping": skipping}

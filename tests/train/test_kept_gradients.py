@@ -8,10 +8,10 @@ from bireme.errors import BiremeError
 from bireme.model.linear_maps import chosen_maps
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search import problem
-from bireme.profile.profiler import profile
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.train.kept_gradients import check_gradient, gradient_document, with_kept_gradients
 from bireme.train.run_file import RunFile, load_run_file
+from tests.support.estimates import estimated_once
 from tests.support.tiny_profiles import gpt
 
 RANK = 2
@@ -26,7 +26,7 @@ def run(*sets: str) -> RunFile:
 def test_the_planner_counts_components_and_what_they_go_on_from(schedule: str, copies: int) -> None:
     graph = gpt(tied="false")
     maps = chosen_maps(graph, GradientForm(RANK)).values()
-    before = profile(graph, KNOWN["laptop"], [1])
+    before = estimated_once(graph, KNOWN["laptop"], [1])
     after = with_kept_gradients(run(f"plan.schedule={schedule}"), graph, before)
     kept = sum(4 * RANK * (one.rows + one.columns + 1) for one in maps)
     whole = sum(4 * one.rows * one.columns for one in maps)
