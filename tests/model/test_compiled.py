@@ -6,6 +6,7 @@ others stop where torch has traced forward and backward: the code that it genera
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bireme.errors import BiremeError
 from bireme.model import stage
@@ -26,6 +28,7 @@ from bireme.model.torch_private import cpp_compiler
 from bireme.model.units import units_of
 from tests.model.test_chain import example, picky, squared_error
 from tests.support.extent import TRY_ALL
+from tests.support.graphs import captured_once
 
 pytestmark = pytest.mark.slow
 
@@ -50,14 +53,16 @@ def with_compiler(command: str) -> AbstractContextManager[None]:
 
 
 @pytest.fixture(autouse=True)
-def _forget_what_was_compiled() -> Iterator[None]:
+def _forget_what_was_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But for what several tests share."""
     yield
-    torch.compiler.reset()
+    if "stages" not in request.fixturenames:
+        torch.compiler.reset()
 
 
-def gpt(dropout: float = 0.0) -> GPT:
+def gpt() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(layers=1, width=16, heads=2, vocab=32, context=8, dropout=dropout)).double()
+    return GPT(GPTConfig(layers=1, width=16, heads=2, vocab=32, context=8)).double()
 
 
 def ids(batch: int) -> dict[str, Tensor]:
@@ -78,18 +83,54 @@ def loss_of(stages: list[StageFunction], parameters: dict[str, Tensor], inputs: 
     return values["loss"]
 
 
-@pytest.mark.usefixtures("_without_code")
-def test_compiled_stages_give_loss_and_gradients_at_several_batch_sizes() -> None:
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Those of a GPT, as they are and compiled, and its parameters."""
+
+    parameters: dict[str, Tensor]
+    plain: list[StageFunction]
+    compiled: list[StageFunction]
+
+
+@pytest.fixture(scope="module")
+def stages() -> Stages:
+    """To be called only without code, which a stage is compiled with at its first call."""
     model = gpt()
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    graph = capture(model, ids(2))
+    graph = captured_once("a compiled gpt", partial(capture, model, ids(2)), is_kept=True)
     plain, compiled = (two_stages(graph, compiled=flag) for flag in (False, True))
+    return Stages(dict(model.named_parameters()), plain, compiled)
+
+
+@pytest.mark.usefixtures("_without_code")
+def test_compiled_stages_give_loss_and_gradients_at_several_batch_sizes(stages: Stages) -> None:
+    parameters = stages.parameters
     for batch in (3, 5):
-        found, expected = (loss_of(stages, parameters, ids(batch)) for stages in (compiled, plain))
+        found, expected = (loss_of(own, parameters, ids(batch)) for own in (stages.compiled, stages.plain))
         assert close(found, expected)
         tensors = list(parameters.values())
         pairs = zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True)
         assert all(close(one, other) for one, other in pairs)
+
+
+@pytest.mark.usefixtures("_without_code")
+def test_a_compiled_stage_gives_all_its_gradients_in_the_first_half_of_a_backward(stages: Stages) -> None:
+    parameters, (first, last) = stages.parameters, stages.compiled
+    used = [parameters[name] for name in last.parameters]
+    sent = first(parameters, {}, ids(5))
+
+    def ran() -> tuple[dict[str, Tensor], Tensor]:
+        """Twice, for a compiled stage may give its gradients only once."""
+        received = {name: tensor.detach().requires_grad_() for name, tensor in sent.items()}
+        return received, last(parameters, {}, ids(5) | received)["loss"]
+
+    received, loss = ran()
+    expected = torch.autograd.grad(loss, [*received.values(), *used])
+    received, loss = ran()
+    rest = backward_input([loss], [torch.ones_like(loss)], list(received.values()), used)
+    found = (*rest.input_gradients, *rest.weight_gradients())
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
 
 
 class Bent(nn.Module):
@@ -101,6 +142,13 @@ class Bent(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": torch.tanh(self.line(x)).square().mean()}
+
+
+class Dropping(Bent):
+    """One that drops out."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": functional.dropout(self.line(x), 0.5, self.training).square().mean()}
 
 
 def test_the_code_that_is_generated_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,27 +173,11 @@ def test_the_code_that_is_generated_gives_the_same_numbers(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_without_code")
-def test_a_compiled_stage_gives_all_its_gradients_in_the_first_half_of_a_backward() -> None:
-    model = gpt()
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    first, last = two_stages(capture(model, ids(2)), compiled=True)
-    received = {name: sent.detach().requires_grad_() for name, sent in first(parameters, {}, ids(2)).items()}
-    loss = last(parameters, {}, ids(2) | received)["loss"]
-    used = [parameters[name] for name in last.parameters]
-    expected = torch.autograd.grad(loss, [*received.values(), *used], retain_graph=True)
-    rest = backward_input([loss], [torch.ones_like(loss)], list(received.values()), used)
-    found = (*rest.input_gradients, *rest.weight_gradients())
-    for one, other in zip(found, expected, strict=True):
-        assert one is not None
-        assert torch.equal(one, other)
-
-
-@pytest.mark.usefixtures("_without_code")
 def test_a_compiled_stage_still_drops_out() -> None:
-    model = gpt(dropout=0.5)
-    graph = capture(model, ids(4))
-    stages = two_stages(graph, compiled=True)
-    losses = {loss_of(stages, dict(model.named_parameters()), ids(4)).item() for _ in range(2)}
+    model, x = Dropping().double(), torch.randn(3, 4, dtype=torch.float64)
+    graph = capture(model, {"x": x})
+    stage = stage_function(graph, units_of(graph), compile=True)
+    losses = {stage(dict(model.named_parameters()), {}, {"x": x})["loss"].item() for _ in range(2)}
     assert len(losses) == 2
 
 

@@ -1,5 +1,8 @@
 """What a loss is the mean of, read off the graph: only then do micro-batches weigh what they should."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,12 +20,17 @@ def ids_and_labels() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+@cache
+def model_and_count() -> tuple[GPT, Callable[[dict[str, Tensor]], float]]:
+    model = GPT(GPTConfig(layers=1, width=8, heads=2, vocab=11, context=8))
+    return model, count_of(capture(model, ids_and_labels()))
+
+
 @pytest.mark.slow
 def test_tokens_that_are_left_out_of_the_loss_do_not_count() -> None:
     """The first label of a row is never a target: nothing comes before it."""
-    model = GPT(GPTConfig(layers=1, width=8, heads=2, vocab=11, context=8))
+    _, count = model_and_count()
     inputs = ids_and_labels()
-    count = count_of(capture(model, inputs))
     assert count(inputs) == float((inputs["labels"][:, 1:] != -100).sum()) == 2 + 0 + 7
     rows = [{key: value[row : row + 1] for key, value in inputs.items()} for row in range(3)]
     assert [count(row) for row in rows] == [2, 0, 7]
@@ -30,9 +38,8 @@ def test_tokens_that_are_left_out_of_the_loss_do_not_count() -> None:
 
 @pytest.mark.slow
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch_by_these_counts() -> None:
-    model = GPT(GPTConfig(layers=1, width=8, heads=2, vocab=11, context=8))
+    model, count = model_and_count()
     inputs = ids_and_labels()
-    count = count_of(capture(model, inputs))
     parts = [{key: value[rows] for key, value in inputs.items()} for rows in ([0, 1], [2])]
     with torch.no_grad():
         weighted = sum(count(part) * float(model(**part)["loss"]) for part in parts) / count(inputs)

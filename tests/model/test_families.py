@@ -8,7 +8,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -165,10 +164,9 @@ def family(request: pytest.FixtureRequest) -> Family:
 def graph_of(family: Family, *, training: bool = True) -> Graph:
     """Captured once for all workers."""
     inputs = family.inputs()
-    make = partial(capture, family.build(), inputs, training=training)
     given = {name: tensor.shape for name, tensor in inputs.items()}
     said = (family.config, family.model, family.settings, family.dtype, given, training)
-    return captured_once(repr(said), make, is_kept=True)
+    return captured_once(repr(said), lambda: capture(family.build(), inputs, training=training), is_kept=True)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +242,7 @@ def test_equal_layers_are_equal_units() -> None:
     for name in ("llama", "qwen3", "mixtral") if TRY_ALL else ("llama",):
         settings = {**FAMILIES[name].settings, "num_hidden_layers": 3}
         family = Family(FAMILIES[name].config, FAMILIES[name].model, settings, language, 8, torch.float32)
-        units = units_of(capture(family.build(), family.inputs()))
+        units = units_of(graph_of(family))
         assert len(units) == 8
         assert all(len(unit.sends) == 1 for unit in units[:-1])
         assert len({unit.structure for unit in units}) == 4

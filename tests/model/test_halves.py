@@ -17,6 +17,7 @@ from bireme.model.halves import Rest, backward_input
 from bireme.model.stage import stage_function
 from bireme.model.torch_private import DispatchMode
 from bireme.model.units import units_of
+from tests.support.graphs import captured_once
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
@@ -241,7 +242,7 @@ def test_stages_of_a_gpt_run_backward_in_halves(count: int) -> None:
     model = GPT(GPTConfig(layers=2, width=16, heads=2, vocab=32, context=8)).double()
     parameters = {name: tensor.detach().clone().requires_grad_() for name, tensor in model.named_parameters()}
     inputs = gpt_inputs()
-    graph = capture(model, inputs)
+    graph = captured_once("a gpt to run backward in halves", lambda: capture(model, inputs), is_kept=True)
     units = units_of(graph)
     bounds = [round(stage * len(units) / count) for stage in range(count + 1)]
     stages = [stage_function(graph, units[begin:end]) for begin, end in pairwise(bounds)]

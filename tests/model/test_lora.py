@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.train.model import RunModel
 from bireme.train.run_file import load_run_file
+from tests.support.graphs import captured_once
 from tests.support.tiny_llama import save_config, save_llama
 
 pytestmark = [
@@ -39,7 +41,8 @@ def adapted(folder: Path, lora: Lora, **more: Any) -> Source:
 
 def test_only_the_adapter_learns_and_it_computes_in_the_model_s_numbers(llama: Path) -> None:
     source = adapted(llama, Lora(4), dtype="bfloat16")
-    graph = capture(source.model, source.example_inputs)
+    make = partial(capture, source.model, source.example_inputs)
+    graph = captured_once("an adapter of a tiny llama in bfloat16", make, is_kept=True)
     learning = {state.name for state in graph.parameters if state.trainable}
     assert graph.any_batch
     assert len(learning) == 2 * 7  # A and B of seven linear layers

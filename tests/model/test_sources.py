@@ -16,13 +16,13 @@ from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
 from bireme.model.sources import Source, load_source
 
-SMALL = "gpt:layers=2,width=32,heads=4,vocab=64,context=16"
+SMALL = "gpt:layers=1,width=32,heads=4,vocab=64,context=16"
 NEEDS_TRANSFORMERS = "transformers is an optional dependency"
 
 DECODER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 64,
@@ -32,7 +32,7 @@ ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": (
         "gpt2",
-        {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16},
+        {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16},
     ),
     "LlamaForCausalLM": ("llama", DECODER),
     "Qwen3ForCausalLM": ("qwen3", {**DECODER, "head_dim": 8}),
@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "d_model": 32,
             "d_kv": 8,
             "d_ff": 64,
-            "num_layers": 2,
+            "num_layers": 1,
             "num_heads": 4,
             "vocab_size": 64,
             "decoder_start_token_id": 0,

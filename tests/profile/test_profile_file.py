@@ -20,7 +20,7 @@ from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from tests.support.extent import examples
-from tests.support.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt
+from tests.support.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt, line
 
 
 @pytest.fixture
@@ -153,10 +153,10 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, damage: Damag
 
 
 def test_a_profile_is_measured_once_under_the_same_circumstances(bench: Bench) -> None:
-    first = profile(gpt(), CPU, [2])
-    assert profile(gpt(), CPU, [2]) == first
+    first = profile(line(), CPU, [2])
+    assert profile(line(), CPU, [2]) == first
     assert bench.num_calls == 1
-    profile(gpt(), CPU, [2], use_cache=False)
+    profile(line(), CPU, [2], use_cache=False)
     assert bench.num_calls == 2
 
 
@@ -164,15 +164,15 @@ def test_a_profile_is_measured_once_under_the_same_circumstances(bench: Bench) -
 def test_under_other_circumstances_it_is_measured_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile(gpt(), CPU, [2])
+    profile(line(), CPU, [2])
     again: list[Callable[[], Profile]] = [
-        lambda: profile(gpt(), CPU, [3]),
-        lambda: profile(gpt(), CPU, [2, 3]),
-        lambda: profile(gpt(), CPU, [2], optimizer="sgd"),
-        lambda: profile(gpt(), CPU, [2], halves=True),
-        lambda: profile(gpt(), CPU, [2], effort=LITTLE),
-        lambda: profile(gpt(dtype="float64"), CPU, [2]),
-        lambda: profile(replace(gpt(), name="another"), CPU, [2]),
+        lambda: profile(line(), CPU, [3]),
+        lambda: profile(line(), CPU, [2, 3]),
+        lambda: profile(line(), CPU, [2], optimizer="sgd"),
+        lambda: profile(line(), CPU, [2], halves=True),
+        lambda: profile(line(), CPU, [2], effort=LITTLE),
+        lambda: profile(line("float64"), CPU, [2]),
+        lambda: profile(replace(line(), name="another"), CPU, [2]),
     ]
     for run in again:
         before = bench.num_calls
@@ -185,7 +185,7 @@ def test_under_other_circumstances_it_is_measured_again(
         found = {"versions_here": "newer", "device_here": Device("another", "cpu", 2**40)}[name]
         monkeypatch.setattr(profiler, name, lambda *_, found=found: found)
         before = bench.num_calls
-        profile(gpt(), CPU, [2])
+        profile(line(), CPU, [2])
         assert bench.num_calls > before
 
 
@@ -193,9 +193,9 @@ def test_the_cache_is_where_the_environment_says(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "mine"))
-    profile(gpt(), CPU, [2])
+    profile(line(), CPU, [2])
     (file,) = (tmp_path / "mine").rglob("*.json")
-    assert load_profile(file).model == gpt().name
+    assert load_profile(file).model == line().name
     monkeypatch.delenv("BIREME_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "bireme"
@@ -204,18 +204,18 @@ def test_the_cache_is_where_the_environment_says(
 def test_a_cache_that_cannot_be_used_is_as_good_as_none(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    first = profile(gpt(), CPU, [2])
+    first = profile(line(), CPU, [2])
     (file,) = cache_folder().rglob("*.json")
     file.write_text(file.read_text()[:-40])
-    assert profile(gpt(), CPU, [2]) == first
+    assert profile(line(), CPU, [2]) == first
     assert bench.num_calls == 2
     assert load_profile(file) == first
     (tmp_path / "file").touch()
     monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "file"))
-    assert profile(gpt(), CPU, [2]) == first
+    assert profile(line(), CPU, [2]) == first
     assert bench.num_calls == 3
 
 
 def test_estimates_are_not_cached(own_cache: Path) -> None:
-    profile(gpt(), LAPTOP, [2])
+    profile(line(), LAPTOP, [2])
     assert not own_cache.exists()

@@ -24,8 +24,9 @@ from bireme.train.data.own import OwnSamples
 from bireme.train.data.rank_batches import RankBatches
 from tests.support.engine_parity import Setting, Trained, oracle, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
-from tests.support.small_models import Batch, Model, gpt, real_batches, token_batches
+from tests.support.small_models import Batch, Model, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
@@ -187,7 +188,7 @@ def test_shares_of_another_run_are_not_taken_over() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_replica_in_whose_share_nothing_counts_weighs_nothing(schedule: str) -> None:
     """Weights are those of the targets that count, whatever the shares are when they change."""
-    model = gpt("layers=3")
+    model = tiny_text(tied=True)
     setting = Setting(plan_for(schedule, 2, width=NUM_REPLICAS), optimizer="sgd")
     data = token_batches(BATCH, 9)
     for batch in data[2:]:

@@ -24,14 +24,14 @@ from tests.support.engine_parity import (
     train_on_threads,
 )
 from tests.support.regression import Regression
-from tests.support.small_models import Model, captured, gpt, made_of, real_batches, token_batches
+from tests.support.small_models import Model, captured, made_of, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
 CODECS = ("int8", "int4", "int2", "threshold:0.05:3", "lowrank:2:1")
-UNTIED = "layers=3,tied=false"
 WIDTH = 20
 
 
@@ -60,7 +60,7 @@ def tolerance_of(codec: str) -> float:
     ],
 )
 def test_replicas_sum_through_a_codec_what_one_process_does(schedule: str, codec: str) -> None:
-    model, data = gpt(UNTIED), token_batches(16, 4)
+    model, data = tiny_text(), token_batches(16, 4)
     setting = Setting(plan_for(schedule, 2, width=2), optimizer="sgd", sum_codec=codec)
     found = train_on_threads(model, setting, data)
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(codec))
@@ -82,7 +82,7 @@ def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(code
     [("2bw", "threshold:0.05:3"), ("2bw-fresh", "lowrank:2:1"), ("1f1b", "int2")],
 )
 def test_going_on_amid_a_life_span_is_never_having_stopped(schedule: str, codec: str) -> None:
-    model, data = gpt(UNTIED), token_batches(16, 8)
+    model, data = tiny_text(), token_batches(16, 8)
     setting = Setting(plan_for(schedule, 2, width=2), sum_codec=codec)
     whole = train(model, setting, data)
     rest = train(model, setting, data[TAKEN_BEHIND:], together(whole))
@@ -92,7 +92,7 @@ def test_going_on_amid_a_life_span_is_never_having_stopped(schedule: str, codec:
 
 
 def test_another_codec_and_other_replicas_go_on_from_the_same_checkpoint() -> None:
-    model, data = gpt(UNTIED), token_batches(16, 6)
+    model, data = tiny_text(), token_batches(16, 6)
     whole = train(model, Setting(plan_for("1f1b", 2, width=2), sum_codec="threshold:0.05:3"), data)
     saved = together(whole)
     for width, codec in ((2, "lowrank:2:1"), (4, "threshold:0.05:3"), (2, "none"), (1, "int8")):

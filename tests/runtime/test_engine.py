@@ -20,11 +20,8 @@ from tests.support.engine_parity import (
     tolerance_of,
     train_on_threads,
 )
-from tests.support.small_models import (
-    Model,
-    gpt,
-    token_batches,
-)
+from tests.support.small_models import gpt, token_batches
+from tests.support.tiny_text import tiny_text
 
 FACTORS = {
     "schedule": ALL,
@@ -69,15 +66,12 @@ def covering() -> Iterator[Row]:
 ROWS = list(covering())
 
 
-UNTIED = "layers=3,tied=false"
-
-
 @pytest.mark.slow
 @pytest.mark.few(20)
 @pytest.mark.parametrize("recompute", ["off", "all"])
 @pytest.mark.parametrize("schedule", ALL)
 def test_every_schedule_computes_what_one_process_does_to_the_last_bit(schedule: str, recompute: str) -> None:
-    model = gpt(UNTIED)
+    model = gpt("layers=3,tied=false")
     setting = Setting(plan_for(schedule, recompute=recompute))
     data = token_batches(8, 3)
     found = train_on_threads(model, setting, data)
@@ -90,7 +84,7 @@ def test_neighbouring_stages_on_a_rank_compute_what_the_one_does_of_which_they_a
     schedule: str,
 ) -> None:
     """To the last bit, the norm that clips included; and what one process does."""
-    model, data = gpt(UNTIED), token_batches(8, 5)
+    model, data = tiny_text(), token_batches(8, 5)
     apart = Setting(Plan((2, 4, 6), 4, schedule, stages_per_rank=2), clip_norm=0.5)
     whole = Setting(Plan((4,), 4, schedule), clip_norm=0.5)
     found, expected = (train_on_threads(model, setting, data) for setting in (apart, whole))
@@ -117,17 +111,9 @@ def test_all_that_can_be_set_goes_together(row: Row) -> None:
     )
     # The last micro-batches are smaller than the first ones.
     data = token_batches(18 if named["width"] == "2" else 10, 4)
-    model = gpt(UNTIED, precision)
-    if precision == "bfloat16":
-        model = with_float32_weights(model)
+    model = tiny_text(dtype=precision)
     found = train_on_threads(model, setting, data, rendezvous=named["transport"] == "rendezvous")
     # The norm is summed in another order, and so the factor that clips differs in its last bit.
     clipped = 1e-12 if named["clip"] == "norm" and precision == "float64" else 0.0
     tolerance = max(tolerance_of(schedule, precision), clipped)
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance)
-
-
-def with_float32_weights(model: Model) -> Model:
-    """A graph in bfloat16 with weights to be its masters."""
-    weights = {name: tensor.float() for name, tensor in model.weights.items()}
-    return Model(model.graph, weights, model.evaluation, count=model.count)

@@ -25,13 +25,12 @@ from tests.support.engine_parity import (
     train_on_threads,
     train_rank,
 )
-from tests.support.small_models import gpt, token_batches
+from tests.support.small_models import token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
-
-UNTIED = "layers=3,tied=false"
 
 
 def everywhere(forward: str, backward: str = "", num_borders: int = 3) -> LinkCodecs:
@@ -61,7 +60,7 @@ EACH = {
 @pytest.mark.few(8)
 @pytest.mark.parametrize("codecs", EACH.values(), ids=EACH)
 def test_with_any_codec_training_equals_one_process_to_the_last_bit(codecs: LinkCodecs) -> None:
-    model, data = gpt(UNTIED), token_batches(8, 4)
+    model, data = tiny_text(), token_batches(8, 4)
     setting = Setting(plan_for("2bw-fresh"), codecs=codecs)
     assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
 
@@ -85,7 +84,7 @@ def test_masks_hold_from_the_forward_to_the_backward_under_every_kind_of_program
     schedule: str, more: dict[str, object]
 ) -> None:
     """With halves, split backwards, recomputed forwards and replicas."""
-    model, data = gpt(UNTIED), token_batches(8 * int(str(more.get("width", 1))), 3)
+    model, data = tiny_text(), token_batches(8 * int(str(more.get("width", 1))), 3)
     setting = Setting(plan_for(schedule, **more), codecs=everywhere("keep:0.25"))  # type: ignore[arg-type]
     found = train_on_threads(model, setting, data, rendezvous=True)
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(schedule))
@@ -94,7 +93,7 @@ def test_masks_hold_from_the_forward_to_the_backward_under_every_kind_of_program
 @pytest.mark.parametrize("codecs", ["another one later", "keep over the tensor"])
 def test_going_on_from_a_snapshot_with_codecs_is_never_having_stopped(codecs: str) -> None:
     """The third batch has the threshold of the second: the run stops in the middle of its life."""
-    model, data = gpt(UNTIED), token_batches(8, 5)
+    model, data = tiny_text(), token_batches(8, 5)
     setting = Setting(plan_for("2bw"), codecs=EACH[codecs])
     whole = train_on_threads(model, setting, data)
     joined = ThreadFabric(3)
@@ -129,7 +128,7 @@ def _train(
 
 
 def test_none_sends_the_same_bytes_as_ever_and_others_send_fewer() -> None:
-    model, data = gpt(UNTIED), token_batches(8, 2)
+    model, data = tiny_text(), token_batches(8, 2)
     sent: dict[str, list[tuple[int, int]]] = {}
 
     def note(codecs: LinkCodecs, name: str) -> list[Trained]:
@@ -162,7 +161,7 @@ def test_none_sends_the_same_bytes_as_ever_and_others_send_fewer() -> None:
 
 
 def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
-    model, data = gpt(UNTIED, evaluates=True), token_batches(8, 2)
+    model, data = tiny_text(evaluates=True), token_batches(8, 2)
     setting = Setting(plan_for("1f1b"), codecs=everywhere("keep:0.1:4"))
     bare = Setting(plan_for("1f1b"))
 

@@ -88,6 +88,7 @@ def test_a_stage_that_raises_is_told_once_with_its_rank_and_instruction(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.long
 def test_what_is_seen_after_the_timeout_is_told(tmp_path: Path) -> None:
     """A rank that is gone in the middle of a training, and fewer batches on one rank: all at once, for two
     wait for their timeouts.

@@ -24,22 +24,20 @@ from tests.support.small_models import (
     Batch,
     Model,
     captured,
-    gpt,
     made_of,
     real_batches,
     token_batches,
 )
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
-TEXT = "layers=3,tied=false"
-
 
 def failures(plan: Plan, data_of: Callable[[int], list[Any]], timeout_s: float | None = None) -> list[str]:
     """What each rank ends with, where all of them must end with an error of the user's."""
-    model = gpt(TEXT)
+    model = tiny_text()
     joined = ThreadFabric(plan.num_ranks, timeout_s=timeout_s)
 
     def work(rank: int) -> str:
@@ -220,19 +218,19 @@ def test_a_source_of_batches_that_breaks_is_that_error() -> None:
 @pytest.mark.parametrize("plan", [plan_for("1f1b", 2), plan_for("2bw", 1, width=2)])
 def test_a_plan_for_more_processes_than_there_are_is_refused(plan: Plan) -> None:
     with pytest.raises(BiremeError, match="2 processes"):
-        alone(gpt(TEXT), plan)
+        alone(tiny_text(), plan)
 
 
 def test_a_plan_for_fewer_processes_than_there_are_is_refused() -> None:
     with pytest.raises(BiremeError, match=r"plan is for 2 processes.*there are 3"):
-        pipeline_of(gpt(TEXT), Setting(plan_for("1f1b", 2)), ThreadFabric(3).of(0))
+        pipeline_of(tiny_text(), Setting(plan_for("1f1b", 2)), ThreadFabric(3).of(0))
 
 
 def test_a_pipeline_on_the_cpu_is_refused_where_messages_go_between_cuda_devices() -> None:
     """Its tensors came to NCCL, which cannot read them."""
     world = World.alone(backend="nccl")
     with pytest.raises(BiremeError, match=r"device=world\.device, or open the world with backend gloo"):
-        pipeline_of(gpt(TEXT), Setting(plan_for("1f1b", 1)), world)
+        pipeline_of(tiny_text(), Setting(plan_for("1f1b", 1)), world)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
@@ -245,7 +243,7 @@ def test_schedules_and_recomputation_that_the_engine_cannot_do_are_refused() -> 
         alone(small(), Plan((), 4, "pipedream"))
     plan = plan_for("zb-h1", 2, recompute="some")
     with pytest.raises(BiremeError, match="runs backwards in two halves"):
-        pipeline_of(gpt(TEXT), Setting(plan), ThreadFabric(2).of(0))
+        pipeline_of(tiny_text(), Setting(plan), ThreadFabric(2).of(0))
 
 
 def test_a_graph_in_evaluation_mode_must_be_of_the_same_model() -> None:
@@ -258,7 +256,7 @@ def test_a_graph_in_evaluation_mode_must_be_of_the_same_model() -> None:
 @pytest.mark.slow
 def test_a_users_mistake_on_all_processes_is_told_once_and_is_the_users() -> None:
     with pytest.raises(BiremeError, match="3 samples, and the plan cuts it into 4") as caught:
-        launch(train_too_few, 2, gpt(TEXT), threads_per_process=1)
+        launch(train_too_few, 2, tiny_text(), threads_per_process=1)
     assert str(caught.value).count("3 samples") == 1
 
 
@@ -277,7 +275,7 @@ def test_a_plan_from_a_file_must_be_of_this_model(tmp_path: Path) -> None:
     assert pipeline.plan == saved.plan.by_program
     pipeline.close()
     with pytest.raises(BiremeError, match="made for another model"):
-        Pipeline(gpt(TEXT).graph, saved, weights=gpt(TEXT).given, optimizer="sgd")
+        Pipeline(tiny_text().graph, saved, weights=tiny_text().given, optimizer="sgd")
 
 
 class Looked(nn.Module):

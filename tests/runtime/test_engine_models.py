@@ -33,11 +33,11 @@ from tests.support.small_models import (
     Model,
     captured,
     chained,
-    gpt,
     made_of,
     real_batches,
     token_batches,
 )
+from tests.support.tiny_text import tiny_text
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_copies_of_a_shared_weight_stay_equal_on_all_ranks(schedule: str, width:
 
     The first and the last stage hold it: two ranks, or under zbv the first rank twice.
     """
-    tied = gpt("layers=3")
+    tied = tiny_text(tied=True)
     setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
     data = token_batches(8 * width, 3)
     found = train_on_threads(tied, setting, data)
@@ -109,7 +109,8 @@ class Layer(nn.Module):
 # --- what is drawn
 
 
-DROPPING = "layers=3,tied=false,dropout=0.3"
+def dropping() -> Model:
+    return tiny_text(dropout=0.3)
 
 
 @pytest.mark.few(4)
@@ -130,27 +131,26 @@ DROPPING = "layers=3,tied=false,dropout=0.3"
 )
 def test_dropout_draws_what_one_process_draws(schedule: str, recompute: str) -> None:
     """Where a micro-batch goes in halves each draws for itself, so 1f1b-sliced is left out."""
-    dropping = gpt(DROPPING)
     setting = Setting(plan_for(schedule, recompute=recompute))
     data = token_batches(8, 3)
     torch.manual_seed(len(schedule) + len(recompute))
     before = torch.get_rng_state()
-    found = train_on_threads(dropping, setting, data)
+    found = train_on_threads(dropping(), setting, data)
     assert torch.equal(torch.get_rng_state(), before)
-    assert_equal(found, oracle(dropping, setting, data))
+    assert_equal(found, oracle(dropping(), setting, data))
 
 
 def test_dropout_depends_neither_on_the_stages_nor_on_the_schedule() -> None:
     data = token_batches(8, 3)
     plans = [plan_for("gpipe", num) for num in (1, 2, 3, 4)] + [plan_for("zbv"), plan_for("1f1b")]
-    losses = [train_on_threads(gpt(DROPPING), Setting(plan), data)[0].losses for plan in plans]
+    losses = [train_on_threads(dropping(), Setting(plan), data)[0].losses for plan in plans]
     assert losses == [losses[0]] * len(plans)
 
 
 def test_halves_that_draw_still_recompute_what_they_drew() -> None:
     data = token_batches(8, 3)
     kept, recomputed = (
-        train_on_threads(gpt(DROPPING), Setting(plan_for("1f1b-sliced", recompute=how)), data)[0].losses
+        train_on_threads(dropping(), Setting(plan_for("1f1b-sliced", recompute=how)), data)[0].losses
         for how in ("off", "all")
     )
     assert kept == recomputed
@@ -387,7 +387,7 @@ def test_an_encoder_and_a_decoder_that_share_their_table(
     t5: Model, schedule: str, width: int, recompute: tuple[int, ...]
 ) -> None:
     """Three tensors cross the last border, one from the encoder; one matrix is used on three stages."""
-    cuts = (2, 6, 10) if schedule == "interleaved" else (3, 8)
+    cuts = (2, 5, 8) if schedule == "interleaved" else (2, 6)
     setting = Setting(Plan(cuts, 4, schedule, width=width, recompute=recompute), clip_norm=0.5)
     data = [
         {"input_ids": batch["input_ids"], "labels": batch["labels"]} for batch in token_batches(8 * width, 3)
@@ -403,7 +403,7 @@ def t5() -> Model:
         d_model=16,
         d_kv=8,
         d_ff=32,
-        num_layers=2,
+        num_layers=1,
         num_decoder_layers=2,
         num_heads=2,
         dropout_rate=0.1,
@@ -414,6 +414,7 @@ def t5() -> Model:
     return captured(
         transformers.T5ForConditionalGeneration(config).double(),
         {"input_ids": ids, "labels": ids.clone()},
-        name="small T5",
+        name=f"T5 {config.to_json_string()}",
+        is_kept=True,
         count=lambda given: float((given["labels"] != -100).sum()),
     )

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from bireme.model.sources import load_source
-from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
 from bireme.runtime.courier import MOST_SENDS
 from bireme.runtime.evaluation import Evaluation
@@ -36,20 +34,12 @@ from tests.support.engine_parity import (
     train_on_threads,
 )
 from tests.support.regression import WIDTH, regression, regression_plan
-from tests.support.small_models import (
-    CONTEXT,
-    Batch,
-    Model,
-    gpt,
-    real_batches,
-    token_batches,
-)
+from tests.support.small_models import Batch, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text, tiny_text_module
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
-
-UNTIED = "layers=3,tied=false"
 
 
 # --- one call or several
@@ -95,7 +85,7 @@ def test_no_batches_are_no_training() -> None:
 )
 def test_an_evaluation_is_that_of_one_process_and_leaves_no_trace(schedule: str, width: int) -> None:
     """The dropout is off, the batches are of any size, and training goes on as if nothing had been."""
-    model = gpt("layers=3,tied=false,dropout=0.3", evaluates=True)
+    model = tiny_text(dropout=0.3, evaluates=True)
     setting = Setting(plan_for(schedule, width=width), windows=(2, 1, 0))
     data = token_batches(8 * width, 3)
     sizes = (8, 3, 9, 1)
@@ -121,10 +111,7 @@ def merged(step: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def test_an_evaluation_of_bfloat16_banks_runs_on_the_newest_of_them() -> None:
     """Under 2bw-fresh no bank holds the newest weights: they are cast from the masters."""
-    text = gpt(UNTIED, "bfloat16", evaluates=True)
-    model = Model(
-        text.graph, {n: t.float() for n, t in text.weights.items()}, text.evaluation, count=text.count
-    )
+    model = tiny_text(dtype="bfloat16", evaluates=True)
     data = token_batches(8, 3)
     losses: list[float] = []
     for schedule in ("1f1b", *DELAYED):
@@ -161,7 +148,7 @@ def test_a_batch_without_a_finite_gradient_is_skipped_on_all_ranks(schedule: str
 def test_a_micro_batch_in_which_nothing_counts_changes_nothing(schedule: str) -> None:
     """Its own loss is 0 / 0. For the judge it is not there."""
     setting = Setting(plan_for(schedule), clip_norm=0.5)
-    model, data = gpt(UNTIED), token_batches(8, 3)
+    model, data = tiny_text(), token_batches(8, 3)
     for batch in data:
         batch["labels"][2:4] = -100
     found = train_on_threads(model, setting, data)
@@ -174,7 +161,7 @@ def test_a_micro_batch_in_which_nothing_counts_changes_nothing(schedule: str) ->
 def test_a_batch_in_which_nothing_counts_takes_no_step(schedule: str, width: int) -> None:
     """It once ended the run. One process leaves it out: no decay, no momentum, no count of steps, no NaN."""
     setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
-    model, data = gpt(UNTIED), token_batches(8 * width, 6)
+    model, data = tiny_text(), token_batches(8 * width, 6)
     for empty in (0, 3):
         data[empty]["labels"][:] = -100
     found = train_on_threads(model, setting, data)
@@ -185,7 +172,7 @@ def test_a_batch_in_which_nothing_counts_takes_no_step(schedule: str, width: int
 
 
 def test_an_evaluation_leaves_out_batches_in_which_nothing_counts() -> None:
-    model, data = gpt(UNTIED, evaluates=True), token_batches(8, 3)
+    model, data = tiny_text(evaluates=True), token_batches(8, 3)
     data[1]["labels"][:] = -100
     seen: list[Evaluation] = []
 
@@ -238,11 +225,7 @@ def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> Non
 @pytest.mark.parametrize("schedule", FLUSH)
 def test_a_flush_schedule_trains_as_an_ordinary_loop_over_the_module_does(schedule: str) -> None:
     """No stage, no micro-batch, no weight of a micro-batch: the module, backward, clip, step."""
-    source = load_source(
-        f"gpt:{UNTIED},width=16,heads=2,vocab=32,context={CONTEXT}", batch=2, dtype="float64"
-    )
-    module = source.model.to_empty(device="cpu")
-    module.load_state_dict(materialise(source.model, list(module.state_dict()), seed=3))
+    module = tiny_text_module()
     data = token_batches(9, 4)
     optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -255,7 +238,7 @@ def test_a_flush_schedule_trains_as_an_ordinary_loop_over_the_module_does(schedu
         losses.append(loss.item())
 
     setting = PlainSGD(plan_for(schedule), clip_norm=0.5, lr_factor=lambda _batch: 1.0)
-    found = train_on_threads(gpt(UNTIED), setting, data)
+    found = train_on_threads(tiny_text(), setting, data)
     assert found[0].losses == pytest.approx(losses, rel=1e-12)
     newest = merged([one.weights[-1] for one in found])
     for name, parameter in module.named_parameters():

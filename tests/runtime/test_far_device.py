@@ -24,8 +24,9 @@ from bireme.schedule.instruction import Message
 from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
 from tests.support.extent import several
 from tests.support.far_device import FAR, make_far_device
-from tests.support.small_models import Model, captured, gpt, real_batches, token_batches
+from tests.support.small_models import Model, captured, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_processes, run_threads
 
 pytestmark = [
@@ -36,7 +37,6 @@ pytestmark = [
     ),
 ]
 
-DROPPING = "layers=3,dropout=0.3"
 WIDTH = 6
 TOLERANCE = 1e-9
 """An optimiser's steps in one kernel, as the CPU has them, round in another way."""
@@ -120,8 +120,12 @@ def test_a_device_that_bireme_does_not_compute_on_is_refused(outcomes: dict[str,
     assert not outcomes["refused"], outcomes["refused"]
 
 
+def dropping(*, evaluates: bool = False) -> Model:
+    return tiny_text(tied=True, dropout=0.3, evaluates=evaluates)
+
+
 def trains(setting: Setting) -> None:
-    compare(gpt(DROPPING, evaluates=True), setting, token_batches(8 * setting.plan.width, 2))
+    compare(dropping(evaluates=True), setting, token_batches(8 * setting.plan.width, 2))
 
 
 def compare(model: Model, setting: Setting, data: list[dict[str, Tensor]]) -> None:
@@ -179,7 +183,7 @@ def normalises() -> None:
 
 
 def goes_on() -> None:
-    model, setting, data = gpt(DROPPING), Setting(Plan((), 2, "2bw")), token_batches(4, 4)
+    model, setting, data = dropping(), Setting(Plan((), 2, "2bw")), token_batches(4, 4)
     far = torch.device(FAR)
     straight = pipeline_of(model, setting, SingleRankFabric(), device=far)
     whole = train_rank(straight, setting, data)
@@ -225,7 +229,7 @@ def refuses() -> None:
     devices.KINDS = tuple(kind for kind in devices.KINDS if kind != FAR)
     try:
         with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, not on far"):
-            pipeline_of(gpt(DROPPING), Setting(Plan((), 2)), SingleRankFabric(), device=FAR)
+            pipeline_of(dropping(), Setting(Plan((), 2)), SingleRankFabric(), device=FAR)
         assert devices.num_accelerators() == 0
     finally:
         devices.KINDS = (*devices.KINDS, FAR)

@@ -125,6 +125,7 @@ def assert_named(error: BaseException, words: str) -> None:
     assert TRACEBACK not in error.text
 
 
+@pytest.mark.long
 def test_ranks_that_stop_or_never_answer_are_told_after_the_timeout(start: Start, tmp_path: Path) -> None:
     """Three runs at once, for each waits for its timeout."""
     claims = [a_stopped_rank_is_named, a_rank_that_never_answers_is_shown, a_stopped_rank_is_named_by_others]

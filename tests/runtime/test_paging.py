@@ -31,8 +31,9 @@ from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.slow_tiers import slow_tiers
 from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, assert_same, paged, sizes_of
-from tests.support.small_models import Batch, Model, gpt, token_batches
+from tests.support.small_models import Batch, Model, token_batches
 from tests.support.strict_mover import StrictMover
+from tests.support.tiny_text import tiny_text
 
 STASH = 40_000
 """Bytes that a micro-batch of two samples keeps on a stage of one layer, about."""
@@ -53,7 +54,7 @@ class Case:
     share: float = 0.0
     host: float | None = None
     disk: bool = False
-    model: str = "layers=3,tied=false"
+    tied: bool = False
     dtype: str = "float64"
     bank_dtype: torch.dtype | None = None
     is_summed: bool = False
@@ -63,7 +64,7 @@ class Case:
 
     @property
     def of(self) -> Model:
-        return gpt(self.model, self.dtype, evaluates=self.evaluates)
+        return tiny_text(tied=self.tied, dtype=self.dtype, evaluates=self.evaluates)
 
     def paged(self) -> Plan:
         sizes = sizes_of(self.of, self.plan, bank_dtype=self.bank_dtype, stash=STASH)
@@ -88,7 +89,7 @@ CASES = {
     "fresh updates in two replicas": Case(parts("2bw-fresh", width=2), is_summed=True),
     "fresh updates of one": Case(parts("2bw-fresh"), 0.1, host=0.0, disk=True, windows=(2, 1)),
     "tied weights and recomputed stages": Case(
-        parts("1f1b", recompute=(0, 1, 2, 3)), 0.1, model="layers=3", is_summed=True
+        parts("1f1b", recompute=(0, 1, 2, 3)), 0.1, tied=True, is_summed=True
     ),
     "updates on the host of one rank": Case(parts("1f1b", 4), more=(("host_updates", True),)),
     "updates on the host, which pages to a disk": Case(
@@ -127,7 +128,7 @@ def test_a_paged_run_is_the_resident_run_to_the_last_bit(name: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_ranks_that_sweep_compute_what_one_process_computes(schedule: str) -> None:
-    model, data = gpt("layers=3,tied=false", "float64"), batches(8)
+    model, data = tiny_text(), batches(8)
     setting = Setting(Plan((2, 4, 6), 4, schedule, stages_per_rank=2, sweep=2), clip_norm=0.5)
     assert_equal(train_on_threads(model, setting, data), oracle(model, setting, data))
 

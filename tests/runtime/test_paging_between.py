@@ -23,7 +23,8 @@ from bireme.schedule.tiers import Chunk, RankTiers, Tier
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.extent import examples
 from tests.support.paged import paged, sizes_of
-from tests.support.small_models import gpt, token_batches
+from tests.support.small_models import token_batches
+from tests.support.tiny_text import tiny_text
 
 NAMES = ("device", "host", "disk")
 
@@ -140,7 +141,7 @@ def test_a_window_that_begins_with_more_than_fits_is_refused(tmp_path: Path) -> 
 def test_an_evaluation_reads_the_weights_of_a_stage_once_for_each_batch_within_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = gpt("layers=3,tied=false", evaluates=True)
+    model = tiny_text(evaluates=True)
     plan = Plan((2, 4, 6), 3, "2bw", stages_per_rank=4)
     within = paged(plan, sizes_of(model, plan, stash=40_000), 0.0, host=0.0, disk=True)
     expected = pipeline_of(model, Setting(plan), None)

@@ -22,8 +22,9 @@ from bireme.runtime.paging.stash import PagedStash
 from bireme.schedule.instruction import Instruction
 from tests.support.engine_parity import Setting, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, paged, sizes_of
-from tests.support.small_models import captured, gpt, real_batches, token_batches
+from tests.support.small_models import captured, real_batches, token_batches
 from tests.support.strict_mover import StrictMover
+from tests.support.tiny_text import tiny_text
 
 WIDTH = 24
 
@@ -73,7 +74,7 @@ def test_what_passes_a_stage_as_it_is_lies_apart_from_what_the_stage_keeps(
 
 def one_rank(schedule: str, *, master: bool = False) -> Plan:
     plan = Plan((2, 4, 6), 3, schedule, stages_per_rank=4)
-    sizes = replace(sizes_of(gpt("layers=3,tied=false"), plan, stash=20_000), master=master)
+    sizes = replace(sizes_of(tiny_text(), plan, stash=20_000), master=master)
     return paged(plan, sizes, 0.1, host=0.0, disk=True)
 
 
@@ -81,7 +82,7 @@ def one_rank(schedule: str, *, master: bool = False) -> Plan:
 def test_all_that_is_copied_is_counted_when_a_window_ends(tmp_path: Path) -> None:
     settings = PagingSettings(tmp_path, StrictMover)
     setting = Setting(one_rank("2bw-fresh"), paging=settings)
-    pipeline = pipeline_of(gpt("layers=3,tied=false"), setting, None)
+    pipeline = pipeline_of(tiny_text(), setting, None)
     for first in range(2):
         list(pipeline.train(token_batches(6, 1, first)))
         assert all(tier.bytes_moved == tier.predicted_bytes_moved > 0 for tier in pipeline.tiers)
@@ -98,7 +99,7 @@ def test_a_pipeline_that_is_forgotten_gives_its_disk_back(tmp_path: Path) -> Non
         return list(Path("/proc/self/fd").iterdir())
 
     setting = Setting(one_rank("1f1b"), paging=PagingSettings(tmp_path))
-    pipeline = pipeline_of(gpt("layers=3,tied=false"), setting, None)
+    pipeline = pipeline_of(tiny_text(), setting, None)
     list(pipeline.train(token_batches(6, 1)))
     assert num_open() == 1
     pipeline.close()
@@ -110,7 +111,7 @@ def test_a_pipeline_that_is_forgotten_gives_its_disk_back(tmp_path: Path) -> Non
 def test_weights_without_a_master_copy_are_refused_where_the_plan_counts_on_one(tmp_path: Path) -> None:
     setting = Setting(one_rank("2bw", master=True), paging=PagingSettings(tmp_path))
     with pytest.raises(BiremeError, match="master copy"):
-        pipeline_of(gpt("layers=3,tied=false"), setting, None)
+        pipeline_of(tiny_text(), setting, None)
 
 
 def test_conjugates_that_autograd_saves_are_conjugates_again() -> None:

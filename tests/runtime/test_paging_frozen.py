@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.model.part import Part
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
@@ -17,8 +16,9 @@ from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
 from tests.support.engine_parity import Setting, pipeline_of, train_on_threads
 from tests.support.paged import assert_same, paged, sizes_of
-from tests.support.small_models import Model, gpt, token_batches
+from tests.support.small_models import Model, token_batches
 from tests.support.strict_mover import StrictMover
+from tests.support.tiny_text import tiny_text
 
 pytestmark = pytest.mark.slow
 
@@ -26,9 +26,8 @@ STASH = 40_000
 
 
 def part_of_a_model() -> Model:
-    """Nothing of the first layer learns, and of the others what is no feed-forward layer."""
-    freeze = ("layers.*.feed_forward.*", "tokens.*", "positions.*", "layers.0.*")
-    return gpt("layers=3,tied=false", part=Part(freeze=freeze))
+    """Nothing of the first stage learns, and of the others one layer does not."""
+    return tiny_text(freeze=("tokens.*", "layers.0.*", "layers.2.*", "layers.4.*"))
 
 
 def frozen_copies(program: Program) -> dict[Kind, int]:
@@ -92,14 +91,14 @@ def test_a_snapshot_without_frozen_weights_leaves_those_of_the_pipeline(tmp_path
 
 
 def test_a_plan_that_does_not_count_frozen_weights_is_refused(tmp_path: Path) -> None:
-    whole, plan = gpt("layers=3,tied=false"), Plan((2, 4, 6), 3, "1f1b", stages_per_rank=4)
+    whole, plan = tiny_text(), Plan((2, 4, 6), 3, "1f1b", stages_per_rank=4)
     within = paged(plan, sizes_of(whole, plan, stash=STASH), 0.1, host=0.0, disk=True)
     with pytest.raises(BiremeError, match=r"Rank 0 has \d+ bytes of frozen weights that the plan leaves"):
         pipeline_of(part_of_a_model(), Setting(within, paging=PagingSettings(tmp_path)), None)
 
 
 def test_a_frozen_weight_that_two_stages_share_is_summed_with_nobody(tmp_path: Path) -> None:
-    model = gpt("layers=3", part=Part(freeze=("tokens.*",)))
+    model = tiny_text(tied=True, freeze=("tokens.*",))
     plan = Plan((2, 4, 6), 3, "1f1b", stages_per_rank=4)
     within = paged(plan, sizes_of(model, plan, stash=STASH), 0.0, host=0.0, disk=True)
     (found,) = train_on_threads(model, Setting(within, paging=PagingSettings(tmp_path)), token_batches(6, 1))

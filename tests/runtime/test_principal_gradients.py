@@ -16,12 +16,12 @@ from tests.runtime.test_snapshot import TAKEN_BEHIND, all_weights, together, tra
 from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, plan_for, train_on_threads
 from tests.support.principal_oracle import LR, principal_oracle
 from tests.support.regression import Regression
-from tests.support.small_models import Model, captured, gpt, made_of, real_batches, token_batches
+from tests.support.small_models import Model, captured, made_of, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 
 pytestmark = pytest.mark.slow
 
-UNTIED = "layers=3,tied=false"
 WIDTH, RANK = 20, 3
 
 
@@ -65,8 +65,8 @@ def test_the_engine_steps_as_one_process_with_the_same_stream(schedule: str, wid
 
 
 def full(**more: Any) -> dict[str, Any]:
-    """Components of the rank that matrices of a GPT of width 16 have."""
-    names = tuple(linear_maps(gpt(UNTIED).graph))
+    """Components of the rank that matrices of width 16 have."""
+    names = tuple(linear_maps(tiny_text().graph))
     return {"gradient": "principal:16", "gradient_of": names, **more}
 
 
@@ -84,7 +84,7 @@ def full(**more: Any) -> dict[str, Any]:
 def test_components_of_the_full_rank_train_as_whole_gradients_do(
     schedule: str, width: int, recompute: str, optimizer: str
 ) -> None:
-    model, data = gpt(UNTIED), token_batches(16, 4)
+    model, data = tiny_text(), token_batches(16, 4)
     plan = plan_for(schedule, 2 if width > 1 else None, recompute=recompute, width=width)
     setting = Setting(plan, optimizer=optimizer, clip_norm=0.5)
     found = train_on_threads(model, replace(setting, **full()), data)
@@ -93,7 +93,7 @@ def test_components_of_the_full_rank_train_as_whole_gradients_do(
 
 @pytest.mark.parametrize(("schedule", "width"), [("1f1b", 2), ("2bw", 1), ("2bw-fresh", 2)])
 def test_going_on_from_components_is_never_having_stopped(schedule: str, width: int) -> None:
-    model, data = gpt(UNTIED), token_batches(16, 8)
+    model, data = tiny_text(), token_batches(16, 8)
     setting = Setting(plan_for(schedule, 2, width=width), gradient="principal:2")
     whole = train(model, setting, data)
     rest = train(model, setting, data[TAKEN_BEHIND:], together(whole))
@@ -103,7 +103,7 @@ def test_going_on_from_components_is_never_having_stopped(schedule: str, width: 
 
 
 def test_other_ranks_replicas_and_whole_gradients_go_on_from_components() -> None:
-    model, data = gpt(UNTIED), token_batches(16, 6)
+    model, data = tiny_text(), token_batches(16, 6)
     saved = together(train(model, Setting(plan_for("1f1b", 2, width=2), gradient="principal:2"), data))
     for schedule, width, gradient in (
         ("2bw", 2, "principal:2"),
@@ -144,7 +144,7 @@ def test_gradients_take_the_bytes_of_their_components_alone() -> None:
     ("schedule", "words"), [("zb-h1", "backwards in two halves"), ("1f1b", "matches no parameter")]
 )
 def test_what_cannot_stream_is_refused_before_anything_is_open(schedule: str, words: str) -> None:
-    model = gpt(UNTIED)
+    model = tiny_text()
     of = None if schedule == "zb-h1" else ("nothing.*",)
     setting = Setting(plan_for(schedule, 1), gradient="principal:2", gradient_of=of)
     with pytest.raises(BiremeError, match=words):

@@ -34,17 +34,13 @@ from tests.support.engine_parity import (
     train_rank,
 )
 from tests.support.extent import several
-from tests.support.small_models import (
-    Batch,
-    Model,
-    gpt,
-    token_batches,
-)
+from tests.support.small_models import Batch, Model, token_batches
+from tests.support.tiny_text import tiny_text
 
 pytestmark = pytest.mark.slow
 
-PLAIN = "layers=3"
-DROPPING = "layers=3,dropout=0.3"
+PLAIN, DROPPING = 0.0, 0.3
+"""How much of its values a model drops."""
 TWO_TO_A_RANK = ("interleaved", "zbv")
 
 
@@ -52,7 +48,7 @@ TWO_TO_A_RANK = ("interleaved", "zbv")
 class Job:
     """What to train in a launch."""
 
-    text: str
+    dropout: float
     setting: Setting
     data: list[Batch]
 
@@ -73,15 +69,15 @@ def job(
     num_stages = num_ranks * (2 if schedule in TWO_TO_A_RANK else 1)
     plan = plan_for(schedule, num_stages, width=width, recompute=recompute)
     assert plan.num_ranks == num_ranks * width
-    text = PLAIN if schedule == "1f1b-sliced" else DROPPING
-    return Job(text, Setting(plan, clip_norm=0.5, windows=windows), token_batches(9 * width, 3))
+    dropout = PLAIN if schedule == "1f1b-sliced" else DROPPING
+    return Job(dropout, Setting(plan, clip_norm=0.5, windows=windows), token_batches(9 * width, 3))
 
 
-def run_jobs(world: World, models: dict[str, Model], jobs: Sequence[Job]) -> list[Outcome]:
+def run_jobs(world: World, models: dict[float, Model], jobs: Sequence[Job]) -> list[Outcome]:
     """On every rank: train, evaluate, and put the weights together."""
     outcomes = []
     for one in jobs:
-        pipeline = pipeline_of(models[one.text], one.setting, world)
+        pipeline = pipeline_of(models[one.dropout], one.setting, world)
         before = torch.get_rng_state()
         trained = train_rank(pipeline, one.setting, one.data)
         assert torch.equal(torch.get_rng_state(), before)
@@ -95,10 +91,13 @@ def held_out() -> list[Batch]:
 
 
 def assert_all_equal(jobs: Sequence[Job], num_processes: int) -> None:
-    models = {text: gpt(text, evaluates=True) for text in {one.text for one in jobs}}
+    models = {
+        dropout: tiny_text(tied=True, dropout=dropout, evaluates=True)
+        for dropout in {one.dropout for one in jobs}
+    }
     ranks = launch(run_jobs, num_processes, models, jobs, threads_per_process=1)
     for one, outcomes in zip(jobs, zip(*ranks, strict=True), strict=True):
-        model = models[one.text]
+        model = models[one.dropout]
         expected = oracle(model, one.setting, one.data)
         tolerance = max(tolerance_of(one.setting.plan.source.name), 1e-12)
         assert_equal([outcome.trained for outcome in outcomes], expected, tolerance=tolerance)
@@ -145,7 +144,7 @@ def test_a_measured_timeline_has_each_instruction_and_can_be_shown(tmp_path: Pat
     schedules = ("gpipe", "1f1b-sliced", "interleaved", "zbv", "2bw-fresh")
     plans = [plan_for(schedule, 4 if schedule in TWO_TO_A_RANK else 2) for schedule in schedules]
     settings = [Setting(plan_for("2bw", 1, width=2)), *map(Setting, plans)]
-    ranks = launch(record, 2, gpt(PLAIN), settings, data, threads_per_process=1)
+    ranks = launch(record, 2, tiny_text(tied=True), settings, data, threads_per_process=1)
     for (timeline, program), other in zip(*ranks, strict=True):
         assert (timeline, program) == other
         assert timeline.source == "measured"

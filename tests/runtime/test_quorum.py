@@ -15,7 +15,8 @@ from bireme.sync.coordinator.messages import RankId
 from tests.support.engine_parity import Setting, oracle, plan_for
 from tests.support.mortal_replicas import Killed, Replicas
 from tests.support.regression import WIDTH, regression, regression_plan
-from tests.support.small_models import Batch, gpt, real_batches, token_batches
+from tests.support.small_models import Batch, real_batches, token_batches
+from tests.support.tiny_text import tiny_text
 
 BATCH, MICRO = 16, 4
 
@@ -81,7 +82,7 @@ def test_tied_weights_are_summed_over_replicas_and_stages() -> None:
     """With labels that do not count, so that replicas weigh differently."""
     setting = Setting(plan_for("2bw", 2, updates_early=False), clip_norm=0.5)
     data = token_batches(BATCH * 4, 1)[0]
-    replicas = Replicas(gpt("layers=3"), setting, 2, data, 4, BATCH)
+    replicas = Replicas(tiny_text(tied=True), setting, 2, data, 4, BATCH)
     replicas.run()
 
     assert_as_one_process(replicas, tolerance=1e-11)

@@ -19,8 +19,9 @@ from bireme.train.data.samples import Batch, PackedSamples, Samples
 from bireme.train.data.tokens import Tokens
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
-from tests.support.small_models import CONTEXT, VOCAB, Model, gpt, real_batches
+from tests.support.small_models import CONTEXT, VOCAB, Model, real_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 SIZE, COUNT, SEED = 16, 3, 5
@@ -138,7 +139,7 @@ def test_a_rank_reads_the_inputs_of_its_stages_and_the_rows_of_its_replica(sched
 def test_where_targets_are_left_out_the_labels_are_read_whole_and_the_inputs_are_not() -> None:
     """What micro-batches weigh depends on the labels of all of them."""
     plan = plan_for("2bw", 2, width=2)
-    model = gpt("layers=3,tied=false")
+    model = tiny_text()
     notings, losses = train_partly(model, plan, tokens)
     first, second, both = halves(70)
     assert [noting.seen for noting in notings] == [

@@ -14,8 +14,9 @@ from bireme.train.data.rank_batches import RankBatches
 from bireme.train.data.samples import Batch, PackedSamples, Samples
 from bireme.train.data.tokens import Tokens
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
-from tests.support.small_models import CONTEXT, VOCAB, gpt
+from tests.support.small_models import CONTEXT, VOCAB
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ def whole_batches(pipeline: Pipeline) -> list[dict[str, Tensor]]:
 
 def losses_of(plan: Plan, ledgers: Sequence[Ledger] | None) -> list[float]:
     """The losses of a run: as private data asks for it, or with whole batches everywhere."""
-    model, fabric = gpt("layers=3,tied=false"), ThreadFabric(plan.num_ranks)
+    model, fabric = tiny_text(), ThreadFabric(plan.num_ranks)
     per_replica = plan.source.num_ranks
 
     def work(rank: int) -> list[float]:

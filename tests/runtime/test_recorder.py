@@ -14,7 +14,8 @@ from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.recorder import Recorder
 from bireme.schedule.instruction import Kind
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
-from tests.support.small_models import gpt, token_batches
+from tests.support.small_models import token_batches
+from tests.support.tiny_text import tiny_text
 
 FAR = torch.device("cuda", 0)
 SLOWNESS = 10
@@ -91,7 +92,7 @@ def test_a_training_that_is_not_recorded_makes_no_marks(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one that is makes them around what the device does, but for what it waits for."""
-    pipeline = pipeline_of(gpt("layers=3,tied=false"), Setting(plan_for("1f1b", 1)), SingleRankFabric())
+    pipeline = pipeline_of(tiny_text(), Setting(plan_for("1f1b", 1)), SingleRankFabric())
     monkeypatch.setattr(pipeline, "_device", FAR)
     list(pipeline.train(token_batches(8, 1)))
     assert not queue.asked

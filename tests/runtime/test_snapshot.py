@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.model.part import Part
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
 from tests.support.engine_parity import ALL, DELAYED, FLUSH, Setting, pipeline_of, plan_for
-from tests.support.small_models import Batch, Model, gpt, token_batches
+from tests.support.small_models import Batch, Model, token_batches
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
@@ -79,9 +79,9 @@ def all_weights(seen: Sequence[Seen]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("schedule", ALL)
 @pytest.mark.parametrize("width", [1, 2])
 def test_going_on_from_a_snapshot_is_never_having_stopped(schedule: str, width: int) -> None:
-    model = gpt("layers=3,dropout=0.3")
+    model = tiny_text(tied=True, dropout=0.3)
     setting = Setting(plan_for(schedule, width=width), clip_norm=0.5)
-    data = token_batches(8 * width, 9)
+    data = token_batches(8 * width, 7)
     whole = train(model, setting, data)
     rest = train(model, setting, data[TAKEN_BEHIND:], together(whole))
     assert rest[0].losses == whole[0].losses[TAKEN_BEHIND:]
@@ -93,8 +93,7 @@ def test_going_on_from_a_snapshot_is_never_having_stopped(schedule: str, width: 
 @pytest.mark.parametrize("schedule", ["1f1b", *DELAYED])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])
 def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimizer: str) -> None:
-    text = gpt("layers=3,tied=false", "bfloat16")
-    model = replace(text, weights={name: tensor.float() for name, tensor in text.weights.items()})
+    model = tiny_text(dtype="bfloat16")
     setting = Setting(plan_for(schedule), optimizer=optimizer, bank_dtype=torch.bfloat16)
     data = token_batches(8, 7)
     whole = train(model, setting, data)
@@ -107,9 +106,9 @@ def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimiz
 @pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
 def test_a_part_goes_on_from_what_was_trained_alone(schedule: str) -> None:
-    model = gpt("layers=3,tied=false,dropout=0.3", part=Part(freeze=("tokens.*", "layers.1.*", "*.bias")))
+    model = tiny_text(dropout=0.3, freeze=("tokens.*", "layers.1.*", "*.bias"))
     frozen = {state.name for state in model.graph.parameters if not state.trainable}
-    setting, data = Setting(plan_for(schedule), clip_norm=0.5), token_batches(8, 9)
+    setting, data = Setting(plan_for(schedule), clip_norm=0.5), token_batches(8, 7)
     whole = train(model, setting, data, but=frozen)
     saved = together(whole)
     assert {name.partition("/")[2] for name in saved.tensors if name.startswith("weights/")} == {
@@ -123,16 +122,16 @@ def test_a_part_goes_on_from_what_was_trained_alone(schedule: str) -> None:
 
 @pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 1), ("zb-h1", 2), ("gpipe", 6), ("2bw", 2)])
 def test_another_number_of_stages_goes_on_within_rounding(schedule: str, num_stages: int) -> None:
-    model = gpt("layers=3")
+    model = tiny_text(tied=True)
     first = "2bw" if schedule in DELAYED else FLUSH[2]
-    data = token_batches(8, 9)
+    data = token_batches(8, 7)
     whole = train(model, Setting(plan_for(first)), data)
     rest = train(model, Setting(plan_for(schedule, num_stages)), data[TAKEN_BEHIND:], together(whole))
     assert rest[0].losses == pytest.approx(whole[0].losses[TAKEN_BEHIND:], rel=1e-12)
 
 
 def test_a_synchronous_run_goes_on_delayed_from_its_newest_weights() -> None:
-    model, data = gpt("layers=3"), token_batches(8, 9)
+    model, data = tiny_text(tied=True), token_batches(8, 7)
     whole = train(model, Setting(plan_for("1f1b")), data)
     delayed = train(model, Setting(plan_for("2bw")), data[TAKEN_BEHIND:], together(whole))
     # Its first batch runs on the version before, which is held to be equal to the newest; so its loss is the

@@ -11,9 +11,9 @@ from bireme.schedule.residency import gradient_sets
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from tests.support.engine_parity import Setting, pipeline_of
-from tests.support.small_models import gpt
 from tests.support.symbolic import expected, outcome
 from tests.support.thread_transport import ThreadFabric
+from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_plan_updates_early_where_it_sums_no_gradients() -> None:
 def test_the_engine_waits_for_no_shared_parameters_unless_asked(asked: bool | None, sets: int) -> None:
     """Only the engine sees that the first and the last rank share one, whose gradient is a long sum."""
     plan = Plan((4,), 4, updates_early=asked)
-    model, fabric = gpt("layers=3"), ThreadFabric(plan.num_ranks)
+    model, fabric = tiny_text(tied=True), ThreadFabric(plan.num_ranks)
 
     def work(rank: int) -> int:
         pipeline = pipeline_of(model, Setting(plan), fabric.of(rank))

@@ -366,6 +366,8 @@ def _has_nan(numbers: Sequence[float]) -> bool:
 
 
 def _assert_close(one: Tensor, other: Tensor, tolerance: float, what: str) -> None:
+    if one.shape == other.shape and torch.equal(one, other.to(one.dtype)):
+        return  # what follows takes twenty times as long
     if tolerance > ELEMENTWISE:
         distance = float((one.double() - other.double()).norm())
         assert distance <= tolerance * float(other.double().norm()) + tolerance**2, what

@@ -35,7 +35,7 @@ def regression() -> Model:
     """Four hidden layers of width 6: units enough for four stages."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     module = Regression(made_of([*layers, nn.Linear(WIDTH, 1)]))
-    return captured(module, real_batches(2, 1, WIDTH)[0], name="regression", evaluates=True)
+    return captured(module, real_batches(2, 1, WIDTH)[0], name="regression", evaluates=True, is_kept=True)
 
 
 def regression_plan(schedule: str, num_stages: int | None = None, **more: Any) -> Plan:

@@ -73,14 +73,22 @@ class Model:
 
 
 def captured(
-    module: nn.Module, example: Mapping[str, Tensor], *, name: str = "", evaluates: bool = False, **more: Any
+    module: nn.Module,
+    example: Mapping[str, Tensor],
+    *,
+    name: str = "",
+    evaluates: bool = False,
+    is_kept: bool = False,
+    **more: Any,
 ) -> Model:
-    """A module as it is, weights and all. One that has a name is always the same, and captured once."""
+    """A module as it is, weights and all. One that has a name is always the same, and captured once; what
+    `is_kept` is of this folder, and there for later runs too.
+    """
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def graph(training: bool) -> Graph:
         make = partial(capture, module, example, training=training)
-        return captured_once(f"{name} {training}", make) if name else make()
+        return captured_once(f"{name} {training}", make, is_kept=is_kept) if name else make()
 
     return Model(
         graph(training=True),

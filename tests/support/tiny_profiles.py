@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
+from torch import Tensor, nn
 
 from bireme.cluster.device import KNOWN
 from bireme.model.capture import capture
@@ -13,7 +14,7 @@ from bireme.profile.timing import Effort, Seconds
 from bireme.profile.workbench import Workbench
 from tests.support.graphs import captured_once
 
-__all__ = ["CPU", "LAPTOP", "LITTLE", "Bench", "gpt"]
+__all__ = ["CPU", "LAPTOP", "LITTLE", "Bench", "gpt", "line", "mean_square"]
 
 CPU = torch.device("cpu")
 LAPTOP = KNOWN["laptop"]
@@ -26,6 +27,20 @@ def gpt(layers: int = 2, dtype: str = "float32", tied: str = "true") -> Graph:
     source = load_source(text, batch=2, dtype=dtype)
     make = partial(capture, source.model, source.example_inputs, name=text)
     return captured_once(f"{text} {dtype} by name", make, is_kept=True)
+
+
+@cache
+def line(dtype: str = "float32") -> Graph:
+    """The least that there is to profile: one unit."""
+    made = nn.Linear(4, 4, dtype=getattr(torch, dtype))
+    inputs = {"input": torch.ones(2, 4, dtype=made.weight.dtype)}
+    make = partial(capture, made, inputs, loss=mean_square, name="a line")
+    return captured_once(f"a line of {dtype}", make, is_kept=True)
+
+
+def mean_square(output: Tensor, inputs: object = None) -> Tensor:
+    """A loss."""
+    return output.square().mean()
 
 
 class Bench:
