@@ -69,21 +69,23 @@ class GradientParts:
 
     @torch.no_grad()
     def _sum(self, gradients: BatchGradients, sharers: Sharers) -> None:
+        """Add the sums to what there is of the batch; the rest is not needed from then on."""
         sent = SentBytes()
         sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sent)
         sharers.summed_bytes += sent.sent
-
-    @torch.no_grad()
-    def end_sums(self, sharers: Sharers) -> None:
-        """Wait for that, add it to what there is of the batch, and give the memory of the rest back."""
-        assert self._under_way is not None, "sums that end have begun"
-        (gradients, job), self._under_way = self._under_way, None
-        sharers.wait(job)
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:
                     self.views[name].add_(piece)
                 elif name in gradients.held:
                     self.views[name].copy_(piece)
+            arena.let_go_of_pages()
+
+    def end_sums(self, sharers: Sharers) -> None:
+        """Wait for that, and give the memory of whole gradients back."""
+        assert self._under_way is not None, "sums that end have begun"
+        (gradients, job), self._under_way = self._under_way, None
+        sharers.wait(job)
+        for arena, _ in self._arenas:
             arena.let_go()
         self.held |= gradients.held

@@ -36,6 +36,9 @@ __all__ = ["Budgets", "least_device_bytes", "page", "page_cut"]
 STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
 
+BRIEF = 3
+"""Batches of it that show the pace of a loop."""
+
 Choices = Mapping[Hashable, Choice]
 
 
@@ -73,14 +76,16 @@ def page_cut(
     ahead: int = 1,
     is_summed: bool = False,
     updates_together: bool = False,
+    is_brief: bool = False,
 ) -> Program:
     """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is.
 
     Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
     `updates_together` a rank updates all its stages when it updates the first, where that is right: the
     copies of an update take long, and the others would wait for the next batch's first micro-batch.
-    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. Raises
-    where a tier is smaller than the largest working set.
+    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. With
+    `is_brief` a loop becomes a window of a few batches, in which all happens as in the loop. Raises where a
+    tier is smaller than the largest working set.
     """
     if not any(cut):
         return program
@@ -109,7 +114,9 @@ def page_cut(
             shown, tracks=tuple(track for track, _ in made), tiers=tuple(tiers for _, tiers in made)
         )
 
-    return fold(make, program.num_batches, shortest=least + 1) if is_loop else make(program.num_batches)
+    if not is_loop or is_brief:
+        return make(min(program.num_batches, least + BRIEF))
+    return fold(make, program.num_batches, shortest=least + 1)
 
 
 def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -> float:
