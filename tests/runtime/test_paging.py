@@ -120,7 +120,11 @@ CASES = {
         is_summed=True,
     ),
     "fresh updates of bfloat16 banks": Case(
-        parts("2bw-fresh", recompute=(0, 2)), 0.1, dtype="bfloat16", bank_dtype=torch.bfloat16
+        parts("2bw-fresh", recompute=(0, 2)),
+        0.1,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        windows=(1, 1, 1),
     ),
 }
 

@@ -23,7 +23,7 @@ from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named
-from bireme.schedule.paging import least_device_bytes
+from bireme.schedule.working_sets import least_device_bytes
 
 __all__ = ["AS_GOOD", "PagedWalk", "has_room"]
 
