@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena
 from bireme.memory.lent_arena import LentArena
+from bireme.memory.system_memory import give_back_heap
 from bireme.runtime.paging.mover import Job
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.shelf_part import ShelfPart
@@ -26,9 +27,10 @@ class GradientParts:
     gradient of, as far as they have been summed.
     """
 
-    __slots__ = ("_arenas", "_own", "_under_way", "held", "names", "views")
+    __slots__ = ("_arenas", "_device", "_own", "_under_way", "held", "names", "views")
 
     def __init__(self, arenas: Sequence[LentArena], parts: Sequence[ShelfPart], device: torch.device) -> None:
+        self._device = device
         self._arenas = [*zip(arenas, parts, strict=True)]
         self._own = [Arena(part.own.slots, part.own.dtype, device) for part in parts]
         self.names = [name for arena in arenas for name in arena.views]
@@ -56,8 +58,12 @@ class GradientParts:
     def begin_sums(self, held: set[str], sharers: Sharers) -> None:
         """Begin to add up the whole gradients of all replicas, each its own part; those of this replica that
         were `held` no longer are. Take part with the others, and add nothing before `end_sums`.
+
+        What backwards have freed goes back to the system, for the next weights lie elsewhere.
         """
         self.take()
+        if self._device.type == "cpu":
+            give_back_heap()
         gradients = BatchGradients(
             {name: view for arena, _ in self._arenas for name, view in arena.views.items()},
             held.intersection(self.names),
