@@ -4,8 +4,9 @@
 
 Two replicas of a model with much weight and few activations train on this machine: each with everything of
 its own, with a shared optimizer, and with shared weights and gradients, with the model in one stage and in
-parts. What is measured is the private memory of the processes at its peak, as runs say it at their end; the
-prediction is the plan's. Seconds of a step say what sharing costs where the wire is memory.
+parts. A larger one then trains with a shared optimizer and with shared weights in more parts; of that model
+less is the process itself. What is measured is the memory of the processes at its peak, as runs say it at
+their end; the prediction is the plan's. Seconds of a step say what sharing costs where the wire is memory.
 """
 
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.command import Findings, Row, Section, benchmark, log
 from benchmarks.prediction import short, trained
 from bireme.bench.document import Verdict, at_most
 from bireme.plan.plan import Plan
@@ -27,8 +28,6 @@ from bireme.train.plan_search import plan_request_of
 from bireme.train.prepare import Prepared, prepare
 from bireme.train.run_file import load_run_file
 
-MODEL = "gpt:layers=8,width=512,heads=8,vocab=257,context=64"
-QUICK_MODEL = "gpt:layers=4,width=256,heads=4,vocab=257,context=64"
 SECONDS, QUICK_SECONDS = 3.0, 1.0
 MOST_MEMORY_ERROR = 0.10
 MOST_OF_OPTIMIZER = 0.85
@@ -43,13 +42,33 @@ class Way:
     parts: int = 1
 
 
-WAYS = (Way("none"), Way("optimizer"), Way("weights"), Way("weights", 4))
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, what it trains on, and the ways that are compared: the second and the last with each other."""
+
+    model: str
+    batch_size: int
+    length: int
+    ways: tuple[Way, ...]
 
 
-def prepared_run(model: str, way: Way, folder: str) -> Prepared:
+NONE, OPTIMIZER = Way("none"), Way("optimizer")
+SMALL = Subject(
+    "gpt:layers=8,width=512,heads=8,vocab=257,context=64",
+    8,
+    64,
+    (NONE, OPTIMIZER, Way("weights"), Way("weights", 4)),
+)
+LARGE = Subject(
+    "gpt:layers=16,width=768,heads=12,vocab=257,context=32", 4, 32, (NONE, OPTIMIZER, Way("weights", 8))
+)
+QUICK = replace(SMALL, model="gpt:layers=4,width=256,heads=4,vocab=257,context=64")
+
+
+def prepared_run(subject: Subject, way: Way, folder: str) -> Prepared:
     """A run of two replicas, with nothing to do but its steps."""
     sets = [
-        f"model.source={model}",
+        f"model.source={subject.model}",
         f"memory.shard={way.shard}",
         f"log.folder={folder}",
         "cluster.workers=2",
@@ -57,8 +76,8 @@ def prepared_run(model: str, way: Way, folder: str) -> Prepared:
         "plan.width=2",
         "plan.depth=1",
         "plan.schedule=1f1b",
-        "training.batch_size=8",
-        "data.length=64",
+        f"training.batch_size={subject.batch_size}",
+        f"data.length={subject.length}",
         "log.sample_tokens=0",
         "checkpoint.at_end=false",
         "checkpoint.every_steps=0",
@@ -85,9 +104,9 @@ def in_parts(plan: Plan, num_units: int, way: Way) -> Plan:
     )
 
 
-def row_of(model: str, way: Way, seconds: float) -> dict[str, Any]:
+def row_of(subject: Subject, way: Way, seconds: float) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
-        prepared = prepared_run(model, way, folder)
+        prepared = prepared_run(subject, way, folder)
         found = trained(short(prepared, seconds, "run"))
     forecast = prepared.plan.forecast
     assert forecast is not None, "it was made above"
@@ -105,11 +124,11 @@ def row_of(model: str, way: Way, seconds: float) -> dict[str, Any]:
     }
 
 
-def verdicts_of(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """The limits."""
+def verdicts_of(rows: Sequence[Row], which: str = "") -> list[Verdict]:
+    """The limits; `which` is what the names of those of another model begin with."""
     found = [
         at_most(
-            f"{row['shared']} shared, {row['parts']} parts: error of the predicted memory",
+            f"{which}{row['shared']} shared, {row['parts']} parts: error of the predicted memory",
             abs(row["measured_to_predicted"] - 1),
             MOST_MEMORY_ERROR,
         )
@@ -117,19 +136,24 @@ def verdicts_of(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
     ]
     optimizer, parts = rows[1], rows[-1]
     share = parts["measured_mib"] / optimizer["measured_mib"]
-    return [
-        *found,
-        at_most("memory with weights shared in parts, of a shared optimizer's", share, MOST_OF_OPTIMIZER),
-    ]
+    what = f"{which}memory with weights shared in parts, of a shared optimizer's"
+    return [*found, at_most(what, share, MOST_OF_OPTIMIZER)]
+
+
+def section_of(subject: Subject, seconds: float) -> Section:
+    rows = []
+    for way in subject.ways:
+        log(f"{subject.model}: sharing {way.shard}, {way.parts} parts")
+        rows.append(row_of(subject, way, seconds))
+    return Section(f"two replicas of {subject.model} on one machine", rows)
 
 
 def measure(asked: Namespace) -> Findings:
-    rows = []
-    for way in WAYS:
-        log(f"sharing {way.shard}, {way.parts} parts")
-        model, seconds = (QUICK_MODEL, QUICK_SECONDS) if asked.quick else (MODEL, SECONDS)
-        rows.append(row_of(model, way, seconds))
-    return Findings([Section("two replicas on one machine", rows)], verdicts_of(rows))
+    if asked.quick:
+        quick = section_of(QUICK, QUICK_SECONDS)
+        return Findings([quick], verdicts_of(quick.rows))
+    small, large = section_of(SMALL, SECONDS), section_of(LARGE, SECONDS)
+    return Findings([small, large], [*verdicts_of(small.rows), *verdicts_of(large.rows, "larger model: ")])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Findings", "Found", "Section", "benchmark", "in_process", "log"]
+__all__ = ["Findings", "Found", "Row", "Section", "benchmark", "in_process", "log"]
 
 Row = Mapping[str, Any]
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,10 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, saved_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
 from bireme.plan.search.stage_memory import stage_memory
+from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.plan.single_ways import with_single_ways
 from bireme.plan.tier_limits import TierLimits
 from bireme.plan.window_file import read_windows, write_windows
@@ -339,6 +342,28 @@ def test_devices_share_their_server_and_makers_figures_stand_in_for_what_is_not_
     assert alone.disk_bytes_per_s == 3.3e9 * 0.8 / 2
     own = tier_share(both, 4, (4,))
     assert (own.host_bytes, own.disk_bytes, own.host_bytes_per_s) == (8 * MB, 6 * MB, 10e9)
+
+
+@pytest.mark.parametrize(
+    ("server", "used", "share"),
+    [
+        ({}, 2, 1.0),
+        ({"num_cores": 3}, 2, 0.5),
+        ({}, 1, 0.0),
+        ({"devices": (Device("chip", "cpu", 10**9),) * 2}, 2, 0.0),
+    ],
+    ids=["as many cores as devices", "a core to spare", "a device to spare", "cores not known"],
+)
+def test_copies_take_time_from_work_where_devices_compute_on_all_cores(
+    server: dict[str, Any], used: int, share: float
+) -> None:
+    """Where a server says its cores device by device, copies were planned as if they had their own."""
+    chip = Device("chip", "cpu", 10**9, num_cores=1)
+    problem = PlanningProblem(
+        PROFILE, Cluster((Server("a", **{"devices": (chip, chip)} | server),)), request(None)
+    )
+    links = tier_links_of(problem, tuple((device,) for device in range(used)), 0)
+    assert [one.core_share for one in links] == [share] * used
 
 
 def test_a_cluster_file_keeps_what_devices_can_page_to_and_is_what_it_was_without(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ def test_a_plan_that_fits_only_shared_is_found_and_says_so(tmp_path: Path) -> No
     assert "updates_halfway" not in (tmp_path / "plain.json").read_text()
 
 
-def gathered_forecast(parts: int, whole_weights: int, sweep: int = 1) -> Forecast:
+def gathered_forecast(
+    parts: int, whole_weights: int, sweep: int = 1, profile: Profile | None = None
+) -> Forecast:
     devices = (tuple(f"s{place}/gpu0" for place in range(WIDTH)),)
     plan = Plan(
         tuple(range(1, parts)),
@@ -113,7 +115,8 @@ def gathered_forecast(parts: int, whole_weights: int, sweep: int = 1) -> Forecas
         whole_weights=whole_weights,
     )
     shard = "weights" if whole_weights else "optimizer"
-    return forecast_of(plan, profile_of_much(), cluster(), PlanRequest(batch_size=4 * WIDTH, shard=shard))
+    request = PlanRequest(batch_size=4 * WIDTH, shard=shard)
+    return forecast_of(plan, profile or profile_of_much(), cluster(), request)
 
 
 def test_shared_weights_are_predicted_to_be_whole_a_few_at_a_time() -> None:
@@ -143,6 +146,19 @@ def test_gathers_and_sums_are_predicted_to_take_their_bytes_on_the_links() -> No
     assert one.tiers[0].predicted_bytes_moved > device.predicted_bytes_moved
     assert swept.batch_s < one.batch_s
     assert swept.batch_s >= (device.predicted_bytes_moved + replicas.predicted_bytes_moved) / SLOW
+
+
+def test_gradients_that_stages_share_are_predicted_to_be_summed_once_a_batch() -> None:
+    """They were predicted to be summed in parts, with the others."""
+    tied = tiny_profile(tied="true")
+    alone = replace(tied, units=tuple(replace(unit, tied=()) for unit in tied.units))
+    found, without = (gathered_forecast(2, 1, profile=one) for one in (tied, alone))
+    (num_bytes,) = {held.gradient_bytes for unit in tied.units for held in unit.tied if held.gradient_bytes}
+    less = without.tiers[1].predicted_bytes_moved - found.tiers[1].predicted_bytes_moved
+    # Each of two stages summed them after each of four micro-batches.
+    assert less == pytest.approx((2 * 4 - 2) * (WIDTH - 1) / WIDTH * num_bytes)
+    assert found.tiers[0].predicted_bytes_moved == without.tiers[0].predicted_bytes_moved
+    assert found.batch_s < without.batch_s
 
 
 def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path: Path) -> None:

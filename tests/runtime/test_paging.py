@@ -29,7 +29,7 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.residency import resident
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.slow_tiers import slow_tiers
-from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, train_on_threads
+from tests.support.engine_parity import ALL, Setting, assert_equal, oracle, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, assert_same, paged, sizes_of
 from tests.support.small_models import Batch, Model, token_batches
 from tests.support.strict_mover import StrictMover
@@ -106,7 +106,45 @@ CASES = {
     "backwards in halves": Case(parts("zb-h1")),
     "micro-batches in halves": Case(Plan((4,), 3, "1f1b-sliced"), 0.3),
     "recomputed units": Case(parts("interleaved", recompute_units=(1, 4)), 0.2),
+    "there and back on three tiers": Case(parts("zbv", 2), host=0.3, disk=True),
+    "one micro-batch after the other": Case(parts("sequential", recompute=(1, 2)), host=0.0, disk=True),
+    "tied weights in two replicas on three tiers": Case(
+        parts("2bw", width=2), host=0.3, disk=True, model="layers=3", is_summed=True, windows=(1, 2)
+    ),
+    "sweeps of two replicas with bfloat16 banks": Case(
+        parts("1f1b", width=2, sweep=3, recompute=(0, 3)),
+        0.1,
+        host=0.0,
+        disk=True,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        is_summed=True,
+    ),
+    "fresh updates of bfloat16 banks": Case(
+        parts("2bw-fresh", recompute=(0, 2)),
+        0.1,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        windows=(1, 1, 1),
+    ),
 }
+
+
+def test_paging_is_tried_with_every_schedule_tier_and_feature() -> None:
+    """At the least budget too; what each case has besides is clipping, a skipped batch, the strict mover."""
+    cases = CASES.values()
+    plans = [case.plan for case in cases]
+    assert {plan.schedule for plan in plans} == set(ALL)
+    least = {(case.host is None or case.host > 0, case.disk) for case in cases if not case.share}
+    assert least == {(True, False), (True, True), (False, True)}
+    for rule in ("1f1b", "2bw", "2bw-fresh"):
+        own = [case for case in cases if case.plan.schedule == rule]
+        assert any(case.plan.width > 1 for case in own)
+        assert any(case.bank_dtype is not None for case in own)
+    assert any(plan.width > 1 and plan.sweep > 1 for plan in plans)
+    assert any(case.model == "layers=3" and case.plan.width > 1 for case in cases)
+    assert any(plan.recompute for plan in plans)
+    assert any(plan.recompute_units for plan in plans)
 
 
 @pytest.mark.slow

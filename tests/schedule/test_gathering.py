@@ -91,6 +91,28 @@ def test_sums_travel_while_the_rank_computes_on_the_next_stage() -> None:
     assert seconds == {1: pytest.approx(4.5), 2: pytest.approx(3.5)}
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_several_passes_in_a_row_share_the_time_between_sums_and_the_next_weights(schedule: str) -> None:
+    """Gradients of two stages were whole beside the weights of two."""
+    program = gathered(plain(schedule, 3, sweep=4), SHARERS, 2)
+    assert check(program).ok
+    for track in program.tracks:
+        weights, gradients, most = 0, set[tuple[int, int]](), 0
+        for step in track:
+            weights += (step.kind is Kind.GATHER) - (step.kind is Kind.RELEASE)
+            if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                gradients.add((step.stage, step.batch))
+            elif step.kind is Kind.COLLECT:
+                gradients.remove((step.stage, step.batch))
+            most = max(most, weights + len(gradients))
+        assert most == 3
+        kinds = [step.kind for step in track]
+        first = kinds.index(Kind.SCATTER)
+        end = kinds.index(Kind.COLLECT)
+        assert len([kind for kind in kinds[first:end] if kind in COMPUTE]) == 2
+        assert kinds[end + 1] is Kind.GATHER
+
+
 def test_sweeps_save_gathers_and_sums() -> None:
     each, together = (gathered(plain("1f1b", 3, sweep=sweep), SHARERS, 1) for sweep in (1, 4))
     for kind in (Kind.GATHER, Kind.SCATTER):
@@ -122,3 +144,22 @@ def test_plans_of_replicas_that_share_weights_are_loops_and_others_have_none_of_
 def test_schedules_that_need_whole_gradients_are_refused() -> None:
     with pytest.raises(BiremeError, match="steps with gradients of one replica alone"):
         gathered(generate("2bw-fresh", num_stages=2, num_microbatches=4), 2, 2)
+
+
+def test_gradients_that_stages_share_stay_whole_until_the_update() -> None:
+    """They were counted as if they lay in parts like the others."""
+    before = generate("1f1b", num_stages=2, num_microbatches=1, stages_per_rank=2)
+    program = gathered(before, SHARERS, 1)
+    nothing, tied = (0.0,) * 2, 2.0
+    sizes = Sizes(
+        nothing, (WHOLE,) * 2, nothing, nothing, nothing, nothing, nothing, tied_gradient=(tied,) * 2
+    )
+    series = resident(program, 0, sizes, series=True).series
+    assert series is not None
+    kept, whole = (WHOLE - tied) / SHARERS + tied, WHOLE - tied
+    found: dict[Kind, list[float]] = {}
+    for step, num_bytes in zip(program.tracks[0], series, strict=True):
+        found.setdefault(step.kind, []).append(num_bytes)
+    assert found[Kind.FORWARD] == [0.0, 0.0]
+    assert found[Kind.BACKWARD] == [kept + whole, 2 * kept + whole]
+    assert found[Kind.UPDATE] == [2 * kept, kept]

@@ -44,6 +44,13 @@ class LentArena(Arena):
         else:
             self._pages.give_back()
 
+    def let_go_of_pages(self) -> None:
+        """The same from any thread, where that can be: an accelerator's allocator takes memory back in the
+        order of the stream that it gave it to.
+        """
+        if self._pages is not None:
+            self._pages.give_back()
+
 
 class _Pages:
     """Pages that the system gives when they are written to."""

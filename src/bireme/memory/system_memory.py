@@ -22,6 +22,7 @@ __all__ = [
     "check_can_map",
     "copy_bytes",
     "fill_bytes",
+    "give_back_heap",
     "map_file",
     "map_nothing",
     "more_of_file",
@@ -47,6 +48,13 @@ def check_can_map() -> None:
             "Memory cannot be paged on this system, which maps none to given addresses. Leave memory.device "
             "out, or train on Linux or macOS."
         )
+
+
+def give_back_heap() -> None:
+    """Have the C library give back to the system what was freed, where it can; it keeps most of it else."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:  # glibc alone has it
+        trim(0)
 
 
 def reserve(num_bytes: int) -> int:

@@ -68,14 +68,17 @@ class Paging:
             host_updates=self.host_updates and not self.is_summed,
         )
 
-    def paged(self, program: Program, cut: Cut) -> Program:
-        """The program with the copies in it; itself where nothing is cut."""
+    def paged(self, program: Program, cut: Cut, *, is_brief: bool = False) -> Program:
+        """The program with the copies in it; itself where nothing is cut. With `is_brief` a loop becomes a
+        window of a few batches.
+        """
         return page_cut(
             program,
             cut,
             ahead=self.ahead,
             is_summed=self.is_summed,
             updates_together=self.updates_together,
+            is_brief=is_brief,
         )
 
     def with_chunks(self, cut: Cut) -> "Paging":

@@ -63,8 +63,10 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
     if saved.plan.paging is None:
         del plain["plan"]["paging"]
     else:
-        if not saved.plan.paging.sizes.frozen:
-            del plain["plan"]["paging"]["sizes"]["frozen"]
+        sizes = plain["plan"]["paging"]["sizes"]
+        for name in ("frozen", "tied_gradient"):
+            if not sizes[name]:
+                del sizes[name]
         if not saved.plan.paging.host_updates:
             del plain["plan"]["paging"]["host_updates"]
     if not saved.plan.updates_halfway:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena
 from bireme.memory.lent_arena import LentArena
+from bireme.memory.system_memory import give_back_heap
 from bireme.runtime.paging.mover import Job
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.shelf_part import ShelfPart
@@ -26,9 +27,10 @@ class GradientParts:
     gradient of, as far as they have been summed.
     """
 
-    __slots__ = ("_arenas", "_own", "_under_way", "held", "names", "views")
+    __slots__ = ("_arenas", "_device", "_own", "_under_way", "held", "names", "views")
 
     def __init__(self, arenas: Sequence[LentArena], parts: Sequence[ShelfPart], device: torch.device) -> None:
+        self._device = device
         self._arenas = [*zip(arenas, parts, strict=True)]
         self._own = [Arena(part.own.slots, part.own.dtype, device) for part in parts]
         self.names = [name for arena in arenas for name in arena.views]
@@ -56,8 +58,12 @@ class GradientParts:
     def begin_sums(self, held: set[str], sharers: Sharers) -> None:
         """Begin to add up the whole gradients of all replicas, each its own part; those of this replica that
         were `held` no longer are. Take part with the others, and add nothing before `end_sums`.
+
+        What backwards have freed goes back to the system, for the next weights lie elsewhere.
         """
         self.take()
+        if self._device.type == "cpu":
+            give_back_heap()
         gradients = BatchGradients(
             {name: view for arena, _ in self._arenas for name, view in arena.views.items()},
             held.intersection(self.names),
@@ -69,21 +75,23 @@ class GradientParts:
 
     @torch.no_grad()
     def _sum(self, gradients: BatchGradients, sharers: Sharers) -> None:
+        """Add the sums to what there is of the batch; the rest is not needed from then on."""
         sent = SentBytes()
         sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sent)
         sharers.summed_bytes += sent.sent
-
-    @torch.no_grad()
-    def end_sums(self, sharers: Sharers) -> None:
-        """Wait for that, add it to what there is of the batch, and give the memory of the rest back."""
-        assert self._under_way is not None, "sums that end have begun"
-        (gradients, job), self._under_way = self._under_way, None
-        sharers.wait(job)
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:
                     self.views[name].add_(piece)
                 elif name in gradients.held:
                     self.views[name].copy_(piece)
+            arena.let_go_of_pages()
+
+    def end_sums(self, sharers: Sharers) -> None:
+        """Wait for that, and give the memory of whole gradients back."""
+        assert self._under_way is not None, "sums that end have begun"
+        (gradients, job), self._under_way = self._under_way, None
+        sharers.wait(job)
+        for arena, _ in self._arenas:
             arena.let_go()
         self.held |= gradients.held

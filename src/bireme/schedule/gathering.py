@@ -15,12 +15,20 @@ rank sums anything else or adds to these gradients again, and before the last RE
 the batch ends here. So gradients of two stages are whole at a time. Where weights of one stage only may be
 whole at a time, so may its gradients, and COLLECT follows SCATTER at once.
 
+Where weights of two may be, several passes in a row share the time: sums travel during the first half of
+them, and the weights of the next stage during the second. So gradients of two stages are not whole beside the
+weights of two, unless passes go to and fro between two stages.
+
+```
+rank 0:  SCATTER 2  B1 of 0  B1 of 1  COLLECT 2  GATHER 0  B1 of 2  B1 of 3  RELEASE 1  SCATTER 1  B0 of 0 …
+```
+
 All replicas run the same program, and so gather and sum in the same order: where the program of one replica
 ends, so do those of all of them together.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
@@ -35,6 +43,9 @@ GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 Weights = tuple[int, int]
 """A stage and a version."""
+
+HALVES = 2
+"""Weights that are whole at a time where passes in a row share the time between sums and weights."""
 
 
 def gathered(program: Program, num_sharers: int, most: int) -> Program:
@@ -76,21 +87,36 @@ def times_a_batch(program: Program, kind: Kind) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Run:
-    """Passes one after the other on the same weights: the places in the track of the first and the last."""
+    """Passes one after the other on the same weights: their places in the track."""
 
     weights: Weights
-    first: int
-    last: int
+    places: list[int]
+
+    @property
+    def first(self) -> int:
+        """The place of the first."""
+        return self.places[0]
+
+    @property
+    def middle(self) -> int:
+        """The place of the first of the second half."""
+        return self.places[len(self.places) // 2]
+
+    @property
+    def last(self) -> int:
+        """The place of the last."""
+        return self.places[-1]
 
 
 def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
     """The track of a rank with what sharing takes between its instructions."""
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
-    for place, step in _sums(steps, hides=most > 1):
+    runs = _runs(steps)
+    middles = {run.middle for run in runs if run.middle > run.first} if most == HALVES else set()
+    for place, step in _sums(steps, middles, hides=most > 1):
         before[place].append(step)
     made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind is Kind.UPDATE}
-    runs = _runs(steps)
     held: list[Weights] = []
     last_batch: dict[Weights, int] = {}
     for number, run in enumerate(runs):
@@ -102,8 +128,10 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
         for weights, user in wanted.items():
             if weights not in held:
                 gather = _about(Kind.GATHER, weights, steps[user.first].batch)
+                sums_first = user is not run and any(one.kind is Kind.COLLECT for one in before[run.middle])
+                begin = run.middle if sums_first and run.middle in middles else run.first
                 place = made.get(weights, -1)
-                (before[run.first] if place < run.first else after[place]).append(gather)
+                (before[begin] if place < begin else after[place]).append(gather)
         held = [*wanted]
         last_batch[run.weights] = steps[run.last].batch
     for weights in held:
@@ -122,9 +150,9 @@ def _runs(steps: Sequence[Instruction]) -> list[_Run]:
         assert step.version is not None, "passes run on a version"
         weights = step.stage, step.version
         if runs and runs[-1].weights == weights:
-            runs[-1].last = place
+            runs[-1].places.append(place)
         else:
-            runs.append(_Run(weights, place, place))
+            runs.append(_Run(weights, [place]))
     return runs
 
 
@@ -138,9 +166,11 @@ def _next_ones(runs: Sequence[_Run], number: int, most: int) -> dict[Weights, _R
     return found
 
 
-def _sums(steps: Sequence[Instruction], *, hides: bool) -> Iterator[tuple[int, Instruction]]:
+def _sums(
+    steps: Sequence[Instruction], middles: Collection[int], *, hides: bool
+) -> Iterator[tuple[int, Instruction]]:
     """The sums of parts and their ends, each with the place of the instruction that it comes before. With
-    `hides` one is under way while the rank goes on.
+    `hides` one is under way while the rank goes on, but not beyond the places in `middles`.
     """
     waiting: list[tuple[int, int]] = []
     """Stages and batches with gradients that are not summed yet."""
@@ -162,7 +192,8 @@ def _sums(steps: Sequence[Instruction], *, hides: bool) -> Iterator[tuple[int, I
                 yield place, Instruction(Kind.COLLECT, *gradients)
                 under_way = None
         adds = step.kind in GRADIENT_DONE
-        if under_way is not None and ((adds and under_way == own) or ends.get(under_way[1]) == place):
+        is_needed = (adds and under_way == own) or place in middles
+        if under_way is not None and (is_needed or ends.get(under_way[1]) == place):
             yield place, Instruction(Kind.COLLECT, *under_way)
             under_way = None
         if adds and own not in waiting:

@@ -30,8 +30,9 @@ from bireme.schedule.residency import Sizes
 from bireme.schedule.rule import Rule
 from bireme.schedule.tiers import Chunk, RankTiers
 from bireme.schedule.uses import ChunkUses
+from bireme.schedule.working_sets import check_capacity, check_working_sets
 
-__all__ = ["Budgets", "least_device_bytes", "page", "page_cut"]
+__all__ = ["Budgets", "page", "page_cut"]
 
 STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
@@ -73,14 +74,16 @@ def page_cut(
     ahead: int = 1,
     is_summed: bool = False,
     updates_together: bool = False,
+    is_brief: bool = False,
 ) -> Program:
     """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is.
 
     Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
     `updates_together` a rank updates all its stages when it updates the first, where that is right: the
     copies of an update take long, and the others would wait for the next batch's first micro-batch.
-    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. Raises
-    where a tier is smaller than the largest working set.
+    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. With
+    `is_brief` a loop becomes the window in which what becomes of chunks was decided. Raises where a tier is
+    smaller than the largest working set.
     """
     if not any(cut):
         return program
@@ -91,38 +94,37 @@ def page_cut(
     moved = _updates_together(model) if updates_together else model
     is_moved = moved is not model and next(stage_problems(moved), None) is None
     model = moved if is_moved else model
-    plans = [
-        None if tiers is None else _Planner(model, rank, tiers, ahead, is_summed).decided()
-        for rank, tiers in enumerate(cut)
-    ]
 
-    def make(num_batches: int) -> Program:
-        shown = program.of_length(num_batches) if is_loop else program
-        shown = _updates_together(shown) if is_moved else shown
+    check_working_sets(model, cut, is_summed=is_summed)
+
+    def planners(shown: Program) -> list[_Planner | None]:
+        return [
+            None if tiers is None else _Planner(shown, rank, tiers, ahead, is_summed)
+            for rank, tiers in enumerate(cut)
+        ]
+
+    deciding = planners(model)
+    plans = [None if one is None else one.decided() for one in deciding]
+
+    def written(shown: Program, own: Sequence[_Planner | None]) -> Program:
         made = [
-            (Track(tuple(track), versions_per_batch=track.versions_per_batch), tiers)
-            if tiers is None or plan is None
-            else _Planner(shown, rank, tiers, ahead, is_summed).written(plan)
-            for rank, (track, tiers, plan) in enumerate(zip(shown.tracks, cut, plans, strict=True))
+            (Track(tuple(track), versions_per_batch=track.versions_per_batch), None)
+            if planner is None or plan is None
+            else planner.written(plan)
+            for track, planner, plan in zip(shown.tracks, own, plans, strict=True)
         ]
         return replace(
             shown, tracks=tuple(track for track, _ in made), tiers=tuple(tiers for _, tiers in made)
         )
 
-    return fold(make, program.num_batches, shortest=least + 1) if is_loop else make(program.num_batches)
+    def make(num_batches: int) -> Program:
+        shown = program.of_length(num_batches)
+        shown = _updates_together(shown) if is_moved else shown
+        return written(shown, planners(shown))
 
-
-def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -> float:
-    """What the device of every rank must have at the least for a program to be paged."""
-    return max(
-        (
-            planner.least_chunks(planner.accesses) * tiers.chunk_bytes + tiers.unpaged_bytes
-            for rank, tiers in enumerate(cut)
-            if tiers is not None
-            for planner in (_Planner(program, rank, tiers, 0, is_summed),)
-        ),
-        default=0.0,
-    )
+    if is_brief or not is_loop:
+        return written(model, deciding)
+    return fold(make, program.num_batches, shortest=least + 1)
 
 
 def _updates_together(program: Program) -> Program:
@@ -167,6 +169,7 @@ class _Planner:
         self.track = program.tracks[rank]
         self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
         self.accesses = [access for own in self.used.values() for access in own]
+        self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)
         self.used_on_host: dict[int, list[Access]] = {}
         """What instructions do to chunks on the host themselves, by their place in the track."""
@@ -180,7 +183,7 @@ class _Planner:
 
     def decided(self) -> list[Choices]:
         """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
-        gaps = gaps_of(self.accesses)
+        gaps = self.gaps
         choices = [self._decide(0, self.accesses, gaps, self.num_steps, self.ahead)]
         if len(self.tiers.tiers) == 3 and self.tiers.tiers[1].capacity is not None:
             settle(gaps, choices[0], self.num_steps)
@@ -191,7 +194,7 @@ class _Planner:
 
     def written(self, plan: Sequence[Choices]) -> tuple[Track, RankTiers]:
         """The track with its copies, and where the chunks begin."""
-        gaps = gaps_of(self.accesses)
+        gaps = self.gaps
         settle(gaps, plan[0], self.num_steps)
         begin = {
             access.chunk: 1
@@ -300,22 +303,14 @@ class _Planner:
             at += is_step
         return more
 
-    def least_chunks(self, accesses: Sequence[Access]) -> int:
-        """The chunks of the largest working set."""
-        needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
-        return max(needed.values(), default=0)
-
     def _decide(
         self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, ahead: int
     ) -> Choices:
-        tier, chunk_bytes = self.tiers.tiers[number], self.tiers.chunk_bytes
-        assert tier.capacity is not None, "a tier without a limit needs no plan"
-        least = self.least_chunks(accesses)
-        if tier.capacity < least:
-            kept_bytes = self.tiers.unpaged_bytes if number == 0 else 0
-            advice = "more, cut its stage into more parts, or use smaller micro-batches"
-            raise TierTooSmallError(self.rank, tier, least * chunk_bytes + kept_bytes, advice)
-        return decide(accesses, gaps, num_steps, tier.capacity, ahead)
+        capacity = self.tiers.tiers[number].capacity
+        assert capacity is not None, "a tier without a limit needs no plan"
+        needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
+        check_capacity(self.rank, self.tiers, number, max(needed.values(), default=0))
+        return decide(accesses, gaps, num_steps, capacity, ahead)
 
     def _copies(
         self, gaps: Sequence[Gap], tier: int, num_steps: int

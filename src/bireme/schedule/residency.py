@@ -38,7 +38,8 @@ class Sizes:
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
     the optimiser's own master copy, counted in `optimizer`. `buffers` are always there besides the
     optimiser's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
-    none.
+    none. `tied_gradient` is what other stages add to of a stage's gradients: where replicas share weights, it
+    stays whole from the first backward of a batch to its update. Empty stands for none.
     """
 
     version: tuple[float, ...]
@@ -52,6 +53,7 @@ class Sizes:
     workspace: tuple[float, ...] = ()
     buffers: tuple[float, ...] = ()
     frozen: tuple[float, ...] = ()
+    tied_gradient: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,12 @@ class _Ledger:
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
         self.accumulating: set[tuple[int, int, int | None]] = set()
+        tied = sizes.tied_gradient or (0.0,) * program.num_stages
+        self.part_gradients = [whole - one for whole, one in zip(sizes.gradient, tied, strict=True)]
+        self.kept_gradients = [
+            part / program.num_sharers + one for part, one in zip(self.part_gradients, tied, strict=True)
+        ]
+        """What each stage has of a batch's gradients from its first backward to its update."""
         self.whole_gradients: set[tuple[int, int]] = set()
         """Stages and batches of which there are more gradients here than this replica's part, where replicas
         share weights."""
@@ -340,23 +348,23 @@ class _Ledger:
             self._close_gradient(entry.stage, batch, microbatch)
         elif entry.kind is Kind.COLLECT and (entry.stage, batch) in self.whole_gradients:
             self.whole_gradients.discard((entry.stage, batch))
-            self._add_gradient(-self.sizes.gradient[entry.stage])
+            self._add_gradient(-self.part_gradients[entry.stage])
 
     def _open_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
         """A gradient is kept until its update: a batch's or, where each is applied, a micro-batch's."""
         key = stage, batch, microbatch if self.program.rule is Rule.STASHED else None
         if key not in self.accumulating:
             self.accumulating.add(key)
-            self._add_gradient(self.sizes.gradient[stage] / self.program.num_sharers)
+            self._add_gradient(self.kept_gradients[stage])
         if self.program.num_sharers > 1 and (stage, batch) not in self.whole_gradients:
             self.whole_gradients.add((stage, batch))
-            self._add_gradient(self.sizes.gradient[stage])
+            self._add_gradient(self.part_gradients[stage])
 
     def _close_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
         key = stage, batch, microbatch
         if key in self.accumulating:
             self.accumulating.discard(key)
-            self._add_gradient(-self.sizes.gradient[stage] / self.program.num_sharers)
+            self._add_gradient(-self.kept_gradients[stage])
 
     def _add_gradient(self, num_bytes: float) -> None:
         self.kept[1] += num_bytes

@@ -4,7 +4,7 @@ Follows from the kind of the instruction and the update rule alone. Planning, pr
 here, so that they cannot disagree.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -88,25 +88,31 @@ def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
         yield Chunk(use.item, use.stage, use.number, chunk)
 
 
-class ChunkUses:
-    """What instructions of a program do to chunks of a rank. The chunks of an item are listed once.
+ItemUses = Sequence[tuple[Use, tuple[Chunk, ...]]]
+"""Items that a step uses, each with its chunks."""
 
-    Who follows a track asks at the start and at the end of each step, so the last answer is kept.
-    """
+
+class ChunkUses:
+    """What instructions of a program do to chunks of a rank. The chunks of an item are listed once."""
 
     def __init__(self, program: Program, tiers: RankTiers) -> None:
         self._program, self._tiers = program, tiers
         self._chunks: dict[tuple[Item, int, int], tuple[Chunk, ...]] = {}
-        self._last: tuple[Instruction | None, list[tuple[Use, tuple[Chunk, ...]]]] = None, []
+        self._last: tuple[Instruction | None, ItemUses] = None, ()
+        """What was asked last: who asks when a step starts asks again when it ends."""
 
-    def of(self, step: Instruction) -> list[tuple[Use, tuple[Chunk, ...]]]:
+    def of(self, step: Instruction) -> ItemUses:
         """The items of a step that have chunks, each with these."""
-        if self._last[0] is step:
-            return self._last[1]
-        found: list[tuple[Use, tuple[Chunk, ...]]] = []
-        self._last = step, found
-        if step.kind in PAGING:  # most of the steps of a program that pages
-            return found
+        if step.kind in PAGING:
+            return ()
+        last, found = self._last
+        if last is not step:
+            found = self._found(step)
+            self._last = step, found
+        return found
+
+    def _found(self, step: Instruction) -> ItemUses:
+        found = []
         tiers = self._tiers
         for use in uses(self._program, step, master=tiers.master, host_updates=tiers.host_updates):
             key = use.item, use.stage, use.number

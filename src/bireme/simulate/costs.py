@@ -42,7 +42,8 @@ class Costs:
     `workspace_bytes` is what a pass of a micro-batch takes and gives back, `buffer_bytes` what a stage always
     keeps besides; of that `frozen_bytes` are weights that do not learn, which may be paged. `host_update_s`
     is an update that the host makes, whatever the speed of the device; where none are given, the host is the
-    processor that the device is, and takes as long. Make one with `per_stage`.
+    processor that the device is, and takes as long. `tied_gradient_bytes` are those of a stage's gradients
+    that other stages add to, where replicas share weights; empty stands for none. Make one with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -71,6 +72,7 @@ class Costs:
     buffer_bytes: tuple[float, ...] = ()
     frozen_bytes: tuple[float, ...] = ()
     host_update_s: tuple[float, ...] = ()
+    tied_gradient_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -245,6 +247,12 @@ class Costs:
         back = self.gradient_message_bytes or self.message_bytes
         return tuple(num * self._codec(place).backward_share for place, num in enumerate(back))
 
+    @property
+    def part_gradient_bytes(self) -> tuple[float, ...]:
+        """The gradients of each stage that replicas sum in parts, where they share weights."""
+        tied = self.tied_gradient_bytes or (0.0,) * self.num_stages
+        return tuple(whole - one for whole, one in zip(self.gradient_bytes, tied, strict=True))
+
     def _codec(self, border: int) -> CodecCost:
         return self.codecs[border] if border < len(self.codecs) else AS_IT_IS
 
@@ -276,6 +284,7 @@ class Costs:
             workspace=self.workspace_bytes,
             buffers=self.buffer_bytes,
             frozen=self.frozen_bytes,
+            tied_gradient=self.tied_gradient_bytes,
         )
 
 

@@ -76,7 +76,7 @@ class RankGatherer:
         if step.kind is Kind.GATHER:
             self._there_s[weights] = self._exchanged(step, self._costs.weight_bytes[step.stage], now)
         elif step.kind is Kind.SCATTER:
-            self._summed_s = self._exchanged(step, self._costs.gradient_bytes[step.stage], now)
+            self._summed_s = self._exchanged(step, self._costs.part_gradient_bytes[step.stage], now)
         elif step.kind is Kind.COLLECT:
             return max(now, self._summed_s)
         elif step.kind in COMPUTE:

@@ -71,11 +71,11 @@ class Draft:
             return self
         return replace(self, outline=replace(outline, num_microbatches=shows_all))
 
-    def program(self) -> Program:
-        """What one replica does in a few batches."""
+    def program(self, *, is_brief: bool = False) -> Program:
+        """What one replica does in a few batches; with `is_brief` in very few, where it pages."""
         if self.whole_weights:
             return _gathered(self)
-        return self.resident_program() if self.paging is None else _paged(self)
+        return self.resident_program() if self.paging is None else _paged(self, is_brief=is_brief)
 
     def resident_program(self) -> Program:
         """The same without paging and without what sharing weights takes."""
@@ -151,10 +151,10 @@ def _program(
 
 
 @lru_cache(maxsize=64)
-def _paged(draft: Draft) -> Program:
+def _paged(draft: Draft, *, is_brief: bool) -> Program:
     program = draft.resident_program()
     assert draft.paging is not None, "the draft pages"
-    return draft.paging.paged(program, draft.paging.cut(program))
+    return draft.paging.paged(program, draft.paging.cut(program), is_brief=is_brief)
 
 
 @lru_cache(maxsize=64)

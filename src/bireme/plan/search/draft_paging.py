@@ -9,6 +9,7 @@ from bireme.plan.paging import Paging
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shared_optimizer import Exchanged
+from bireme.plan.search.tied_gradients import TiedRing
 from bireme.plan.search.tier_budgets import budgets_of
 from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.instruction import PAGING, Kind
@@ -92,13 +93,16 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
     return (asked == "host",)
 
 
-def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
-    """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights."""
+def tier_forecasts(timeline: Timeline, rings: Sequence[TiedRing] = ()) -> Iterator[TierForecast]:
+    """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights, with
+    those sums of tied gradients.
+    """
     program = timeline.program
     waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
     for kept in timeline.memory:
         if program.num_sharers > 1:
-            yield from _shared(timeline, kept, waited_s[kept.rank])
+            tied_bytes = sum(one.sent_bytes for one in rings if kept.rank in one.ranks)
+            yield from _shared(timeline, kept, waited_s[kept.rank], tied_bytes)
         for number, tier in enumerate(kept.tiers):
             yield TierForecast(
                 rank=kept.rank,
@@ -110,7 +114,9 @@ def tier_forecasts(timeline: Timeline) -> Iterator[TierForecast]:
             )
 
 
-def _shared(timeline: Timeline, kept: Residency, waited_s: float) -> Iterator[TierForecast]:
+def _shared(
+    timeline: Timeline, kept: Residency, waited_s: float, tied_bytes: float
+) -> Iterator[TierForecast]:
     """What a rank gathers from the replicas that share its weights, and what it gives them."""
     moved = {
         copies.destination: sum(copies.num_bytes) / timeline.program.num_batches
@@ -119,7 +125,7 @@ def _shared(timeline: Timeline, kept: Residency, waited_s: float) -> Iterator[Ti
         for copies in one.copies
     }
     yield TierForecast(kept.rank, "device", None, kept.peak_bytes, moved.get("device", 0.0), waited_s)
-    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0))
+    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0) + tied_bytes)
 
 
 def shared_tiers(timeline: Timeline, exchanged: Sequence[Exchanged]) -> Iterator[TierForecast]:

@@ -9,10 +9,8 @@ needs for its bytes alone.
 Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 from bireme.plan.codec_costs import coded
@@ -20,7 +18,7 @@ from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast
 from bireme.plan.paging import Paging
 from bireme.plan.partition.stage_costs import costs_between
-from bireme.plan.search.contention import Ring, Traffic, ring_over
+from bireme.plan.search.contention import Traffic
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import busiest_wire, paging_of, shared_tiers, tier_forecasts
 from bireme.plan.search.problem import PlanningProblem
@@ -34,6 +32,7 @@ from bireme.plan.search.shared_optimizer import (
     shared_key,
     sync_bytes,
 )
+from bireme.plan.search.tied_gradients import Tied, TiedGradients, tied_rings
 from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
@@ -66,19 +65,10 @@ class PlanEvaluator:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
+        self._tied = TiedGradients(problem.profile)
         self._works: dict[object, ReplicaWork] = {}
         self._last_floor: tuple[Draft, LowerBound] | None = None
         self.num_instructions = 0
-
-    @cached_property
-    def _tied(self) -> dict[str, list[tuple[int, int]]]:
-        """The units that hold each tied parameter, and the bytes of its gradient."""
-        found: dict[str, list[tuple[int, int]]] = {}
-        for place, unit in enumerate(self._problem.profile.units):
-            for held in unit.tied:
-                if held.gradient_bytes:
-                    found.setdefault(held.name, []).append((place, held.gradient_bytes))
-        return found
 
     def floor(self, draft: Draft) -> LowerBound:
         """What the busiest device and the busiest lane need, all else being free."""
@@ -128,12 +118,14 @@ class PlanEvaluator:
                 least_s = max(least_s, all_s)
         return least_s
 
-    def forecast(self, draft: Draft) -> Forecast:
-        """What a draft takes, whether it fits or not."""
+    def forecast(self, draft: Draft, *, is_brief: bool = False) -> Forecast:
+        """What a draft takes, whether it fits or not. With `is_brief` one that pages is looked at for a few
+        batches only, and what its tiers move is not that of a long run.
+        """
         problem, outline = self._problem, draft.outline
         short = draft.shortened()
         floor = self.floor(draft)
-        program = short.program()
+        program = short.program(is_brief=is_brief)
         traffic = self._traffic(short, program.rank_of_stage)
         timelines: dict[object, Timeline] = {}
         of_size: dict[int, Timeline] = {}
@@ -173,7 +165,8 @@ class PlanEvaluator:
         """What ranks move between tiers, or between replicas that share."""
         request = self._problem.request
         if draft.whole_weights or request.num_sharers(draft.outline.width) == 1:
-            return tuple(tier_forecasts(slowest))
+            rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
+            return tuple(tier_forecasts(slowest, rings))
         costs = self._work(draft, draft.outline.sizes[0]).costs
         return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft)))
 
@@ -182,11 +175,6 @@ class PlanEvaluator:
     ) -> Paging | None:
         """What a draft would page; None where all of it fits. Updates are made on the host where they can."""
         costs = self._work(draft, max(draft.outline.sizes)).costs
-        stages = draft.stages(len(self._problem.profile.units))
-        is_tied = any(
-            sum(any(begin <= place < end for place, _ in places) for begin, end in stages) > 1
-            for places in self._tied.values()
-        )
         return paging_of(
             self._problem,
             draft,
@@ -194,7 +182,7 @@ class PlanEvaluator:
             ahead=ahead,
             updates_together=updates_together,
             host_updates=host_updates,
-            is_summed=is_tied or draft.outline.width > 1,
+            is_summed=bool(self._tied_of(draft)) or draft.outline.width > 1,
         )
 
     def _bottleneck(self, draft: Draft, floor: LowerBound, slowest: Timeline) -> str:
@@ -267,7 +255,7 @@ class PlanEvaluator:
         )
         shared = replace(network, wires=tuple(wires))
         costs = self._work(draft, draft.outline.sizes[replica]).costs
-        tied_s, reduce_bytes = self._syncs(draft, self._rings(draft, program.rank_of_stage))
+        tied_s, reduce_bytes = self._syncs(draft)
         costs = replace(
             costs,
             reduce_s=tied_s,
@@ -324,6 +312,9 @@ class PlanEvaluator:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
             costs = coded(costs, codecs, problem.request.value_bytes, problem.profile.codecs)
+            if draft.whole_weights:
+                tied = self._tied.of_stages(draft.stages(len(problem.profile.units)))
+                costs = replace(costs, tied_gradient_bytes=tied)
             costs = shared_costs(costs, problem.request, draft)
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
@@ -333,45 +324,20 @@ class PlanEvaluator:
             self._works[key] = ReplicaWork(costs, again_s)
         return self._works[key]
 
-    def _rings(self, draft: Draft, rank_of_stage: Sequence[int]) -> list[tuple[tuple[int, ...], Ring]]:
-        """The stages whose gradients go around each ring in addition to those of replicas, and what goes
-        there.
-        """
-        stages = draft.stages(len(self._problem.profile.units))
-        of_ranks: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        sums: defaultdict[tuple[int, ...], float] = defaultdict(float)
-        for places in self._tied.values():
-            holders = tuple(
-                stage
-                for stage, (begin, end) in enumerate(stages)
-                if any(begin <= place < end for place, _ in places)
-            )
-            ranks = tuple(sorted({rank_of_stage[stage] for stage in holders}))
-            if len(ranks) > 1:
-                of_ranks.setdefault(ranks, []).append(holders)
-                sums[ranks] += places[0][1]
-        return [
-            (
-                tuple(sorted({stage for one in holders for stage in one})),
-                ring_over(
-                    self._problem, [device for rank in ranks for device in draft.grid[rank]], sums[ranks]
-                ),
-            )
-            for ranks, holders in of_ranks.items()
-        ]
+    def _tied_of(self, draft: Draft) -> list[Tied]:
+        """The parameters that several stages of a draft use."""
+        return self._tied.between(draft.stages(len(self._problem.profile.units)))
 
-    def _syncs(
-        self, draft: Draft, rings: Sequence[tuple[tuple[int, ...], Ring]]
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _syncs(self, draft: Draft) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The seconds that each stage's tied parameters take to sum, and the bytes of its other gradients."""
         num_stages = draft.outline.num_stages
         tied_s = [0.0] * num_stages
         reduced = list(self._reduce_bytes(draft, before_update=True))
         share = reduce_share(self._problem.request, draft.outline.width)
-        for holders, ring in rings:
-            for stage in holders:
-                tied_s[stage] += ring.seconds
-                reduced[stage] = max(reduced[stage] - share * ring.num_bytes, 0.0)
+        for one in tied_rings(self._problem, draft, self._tied_of(draft)):
+            for stage in one.stages:
+                tied_s[stage] += one.ring.seconds
+                reduced[stage] = max(reduced[stage] - share * one.ring.num_bytes, 0.0)
         return tuple(tied_s), tuple(reduced)
 
     def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:

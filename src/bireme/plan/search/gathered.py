@@ -13,11 +13,11 @@ from dataclasses import replace
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Candidate, NothingFits
+from bireme.plan.forecast import Answer, Candidate, Forecast, NothingFits
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.paged import BRIEF_SEEDS, MOST_SEEDS, Search, with_room
-from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
+from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk, has_room
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
 
@@ -74,9 +74,21 @@ def _seeds(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
 class _GatheredWalk(PagedWalk):
     """Evaluates drafts that share weights."""
 
-    def _placed(self, draft: Draft, *, host_updates: bool) -> Draft:
+    def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
         del host_updates  # nothing pages
-        return replace(draft, whole_weights=USUAL if draft.outline.width > 1 else 0)
+        for most in (USUAL, 1) if draft.outline.width > 1 else (0,):
+            shared = replace(draft, whole_weights=most)
+            try:
+                found = self._evaluator.forecast(shared)
+            except BiremeError:
+                return None
+            if has_room(found):
+                return found, shared
+        return None
+
+    def _is_hopeless(self, draft: Draft, least: float) -> bool:
+        """Nothing is: sums that are made stage by stage may take less time than those of whole gradients."""
+        return False
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with so much whole at a time as is fastest."""
@@ -86,7 +98,6 @@ class _GatheredWalk(PagedWalk):
         for most in TRIED if best.whole_weights else ():
             other = replace(best, whole_weights=most)
             promised = self._evaluator.forecast(other)
-            has_room = all(stage.peak_bytes <= stage.limit_bytes for stage in promised.stages)
-            if has_room and promised.batch_s * AS_GOOD < forecast.batch_s:
+            if has_room(promised) and promised.batch_s * AS_GOOD < forecast.batch_s:
                 best, forecast = other, promised
-        return self._candidate(best, forecast)
+        return self._candidate(best)

@@ -23,9 +23,9 @@ from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named
-from bireme.schedule.paging import least_device_bytes
+from bireme.schedule.working_sets import least_device_bytes
 
-__all__ = ["AS_GOOD", "PagedWalk"]
+__all__ = ["AS_GOOD", "PagedWalk", "has_room"]
 
 MOST_WALKED, BRIEFLY_WALKED = 16, 6
 """Drafts that are simulated from one plan, and where a better plan would save less than it takes to find."""
@@ -69,8 +69,7 @@ class PagedWalk:
 
     def fits(self, draft: Draft) -> bool:
         """Whether a draft fits without paging."""
-        stages = self._evaluator.forecast(draft).stages
-        return all(stage.peak_bytes <= stage.limit_bytes for stage in stages)
+        return has_room(self._evaluator.forecast(draft))
 
     def best_from(self, seed: Draft, least_cost: float) -> Candidate | None:
         """The best plan that is found from one that may not fit, and costs that with room for everything."""
@@ -82,6 +81,8 @@ class PagedWalk:
         while is_better and least > least_cost * AS_GOOD and self.num_tried - num_before < self._most:
             is_better = False
             for other in self._beside(at):
+                if self._is_hopeless(other, least):
+                    continue
                 if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
                     at, least, is_better = other, self._cost(other), True
                     break
@@ -95,7 +96,7 @@ class PagedWalk:
             if promised and promised.tiers and bool(draft.recompute) == again
         ]
         best = min(found, key=self._cost, default=None)
-        return None if best is None else self._candidate(self._fitting[best], self._seen[best])
+        return None if best is None else self._candidate(self._fitting[best])
 
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would do."""
@@ -228,10 +229,6 @@ class PagedWalk:
                     more = outline.num_microbatches * times
                     yield replace(draft, outline=replace(outline, sizes=sizes, num_microbatches=more))
 
-    def _placed(self, draft: Draft, *, host_updates: bool) -> Draft:
-        """The draft with what makes it fit, and updates there if it pages."""
-        return replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
-
     def _forecast(self, draft: Draft) -> Forecast | None:
         """What a draft promises; None where it does not fit."""
         if draft in self._seen:
@@ -257,16 +254,15 @@ class PagedWalk:
     def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
         """What a draft promises that updates there, and the draft so; None where it does not fit."""
         try:
-            placed = self._placed(draft, host_updates=host_updates)
-            found = self._evaluator.forecast(placed)
+            placed = replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
+            found = self._evaluator.forecast(placed, is_brief=True)
         except TierTooSmallError as error:
             self._note(draft, error, host_updates=host_updates)
             return None
         except BiremeError as error:
             self._error = self._error or error
             return None
-        fits = all(stage.peak_bytes <= stage.limit_bytes for stage in found.stages)
-        return (found, placed) if fits else None
+        return (found, placed) if has_room(found) else None
 
     def _note(self, draft: Draft, error: TierTooSmallError, *, host_updates: bool) -> None:
         """Remember what comes nearest."""
@@ -280,6 +276,26 @@ class PagedWalk:
         if needed < self._least_bytes:
             self._least_bytes, self._least = needed, draft
 
+    def _is_hopeless(self, draft: Draft, least: float) -> bool:
+        """Whether a draft would be no better than the best, and than the best that recomputes as it does,
+        even with room for everything: paging only adds time.
+        """
+        if draft in self._seen:
+            return False
+        goal, again = self._problem.request.goal, bool(draft.recompute)
+        alike = [
+            promised.cost(goal)
+            for one, promised in self._seen.items()
+            if promised and promised.tiers and bool(one.recompute) == again
+        ]
+        if not alike:
+            return False
+        try:
+            roomy = self._evaluator.forecast(draft).cost(goal)
+        except BiremeError:
+            return False  # paging says why
+        return roomy * AS_GOOD >= least and roomy >= min(alike)
+
     def _cost(self, draft: Draft) -> float:
         found = self._seen[draft]
         return math.inf if found is None else found.cost(self._problem.request.goal)
@@ -291,17 +307,21 @@ class PagedWalk:
             for paging in _variants(best.paging, self._allowed if best.paging.host_updates else (False,)):
                 other = replace(best, paging=paging)
                 try:
-                    found = self._evaluator.forecast(other)
+                    found = self._evaluator.forecast(other, is_brief=True)
                 except TierTooSmallError:
                     continue  # updates on the device need more of it
                 if forecast is None or found.batch_s * AS_GOOD < forecast.batch_s:
                     best, forecast = other, found
-        return self._candidate(best, forecast)
+        return self._candidate(best)
 
-    def _candidate(self, draft: Draft, forecast: Forecast | None) -> Candidate:
-        assert forecast is not None, "it fits"
+    def _candidate(self, draft: Draft) -> Candidate:
         codecs = self._problem.codecs(draft.outline.rank_of_stage, draft.codecs)
-        return Candidate(draft.plan(self._problem.names, codecs), forecast)
+        return Candidate(draft.plan(self._problem.names, codecs), self._evaluator.forecast(draft))
+
+
+def has_room(promised: Forecast) -> bool:
+    """Whether a plan fits its devices."""
+    return all(stage.peak_bytes <= stage.limit_bytes for stage in promised.stages)
 
 
 def _paging(evaluator: PlanEvaluator, draft: Draft, *, host_updates: bool) -> Paging | None:

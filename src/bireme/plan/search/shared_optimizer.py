@@ -63,7 +63,7 @@ def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
         together = max if draft.whole_weights == 1 else add
         return tuple(
             together(own, part_sum_bytes(gradients, sharers))
-            for own, gradients in zip(costs.workspace_bytes, costs.gradient_bytes, strict=True)
+            for own, gradients in zip(costs.workspace_bytes, costs.part_gradient_bytes, strict=True)
         )
     ranks = draft.outline.rank_of_stage
     of_rank: defaultdict[int, float] = defaultdict(float)
@@ -119,6 +119,6 @@ def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[E
     return tuple(
         Exchanged(share * often * weights, share * times * gradients)
         for often, weights, times, gradients in zip(
-            gathers, costs.weight_bytes, scatters, costs.gradient_bytes, strict=True
+            gathers, costs.weight_bytes, scatters, costs.part_gradient_bytes, strict=True
         )
     )

@@ -49,10 +49,12 @@ def tier_links_of(problem: PlanningProblem, grid: Grid, replica: int) -> tuple[T
 def _core_share(problem: PlanningProblem, device: int, used: Sequence[int]) -> float:
     """What of a copy a processor's work loses: the part of a core that is not spare, of all that it works on.
 
-    Cores that no device computes on are spare for the copies of all.
+    Cores that no device computes on are spare for the copies of all. Where nothing says how many cores there
+    are, each copy has one.
     """
     server, threads = problem.servers[device], problem.threads[device]
-    num_cores = problem.cluster.servers[server].num_cores
+    machine = problem.cluster.servers[server]
+    num_cores = machine.num_cores or sum(one.num_cores for one in machine.devices if one.kind == "cpu")
     if not (threads and num_cores):
         return 0.0
     here = [one for one in used if problem.servers[one] == server]
