@@ -32,7 +32,8 @@ def _compiled(function: Function, **options: Any) -> Function:
     import numba
     from numba.core.types import unliteral
 
-    fast: Any = numba.njit(function, nogil=True, cache=True, no_cfunc_wrapper=True, **options)
+    compile_lazily: Any = numba.njit  # its types leave out some of what it takes
+    fast = compile_lazily(function, nogil=True, cache=True, no_cfunc_wrapper=True, **options)
     template = fast.get_call_template
 
     def of_any_value(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
