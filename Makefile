@@ -30,14 +30,12 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/bireme train
 
-# Numba keeps what it compiles next to the source, so that no worker of the tests has to compile. What these
-# commands find does not matter: a slow machine may find nothing in a second.
+# Numba keeps what it compiles next to the source, so that no worker of the tests has to compile.
 $(COMPILED): $(READY)
 	@echo "compiling loops, once"
-	@for words in "--method dp" "--method local-search" "--any" "--objective latency --method anneal"; do \
-		$(BIN)/bireme place examples/placement/branches.json $$words --time-limit 1 --json > /dev/null 2>&1 & \
-	done; $(BIN)/python benchmarks/codec_speed.py --quick --json > /dev/null 2>&1 & \
-	wait
+	@$(BIN)/python -m tests.support.compile_loops place > /dev/null 2>&1 & \
+		$(BIN)/python -m tests.support.compile_loops codecs > /dev/null 2>&1 & \
+		wait
 	@touch $@
 
 # A worker that has no tests left takes some from the others. All tests get one worker more than there are

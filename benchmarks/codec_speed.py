@@ -109,7 +109,7 @@ def cases(tensor: torch.Tensor, way: str) -> list[Case]:
         found.append(Case(word, codec, tensor, copied, way))
         if isinstance(codec, Keep | KeepAbove):
             codec.encode(tensor, found[-1].message)
-            mask = codec.mask_of(found[-1].message, SHAPE).clone()
+            mask = codec.mask_of(found[-1].message, tuple(tensor.shape)).clone()
             found.append(Case(f"{word}, gradient", codec.back(mask), tensor, copied, way))
     return found
 

@@ -30,9 +30,19 @@ def _compiled(function: Function, **options: Any) -> Function:
     if not IS_COMPILED:
         return function
     import numba
+    from numba.core.types import unliteral
 
-    fast: Function = numba.njit(function, nogil=True, cache=True, **options)
-    return fast
+    compile_lazily: Any = numba.njit  # its types leave out some of what it takes
+    fast = compile_lazily(function, nogil=True, cache=True, no_cfunc_wrapper=True, **options)
+    template = fast.get_call_template
+
+    def of_any_value(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return template(tuple(map(unliteral, arguments)), keywords)
+
+    # Else a loop that calls this with a number written out, such as 0, has it compiled for that number alone.
+    fast.get_call_template = of_any_value
+    compiled_function: Function = fast
+    return compiled_function
 
 
 def pays_off(num_values: int) -> bool:

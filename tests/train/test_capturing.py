@@ -1,8 +1,9 @@
 """The model captured for evaluation by a copy of the process, and here where there is no such graph."""
 
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,9 +16,11 @@ from bireme.train.run_file import RunFile, load_run_file
 
 pytestmark = pytest.mark.slow
 
+ANY: Any = None
+"""A graph in training mode that nothing is made from."""
+
+DROPS = "gpt:layers=1,width=8,heads=1,vocab=257,context=8,dropout=0.1"
 MADE_HERE: Any = object()
-HERE: Any = SimpleNamespace(evaluation=SimpleNamespace(graph=lambda _batch: MADE_HERE))
-"""A model that tells who captures it."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +35,28 @@ def run_of(source: str) -> RunFile:
     return load_run_file(None, [f"model.source={source}", "data.length=8"])
 
 
+def not_here(model: RunModel) -> RunModel:
+    """The same; what is captured here is told apart."""
+    return replace(model, evaluation=cast(Any, SimpleNamespace(graph=lambda _batch: MADE_HERE)))
+
+
 def test_a_copy_captures_what_this_process_would_and_only_the_first_time() -> None:
-    run = run_of("gpt:layers=1,width=8,heads=1,vocab=257,context=8")
-    with evaluation_beside(run, 4, 2) as captured:
-        found = captured(HERE)
-    assert graph_hash(found) == graph_hash(RunModel.of(run, 4).evaluation.graph(2))
-    with evaluation_beside(run, 4, 2) as captured:
-        assert captured(HERE) is MADE_HERE
+    model = RunModel.of(run_of(DROPS), 4)
+    with evaluation_beside(not_here(model), 4, 2) as evaluation_of:
+        found = evaluation_of(ANY)
+    assert graph_hash(found) == graph_hash(model.evaluation.graph(2))
+    with evaluation_beside(not_here(model), 4, 2) as evaluation_of:
+        assert evaluation_of(ANY) is MADE_HERE
 
 
 def test_what_a_copy_cannot_capture_is_captured_here() -> None:
-    with evaluation_beside(run_of("python:nowhere:model"), 4, 2) as captured:
-        assert captured(HERE) is MADE_HERE
+    model = replace(RunModel.of(run_of(DROPS), 4), run=run_of("python:nowhere:model"))
+    with evaluation_beside(not_here(model), 4, 2) as evaluation_of:
+        assert evaluation_of(ANY) is MADE_HERE
+
+
+def test_a_model_that_is_the_same_in_both_modes_is_captured_once() -> None:
+    model = RunModel.of(run_of(DROPS.removesuffix(",dropout=0.1")), 4)
+    with evaluation_beside(not_here(model), 4, 2) as evaluation_of:
+        found = evaluation_of(model.training.graph(2))
+    assert not found.training

@@ -20,7 +20,7 @@ from bireme.errors import BiremeError
 from bireme.model.convert import converted
 from bireme.model.graph import Graph
 
-__all__ = ["Inputs", "Loss", "batch_size", "capture", "resized"]
+__all__ = ["Inputs", "Loss", "Whole", "batch_size", "capture", "on_device_of", "resized"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """What the module is called with: by name, or by position."""
@@ -43,8 +43,8 @@ def capture(
     a scalar, or something with a scalar `loss` in it. The module is left as it was.
     """
     names: list[str] = []
-    whole = _Whole(model, loss, names)
-    inputs = _apart(example_inputs, model)
+    whole = Whole(model, loss, names)
+    inputs = on_device_of(model, example_inputs)
     was_training = model.training
     model.train(training)
     try:
@@ -67,7 +67,7 @@ DEPENDS_ON_NUMBERS = ("data-dependent", "DataDependent", "guard on", "_local_sca
 """Words in torch's errors that tell of Python which looks at the numbers in a tensor."""
 
 
-class _Whole(torch.nn.Module):
+class Whole(torch.nn.Module):
     """The module with its loss: tensors in, tensors out, and the names of those."""
 
     def __init__(self, model: torch.nn.Module, loss: Loss | None, names: list[str]) -> None:
@@ -82,6 +82,7 @@ class _Whole(torch.nn.Module):
         self.note = note
 
     def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Run the module, and then the loss."""
         extra = _switched_off(self.model)
         returned = self.model(**inputs, **extra) if isinstance(inputs, dict) else self.model(*inputs, **extra)
         named = _tensors(returned)
@@ -118,7 +119,7 @@ def _tensors(returned: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _apart(inputs: Inputs, model: torch.nn.Module) -> Any:
+def on_device_of(model: torch.nn.Module, inputs: Inputs) -> Any:
     """The inputs on the model's device, no two of them the same tensor: export would take them for one."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -175,7 +176,7 @@ def _quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def _exported(whole: _Whole, inputs: Any) -> _Exported:
+def _exported(whole: Whole, inputs: Any) -> _Exported:
     # One sample would be taken for an axis of length one for ever; two tell it from other axes. They are
     # copies, because export leaves marks on its tensors by which the next one would fail.
     several = resized(inputs, max(batch_size(inputs), 2))
@@ -207,7 +208,7 @@ def _is_symbolic(node: torch.fx.Node) -> bool:
     )
 
 
-def _exported_for_one_shape(whole: _Whole, inputs: Any) -> ExportedProgram:
+def _exported_for_one_shape(whole: Whole, inputs: Any) -> ExportedProgram:
     try:
         return torch.export.export(whole, (inputs,), strict=False)
     except BiremeError:

@@ -212,13 +212,13 @@ class _Groups:
         size = np.array([group.size for group in groups], np.float64)
         supported = np.array([group.supported for group in groups], np.bool_)
         is_barred = ~supported | (size > room(size, self.workload.accelerator_bytes))
-        accelerator_time = np.array([group.accelerator_time for group in groups]).reshape(-1, 2)
+        accelerator_time = np.array([group.accelerator_time for group in groups], np.float64).reshape(-1, 2)
         # Some write a huge time to say "cannot", which would drown all others in a sum.
         accelerator_time[is_barred] = 0.0
         return Items(
             members=tuple(tuple(sorted(group.places)) for group in groups),
             accelerator_time=accelerator_time,
-            cpu_time=np.array([group.cpu_time for group in groups]).reshape(-1, 2),
+            cpu_time=np.array([group.cpu_time for group in groups], np.float64).reshape(-1, 2),
             size=size,
             supported=supported,
             before=Ragged.of(before),

@@ -17,7 +17,8 @@ BYTES_SLACK = 1e-12
 """Relative room for the rounding of sums of bytes, where these are not whole numbers."""
 
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int32]
+Integers = NDArray[np.int64]
+"""Of one kind, that of numbers in loops too: numba compiles a loop once for each kind that it is given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +31,9 @@ class Ragged:
     @classmethod
     def of(cls, rows: list[list[int]]) -> "Ragged":
         """The rows of a list of lists."""
-        starts = np.zeros(len(rows) + 1, np.int32)
+        starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=starts[1:])
-        return cls(starts, np.array([value for row in rows for value in row], np.int32))
+        return cls(starts, np.array([value for row in rows for value in row], np.int64))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -91,4 +92,4 @@ def room(size: Floats, accelerator_bytes: float) -> float:
     Sums of whole numbers are exact, so there it is what it has.
     """
     is_exact = size.sum() < 2**53 and bool((size == np.floor(size)).all())
-    return accelerator_bytes if is_exact else accelerator_bytes * (1 + BYTES_SLACK)
+    return float(accelerator_bytes) if is_exact else accelerator_bytes * (1 + BYTES_SLACK)

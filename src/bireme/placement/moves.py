@@ -18,7 +18,6 @@ from bireme.placement.workload import Objective
 __all__ = [
     "State",
     "Tables",
-    "Words",
     "draw",
     "excess",
     "overflow",
@@ -29,8 +28,6 @@ __all__ = [
     "value_now",
     "weigh",
 ]
-
-Words = NDArray[np.int64]
 
 
 class Tables(NamedTuple):
@@ -68,7 +65,7 @@ class State(NamedTuple):
     trial: Floats
     best: Integers
     best_value: Floats
-    random: Words
+    random: Integers
 
 
 def tables_of(items: Items, objective: Objective, *, unit: float = 1.0) -> Tables:
@@ -97,12 +94,12 @@ def state_of(items: Items, tables: Tables, where: Sequence[int], seed: int) -> S
     """The state of a placement, with nothing kept as the best so far."""
     columns = tables.net_cost.shape[1]
     state = State(
-        np.array(where, np.int32),
-        np.zeros((len(tables.net_cost), items.num_devices), np.int32),
+        np.array(where, np.int64),
+        np.zeros((len(tables.net_cost), items.num_devices), np.int64),
         np.zeros((items.num_devices, columns)),
         np.zeros(items.num_devices),
         np.zeros((2, columns)),
-        np.array(where, np.int32),
+        np.array(where, np.int64),
         np.array([math.inf]),
         np.array([(seed * 2654435761 + 0x9E3779B9) % 0xFFFFFFFF + 1], np.int64),
     )
@@ -111,7 +108,7 @@ def state_of(items: Items, tables: Tables, where: Sequence[int], seed: int) -> S
 
 
 @compiled
-def draw(random: Words, limit: int) -> int:
+def draw(random: Integers, limit: int) -> int:
     """A random number from 0 to below the limit (xorshift, in 32 bits so that Python gives the same)."""
     x = int(random[0])
     x ^= (x << 13) & 0xFFFFFFFF

@@ -1,9 +1,9 @@
-"""The model of a run captured for evaluation while the process that prepares the run does other work.
+"""The model of a run captured for evaluation, while the process that prepares the run does other work.
 
-The two captures of a model, for training and for evaluation, take as long as each other and need nothing of
-each other. So a copy of this process makes one of them, where the copy has a core. That is for the first
-model of a process: what torch prepares at its first capture the copy prepares too, and later captures here
-need it no more.
+Most models are the same program in training and in evaluation, and are captured once. The two captures of
+others take as long as each other and need nothing of each other: a copy of this process makes one of them,
+where the copy has a core. That is for the first model of a process: what torch prepares at its first capture
+the copy prepares too, and later captures here need it no more.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ import torch
 
 from bireme.cluster.machine import num_cores
 from bireme.model.graph import Graph
+from bireme.model.modes import in_evaluation
 from bireme.runtime.processes import has_server, start_process
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
@@ -29,27 +30,31 @@ _earlier = count()
 
 
 @contextmanager
-def evaluation_beside(run: RunFile, largest: int, batch: int) -> Iterator[Callable[[RunModel], Graph]]:
-    """Begin to capture the model in evaluation mode for `batch` samples; gives the way to have the graph.
+def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Callable[[Graph], Graph]]:
+    """Begin to capture the model in evaluation mode for `batch` samples, if it is another program then.
 
-    `largest` are the samples of its example inputs. What goes wrong in the copy is tried here once more, so
-    that errors are the model's own.
+    Gives the way to have that graph from the one in training mode. `largest` are the samples of its example
+    inputs. What goes wrong in the copy is tried here once more, so that errors are the model's own.
     """
-    if next(_earlier) or not has_server() or num_cores() < LEAST_CORES:
-        yield lambda model: model.evaluation.graph(batch)
+    modes = model.modes()
+    if modes is not None:
+        yield lambda graph: in_evaluation(graph, modes) or model.evaluation.graph(batch)
         return
-    process, talk = start_process("bireme capture", _capture, run, largest, batch)
+    if next(_earlier) or not has_server() or num_cores() < LEAST_CORES:
+        yield lambda graph: model.evaluation.graph(batch)
+        return
+    process, talk = start_process("bireme capture", _capture, model.run, largest, batch)
 
-    def graph(model: RunModel) -> Graph:
+    def found(graph: Graph) -> Graph:
         try:
-            found: Graph | None = talk.recv()
+            captured: Graph | None = talk.recv()
         except (EOFError, OSError):
-            found = None
-        return found or model.evaluation.graph(batch)
+            captured = None
+        return captured or model.evaluation.graph(batch)
 
     with talk:
         try:
-            yield graph
+            yield found
         finally:
             process.close()
 

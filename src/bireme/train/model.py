@@ -14,6 +14,7 @@ from bireme.model.capture import Inputs, Loss
 from bireme.model.captures import Captures
 from bireme.model.graph import Graph, Reference
 from bireme.model.learned import learned_values
+from bireme.model.modes import Modes, modes_of
 from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
@@ -61,6 +62,10 @@ class RunModel:
             Captures(source.model, source.example_inputs, loss=loss, training=True, name=name),
             Captures(source.model, source.example_inputs, loss=loss, training=False, name=name),
         )
+
+    def modes(self) -> Modes | None:
+        """What it has in common in training and in evaluation; None where these are two programs."""
+        return modes_of(self.source.model, self.source.example_inputs, _loss(self.run.model.loss))
 
     @property
     def reads_weights(self) -> bool:

@@ -109,14 +109,14 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     machines = with_tiers_here(run, _machines(run))
     check_devices(run, machines)
     sizes = micro_batches(run)
-    with evaluation_beside(run, max(sizes), sizes[0]) as captured:
-        model = RunModel.of(run, max(sizes))
+    model = RunModel.of(run, max(sizes))
+    with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
         data = data_of(run, model, progress)
         progress(0.0, "capturing the model")
         graph = model.training.graph(sizes[0])
         model.check_loss(graph)
         check_samples(data, graph)
-        evaluation = captured(model)
+        evaluation = evaluation_of(graph)
     check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)

@@ -178,7 +178,7 @@ class _Track:
         self.blocks = blocks_of(items, Random(seed))
         self.state = state_of(items, tables, start, seed)
         self.scratch = Scratch(
-            np.zeros_like(self.state.load), np.zeros(len(items), np.int32), np.zeros(len(items), np.int32)
+            np.zeros_like(self.state.load), np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
         )
         self.goal = bound * (1 + ROUNDING)
         self.ardour = USUAL_ITEMS / len(items) * ARDOURS[seed % NUM_TRACKS]

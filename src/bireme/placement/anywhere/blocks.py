@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 def blocks_of(items: Items, random: Random) -> Blocks:
     """Blocks of several levels, each level parting the items; at least one level."""
-    block_of = np.arange(len(items), dtype=np.int32)
+    block_of = np.arange(len(items), dtype=np.int64)
     members = [[item] for item in range(len(items))]
     rows = [items.pins.row(net) for net in range(len(items.pins))]
     cost = items.net_cost.sum(axis=1)
@@ -95,7 +95,7 @@ def _flattened(levels: list[Integers], members: list[list[list[int]]]) -> Blocks
     firsts = np.cumsum([0, *counts[:-1]])
     rows = [row for level in members for row in level]
     return Blocks(
-        np.stack([level + first for level, first in zip(levels, firsts, strict=True)]).astype(np.int32),
-        np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32),
-        np.array([item for row in rows for item in row], np.int32),
+        np.stack([level + first for level, first in zip(levels, firsts, strict=True)]).astype(np.int64),
+        np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64),
+        np.array([item for row in rows for item in row], np.int64),
     )

@@ -116,7 +116,7 @@ class _Line:
         shape = self.num_cpus + 1, self.num_accelerators + 1, count + 1
         best = np.full(shape, np.inf)  # best[cpus, accelerators, end]: with exactly so many devices
         best[0, 0, 0] = 0.0
-        begins = np.zeros(shape, np.int32)
+        begins = np.zeros(shape, np.int64)
         on_cpu = np.zeros(shape, np.bool_)
         on_accelerator, on_host = np.zeros((2, count)), np.zeros((2, count))
         first = self._first_begins(limits, by_sum=by_sum)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from bireme.cluster.machine import num_cores
 from bireme.placement.bounds import simple_bound
-from bireme.placement.contiguous.ideals import Lattice
+from bireme.placement.contiguous.ideals import Lattice, Narrow
 from bireme.placement.contiguous.limits import Limits, flush_by_limits
 from bireme.placement.contiguous.sweep import sweep
 from bireme.placement.found import SLACK, Found, loads_of, value_of
-from bireme.placement.items import Floats, Integers, Items
+from bireme.placement.items import Floats, Items
 from bireme.placement.workload import Objective
 
 __all__ = ["DynamicProgram"]
@@ -135,7 +135,7 @@ class _Table:
         self.fewest[0, 0] = 0
         self.most = self._most()
 
-    def _most(self) -> Integers:
+    def _most(self) -> Narrow:
         """For each ideal and number of CPUs the most accelerators from which the rest can still be done."""
         program, items = self.program, self.items
         weight = np.where(items.supported, self.columns.accelerator_time[:, 1], 0.0)
@@ -152,7 +152,7 @@ class _Table:
         # Something is left of all but the whole, so a device must be, too.
         most[:-1, -1] = np.minimum(most[:-1, -1], program.num_accelerators - 1)
         most[-1] = program.num_accelerators
-        rounded: Integers = np.maximum(most, -1).astype(np.int32)
+        rounded: Narrow = np.maximum(most, -1).astype(np.int32)
         return rounded
 
     def fill(self) -> Iterator[None]:

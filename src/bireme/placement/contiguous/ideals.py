@@ -7,7 +7,7 @@ of their items.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from bireme.compiled import compiled
 from bireme.placement.items import Floats, Integers, Items
 
-__all__ = ["Lattice", "lattice_of"]
+__all__ = ["Lattice", "Narrow", "lattice_of"]
 
 Bits = NDArray[np.uint64]
 
-AT_ONCE = 4096
+Narrow = NDArray[np.int32]
+"""Whole numbers in tables of millions of them."""
+
+MOST_AT_ONCE = 4096
 """Ideals that grow between two looks at the clock."""
 
 
@@ -30,8 +33,8 @@ class Lattice:
 
     bits: Bits
     starts: NDArray[np.int64]
-    taken: Integers
-    below: Integers
+    taken: Narrow
+    below: Narrow
     levels: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -61,7 +64,8 @@ def lattice_of(items: Items, most: int, is_over: Callable[[], bool] = lambda: Fa
     shares = np.random.default_rng(0x2B3A).integers(1, 2**63 - 1, count, dtype=np.int64)
     growth = _first_ideal(items)
     while growth.num_done < growth.num_ideals:
-        growth = _grow(
+        begin, growth = growth.num_done, _with_room(growth, count)
+        _grow(
             growth,
             items.before.starts,
             items.before.values,
@@ -72,6 +76,8 @@ def lattice_of(items: Items, most: int, is_over: Callable[[], bool] = lambda: Fa
         )
         if growth.num_ideals > most or is_over():
             return None
+        waiting = growth.ready[growth.num_done - begin : growth.num_ideals - begin]
+        growth = growth._replace(ready=waiting)
     children, taken = growth.children[: growth.num_ways], growth.taken[: growth.num_ways]
     order = np.lexsort((taken, children))
     starts = np.searchsorted(children[order], np.arange(growth.num_ideals + 1))
@@ -97,20 +103,30 @@ class _Growth(NamedTuple):
     """The ideals so far, and the ways from `parents` to `children`; rows past the numbers are room to grow.
 
     The ideals below `num_done` have grown. `ready` are, for those from there on, the items that can come
-    next. `slots` is a table of the ideals by their `hashes`.
+    next. `slots` is a table of the ideals by their `hashes`. The three numbers are in `counts`.
     """
 
     bits: Bits
     ready: Bits
     hashes: NDArray[np.int64]
-    sizes: Integers
-    slots: Integers
-    children: Integers
-    taken: Integers
-    parents: Integers
-    num_done: int
-    num_ideals: int
-    num_ways: int
+    sizes: Narrow
+    slots: Narrow
+    children: Narrow
+    taken: Narrow
+    parents: Narrow
+    counts: Integers
+
+    @property
+    def num_done(self) -> int:
+        return int(self.counts[0])
+
+    @property
+    def num_ideals(self) -> int:
+        return int(self.counts[1])
+
+    @property
+    def num_ways(self) -> int:
+        return int(self.counts[2])
 
 
 def _first_ideal(items: Items) -> _Growth:
@@ -130,10 +146,39 @@ def _first_ideal(items: Items) -> _Growth:
         children=np.empty(4096, np.int32),
         taken=np.empty(4096, np.int32),
         parents=np.empty(4096, np.int32),
-        num_done=0,
-        num_ideals=1,
-        num_ways=0,
+        counts=np.array([0, 1, 0], np.int64),
     )
+
+
+def _with_room(growth: _Growth, num_items: int) -> _Growth:
+    """With room for more ideals, and at least for one to grow by all items."""
+    num_ideals, num_ways = growth.num_ideals + num_items, growth.num_ways + num_items
+    slots = growth.slots
+    if 3 * num_ideals > len(slots):
+        slots = np.full(1 << (4 * num_ideals).bit_length(), -1, np.int32)
+        _fill(slots, growth.hashes, growth.num_ideals)
+    waiting = len(growth.ready)
+    ready = np.zeros((2 * waiting + MOST_AT_ONCE + num_items, growth.ready.shape[1]), np.uint64)
+    ready[:waiting] = growth.ready
+    return _Growth(
+        _longer(growth.bits, num_ideals),
+        ready,
+        _longer(growth.hashes, num_ideals),
+        _longer(growth.sizes, num_ideals),
+        slots,
+        _longer(growth.children, num_ways),
+        _longer(growth.taken, num_ways),
+        _longer(growth.parents, num_ways),
+        growth.counts,
+    )
+
+
+def _longer(table: NDArray[Any], num_rows: int) -> NDArray[Any]:
+    """A table with at least so many rows, and often twice as many as it has."""
+    if len(table) >= num_rows:
+        return table
+    more = np.zeros((max(num_rows - len(table), len(table)), *table.shape[1:]), table.dtype)
+    return np.concatenate((table, more))
 
 
 @compiled
@@ -145,18 +190,17 @@ def _grow(
     after: Integers,
     shares: NDArray[np.int64],
     most: int,
-) -> _Growth:
-    """Some ideals grow by every item that can come next; ends early with more than `most` ideals."""
+) -> None:
+    """Some ideals grow by every item that can come next, while there is room and are no more than `most`."""
     one = np.uint64(1)
-    bits, hashes, sizes, slots = growth.bits, growth.hashes, growth.sizes, growth.slots
+    bits, ready, hashes, sizes, slots = growth.bits, growth.ready, growth.hashes, growth.sizes, growth.slots
     children, taken, parents = growth.children, growth.taken, growth.parents
-    num_ideals, num_ways, begin = growth.num_ideals, growth.num_ways, growth.num_done
-    num_words = bits.shape[1]
-    num_waiting = num_ideals - begin
-    ready = np.zeros((2 * num_waiting + 64, num_words), np.uint64)
-    ready[:num_waiting] = growth.ready[:num_waiting]
-    ideal = begin
-    while ideal < min(begin + AT_ONCE, num_ideals) and num_ideals <= most:
+    begin, num_ideals, num_ways = growth.counts[0], growth.counts[1], growth.counts[2]
+    num_items, num_words = len(shares), bits.shape[1]
+    room = min(len(bits), begin + len(ready), len(slots) // 3) - num_items
+    room_for_ways = len(children) - num_items
+    ideal, end = begin, begin + MOST_AT_ONCE
+    while ideal < min(end, num_ideals) and num_ideals <= min(most, room) and num_ways <= room_for_ways:
         for word in range(num_words):
             candidates = ready[ideal - begin, word]
             for bit in range(64 if candidates else 0):
@@ -181,17 +225,12 @@ def _grow(
                 if child < 0:
                     child = num_ideals
                     num_ideals += 1
-                    if num_ideals > len(bits):
-                        bits = np.concatenate((bits, np.zeros_like(bits)))
-                        hashes = np.concatenate((hashes, np.zeros_like(hashes)))
-                        sizes = np.concatenate((sizes, np.zeros_like(sizes)))
-                    if num_ideals - begin > len(ready):
-                        ready = np.concatenate((ready, np.zeros_like(ready)))
-                    bits[child] = bits[ideal]
+                    for other_word in range(num_words):
+                        bits[child, other_word] = bits[ideal, other_word]
+                        ready[child - begin, other_word] = ready[ideal - begin, other_word]
                     bits[child, word] = grown
                     hashes[child] = key
                     sizes[child] = sizes[ideal] + 1
-                    ready[child - begin] = ready[ideal - begin]
                     ready[child - begin, word] ^= one << np.uint64(item & 63)
                     for place in range(after_starts[item], after_starts[item + 1]):
                         follower = after[place]
@@ -204,30 +243,19 @@ def _grow(
                         if is_next:
                             ready[child - begin, follower >> 6] |= one << np.uint64(follower & 63)
                     slots[slot] = child
-                    if 3 * num_ideals > len(slots):
-                        slots = _larger(slots, hashes, num_ideals)
-                    if num_ideals > most:
-                        break
-                if num_ways == len(children):
-                    children = np.concatenate((children, np.empty_like(children)))
-                    taken = np.concatenate((taken, np.empty_like(taken)))
-                    parents = np.concatenate((parents, np.empty_like(parents)))
                 children[num_ways] = child
                 taken[num_ways] = item
                 parents[num_ways] = ideal
                 num_ways += 1
         ideal += 1
-    left = ready[ideal - begin : num_ideals - begin].copy()
-    return _Growth(bits, left, hashes, sizes, slots, children, taken, parents, ideal, num_ideals, num_ways)
+    growth.counts[0], growth.counts[1], growth.counts[2] = ideal, num_ideals, num_ways
 
 
 @compiled
-def _larger(slots: Integers, hashes: NDArray[np.int64], num_ideals: int) -> Integers:
-    """The table of ideals by hash with four times the room."""
-    larger = np.full(4 * len(slots), -1, np.int32)
+def _fill(slots: Narrow, hashes: NDArray[np.int64], num_ideals: int) -> None:
+    """Write the ideals into an empty table, by hash."""
     for ideal in range(num_ideals):
-        slot = hashes[ideal] & (len(larger) - 1)
-        while larger[slot] >= 0:
-            slot = (slot + 1) & (len(larger) - 1)
-        larger[slot] = ideal
-    return larger
+        slot = hashes[ideal] & (len(slots) - 1)
+        while slots[slot] >= 0:
+            slot = (slot + 1) & (len(slots) - 1)
+        slots[slot] = ideal

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.compiled import compiled
+from bireme.placement.contiguous.ideals import Narrow
 from bireme.placement.items import Floats, Integers
 
 __all__ = ["sweep"]
@@ -19,8 +20,8 @@ __all__ = ["sweep"]
 def sweep(
     uppers: NDArray[np.int64],
     starts: NDArray[np.int64],
-    taken: Integers,
-    below: Integers,
+    taken: Narrow,
+    below: Narrow,
     accelerator_time: Floats,
     cpu_time: Floats,
     size: Floats,
@@ -33,10 +34,10 @@ def sweep(
     forward_limit: float,
     value_limit: float,
     best: Floats,
-    came_from: Integers,
+    came_from: Narrow,
     came_by_cpu: NDArray[np.bool_],
-    fewest: Integers,
-    most: Integers,
+    fewest: Narrow,
+    most: Narrow,
 ) -> int:
     """Fill `best[J, cpus, accelerators]` for the ideals `uppers`, from those of all smaller ideals.
 

@@ -95,7 +95,7 @@ class _Model:
         for item in self.rank.tolist():
             if where[item] not in new:
                 new[where[item]] = next(free[where[item] >= accelerators])
-        return np.array([new[device] for device in where], np.int32)
+        return np.array([new[device] for device in where], np.int64)
 
     def _may_be_on(self) -> Floats:
         kinds = (

@@ -50,8 +50,8 @@ def cut_nets(program: Program, items: Items, on: Columns) -> list[CutNets]:
     sizes = np.diff(items.pins.starts)
     groups = []
     for size in np.unique(sizes):
-        numbers = (sizes == size).nonzero()[0].astype(np.int32)
-        places = items.pins.starts[numbers][:, np.newaxis] + np.arange(size, dtype=np.int32)
+        numbers = (sizes == size).nonzero()[0].astype(np.int64)
+        places = items.pins.starts[numbers][:, np.newaxis] + np.arange(size, dtype=np.int64)
         pins = on[items.pins.values[places]]
         groups.append(_cut_pairs(program, numbers, pins) if size == 2 else _cut(program, numbers, pins))
     return groups

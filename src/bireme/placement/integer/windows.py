@@ -48,7 +48,7 @@ def order_of(items: Items) -> Order:
             needed = before[upto[np.ix_(before, before)].sum(axis=0) == 1]
             leaders += needed.tolist()
             followers += [item] * len(needed)
-    return Order(np.array(leaders, np.int32), np.array(followers, np.int32), upto)
+    return Order(np.array(leaders, np.int64), np.array(followers, np.int64), upto)
 
 
 def windows_of(frame: Frame, order: Order, num_slots: int) -> Windows:
@@ -57,7 +57,7 @@ def windows_of(frame: Frame, order: Order, num_slots: int) -> Windows:
     needs_after = _devices_needed(frame, order.upto.T)
     earliest = np.minimum(needs - 1, num_slots - 1)
     latest = np.maximum(num_slots - needs_after, 0)
-    return Windows(earliest.astype(np.int32), latest.astype(np.int32))
+    return Windows(earliest.astype(np.int64), latest.astype(np.int64))
 
 
 def _devices_needed(frame: Frame, sets: NDArray[np.bool_]) -> Integers:
@@ -67,5 +67,5 @@ def _devices_needed(frame: Frame, sets: NDArray[np.bool_]) -> Integers:
     shares = [sets @ least / frame.ceiling]
     if not frame.items.num_cpus:
         shares.append(sets @ sizes_in_scale(frame.items) / FULL_SCALE)
-    needed: Integers = np.maximum(1, np.ceil(np.max(shares, axis=0) - TOLERANCE)).astype(np.int32)
+    needed: Integers = np.maximum(1, np.ceil(np.max(shares, axis=0) - TOLERANCE)).astype(np.int64)
     return needed

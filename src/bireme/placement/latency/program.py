@@ -288,8 +288,8 @@ def _nets_of(steps: Steps, edges: Integers, unit: float) -> _Nets:
             costs.append(0.0)
             rows.append([user])
     pairs = [(net, user) for net, row in enumerate(rows) for user in row]
-    in_pairs = np.array(pairs, np.int32).reshape(-1, 2)
-    return _Nets(np.array(sources, np.int32), np.array(costs, np.float64), in_pairs[:, 0], in_pairs[:, 1])
+    in_pairs = np.array(pairs, np.int64).reshape(-1, 2)
+    return _Nets(np.array(sources, np.int64), np.array(costs, np.float64), in_pairs[:, 0], in_pairs[:, 1])
 
 
 def essential_edges(steps: Steps) -> Integers:
@@ -303,7 +303,7 @@ def essential_edges(steps: Steps) -> Integers:
             farther |= reach[user]
         edges += [(step, user) for user in users if not farther >> user & 1]
         reach[step] = farther | sum(1 << user for user in users)
-    return np.array(edges[::-1], np.int32).reshape(-1, 2)
+    return np.array(edges[::-1], np.int64).reshape(-1, 2)
 
 
 def _add_ordered(program: Program, small: Columns, large: Columns) -> None:

@@ -73,7 +73,7 @@ class _Search:
         self.wiring = wiring_of(steps, num_pieces)
         self.scratch = scratch_for(self.wiring)
         self.state: NDArray[np.int64] = np.array([(seed * 7919 + 12345) % 2147483646 + 1], np.int64)
-        self.best: Integers = np.zeros(len(steps), np.int32)
+        self.best: Integers = np.zeros(len(steps), np.int64)
         self.best_latency = math.inf
         self.starts: list[Integers] = []
         times = self.wiring.cpu_time if steps.num_cpus else self.wiring.accelerator_time

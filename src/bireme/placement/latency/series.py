@@ -16,7 +16,7 @@ __all__ = ["in_series"]
 
 def in_series(steps: Steps, num_places: int, blocks: list[list[int]], most_bytes: float) -> Integers | None:
     """The place of each step among pieces of at most `most_bytes` each; none where they cannot hold all."""
-    block_of = np.zeros(len(steps), np.int32)
+    block_of = np.zeros(len(steps), np.int64)
     for number, block in enumerate(blocks):
         block_of[block] = number
     pins = [
@@ -38,9 +38,9 @@ def in_series(steps: Steps, num_places: int, blocks: list[list[int]], most_bytes
         np.array(
             [np.inf if bar else steps.size[block].sum() for bar, block in zip(bars, blocks, strict=True)]
         ),
-        np.array([0, *np.cumsum([len(row) for row in nets])], np.int32),
-        np.array([net for row in nets for net in row], np.int32),
-        np.array([len(row) for row in pins], np.int32),
+        np.array([0, *np.cumsum([len(row) for row in nets])], np.int64),
+        np.array([net for row in nets for net in row], np.int64),
+        np.array([len(row) for row in pins], np.int64),
         steps.net_cost,
         num_places,
         most_bytes,
@@ -69,9 +69,9 @@ def _cuts(
     """
     num_blocks = time.shape[0]
     best = np.full((num_places + 1, num_blocks + 1), np.inf)
-    begin = np.full((num_places + 1, num_blocks + 1), -1, np.int32)
+    begin = np.full((num_places + 1, num_blocks + 1), -1, np.int64)
     best[:, 0] = 0.0
-    inside = np.zeros(net_cost.shape[0], np.int32)
+    inside = np.zeros(net_cost.shape[0], np.int64)
     for end in range(1, num_blocks + 1):
         for place in range(num_places + 1):
             best[place, end] = best[place, end - 1] + cpu_time[end - 1]
@@ -94,7 +94,7 @@ def _cuts(
                 if total < best[place, end]:
                     best[place, end] = total
                     begin[place, end] = first
-    where = np.full(num_blocks, CPU, np.int32)
+    where = np.full(num_blocks, CPU, np.int64)
     if best[num_places, num_blocks] == np.inf:
         where[:] = -2
         return where

@@ -22,7 +22,7 @@ __all__ = ["starts_of"]
 def starts_of(steps: Steps, num_pieces: int) -> Iterator[Integers]:
     """The slots of each step; all on CPUs and all on one accelerator are the first, where there are such."""
     if steps.num_cpus:
-        yield np.full(len(steps), CPU, np.int32)
+        yield np.full(len(steps), CPU, np.int64)
     if not steps.num_accelerators:
         return
     blocks = _blocks(steps)
@@ -54,7 +54,7 @@ def _series(steps: Steps, num_pieces: int, blocks: list[list[int]]) -> Iterator[
         places = in_series(steps, steps.num_accelerators * pieces, blocks, steps.room / pieces)
         if places is not None:
             stretch = np.where(places == CPU, CPU, places // pieces * num_pieces + places % pieces)
-            yield stretch.astype(np.int32)
+            yield stretch.astype(np.int64)
 
 
 def _latest(steps: Steps, blocks: list[list[int]]) -> list[list[int]]:
@@ -122,7 +122,7 @@ class _Fill:
     def slots(self, order: list[int], *, most_time: float, most_bytes: float) -> Integers:
         """What is left over goes to a CPU, or else to the last slot."""
         steps = self.steps
-        slots = np.full(len(steps), CPU, np.int32)
+        slots = np.full(len(steps), CPU, np.int64)
         # The last place in the order that some path to a step went through and left.
         left_behind = [-1] * len(steps)
         place_of = {slot: place for place, slot in enumerate(order)} | {CPU: -1}
@@ -166,7 +166,7 @@ class _Fill:
 
 def _there_and_back(steps: Steps, num_pieces: int, parts: int) -> Integers:
     """Families in the order of their first steps, cut into parts of equal work; backward returns to them."""
-    slots = np.full(len(steps), CPU, np.int32)
+    slots = np.full(len(steps), CPU, np.int64)
     share = float(steps.accelerator_time.sum()) / parts or 1.0
     work = 0.0
     for family in range(len(steps.families)):

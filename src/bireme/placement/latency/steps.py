@@ -175,7 +175,8 @@ class _Merging:
             [
                 [sum(number) for number in zip(*(_numbers(nodes[place]) for place in places), strict=True)]
                 for places in members
-            ]
+            ],
+            np.float64,
         )
         can_accelerate = np.array([self.can_accelerate[group] for group in order], np.bool_)
         return Steps(
@@ -184,12 +185,12 @@ class _Merging:
             accelerator_time=np.where(can_accelerate, sums[:, 0], sums[:, 1]),
             cpu_time=sums[:, 1].copy(),
             size=sums[:, 2].copy(),
-            family=np.array([renumbered[self.family_of[group]] for group in order], np.int32),
+            family=np.array([renumbered[self.family_of[group]] for group in order], np.int64),
             families=Ragged.of(list(families.values())),
             can_accelerate=np.array([self.can_accelerate[order[row[0]]] for row in families.values()]),
             before=Ragged.of(before),
             after=Ragged.of(after),
-            net_source=np.array([source for source, _ in nets], np.int32),
+            net_source=np.array([source for source, _ in nets], np.int64),
             net_users=Ragged.of([list(users) for _, users in nets]),
             net_cost=np.array(list(nets.values()), np.float64),
             num_accelerators=self.workload.num_accelerators,
