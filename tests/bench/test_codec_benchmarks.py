@@ -17,7 +17,7 @@ QUICK = Namespace(quick=True, seeds=1, steps=20, mbit=100.0)
 
 
 def rows_of(found: Found) -> list[dict[str, Any]]:
-    """The rows of a document, of which each section's have the same fields; verdicts are as they should be."""
+    """The rows of a document, each section's with the same fields; its verdicts are as they should be."""
     document = found.document()
     assert document.keys() == {"rows", "verdicts"}
     assert document["verdicts"]
@@ -64,10 +64,8 @@ def test_rows_of_sums_say_loss_seconds_and_bytes_beside_those_of_torch(
 
 
 def test_rows_of_the_recommender_say_auc_and_bytes_of_both_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(
-        _train: Any, num_ranks: int, _graph: Any, border: str, of_sums: str, *_: Any, **__: Any
-    ) -> Any:
-        return [recommender.Trained(border, of_sums, 0.75, 10, 100, 20, 200)] * num_ranks
+    def launched(_train: Any, num_ranks: int, *words: Any, **_more: Any) -> Any:
+        return [recommender.Trained(words[1], words[2], 0.75, 10, 100, 20, 200)] * num_ranks
 
     monkeypatch.setattr(recommender.bireme, "launch", launched)
     monkeypatch.setattr(recommender, "recommender", lambda: None)
@@ -79,9 +77,9 @@ def test_rows_of_the_recommender_say_auc_and_bytes_of_both_links(monkeypatch: py
 
 
 def test_rows_of_principal_say_errors_accuracies_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sklearn")
     trained = {"rate": 0.3, "loss": 0.1, "accuracy": 0.97, "gradient_bytes": 100}
     monkeypatch.setattr(principal, "_trained", lambda *_: dict(trained))
+    monkeypatch.setattr(principal, "_digits", lambda: (None, None))
     monkeypatch.setattr(principal, "NUM_PAIRS", 64)
     rows = rows_of(principal.measure(QUICK))
     errors = [row for row in rows if "after_6" in row]
