@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+from examples.recommender import Trained
 
 from benchmarks import links, principal, recommender, sums
 from benchmarks.common.command import Found
@@ -65,9 +66,9 @@ def test_rows_of_sums_say_loss_seconds_and_bytes_beside_those_of_torch(
 
 def test_rows_of_the_recommender_say_auc_and_bytes_of_both_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(_train: Any, num_ranks: int, *words: Any, **_more: Any) -> Any:
-        return [recommender.Trained(words[1], words[2], 0.75, 10, 100, 20, 200)] * num_ranks
+        return [Trained(words[1], words[2], 0.75, 10, 100, 20, 200)] * num_ranks
 
-    monkeypatch.setattr(recommender.bireme, "launch", launched)
+    monkeypatch.setattr("benchmarks.recommender.bireme.launch", launched)
     monkeypatch.setattr(recommender, "recommender", lambda: None)
     rows = rows_of(recommender.measure(Namespace(quick=False, seeds=2, steps=20)))
     assert [(row["border"], row["sums"]) for row in rows] == [*recommender.WAYS]

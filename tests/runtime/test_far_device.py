@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bireme import devices
 from bireme.codec import BorderCodecs, Masking, codec_of, parse_codec
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
+from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
 from bireme.runtime import wire
 from bireme.runtime.coding import Coding
@@ -223,12 +223,15 @@ def crosses() -> None:
         strange.unpack(torch.device(FAR))
 
 
-class Queueing(TorchDispatchMode):
+class Queueing(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Refuses whatever would wait for the device: the host's look at numbers of it, or shapes that depend on
     them.
     """
 
     SHAPED = ("nonzero", "masked_select", "unique", "bincount", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
