@@ -49,9 +49,12 @@ class Keep:
         check_given(tensor, out, self.most_bytes(shape, tensor.dtype))
         rows = tensor.detach().reshape(-1, _width(shape))
         kept, begin = kept_of_row(rows.shape[1], self._share), self._place_bytes(shape)
-        mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
-        values = take_largest(rows, kept, mask)
-        write_places(mask, rows.numel(), values.numel(), out[:begin])
+        if begin == mask_bytes(rows.numel()):
+            values = take_largest(rows, kept, out[:begin])
+        else:
+            mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
+            values = take_largest(rows, kept, mask)
+            write_places(mask, rows.numel(), values.numel(), out[:begin])
         return begin + _codec(self._bits, kept).encode(values, out[begin:], seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -127,13 +127,14 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
     """Mark the `kept` largest entries of a row, of equal ones the first; gives the size of the least of them.
 
     `reach` is how far that was below the largest in the row before, which is where the search begins. It goes
-    on by growing steps until it has a size on either side, and then between them.
+    on by steps, the first as long as the count is off, the next ones longer, until it has a size on either
+    side, and then between them.
     """
     width = sizes.size
     low, num_low = 0, width  # so many entries are at least so large: more than wanted
     high, num_high = largest + 1, 0  # fewer than wanted
     reach = reach or (largest >> 6) + 1
-    middle, step, num_guesses = max(largest - reach, 1), reach // 4 + 1, 0
+    middle, step, num_guesses = max(largest - reach, 1), 0, 0
     while high - low > 1:
         guess[0] = middle - 1
         found = _num_above(sizes, guess[0])
@@ -145,6 +146,9 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
         else:
             high, num_high = middle, found
         num_guesses += 1
+        # Of normal numbers that would be about half of `reach` if the count is off by `kept`; it goes a third
+        # further, so that what is wanted lies between.
+        step = step or 2 * abs(found - kept) * reach // (3 * kept) + 1
         if low == 0:
             middle, step = max(middle - step, 1), 2 * step
         elif high > largest:
