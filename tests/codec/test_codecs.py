@@ -12,6 +12,7 @@ from bireme.codec.codec import Masking
 from bireme.codec.description import encoded_bytes, kept_of_row, mask_bytes, place_bytes
 from bireme.codec.packing import pack_mask
 from bireme.codec.places import read_places, write_places
+from bireme.errors import BiremeError
 
 WORDS = [
     "none",
@@ -152,6 +153,21 @@ def test_places_of_a_twentieth_take_a_third_of_a_bit_an_entry() -> None:
     assert place_bytes(100_000, 5_000) * 8 / 100_000 == pytest.approx(0.05 * (4 + 1) + 2**-4, rel=0.01)
     least = -0.05 * math.log2(0.05) - 0.95 * math.log2(0.95)
     assert place_bytes(100_000, 5_000) * 8 / 100_000 < 1.1 * least
+
+
+@pytest.mark.parametrize("word", ["bfloat16", "int8", "int4", "keep:0.3", "keep:0.05:8", "keep:0.25:8:4"])
+def test_integers_and_messages_cut_short_are_refused(word: str) -> None:
+    codec, given_ = codec_of(parse_codec(word)), normal((4, 128))
+    room = torch.empty(codec.most_bytes((4, 128), torch.float32), dtype=torch.uint8)
+    for strange in (torch.arange(512).view(4, 128), given_ > 0, given_.to(torch.complex64)):
+        with pytest.raises(BiremeError, match="is for real numbers"):
+            codec.encode(strange, room)
+    with pytest.raises(BiremeError, match="room for most_bytes"):
+        codec.encode(given_, room[:-1])
+    used = codec.encode(given_, room)
+    for length in (used // 16, used - 40):  # in the places, and in the values
+        with pytest.raises(BiremeError, match="all that was written"):
+            codec.decode(room[:length], (4, 128), torch.float32)
 
 
 def test_of_equal_entries_the_first_are_kept() -> None:

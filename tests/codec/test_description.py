@@ -36,6 +36,7 @@ def test_a_codec_is_written_as_it_is_read(word: str, choice: CodecChoice) -> Non
         ("keep:1.5", "above 0 and at most 1"),
         ("keep:much", "are no numbers"),
         ("keep:0.25:5", "may have 4 or 8"),
+        ("projection:16", "a part of the model"),
     ],
 )
 def test_a_wrong_word_says_what_is_wrong(word: str, why: str) -> None:

@@ -12,6 +12,7 @@ from bireme.cluster.server import Server
 from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
 from bireme.codec.rate import CodecRate
 from bireme.errors import BiremeError
+from bireme.plan.codec_costs import coded
 from bireme.plan.codec_penalties import EXCESSES, codec_steps
 from bireme.plan.forecast import Answer
 from bireme.plan.plan import Plan
@@ -19,6 +20,7 @@ from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import forecast_of
 from bireme.report.plan_document import plan_document
+from bireme.simulate.costs import Costs
 from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import find_plan_once
 
@@ -98,6 +100,19 @@ def test_a_profile_says_how_long_codecs_take() -> None:
         "keep:0.25:8",
         "keep:0.25:4",
     )
+
+
+def test_masks_are_kept_on_both_sides_of_a_border_for_each_micro_batch() -> None:
+    """One bit a value: 4,096 values of two bytes over the first border, half as many over the second."""
+    bare = Costs.per_stage(
+        3, forward_s=1, backward_s=1, message_bytes=(8192, 4096, 0), stash_bytes=10_000, input_bytes=5_000
+    )
+    keep, few = BorderCodecs("keep:0.25:8", "keep:0.25:4"), BorderCodecs("int4", "int4")
+    kept = coded(bare, (keep, keep), value_bytes=2)
+    assert kept.stash_bytes == (10_512, 10_768, 10_256)
+    assert kept.input_bytes == (5_512, 5_768, 5_256)  # what a stage has that is recomputed
+    assert coded(bare, (few, few), value_bytes=2).stash_bytes == bare.stash_bytes
+    assert coded(bare, (BorderCodecs(), BorderCodecs()), value_bytes=2) is bare
 
 
 def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:

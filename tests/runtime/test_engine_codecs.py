@@ -6,7 +6,7 @@ In float64 and to the last bit: encoding is a fixed function of the tensor, wher
 import pytest
 import torch
 
-from bireme.codec import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs, parse_codec
 from bireme.plan.plan import Plan
 from bireme.runtime.coding import Coding
 from bireme.runtime.pipeline import Pipeline
@@ -14,6 +14,7 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.tensor_spec import TensorSpec
 from bireme.runtime.wire import WireFormat
 from bireme.schedule.instruction import Message
+from tests.runtime.test_coded_sums import WIDTH, layers
 from tests.support.engine_parity import (
     Setting,
     Trained,
@@ -25,7 +26,7 @@ from tests.support.engine_parity import (
     train_on_threads,
     train_rank,
 )
-from tests.support.small_models import token_batches
+from tests.support.small_models import gpt, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
@@ -209,6 +210,35 @@ def test_several_tensors_of_a_border_are_encoded_each_by_itself_and_others_go_as
         assert torch.equal(gradient != 0, found[name] != 0)
     assert sender.num_masks == receiver.num_masks == 0
     assert backward.num_bytes < forward.num_bytes
+
+
+def test_a_codec_that_draws_gets_another_seed_for_each_message_and_the_same_again() -> None:
+    spec = TensorSpec("x", (4, 64), torch.float32, parse_codec("tests.support.own_codecs:Seeded"))
+    keys = [
+        Message(forward, 1, batch, number, None)
+        for forward in (True, False)
+        for batch in (0, 1)
+        for number in (0, 1)
+    ]
+
+    def drawn() -> list[float]:
+        given = {"x": torch.zeros(4, 64)}
+        return [
+            float(_carried(WireFormat([spec]), key, given, Coding(), Coding())["x"][0, 0]) for key in keys
+        ]
+
+    assert len(set(drawn())) == len(keys)
+    assert drawn() == drawn()
+
+
+@pytest.mark.parametrize("codec", ["int4", "keep:0.25", "keep:0.25:8:2"])
+def test_a_step_that_has_diverged_is_seen_through_codecs_and_skipped(codec: str) -> None:
+    data = real_batches(64, 4, WIDTH)  # of a micro-batch 16 samples cross: enough to be encoded
+    data[1]["x"][5, 3] = torch.nan
+    setting = Setting(Plan((1,), 4, "2bw"), optimizer="sgd", codecs=everywhere(codec, num_borders=1))
+    found = train_on_threads(layers(), setting, data)
+    assert found[0].skipped == [False, True, False, False]
+    assert_equal(found, oracle(layers(), setting, data))
 
 
 def _carried(

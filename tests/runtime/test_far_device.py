@@ -6,18 +6,23 @@ process of its own makes the device and runs everything; each test looks at its 
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bireme import devices
-from bireme.codec import BorderCodecs
+from bireme.codec import BorderCodecs, Masking, codec_of, parse_codec
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
+from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
 from bireme.runtime import wire
+from bireme.runtime.coding import Coding
 from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
@@ -63,6 +68,7 @@ def claims() -> dict[str, Callable[[], None]]:
         "buffers": normalises,
         "resume": goes_on,
         "messages": crosses,
+        "codecs": encodes_without_waiting,
         "memory": sources_load,
         "refused": refuses,
         "mixing": mixes,
@@ -106,6 +112,10 @@ def test_a_snapshot_is_on_the_host_and_goes_on_on_the_device(outcomes: dict[str,
 
 def test_a_message_of_a_device_is_checked_on_the_host(outcomes: dict[str, str]) -> None:
     assert not outcomes["messages"], outcomes["messages"]
+
+
+def test_codecs_only_queue_work_on_a_device(outcomes: dict[str, str]) -> None:
+    assert not outcomes["codecs"], outcomes["codecs"]
 
 
 def test_a_source_is_loaded_onto_a_device(outcomes: dict[str, str]) -> None:
@@ -215,6 +225,59 @@ def crosses() -> None:
     strange.message.copy_(parcel.message)
     with pytest.raises(BiremeError, match="do not follow the same program"):
         strange.unpack(torch.device(FAR))
+
+
+class Queueing(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Refuses whatever would wait for the device: the host's look at numbers of it, or shapes that depend on
+    them.
+    """
+
+    SHAPED = ("nonzero", "masked_select", "unique", "bincount", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(one is not None and one.dtype is torch.bool for one in args[1])
+        if is_far((args, kwargs)) and (not is_far(found) or name in self.SHAPED or by_mask):
+            raise AssertionError(f"{func} waits for the device")
+        return found
+
+
+def is_far(values: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.device.type == FAR for one in tree_leaves(values))
+
+
+def encodes_without_waiting() -> None:
+    """Messages that are staged on the host are decoded by the length that the host knows."""
+    x = torch.randn(8, 16, 64).to(FAR)
+    shape, dtype = tuple(x.shape), x.dtype
+    with pytest.raises(AssertionError, match="waits for the device"), Queueing():
+        float(x.sum())
+    for word in ("bfloat16", "int8", "int3", "keep:0.3", "keep:0.25:8", "keep:0.05:4", "keep:0.25:8:50"):
+        choice = parse_codec(word)
+        codec, spec = codec_of(choice), TensorSpec("x", shape, dtype, choice)
+        message = torch.empty(spec.num_bytes, dtype=torch.uint8, device=FAR)
+        back = torch.empty_like(message)
+        sender, receiver = Coding(), Coding()
+        there, here = Message(True, 1, 0, 0, None), Message(False, 0, 0, 0, None)
+        codec.encode(x, message)  # what is made once for a device is there from now on
+        with Queueing():
+            sender.encode(there, spec, x, message)
+        staged = message.cpu()
+        with Queueing():
+            found = receiver.decode(there, spec, message, staged)
+            of_back = replace(spec, is_back=True)
+            receiver.encode(here, of_back, found, back)
+        came = back.cpu()
+        with Queueing():
+            gradient = sender.decode(here, of_back, back, came)
+        on_host = Coding().decode(there, spec, staged)
+        torch.testing.assert_close(found.cpu(), on_host, msg=word)
+        if isinstance(codec, Masking):
+            assert torch.equal(gradient.cpu() != 0, on_host != 0), word
 
 
 def sources_load() -> None:

@@ -55,6 +55,13 @@ class Drawing(Zipped):
         return super().encode(tensor + torch.rand_like(tensor), out)
 
 
+class Seeded(Zipped):
+    """Says its seed: every value arrives as it."""
+
+    def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
+        return super().encode(tensor * 0 + seed % 1000, out)
+
+
 class Half:
     """Cannot decode."""
 

@@ -10,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.train.link_codecs import check_borders, link_codecs, with_own_codecs
+from bireme.train.link_codecs import check_borders, idle_codec, link_codecs, with_own_codecs
 from bireme.train.run_file import load_run_file
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
@@ -79,6 +79,15 @@ def test_a_border_that_the_plan_does_not_have_is_refused() -> None:
         check_borders(run, PLAN)
 
 
+def test_a_codec_without_a_border_to_send_over_is_said() -> None:
+    alone, run = Plan((), 4, "1f1b"), load_run_file(None, ["links.codec=int8"])
+    (sentence,) = idle_codec(run, alone)
+    assert "links.codec = int8 has no effect" in sentence
+    assert idle_codec(run, PLAN) == ()
+    for word in ("none", "auto"):
+        assert idle_codec(load_run_file(None, [f"links.codec={word}"]), alone) == ()
+
+
 def test_a_codec_of_ones_own_is_checked_before_a_run_starts() -> None:
     own = "tests.support.own_codecs"
     run = load_run_file(None, [f"links.codec={own}:Zipped"])
@@ -103,12 +112,14 @@ def test_a_run_says_what_it_sent_and_goes_on_with_another_codec(
     done = bireme(capsys, "train", str(path), *settings(training__steps=4, links__codec="int8"), "--json")
     document = done.document
     (link,) = document["links"]
+    assert link.keys() == {"from_stage", "to_stage", "forward", "backward", "raw_bytes", "sent_bytes"}
     assert (link["from_stage"], link["to_stage"]) == (0, 1)
     assert link["forward"] == link["backward"] == "int8"
     assert 0 < link["sent_bytes"] < link["raw_bytes"] / 3
     assert document["eval_loss"] == pytest.approx(document["eval_loss_through_codecs"], rel=1e-2)
-    more = settings(training__steps=6, training__schedule_steps=4, links__codec=KEEP)
+    ending = {"links__schedule__last_fraction": 0.3, "links__schedule__last_codec": "int5"}
+    more = settings(training__steps=6, training__schedule_steps=4, links__codec=KEEP, **ending)
     again = bireme(capsys, "resume", str(tmp_path / "runs" / "run"), *more, "--json")
     assert again.status == 0, again.err
-    assert "from int8 to keep:0.25:8" in again.err
+    assert "from int8 to keep:0.25:8, from step 5 on int5" in again.err
     assert again.document["links"][0]["forward"] == KEEP

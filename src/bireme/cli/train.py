@@ -131,6 +131,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
 
     from bireme.report.train_table import print_prepared
     from bireme.train.delay_warmup import first_delayed_step
+    from bireme.train.link_codecs import idle_codec
     from bireme.train.run_length import is_short
     from bireme.train.sums import idle_keys
 
@@ -146,7 +147,8 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan),
         is_brief=is_short(prepared.run, prepared.graph),
     )
-    for sentence in idle_keys(prepared.run, prepared.plan.plan):
+    run, plan = prepared.run, prepared.plan.plan
+    for sentence in (*idle_keys(run, plan), *idle_codec(run, plan)):
         console.print(sentence, style="yellow", markup=False, highlight=False)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.blocks import Blocks
+from bireme.codec.codec import check_given, check_length
 from bireme.codec.description import BLOCK, DENSITY_SLACK, blocks_bytes, mask_bytes, most_above
 from bireme.codec.packing import pack_mask, unpack_mask
 from bireme.codec.selection import as_magnitudes, largest_of_rows, places_first, selected, spread
@@ -59,6 +60,7 @@ class KeepAbove:
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0, threshold: Tensor | None = None) -> int:
         """Write the mask and the values; nothing is drawn."""
+        check_given(tensor, out, self.most_bytes(tuple(tensor.shape), tensor.dtype))
         flat = tensor.detach().reshape(-1)
         mask = self._chosen(flat, self.threshold_of(flat) if threshold is None else threshold)
         begin = mask_bytes(flat.numel())
@@ -72,6 +74,7 @@ class KeepAbove:
 
     def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Which entries a message holds, as it says it: one bit an entry."""
+        check_length(message, mask_bytes(prod(shape)))
         return message[: mask_bytes(prod(shape))]
 
     def back(self, mask: Tensor) -> "KeptAbove":
@@ -131,7 +134,9 @@ class KeptAbove:
         num_sent = min(num_blocks * BLOCK, mask.numel())
         values = Blocks(self._bits).decode(message, (num_sent,), dtype)
         if mask.is_cpu:
-            return spread(values[: int(np.count_nonzero(mask.numpy()))], mask)
+            num_set = int(np.count_nonzero(mask.numpy()))
+            check_length(message, blocks_bytes(num_set, self._bits))
+            return spread(values[:num_set], mask)
         places = places_first(mask.view(-1), num_sent)
         whole = torch.zeros(shape, dtype=dtype, device=message.device)
         whole.view(-1).put_(places, torch.where(mask.take(places), values, 0))

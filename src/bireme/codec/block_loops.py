@@ -32,6 +32,9 @@ TOGETHER = 2048
 LARGEST = np.float32(1e38)
 """One over the scale of a block of zeros, or of values too small for a scale."""
 
+WHOLE = 8
+"""Bits of a code that is a byte: it is written where it belongs."""
+
 LAST_CODES = 7
 """The most codes by which a message is longer than its blocks are, so that they fill its bytes."""
 
@@ -60,10 +63,11 @@ def encode_blocks(
     in_noise = max(1, noise.size // 2 // width)
     values, shares = np.empty(together * width, np.float32), np.empty(together, np.float32)
     rotated = np.empty(together * width, np.float32) if signs.size else values
-    codes = np.zeros(together * width + LAST_CODES, np.uint8)
+    room = np.zeros(together * width + LAST_CODES, np.uint8)
     for begin in range(0, scales.size, together):
         end = min(begin + together, scales.size)
         count = (end - begin) * width
+        codes = packed[begin * width :] if bits == WHOLE else room
         _read(given[begin * width : end * width], values)
         if signs.size:
             rotate_blocks(values[:count], signs, rotated)
@@ -81,7 +85,8 @@ def encode_blocks(
         if end == scales.size:  # what is left of the bytes is zero
             codes[count : count + LAST_CODES] = 0
             count = min(count + LAST_CODES, 8 * (packed.size // bits) - begin * width)
-        _move(codes[:count], bits, begin * width, packed, True)
+        if bits != WHOLE:
+            _move(codes[:count], bits, begin * width, packed, True)
 
 
 @compiled
@@ -90,12 +95,14 @@ def decode_blocks(
 ) -> None:
     """Write (code - `centre`) × scale of each block, rotated in between if there are `signs`."""
     together = max(1, TOGETHER // width)
-    values, codes = np.empty(together * width, np.float32), np.empty(together * width, np.uint8)
+    values, room = np.empty(together * width, np.float32), np.empty(together * width, np.uint8)
     rotated = np.empty(together * width, np.float32) if signs.size else values
     for begin in range(0, scales.size, together):
         end = min(begin + together, scales.size)
         count = (end - begin) * width
-        _move(codes[:count], bits, begin * width, packed, False)
+        codes = packed[begin * width :] if bits == WHOLE else room
+        if bits != WHOLE:
+            _move(codes[:count], bits, begin * width, packed, False)
         for place in range(count):
             values[place] = np.float32(codes[place]) - centre
         if signs.size:

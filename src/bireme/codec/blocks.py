@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bireme.codec.codec import check_given, check_length
 from bireme.codec.description import BLOCK, aligned, blocks_bytes
 from bireme.codec.noise import NOISE_LENGTH, noise, noise_start, noise_table, scattered
 from bireme.codec.packing import pack_codes, unpack_codes
@@ -78,6 +79,7 @@ class Blocks:
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write scales and codes. A NaN or an infinite value makes its whole block NaN."""
         flat = tensor.detach().reshape(-1)
+        check_given(flat, out, self.most_bytes((flat.numel(),), flat.dtype))
         scales, packed = self._parts_of(out, flat.numel())
         if self._is_compiled(flat):
             self._encode_compiled(flat, scales, packed, seed)
@@ -142,6 +144,7 @@ class Blocks:
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The rounded values."""
         count = prod(shape)
+        check_length(message, self.most_bytes(shape, dtype))
         scales, packed = self._parts_of(message, count)
         whole = torch.empty(len(scales), self._block, dtype=dtype, device=message.device)
         if dtype in LOOP_INTEGERS and self._is_compiled(whole):

@@ -10,7 +10,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Codec", "Masking"]
+from bireme.errors import BiremeError
+
+__all__ = ["REAL", "Codec", "Masking", "check_given", "check_length"]
+
+REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The numbers that codecs are for."""
 
 
 class Codec(Protocol):
@@ -49,3 +54,23 @@ class Masking(Codec, Protocol):
     def back(self, mask: Tensor) -> Codec:
         """The codec of the gradient, for a mask from `mask_of`."""
         ...
+
+
+def check_given(tensor: Tensor, out: Tensor, most_bytes: int) -> None:
+    """Refuse to encode what are no real numbers, or with too little room for the message."""
+    if tensor.dtype not in REAL:
+        names = ", ".join(str(one).removeprefix("torch.") for one in REAL)
+        raise BiremeError(
+            f"A codec is for real numbers ({names}), and the tensor has {tensor.dtype}. Send it as it is, "
+            "without a codec."
+        )
+    check_length(out, most_bytes)
+
+
+def check_length(message: Tensor, num_bytes: int) -> None:
+    """Refuse a message that is shorter than the tensor takes."""
+    if message.numel() < num_bytes:
+        raise BiremeError(
+            f"The tensor takes {num_bytes} bytes, and the message has {message.numel()}. Give encode() room "
+            "for most_bytes(), and decode() all that was written."
+        )

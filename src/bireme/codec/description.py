@@ -128,6 +128,11 @@ def parse_codec(word: str) -> CodecChoice:
         return CodecChoice("int", bits)
     if name == "keep":
         return _keep(word, numbers)
+    if name == "projection":
+        raise BiremeError(
+            f"{word!r} is no codec: a projection learns, so it is a part of the model. Put a "
+            "bireme.model.projection.Projection between two layers, and a codec on top of it if you like."
+        )
     if OWN.fullmatch(word.strip()):
         return CodecChoice("own", where=word.strip())
     near = closest(name, [one.partition(":")[0] for one in NAMES])

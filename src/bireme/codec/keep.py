@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bireme.codec.blocks import Blocks
 from bireme.codec.cast import Cast
-from bireme.codec.codec import Codec
+from bireme.codec.codec import Codec, check_given, check_length
 from bireme.codec.description import (
     kept_block,
     kept_bytes,
@@ -46,11 +46,15 @@ class Keep:
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write places and values; nothing is drawn."""
         shape = tuple(tensor.shape)
+        check_given(tensor, out, self.most_bytes(shape, tensor.dtype))
         rows = tensor.detach().reshape(-1, _width(shape))
         kept, begin = kept_of_row(rows.shape[1], self._share), self._place_bytes(shape)
-        mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
-        values = take_largest(rows, kept, mask)
-        write_places(mask, rows.numel(), values.numel(), out[:begin])
+        if begin == mask_bytes(rows.numel()):
+            values = take_largest(rows, kept, out[:begin])
+        else:
+            mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
+            values = take_largest(rows, kept, mask)
+            write_places(mask, rows.numel(), values.numel(), out[:begin])
         return begin + _codec(self._bits, kept).encode(values, out[begin:], seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,6 +65,7 @@ class Keep:
 
     def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Which entries a message holds: one bit an entry."""
+        check_length(message, self._place_bytes(shape))
         return read_places(message, prod(shape), num_kept(prod(shape), _width(shape), self._share))
 
     def _place_bytes(self, shape: tuple[int, ...]) -> int:
@@ -89,6 +94,7 @@ class Kept:
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write the values of the entries."""
         shape = tuple(tensor.shape)
+        check_given(tensor, out, self.most_bytes(shape, tensor.dtype))
         mask = self._as_bools(shape)
         values = selected(tensor.detach(), mask, self._num_kept(shape))
         return self._codec(shape).encode(values, out, seed=seed)

@@ -32,6 +32,9 @@ COUNTS = np.array([len(places) for places in SET], np.uint64)
 STRETCH = 64
 """Entries of which it is first asked whether the last one wanted is among them."""
 
+MANY = 3
+"""Where more than one in so many is taken, each entry is written: `take_set` would guess wrong too often."""
+
 COUNTED = 1 << 14
 """Entries that are counted in integers of their own kind, which are as many at a time as the entries are."""
 
@@ -47,21 +50,36 @@ def take_largest_of_rows(given: Integers, most: Any, kept: int, packed: Bytes, t
     more than `kept` of them, and a multiple of 8. `taken` has room for 8 more than are taken.
     """
     num_rows, width = given.shape
+    kind = given.dtype.type
     sizes, chosen = np.empty(width, given.dtype), np.empty(width, np.uint8)
     guess = np.empty(1, given.dtype)
     words, row_bytes = chosen.view(np.uint64), width // 8
     reach = 0
     for number in range(num_rows):
-        row, largest = given[number], np.int32(0)
+        row, largest = given[number], kind(0)
         for place in range(width):
-            size = np.int32(row[place] & most)
+            size = kind(row[place] & most)
             largest = max(largest, size)
             sizes[place] = size
         reach = int(largest) - _choose(sizes, kept, int(largest), reach, guess, chosen)
         mask = packed[number * row_bytes : (number + 1) * row_bytes]
         for place in range(row_bytes):
             mask[place] = (words[place] * BITS_OF_BYTES) >> HIGHEST_BYTE
-        take_set(row, mask, taken[number * kept :])
+        if MANY * kept > width:
+            _append(row, chosen, taken[number * kept :])
+        else:
+            take_set(row, mask, taken[number * kept :])
+
+
+@compiled
+def _append(row: Integers, chosen: Bytes, taken: Integers) -> None:
+    """Write the entries that are marked into `taken`, which has room for one more: each is written, and
+    written over if it is not to be taken.
+    """
+    at = np.uint64(0)
+    for place in range(row.size):
+        taken[at] = row[place]
+        at += np.uint64(chosen[place])
 
 
 @compiled
@@ -109,16 +127,17 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
     """Mark the `kept` largest entries of a row, of equal ones the first; gives the size of the least of them.
 
     `reach` is how far that was below the largest in the row before, which is where the search begins. It goes
-    on by growing steps until it has a size on either side, and then between them.
+    on by steps, the first as long as the count is off, the next ones longer, until it has a size on either
+    side, and then between them.
     """
     width = sizes.size
     low, num_low = 0, width  # so many entries are at least so large: more than wanted
     high, num_high = largest + 1, 0  # fewer than wanted
     reach = reach or (largest >> 6) + 1
-    middle, step, num_guesses = max(largest - reach, 1), reach // 4 + 1, 0
+    middle, step, num_guesses = max(largest - reach, 1), 0, 0
     while high - low > 1:
-        guess[0] = middle
-        found = _num_from(sizes, guess[0])
+        guess[0] = middle - 1
+        found = _num_above(sizes, guess[0])
         if found == kept:
             low, num_high = middle, kept
             break
@@ -127,6 +146,9 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
         else:
             high, num_high = middle, found
         num_guesses += 1
+        # Of normal numbers that would be about half of `reach` if the count is off by `kept`; it goes a third
+        # further, so that what is wanted lies between.
+        step = step or 2 * abs(found - kept) * reach // (3 * kept) + 1
         if low == 0:
             middle, step = max(middle - step, 1), 2 * step
         elif high > largest:
@@ -146,13 +168,13 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
 
 
 @compiled
-def _num_from(sizes: Integers, least: Any) -> int:
-    """How many are at least so large."""
+def _num_above(sizes: Integers, below: Any) -> int:
+    """How many are larger: a comparison that processors have, and one less instruction than `>=`."""
     kind, found = sizes.dtype.type, 0
     for begin in range(0, sizes.size, COUNTED):
         part, here = sizes[begin : begin + COUNTED], kind(0)
         for place in range(part.size):
-            here = kind(here + kind(part[place] >= least))
+            here = kind(here + kind(part[place] > below))
         found += int(here)
     return found
 
@@ -160,11 +182,11 @@ def _num_from(sizes: Integers, least: Any) -> int:
 @compiled
 def _end_of_equal(sizes: Integers, least: Any, wanted: int) -> int:
     """The place after so many entries of that size."""
-    place = 0
+    place, kind = 0, sizes.dtype.type
     while wanted > 0:
-        stretch, here = sizes[place : place + STRETCH], np.int32(0)
+        stretch, here = sizes[place : place + STRETCH], kind(0)
         for one in range(stretch.size):
-            here = np.int32(here + np.int32(stretch[one] == least))
+            here = kind(here + kind(stretch[one] == least))
         if here >= wanted:
             break
         wanted -= int(here)

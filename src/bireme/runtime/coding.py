@@ -8,6 +8,7 @@ Where only the most bytes of an encoded tensor are known before, their number co
 
 from dataclasses import dataclass
 from functools import lru_cache
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -60,7 +61,9 @@ class Coding:
         if self.keeps_masks and isinstance(codec, KeepAbove):
             threshold = self.thresholds.of(f"{key.to_stage}.{spec.name}", codec, key.batch, tensor)
             used = codec.encode(tensor, body, threshold=threshold)
-        else:
+        elif spec.codec.where is not None:
+            used = codec.encode(tensor, body, seed=_seed(key, spec.name))
+        else:  # nothing is drawn
             used = codec.encode(tensor, body)
         if begin:
             room[:begin].view(torch.int64).fill_(used)
@@ -69,11 +72,15 @@ class Coding:
             out.copy_(room)
         return begin + used
 
-    def decode(self, key: Message, spec: TensorSpec, message: Tensor) -> Tensor:
-        """The tensor in its part of a message."""
+    def decode(
+        self, key: Message, spec: TensorSpec, message: Tensor, arrived: Tensor | None = None
+    ) -> Tensor:
+        """The tensor in its part of a message. Where that is a copy on an accelerator, `arrived` is what lies
+        on the host: the number of bytes is read there, for an accelerator would be waited for.
+        """
         codec = self._codec(key, spec)
         if spec.codec.is_bounded:
-            used = int(message[:ALIGNMENT_BYTES].view(torch.int64))
+            used = int((message if arrived is None else arrived)[:ALIGNMENT_BYTES].view(torch.int64))
             message = message[ALIGNMENT_BYTES : ALIGNMENT_BYTES + used]
         self._keep_mask(key, spec, codec, message)
         return codec.decode(message, spec.shape, spec.dtype)
@@ -103,6 +110,11 @@ class Coding:
         if not masks:
             del self._masks[key]
         return found
+
+
+def _seed(key: Message, name: str) -> int:
+    """What a codec of one's own draws from: another number for each message, the same in every run."""
+    return crc32(f"{name} {tuple(key)}".encode())
 
 
 def checked(codecs: LinkCodecs) -> LinkCodecs:

@@ -84,12 +84,17 @@ class WireFormat:
         """The tensors, by name, as views of a message; of those that are encoded the bytes."""
         return {place.spec.name: place.within(message) for place in self._places}
 
-    def tensors(self, key: Message, message: Tensor, coding: Coding | None) -> dict[str, Tensor]:
-        """The tensors of a message, by name: views, or what `coding` makes of those that are encoded."""
+    def tensors(
+        self, key: Message, message: Tensor, coding: Coding | None, arrived: Tensor
+    ) -> dict[str, Tensor]:
+        """The tensors of a message, by name: views, or what `coding` makes of those that are encoded. It is
+        a copy of the message that has `arrived`, or that itself.
+        """
         found = self.views(message)
+        came = found if arrived is message else self.views(arrived)
         for spec in self._encoded:
             assert coding is not None, "what is encoded needs a codec"
-            found[spec.name] = coding.decode(key, spec, found[spec.name])
+            found[spec.name] = coding.decode(key, spec, found[spec.name], came[spec.name])
         return found
 
     def header(self, key: Message, num_bytes: int | None = None) -> bytes:
@@ -207,7 +212,7 @@ class Arrival:
             raise self._wire_format.mismatch(came, self._key)
         # Torch knows of the copy, and does not give pinned memory away before it is made.
         here = self.message.to(device, non_blocking=True) if self._is_staged else self.message
-        return self._wire_format.tensors(self._key, here, coding)
+        return self._wire_format.tensors(self._key, here, coding, self.message)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bireme.codec.border import AS_IT_IS, BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.description import NONE
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
@@ -15,7 +16,14 @@ from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.links import AUTO, Links
 
-__all__ = ["check_borders", "link_codecs", "main_codecs", "tell_changed_codecs", "with_own_codecs"]
+__all__ = [
+    "check_borders",
+    "idle_codec",
+    "link_codecs",
+    "main_codecs",
+    "tell_changed_codecs",
+    "with_own_codecs",
+]
 
 
 def main_codecs(run: RunFile, plan: Plan) -> tuple[BorderCodecs, ...]:
@@ -68,6 +76,17 @@ def check_borders(run: RunFile, plan: Plan) -> None:
     checked(link_codecs(run, plan))
 
 
+def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
+    """A sentence about a codec that the run asks for, if nothing crosses a border of its plan."""
+    word = run.links.codec
+    if word in (None, AUTO, str(NONE)) or len(set(plan.source.rank_of_stage)) > 1:
+        return ()
+    return (
+        f"links.codec = {word} has no effect: all stages of the plan are on one device, so nothing is sent "
+        "between stages. Set plan.depth to 2 or more, or leave the codec out.",
+    )
+
+
 def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Callable[[str], None]) -> None:
     """Say that a run goes on with other codecs than it had, which is allowed."""
     before, now = link_codecs(folder.load_run(), load_plan(folder.plan).plan), link_codecs(run, plan)
@@ -76,13 +95,19 @@ def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Calla
 
 
 def _named(codecs: LinkCodecs) -> str:
-    """All of them in a sentence, each once."""
-    words = [
-        one.forward if one.forward == one.backward else f"{one.forward} with gradients in {one.backward}"
-        for phase in codecs.phases
-        for one in phase.borders
-    ]
-    return ", then ".join(dict.fromkeys(words)) or "none"
+    """All of them in a sentence: those of a part of the run each once, and where the next part begins."""
+    parts = []
+    for phase in codecs.phases:
+        words = " and ".join(
+            dict.fromkeys(
+                one.forward
+                if one.forward == one.backward
+                else f"{one.forward} with gradients in {one.backward}"
+                for one in phase.borders
+            )
+        )
+        parts.append(f"from step {phase.first_batch + 1} on {words}" if phase.first_batch else words)
+    return ", ".join(parts) or "none"
 
 
 def _all(word: str, num_borders: int) -> tuple[BorderCodecs, ...]:

@@ -16,7 +16,7 @@ from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.host_tier_bytes import host_tier_bytes
 from bireme.train.kept_gradients import gradient_document
-from bireme.train.link_codecs import main_codecs
+from bireme.train.link_codecs import idle_codec, main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
 from bireme.train.shared_bytes import SharedSummary, shared_summary
@@ -244,6 +244,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
         warnings=(
             *own.warnings,
             *idle_keys(prepared.run, saved.plan),
+            *idle_codec(prepared.run, saved.plan),
             *slow_tiers(saved.plan, prepared.machines.cluster, outcomes),
             *_diverged(own),
         ),
