@@ -30,6 +30,20 @@ class Paces:
             known = known | {key: MEMORY * known.get(key, took_s) + (1 - MEMORY) * took_s}
         return Paces(self.last_s | {key: now_s}, known)
 
+    def begun(self, replica: int, now_s: float) -> "Paces":
+        """After a replica was dealt a batch: if it was idle, the batch takes from now on. Its first one of all
+        may take longer than any other, and is not timed.
+        """
+        idle = {key: now_s for key in self.batch_s if key[1] == replica and key not in self.last_s}
+        return Paces(self.last_s | idle, self.batch_s) if idle else self
+
+    def idle(self, stage: int, replica: int) -> "Paces":
+        """After a replica has come to a stage with the last batch that it has: until it is dealt another one,
+        no time is that of a batch.
+        """
+        key = stage, replica
+        return Paces({one: at_s for one, at_s in self.last_s.items() if one != key}, self.batch_s)
+
     def without(self, replica: int) -> "Paces":
         """After a replica has died."""
         return Paces(
