@@ -172,9 +172,8 @@ class Run:
             group = replace(report.group or GroupAt(), is_drained=True)
             rounds = (RoundAt(committed=number, ready=number, trained=own.batch),)
             self._say(own, group=group, rounds=rounds)
-        elif word.grants and at.attempt != word.grants[0].attempt or at.summed is None and word.grants:
-            attempt = word.grants[0].attempt
-            self._say(own, rounds=(replace(at, summed=number, attempt=attempt),))
+        elif word.grants and (at.summed, at.attempt) != (number, word.grants[0].attempt):
+            self._say(own, rounds=(replace(at, summed=number, attempt=word.grants[0].attempt),))
 
 
 def speeds_of(seed: int) -> list[float]:

@@ -99,7 +99,8 @@ def _told(
         state = replace(state, number=state.number + 1)
     if isinstance(event, Report):
         told.add(event.rank)
-    words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
+    kept = None if state.heals else tuple(committed_rounds(state))  # then it is the same for all
+    words = tuple((rank, word_for(state, rank, kept)) for rank in sorted(told))
     return Step(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
 
 
@@ -166,8 +167,8 @@ def wake_s(state: State, now_s: float) -> float:
     return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
 
 
-def word_for(state: State, rank: RankId) -> Word:
-    """All that holds, for one rank."""
+def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) -> Word:
+    """All that holds, for one rank. Whoever knows them gives the rounds whose sums it need not keep."""
     membership = state.membership
     report = membership.heard[rank].report if rank in membership.heard else None
     known = [0] * len(state.lines)
@@ -178,7 +179,7 @@ def word_for(state: State, rank: RankId) -> Word:
         epoch=membership.epoch,
         number=state.number,
         committed=tuple(line.committed for line in state.lines),
-        kept=tuple(committed_rounds(state, donor=rank.replica)),
+        kept=tuple(committed_rounds(state, donor=rank.replica)) if kept is None else kept,
         members=membership.members,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
         is_installed=membership.is_installed,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from bireme.sync.coordinator.group_events import (
-    Arrived,
     Came,
     Drained,
     Event,
@@ -42,20 +41,21 @@ def with_groups(state: State, now_s: float, lines: Lines) -> State:
         state = _with_event(state, Came(replica), now_s)
     for _, heard in sorted(membership.heard.items()):
         state = _with_report(state, heard.report, now_s)
-    return _followed(state, now_s, lines)
-
-
-def with_group_of(state: State, report: Report, now_s: float, lines: Lines) -> State:
-    """With the groups that the report of a rank leads to, where all that was said before is followed up."""
-    if state.groups is None:
-        return with_groups(state, now_s, lines)
-    return _followed(_with_report(state, report, now_s), now_s, lines)
-
-
-def _followed(state: State, now_s: float, lines: Lines) -> State:
     for replica in state.held:
         state = _with_held(state, replica, now_s)
     state = _with_event(state, Tick(), now_s)
+    return with_trained(state, state.settings.num_stages, lines)
+
+
+def with_group_of(state: State, report: Report, now_s: float, lines: Lines) -> State:
+    """With the groups that the report of a rank leads to, where nothing else is left that would lead to any,
+    and no wait is over.
+    """
+    if state.groups is None:
+        return with_groups(state, now_s, lines)
+    state = _with_report(state, report, now_s)
+    for replica in state.held:
+        state = _with_held(state, replica, now_s)
     return with_trained(state, state.settings.num_stages, lines)
 
 
@@ -65,8 +65,8 @@ def _with_report(state: State, report: Report, now_s: float) -> State:
         return state
     if at.arrived is not None and _is_new(state, stage, replica, at.arrived):
         state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
-        wait_s, patient_s = state.paces.waits_s(stage, replica, at.wait_s)
-        state = _with_event(state, Arrived(stage, replica, at.arrived, wait_s, patient_s), now_s)
+        arrived = state.paces.arrived(stage, replica, at.arrived, at.wait_s)
+        state = _with_event(state, arrived, now_s)
     word = state.group_words.get((stage, replica))
     assert state.groups is not None, "with_groups makes it"
     is_present = replica in state.groups.formers[stage].present
@@ -108,7 +108,7 @@ def _with_event(state: State, event: Event, now_s: float) -> State:
     assert state.groups is not None, "with_groups makes it"
     done = step(state.groups, event, now_s)
     if not done.replies:
-        return replace(state, groups=done.state)
+        return state if done.state is state.groups else replace(state, groups=done.state)
     words, trained = dict(state.group_words), dict(state.trained)
     for reply in done.replies:
         group = reply.group
