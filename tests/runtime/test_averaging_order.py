@@ -97,8 +97,8 @@ def test_replicas_that_die_hold_up_nobody_and_come_back_in_step() -> None:
 
 
 def test_a_coordinator_that_dies_while_replicas_leave_holds_up_none_of_them() -> None:
-    """Ranks that leave wait to be let go, so the next coordinator hears of all ranks of a replica. If the last
-    one was let go in part, the rest of it goes after three leases.
+    """Ranks that leave wait to be let go, so the next coordinator hears of all ranks of a replica. If the
+    last one was let go in part, the rest of it goes after three leases.
     """
     for seed in SEEDS[2::3]:
         case = case_of(seed, is_bad=False)
