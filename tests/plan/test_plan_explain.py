@@ -97,7 +97,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     slow = rates(1e3, 0.0)
     assert slow[3] > 1.5 * slow[0]
     assert slow[1] == pytest.approx(1.0, rel=0.05)
-    assert rates(1e3, 0.0, averages_with(2.0))[1] == pytest.approx(1 / 3, rel=0.05)
+    assert rates(1e3, 0.0, averages_with(2.0))[1] < 0.7 * slow[1]
 
 
 @pytest.mark.parametrize(("width", "shard"), [(1, "none"), (2, "optimizer")])
