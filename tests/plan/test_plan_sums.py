@@ -1,34 +1,39 @@
 """A codec for sums over replicas in predictions: fewer bytes on the link, and what is kept in memory."""
 
+from typing import Literal
+
 import pytest
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
-from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
+from bireme.codec.sum_words import SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import forecast_of
+from bireme.profile.optimizers import moments_share
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
+from tests.support.tiny_profiles import gpt
 
 SLOW = 1.25e6
 
 
-def cluster() -> Cluster:
+def cluster(kind: Literal["cpu", "cuda"] = "cuda") -> Cluster:
     """Two machines with a device each, and a slow link."""
-    device = Device("small", "cuda", memory_bytes=2**30)
+    device = Device("small", kind, memory_bytes=2**30)
     card = Card("card", (0,), Link(SLOW, 0.0))
     return Cluster(tuple(Server(name, (device,), cards=(card,)) for name in ("one", "other")))
 
 
-def forecast(codec: str, schedule: str = "1f1b") -> Forecast:
-    plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(("one/gpu0", "other/gpu0"),))
-    request = PlanRequest(batch_size=8, sums=cost(codec))
-    return forecast_of(plan, tiny_profile(), cluster(), request)
+def forecast(codec: str | SumCost, schedule: str = "1f1b", kind: Literal["cpu", "cuda"] = "cuda") -> Forecast:
+    devices = tuple(device.name for device in cluster(kind).devices())
+    plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(devices,))
+    request = PlanRequest(batch_size=8, sums=cost(codec) if isinstance(codec, str) else codec)
+    return forecast_of(plan, tiny_profile(), cluster(kind), request)
 
 
 def cost(codec: str) -> SumCost:
@@ -49,6 +54,22 @@ def test_what_a_codec_keeps_is_counted() -> None:
     dense, kept = forecast("none").stages[0], forecast("threshold:0.01:50").stages[0]
     assert kept.peak_bytes - dense.peak_bytes == pytest.approx(2 * gradients)
     assert forecast("int8").stages[0].peak_bytes == dense.peak_bytes
+
+
+@pytest.mark.parametrize(("kind", "num_copies"), [("cpu", 2), ("cuda", 0)])
+def test_an_average_of_the_optimizers_state_is_sent_and_kept_along_with_the_weights(
+    kind: Literal["cpu", "cuda"], num_copies: int
+) -> None:
+    """What it takes is on the host, which is the device of a processor."""
+    gradients = sum(unit.gradient_bytes for unit in tiny_profile().units)
+    state = gpt(2).parameters
+    moments = moments_share(state, "adamw")
+    assert moments == 2.0
+    assert moments_share(state, "sgd") == 1.0 < moments_share(state, "muon") < 2.0
+    plain, averaged = (forecast(one, kind=kind) for one in ("none", averages_with(moments)))
+    assert averaged.batch_s - plain.batch_s == pytest.approx(moments * gradients / SLOW, rel=0.05)
+    more_bytes = averaged.stages[0].peak_bytes - plain.stages[0].peak_bytes
+    assert more_bytes == pytest.approx(num_copies * moments * gradients)
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

@@ -18,6 +18,7 @@ from bireme.runtime.averaging.outer import OuterSettings, num_due
 from bireme.runtime.layout import Layout
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.residency import Sizes
+from bireme.sync.coordinator.group_events import Arrived
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.paces import Paces
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
@@ -68,7 +69,11 @@ def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Updat
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group is of all replicas that do not drain."""
-    monkeypatch.setattr(Paces, "waits_s", lambda *_: (60.0, 60.0))
+    monkeypatch.setattr(
+        Paces,
+        "arrived",
+        lambda _, stage, replica, batch, _wait_s: Arrived(stage, replica, batch, 60.0, 60.0),
+    )
 
 
 @pytest.mark.slow

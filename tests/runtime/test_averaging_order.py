@@ -3,6 +3,7 @@
 Agents, programs, the coordinator and the order of a run are the real ones.
 """
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -93,6 +94,19 @@ def test_replicas_that_die_hold_up_nobody_and_come_back_in_step() -> None:
         world.run(LONGEST_S)
         check_met(world)
         assert len(set(world.ended.values())) == 1
+
+
+def test_a_coordinator_that_dies_while_replicas_leave_holds_up_none_of_them() -> None:
+    """Ranks that leave wait to be let go, so the next coordinator hears of all ranks of a replica. If the
+    last one was let go in part, the rest of it goes after three leases.
+    """
+    for seed in SEEDS[2::3]:
+        case = case_of(seed, is_bad=False)
+        num_ranks = case.num_replicas * case.num_stages
+        world = RankWorld(replace(case, outlives_leaving=Random(seed).randint(1, num_ranks)))
+        world.run(LONGEST_S)
+        check_met(world)
+        assert len(world.left) == num_ranks
 
 
 @pytest.mark.slow

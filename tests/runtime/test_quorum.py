@@ -13,6 +13,7 @@ from bireme.plan.plan import Plan
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import RankId
 from tests.support.engine_parity import Setting, oracle, plan_for
+from tests.support.extent import several
 from tests.support.mortal_replicas import Killed, Replicas
 from tests.support.regression import WIDTH, regression, regression_plan
 from tests.support.small_models import Batch, real_batches, token_batches
@@ -88,8 +89,8 @@ def test_tied_weights_are_summed_over_replicas_and_stages() -> None:
     assert_as_one_process(replicas, tolerance=1e-11)
 
 
-PER_KILL = 20
-"""Batches at the most, of which few are needed on a machine that does nothing else."""
+PER_KILL, IN_A_RUN = 20, 12
+"""Batches at the most, of which few are needed on a machine that does nothing else; and kills."""
 
 
 class Walk:
@@ -131,13 +132,11 @@ class Walk:
         self._replicas.wait_until_present()
 
 
-def walked(
-    num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]], num_stages: int = 2
-) -> None:
+def walked(num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]]) -> None:
     walk, num_batches = Walk(points), PER_KILL * (len(points) + 1)
     replicas = Replicas(
         regression(),
-        setting_of(schedule, num_stages),
+        setting_of(schedule),
         num_replicas,
         data_for(num_batches),
         num_batches,
@@ -152,11 +151,29 @@ def walked(
     assert_as_one_process(replicas, tolerance=1e-11)
 
 
+def points_of(num_replicas: int, schedule: str) -> list[tuple[int, int, int]]:
+    """Every instruction of a batch on every rank."""
+    tracks = setting_of(schedule).plan.source.program(6).tracks
+    sizes = [sum(step.batch == 3 for step in track) for track in tracks]
+    return [
+        (replica, stage, place)
+        for stage, size in enumerate(sizes)
+        for place in range(size)
+        for replica in range(num_replicas)
+    ]
+
+
 @pytest.mark.slow
-def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_result() -> None:
-    """And comes back, bit-equal to them. Every third instruction of a batch, on each rank in turn."""
-    places = range(0, 18, 3)
-    walked(2, "2bw", [(number % 2, number // 2 % 2, place) for number, place in enumerate(places)])
+@pytest.mark.parametrize(("num_replicas", "schedule", "quick"), [(2, "2bw", 12), (3, "1f1b", 6)])
+def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_result(
+    num_replicas: int, schedule: str, quick: int
+) -> None:
+    """And comes back with the bits of its peers. By default at some of all instructions of all ranks. Sums of
+    three are in a ring, so they equal one process to rounding.
+    """
+    points = several(points_of(num_replicas, schedule), quick)
+    for begin in range(0, len(points), IN_A_RUN):
+        walked(num_replicas, schedule, points[begin : begin + IN_A_RUN])
 
 
 def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
@@ -171,12 +188,6 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
 
     assert_as_one_process(replicas)
     assert replicas.hub.epochs == [(0, 1), (0,)]
-
-
-@pytest.mark.slow
-def test_any_of_three_replicas_may_die_and_comes_back_with_the_bits_of_its_peers() -> None:
-    """Sums are in a ring then, so they equal one process to rounding, and each other to the bit."""
-    walked(3, "1f1b", [(2, 0, 7), (0, 0, 3), (1, 0, 9)], num_stages=1)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ from tests.support.taking_turns import Killed, Turns
 
 __all__ = ["Case", "RankWorld", "simulated"]
 
-LEASE_S, SUM_S, LOOK_S, TIMEOUT_S = 10.0, 0.002, 0.5, 5.0
+LEASE_S, SUM_S, LOOK_S, TIMEOUT_S, FAREWELL_S = 10.0, 0.002, 0.5, 5.0, 30.0
 CALL_S = 0.1
 """So long after a coordinator has died ranks call the next one, at most."""
 PREFETCH = 1
@@ -74,6 +74,8 @@ class Case:
     """Whether messages come late, twice and in another order."""
     stops_after: int | None = None
     """One of the replicas asks to stop after so many batches of its own."""
+    outlives_leaving: int | None = None
+    """The coordinator dies a moment after so many ranks have begun to leave."""
 
 
 @dataclass
@@ -114,13 +116,15 @@ class RankWorld(Turns):
         self.lines: list[Began | Committed] = []
         self.meetings: dict[int, dict[RankId, tuple[Meeting, float]]] = {}
         self.ended: dict[RankId, int] = {}
+        self.left: set[RankId] = set()
+        """Ranks whose processes have come to their end."""
         self.num_deaths = 0
         self.offers: dict[object, dict[int, Contribution]] = {}
         self.agents: dict[RankId, SimulatedAgent] = {}
         self.replicas: dict[int, _Replica] = {}
         self.slowness = [self.random.uniform(1.0, case.spread) for _ in range(case.num_replicas)]
         self._host, self._due_s = beginner(self.settings, 1), 0.0
-        self._term = self.link = 0
+        self._term = self.link = self._num_leaving = 0
         """The connections to the coordinator are of that number."""
         self._tick_later()
         for number in range(case.num_replicas):
@@ -167,6 +171,12 @@ class RankWorld(Turns):
         for number in self.replicas.keys() - self.members - {rank.replica for rank in self.ended}:
             self.kill(self.replicas.pop(number).life)
 
+    def note_leaving(self) -> None:
+        """One more rank begins to leave."""
+        self._num_leaving += 1
+        if self._num_leaving == self.case.outlives_leaving:
+            self.after(self.random.uniform(0.0, 0.003), self.end_coordinator)
+
     @property
     def members(self) -> set[int]:
         state = self._host.state
@@ -196,13 +206,14 @@ class RankWorld(Turns):
             self.hear(report)
 
     def end_coordinator(self) -> None:
-        """Its process dies. The one that is started in its place knows nothing but its term. Once a replica
-        is done the others have half a minute to leave, and then who started them ends them.
+        """Its process dies. The one that is started in its place knows nothing but its term, and which of the
+        replicas that there were last have come to their end.
         """
-        if self.ended:
-            return
         self.link += 1
         self._host = waiting(self.settings, Candidate(0, 1, used=self._term))
+        for own in self.replicas.values():
+            if sum(rank.own_life == own.life for rank in self.left) == self.case.num_stages:
+                self.after(0.01, partial(self.hear, Ended(own.life)))
         self._tick_later()
         for agent in self.agents.values():
             self.after(self.random.uniform(0.0, CALL_S), agent.client.call)
@@ -255,9 +266,13 @@ class _Client:
         self._send_soon()
 
     def close(self, *, is_leaving: bool) -> None:
-        if self._report is not None and not self._is_closed:
-            self._report = replace(self._report, is_leaving=is_leaving)
+        if self._report is not None and not self._is_closed and is_leaving:
+            self._report = replace(self._report, is_leaving=True)
+            self.world.note_leaving()
             self._send()
+            ends_s = self.world.now_s + FAREWELL_S
+            self.world.after(FAREWELL_S, lambda: None)
+            self.world.wait(lambda: self._is_dropped or self.world.now_s >= ends_s)
         self._is_closed = True
 
     def call(self) -> None:
@@ -498,6 +513,7 @@ class SimulatedRank:
         world.linger()
         world.ended[rank] = replica.step
         replica.leave(replica.step)
+        world.left.add(rank)
         world.part()
 
     def join_averaging(self, until: int) -> None:

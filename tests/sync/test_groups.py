@@ -9,7 +9,9 @@ from statistics import fmean
 import pytest
 
 from bireme.sync.coordinator.connected import is_connected
+from bireme.sync.coordinator.group_events import Arrived
 from bireme.sync.coordinator.group_former import next_wait_s
+from bireme.sync.coordinator.groups import begun, next_deadline_s, step
 from bireme.sync.coordinator.settings import GroupSettings
 from tests.support.extent import draws
 from tests.support.grouped import GroupWorld
@@ -166,6 +168,15 @@ def test_a_replica_that_was_alone_waits_longer_the_next_time_and_one_that_was_no
     assert next_wait_s(0.008, 1) == 0.01
     assert next_wait_s(0.01, 3) == pytest.approx(0.009)
     assert next_wait_s(1e-5, 2) == 1e-5
+
+
+@pytest.mark.parametrize(("until_next", "waits_s"), [(4.0, 0.01), (40.0, 0.3)])
+def test_an_opener_is_patient_only_if_a_group_may_be_forced_before_it_comes_again(
+    until_next: float, waits_s: float
+) -> None:
+    state = begun(GroupSettings(connect_every=10), 1, range(4))
+    found = step(state, Arrived(0, 0, 0, wait_s=0.01, patient_s=0.3, until_next=until_next), 0.0)
+    assert next_deadline_s(found.state) == waits_s
 
 
 def test_replicas_stay_close_to_their_mean_and_closer_the_smaller_the_learning_rate_is() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "SumCodec",
     "SumCost",
     "SumKind",
+    "averages_with",
     "parse_sum_codec",
     "sum_cost",
 ]
@@ -134,15 +135,21 @@ class Gathered:
 class SumCost:
     """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
 
-    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch.
-    `gathered` has the gradients of each unit that are not summed, whose bytes are those that are found; empty
-    where there are none.
+    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch: on the
+    host where it `is_on_host`, which is the device only if that is a processor. `gathered` has the gradients
+    of each unit that are not summed, whose bytes are those that are found; empty where there are none.
     """
 
     codec: SumCodec = DENSE
     message_share: float = 1.0
     kept_share: float = 0.0
     gathered: tuple[Gathered, ...] = ()
+    is_on_host: bool = False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all that is summed or averaged is sent as it is."""
+        return self.codec == DENSE and not self.gathered
 
     def hop_share(self, width: int) -> float:
         """What each of so many replicas sends on, in a ring."""
@@ -158,6 +165,13 @@ class SumCost:
 
 
 DENSE_SUMS = SumCost()
+
+
+def averages_with(state_share: float) -> SumCost:
+    """The cost of averaging weights, along with what optimisers remember of each: so many bytes for each of
+    its gradient. Until the mean is there a rank has a copy of what it offered and room for the mean.
+    """
+    return SumCost(message_share=1.0 + state_share, kept_share=2.0 * state_share, is_on_host=True)
 
 
 def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:

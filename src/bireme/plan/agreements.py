@@ -7,11 +7,10 @@ lie apart. The exchange goes over the slowest link between replicas. Steps for o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from bireme.cluster.cluster import Cluster
-from bireme.codec.sum_words import DENSE_SUMS
 from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
 from bireme.plan.forecast import Candidate
 from bireme.plan.plan import Plan
@@ -56,39 +55,46 @@ def agreements(
     plan = best.plan
     if plan.width < 2 or not plan.devices or not _may_average(plan, request):
         return ()
-    exchange = _exchange(best, profile, cluster)
+    gradients = _exchange(best, profile, cluster)
+    averages = replace(gradients, num_bytes=gradients.num_bytes * request.sums.message_share)
     own_s = best.forecast.batch_s
     if plan.source.rule is Rule.SYNCHRONOUS:
         busy_s = max(stage.busy_s for stage in best.forecast.stages)
-        own_s = max(own_s - exchange.seconds(plan.width), busy_s)
-    return tuple(_forecasts(best, own_s, profile.spread / QUARTERS, exchange))
+        own_s = max(own_s - averages.seconds(plan.width), busy_s)
+    return tuple(_forecasts(best, own_s, profile.spread / QUARTERS, gradients, averages))
 
 
 def _may_average(plan: Plan, request: PlanRequest) -> bool:
     """Whether a run of the plan may: its replicas share nothing, sums and weights are sent as they are from
     where they are, and each rank has one stage.
     """
-    is_plain = request.shard == "none" and request.sums == DENSE_SUMS and plan.paging is None
+    is_plain = request.shard == "none" and request.sums.is_dense and plan.paging is None
     return is_plain and plan.source.num_ranks == plan.num_stages
 
 
 def _forecasts(
-    best: Candidate, own_s: float, deviation: float, exchange: Exchange
+    best: Candidate, own_s: float, deviation: float, gradients: Exchange, averages: Exchange
 ) -> Iterator[AgreementForecast]:
-    all_rate = _rate(Everyone(), best.plan.width, own_s, deviation, exchange)
+    """Of all modes. The plan's forecast counts that all replicas exchange `averages` in every batch, which
+    are larger than `gradients` where they are of the optimiser's state too.
+    """
+    width = best.plan.width
+    all_rate = _rate(Everyone(), width, own_s, deviation, gradients)
+    known_rate = all_rate if averages == gradients else _rate(Everyone(), width, own_s, deviation, averages)
     modes: Sequence[tuple[AgreementSteps, Agreement]] = [
         (AgreementSteps("all", 1, 1.0), Everyone()),
         *((one, _agreement(one, own_s)) for one in STUDIED),
     ]
     for steps, agreement in modes:
-        times = _rate(agreement, best.plan.width, own_s, deviation, exchange) / all_rate
+        exchange = gradients if steps.mode == "all" else averages
+        rate = _rate(agreement, width, own_s, deviation, exchange)
         yield AgreementForecast(
             mode=steps.mode,
             every=steps.every,
-            samples_per_s=times * best.forecast.samples_per_s,
+            samples_per_s=rate / known_rate * best.forecast.samples_per_s,
             steps=steps.steps,
             is_at_least=steps.is_at_least,
-            gain=times / steps.steps,
+            gain=rate / all_rate / steps.steps,
         )
 
 

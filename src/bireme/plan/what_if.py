@@ -156,7 +156,9 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         "devices": f"all {cluster.num_devices} devices",
         "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
-        "sums": f"sums of gradients as they are, not through {request.sums.codec}",
+        "sums": "averages of weights without the optimizer's state"
+        if request.sums.is_on_host
+        else f"sums of gradients as they are, not through {request.sums.codec}",
     }
     for name, sentence in words.items():
         usual = getattr(plain, name)

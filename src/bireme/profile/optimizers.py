@@ -3,6 +3,8 @@
 Weights of sixteen bits get float32 sums of gradients, float32 state, and a float32 copy that is stepped.
 """
 
+from collections.abc import Iterable
+
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import State
 
@@ -12,6 +14,7 @@ __all__ = [
     "frozen_bytes",
     "gradient_bytes",
     "is_hidden_matrix",
+    "moments_share",
     "optimizer_bytes",
     "optimizer_flops",
 ]
@@ -60,10 +63,14 @@ def optimizer_bytes(state: State, optimizer: str) -> int:
     if not state.trainable:
         return 0
     is_short = state.dtype in SHORT
-    element_bytes = 4 if is_short else state.num_bytes // max(state.num_elements, 1)
-    has_one_copy = optimizer == "sgd" or _is_muons(state, optimizer)
-    copies = (1 if has_one_copy else 2) + (1 if is_short else 0)
-    return copies * element_bytes * state.num_elements + (0 if has_one_copy else STEP_BYTES)
+    num_moments = _num_moments(state, optimizer)
+    return (num_moments + is_short) * gradient_bytes(state) + (0 if num_moments == 1 else STEP_BYTES)
+
+
+def moments_share(states: Iterable[State], optimizer: str) -> float:
+    """The bytes of what an optimiser remembers of each weight, for each byte of all gradients."""
+    found = [(gradient_bytes(state), _num_moments(state, optimizer)) for state in states]
+    return sum(own * num for own, num in found) / max(sum(own for own, _ in found), 1)
 
 
 def optimizer_flops(state: State, optimizer: str) -> int:
@@ -73,6 +80,11 @@ def optimizer_flops(state: State, optimizer: str) -> int:
     m, n = sorted(state.shape)
     # A round multiplies an m × n matrix by its transpose, the product by itself, and that by the matrix.
     return MUON_ROUNDS * (4 * m * m * n + 2 * m * m * m)
+
+
+def _num_moments(state: State, optimizer: str) -> int:
+    """How many numbers an optimiser remembers of each weight of a parameter."""
+    return 1 if optimizer == "sgd" or _is_muons(state, optimizer) else 2
 
 
 def _is_muons(state: State, optimizer: str) -> bool:

@@ -28,6 +28,8 @@ BEATS = 5
 """Reports in a lease, where nothing changes."""
 PATIENCE, LONG_PATIENCE = 0.5, 2.0
 """Leases without a word after which to call the next host; the long one where none has come from this one."""
+FAREWELL = 3.0
+"""Leases that one that is leaving waits at most to be let go."""
 
 NOTHING = Word(epoch=0, number=-1)
 
@@ -125,9 +127,13 @@ class CoordinatorClient:
                 self._changed.wait(left_s)
 
     def close(self, *, is_leaving: bool = True) -> None:
-        """End the talk. One that is leaving says that it will not be back."""
-        if is_leaving:
+        """End the talk. One that is leaving says that it will not be back, and goes once it is let go, as all
+        ranks of its replica are then: a coordinator that takes up before has to hear of all of them.
+        """
+        if is_leaving and self._thread.ident is not None:
             self.say(is_leaving=True)
+            with self._changed:
+                self._changed.wait_for(lambda: self.is_dropped, FAREWELL * self._lease_s)
         self._is_closing = True
         self._wake()
         if self._thread.ident is not None:

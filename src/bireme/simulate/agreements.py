@@ -5,12 +5,10 @@ Groups and rounds are made by the rules of the real coordinator, `bireme.sync.co
 
 from functools import partial
 from random import Random
-from statistics import median
 
 from bireme.simulate.replicas import Trained
 from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.group_events import (
-    Arrived,
     Came,
     Event,
     Formed,
@@ -22,15 +20,11 @@ from bireme.sync.coordinator.group_events import (
 )
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
 from bireme.sync.coordinator.groups import GroupState, begun, next_deadline_s, step
+from bireme.sync.coordinator.paces import Paces
 from bireme.sync.coordinator.rounds import Line, next_grant
 from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AsynchronousPairs", "BoundedStaleness", "Everyone", "Groups", "OuterRounds"]
-
-MEMORY = 0.8
-"""How much of the known seconds of a batch stays when another one was timed."""
-MOST_WAIT = 0.1
-"""Of a batch of the others, for a replica that is connected to most of them."""
 
 
 class Everyone(Agreement):
@@ -80,9 +74,7 @@ class Groups(Agreement):
         super().begin(run)
         self.state: GroupState = begun(self.settings, self.num_stages, range(run.num_replicas))
         self.waits_s: dict[tuple[int, int], float] = {}
-        self.batch_s: dict[int, dict[int, float]] = {}
-        """By stage and replica, the time from one batch to the next."""
-        self.last_s: dict[tuple[int, int], float] = {}
+        self.paces = Paces()
         self.deadline_s: float | None = None
         self.furthest = 0
 
@@ -90,14 +82,8 @@ class Groups(Agreement):
         """A rank asks the coordinator for its group."""
         self.furthest = max(self.furthest, batch)
         wait_s = self.waits_s.setdefault((replica, stage), first_wait_s())
-        known, last_s = self.batch_s.setdefault(stage, {}), self.last_s.get((replica, stage), 0.0)
-        known[replica] = MEMORY * known.get(replica, now_s - last_s) + (1 - MEMORY) * (now_s - last_s)
-        self.last_s[replica, stage] = now_s
-        others_s = [each for one, each in known.items() if one != replica]
-        patient_s = median(others_s) if others_s else 0.0
-        if others_s:
-            wait_s = min(wait_s, MOST_WAIT * patient_s)
-        arrived = Arrived(stage, replica, batch, wait_s, patient_s)
+        self.paces = self.paces.with_arrival(stage, replica, now_s)
+        arrived = self.paces.arrived(stage, replica, batch, wait_s)
         self.run.at(now_s + self.run.exchange.control_s, partial(self._happened, arrived))
 
     def woke(self, now_s: float) -> None:
@@ -108,6 +94,7 @@ class Groups(Agreement):
 
     def died(self, replica: int, now_s: float) -> None:
         """The coordinator hears of it, or its lease ends."""
+        self.paces = self.paces.without(replica)
         self.run.at(now_s + self.noticed_s, partial(self._drop, replica))
 
     def returned(self, replica: int, now_s: float) -> None:

@@ -1,16 +1,21 @@
-"""Sums of gradients over replicas as a run asks for them: what they cost, and whether there are any."""
+"""Sums of gradients over replicas as a run asks for them, or averages of weights: what they cost, and whether
+there are any.
+"""
 
-from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
+from bireme.codec.sum_words import SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.model.graph import Graph
 from bireme.plan.plan import Plan
 from bireme.profile.kept_gradients import sum_cost_of
+from bireme.profile.optimizers import moments_share
 from bireme.train.run_file import RunFile
 
 __all__ = ["idle_keys", "sums_of"]
 
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
-    """What the run's codec makes of the sums of a model's gradients."""
+    """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
+    if run.sync.averages and run.sync.average_optimizer:
+        return averages_with(moments_share(graph.parameters, run.training.optimizer))
     codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
     return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
 

@@ -4,6 +4,7 @@ Units that must stay together are one unit of the merged chain, so that no parti
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -37,8 +38,10 @@ class PlanningProblem:
     def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         self.profile = profile
         self.cluster = cluster
-        self.request = request
         placed = cluster.devices()
+        if request.sums.is_on_host and any(device.device.kind != "cpu" for device in placed):
+            request = replace(request, sums=replace(request.sums, kept_share=0.0))
+        self.request = request
         self.names = tuple(device.name for device in placed)
         self.speeds = tuple(device.device.speed for device in placed)
         self.engine = profile.engine or NO_ENGINE

@@ -11,11 +11,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
+from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import Address
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
@@ -244,12 +246,7 @@ class _Supervision:
         nothing where none of this host trained when the run ended on the others.
         """
         while True:
-            if (trouble := self._coordinator.trouble()) is not None:
-                self._coordinator.start_again()
-                for one in self._replicas:
-                    if one.is_told:
-                        self._coordinator.ended(one.life)
-                self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
+            self._tend_coordinator()
             self._note_members()
             if self._done() or self._is_over_elsewhere:
                 self._part()
@@ -258,6 +255,16 @@ class _Supervision:
             for one in self._replicas:
                 self._note_death(one)
             time.sleep(LOOK_S)
+
+    def _tend_coordinator(self) -> None:
+        """Start it again if something is wrong with it, and say who counts no more."""
+        if (trouble := self._coordinator.trouble()) is None:
+            return
+        self._coordinator.start_again()
+        for one in self._replicas:
+            if one.is_told:
+                self._coordinator.ended(one.life)
+        self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
 
     @property
     def _is_over_elsewhere(self) -> bool:
@@ -275,13 +282,19 @@ class _Supervision:
         """
         if one.is_over or one.crew is None:
             return
-        if one.crew.cause is not None and not one.is_told:
-            one.is_told = True
-            self._coordinator.ended(one.life)
-            if self._observer is not None:
-                self._observer.ended(one.life)
+        if one.crew.cause is not None:
+            self._tell_end(one)
         if not one.lives and one.cause is not None:
             self._after_death(one, one.cause)
+
+    def _tell_end(self, one: _Replica) -> None:
+        """Tell all coordinators, once, that the life of a replica is over."""
+        if one.is_told:
+            return
+        one.is_told = True
+        self._coordinator.ended(one.life)
+        if self._observer is not None:
+            self._observer.ended(one.life)
 
     def _note_members(self) -> None:
         """Notice who has a part in rounds, and say who is back."""
@@ -330,18 +343,29 @@ class _Supervision:
         return sorted(found)
 
     def _part(self) -> None:
-        """Let those that train come to their end too. Nobody needs the others any more."""
+        """Let those that train come to their end too. Nobody needs the others any more, and none of them if
+        there can be no coordinator.
+        """
         for one in self._replicas:
             if not one.was_member:
                 one.give_up()
         ends_s = time.monotonic() + PARTING_S
-        while any(one.lives for one in self._replicas) and time.monotonic() < ends_s:
-            time.sleep(LOOK_S)
-        if self._observer is None:
-            return
-        # Replicas on other hosts may need the coordinator until they have left too.
-        while time.monotonic() < ends_s and self._site.coordinates(word := self._observer.word):
-            if word.is_lost:
-                time.sleep(2 * BEAT_S)  # for all to hear of it
-                return
-            time.sleep(LOOK_S)
+        with suppress(BiremeError):
+            while self._is_needed() and time.monotonic() < ends_s:
+                for one in self._replicas:
+                    if not one.lives:
+                        self._tell_end(one)
+                self._tend_coordinator()
+                time.sleep(LOOK_S)
+
+    def _is_needed(self) -> bool:
+        """Whether a replica of this host has not ended yet, or another host may need the coordinator here
+        until its replicas have left.
+        """
+        if any(one.lives for one in self._replicas):
+            return True
+        if self._observer is None or not self._site.coordinates(word := self._observer.word):
+            return False
+        if word.is_lost:
+            time.sleep(2 * BEAT_S)  # for all to hear of it
+        return not word.is_lost

@@ -143,7 +143,7 @@ def with_deals(state: State, now_s: float) -> State:
             pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
             state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
         return state
-    return with_own_deals(state)
+    return with_own_deals(state, now_s)
 
 
 def _wants(state: State, replica: int) -> int:

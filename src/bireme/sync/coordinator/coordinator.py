@@ -15,7 +15,7 @@ from bireme.sync.coordinator.committing import (
     with_sources,
 )
 from bireme.sync.coordinator.dealing import Dealing
-from bireme.sync.coordinator.grouping import with_groups
+from bireme.sync.coordinator.grouping import with_group_of, with_groups
 from bireme.sync.coordinator.groups import next_deadline_s
 from bireme.sync.coordinator.joining import is_lost, with_beginning, with_entries, with_heals, without_lost
 from bireme.sync.coordinator.ledger_line import Began, Committed
@@ -62,8 +62,10 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return Step(state, ((event.rank, word_for(state, event.rank)),))
         if last is not None and _is_of_groups(state, event, last):
             state = replace(state, membership=state.membership.with_report(event, now_s))
-            state = with_groups(with_deals(state, now_s), now_s, lines)
-            return _told(before, state, event, now_s, lines)
+            state = with_deals(with_group_of(state, event, now_s, lines), now_s)
+            if state.held != before.held:  # no group waits for who is held
+                state = with_groups(state, now_s, lines)
+            return _told(before, state, event, now_s, lines, is_of_groups=True)
         membership = state.membership.with_report(event, now_s)
         if is_behind(state, event) and membership.is_installed:
             membership = membership.without(event.rank.own_life)  # it can take no word from here
@@ -73,13 +75,22 @@ def step(state: State, event: Event, now_s: float) -> Step:
     return _told(before, replace(_settled(state, now_s, lines), settled_s=now_s), event, now_s, lines)
 
 
-def _told(before: State, state: State, event: Event, now_s: float, lines: list[Began | Committed]) -> Step:
-    """What has come of an event: whoever it is news for has a word."""
-    now, then = _of_all(state), _of_all(before)
-    is_news, told = (now, _of_replicas(state)) != (then, _of_replicas(before)), set[RankId]()
-    if is_news:
-        is_shared = now != then or state.settings.mode is SyncMode.QUORUM
-        told = set(state.membership.heard) if is_shared else _concerned(before, state)
+def _told(
+    before: State,
+    state: State,
+    event: Event,
+    now_s: float,
+    lines: list[Began | Committed],
+    *,
+    is_of_groups: bool = False,
+) -> Step:
+    """What has come of an event: whoever it is news for has a word. One of groups is none for everybody."""
+    is_of_all = not is_of_groups and _of_all(state) != _of_all(before)
+    is_news, told = is_of_all or _of_replicas(state) != _of_replicas(before), set[RankId]()
+    if is_of_all or (is_news and state.settings.mode is SyncMode.QUORUM):
+        told = {*before.membership.heard, *state.membership.heard}  # also whoever is let go
+    elif is_news:
+        told = _concerned(before, state)
     state = with_stillness(state, now_s, is_news=is_news)
     if not state.standstill and (found := standstill(state, now_s)):
         state, is_news = replace(state, standstill=found), True
@@ -88,7 +99,8 @@ def _told(before: State, state: State, event: Event, now_s: float, lines: list[B
         state = replace(state, number=state.number + 1)
     if isinstance(event, Report):
         told.add(event.rank)
-    words = tuple((rank, word_for(state, rank)) for rank in sorted(told))
+    kept = None if state.heals else tuple(committed_rounds(state))  # then it is the same for all
+    words = tuple((rank, word_for(state, rank, kept)) for rank in sorted(told))
     return Step(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
 
 
@@ -148,14 +160,15 @@ def wake_s(state: State, now_s: float) -> float:
         times.append(state.first_heard_s + settings.lease_s)
     if (until_s := still_until_s(state)) is not None and not state.standstill:
         times.append(until_s)
+    times += state.held.values()
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
         times.append(max(deadline_s, now_s))
     return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
 
 
-def word_for(state: State, rank: RankId) -> Word:
-    """All that holds, for one rank."""
+def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) -> Word:
+    """All that holds, for one rank. Whoever knows them gives the rounds whose sums it need not keep."""
     membership = state.membership
     report = membership.heard[rank].report if rank in membership.heard else None
     known = [0] * len(state.lines)
@@ -166,7 +179,7 @@ def word_for(state: State, rank: RankId) -> Word:
         epoch=membership.epoch,
         number=state.number,
         committed=tuple(line.committed for line in state.lines),
-        kept=tuple(committed_rounds(state, donor=rank.replica)),
+        kept=tuple(committed_rounds(state, donor=rank.replica)) if kept is None else kept,
         members=membership.members,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
         is_installed=membership.is_installed,
@@ -188,7 +201,7 @@ def word_for(state: State, rank: RankId) -> Word:
 
 def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> State:
     """The state from which nothing more follows now."""
-    picture = _of_all(state), _of_replicas(state)
+    picture = _of_all(state), _of_replicas(state), state.held
     while True:
         before = picture
         state = with_beginning(state, now_s, lines)
@@ -198,13 +211,11 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
         if state.membership.is_installed:
             state = with_entries(state)
         if state.membership.is_installed:
-            state = with_deals(state, now_s)
-        if state.membership.is_installed:
-            state = with_rounds(state, now_s, lines)
             if state.settings.mode is SyncMode.GROUPS:
                 state = with_groups(state, now_s, lines)
+            state = with_rounds(with_deals(state, now_s), now_s, lines)
         state = with_sources(state)
-        picture = _of_all(state), _of_replicas(state)
+        picture = _of_all(state), _of_replicas(state), state.held
         if picture == before:
             return state
 

@@ -1,6 +1,7 @@
 """What happens to groups, and what becomes of it: the events and replies of `groups.py`."""
 
 from dataclasses import dataclass
+from math import inf
 
 from bireme.sync.coordinator.messages import GroupMember
 
@@ -22,7 +23,8 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """A rank is ready to average its weights after a batch. As opener it waits for others for `wait_s`, or
-    for `patient_s` if that is longer and it is connected to half of the members at most.
+    for `patient_s` if that is longer, if it is connected to half of the members at most, and if a group may
+    be forced before it comes again: so many updates of all replicas come `until_next`.
     """
 
     stage: int
@@ -30,6 +32,7 @@ class Arrived:
     batch: int
     wait_s: float
     patient_s: float = 0.0
+    until_next: float = inf
 
 
 @dataclass(frozen=True, slots=True)

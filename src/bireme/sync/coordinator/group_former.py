@@ -61,7 +61,8 @@ class Former:
         """With one more that waits. An opener forces a group if one is wanted, and it `may_force` it.
 
         An opener that is not yet connected to more than half of the members waits for `patient_s`, if that is
-        longer: a slow replica meets others while they come by, and a forced group need not wait for it. Once
+        longer: a slow replica meets others while they come by, and a forced group need not wait for it. One
+        that comes again before has time, and is given none (see `may_be_last`). Once
         those who have come connect it to more than half, it waits for latecomers only.
 
         If the groups have connected all members by themselves there is nothing to force. A forced group would
@@ -85,6 +86,10 @@ class Former:
             deadline_s=now_s + (wait_s if is_with_most else max(wait_s, patient_s)),
             is_forced=may_force and former.wants_forced,
         )
+
+    def may_be_last(self, until_next: float, num_members: int, settings: GroupSettings) -> bool:
+        """Whether a group may be wanted that is forced before so many more updates of all replicas."""
+        return self.wants_forced or self.updates + until_next >= settings.connect_every * num_members
 
     def is_due(self, members: Collection[int], now_s: float) -> bool:
         """Whether the group closes now, of members that do not drain."""

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from bireme.sync.coordinator.group_events import (
-    Arrived,
     Came,
     Drained,
     Event,
@@ -15,11 +14,11 @@ from bireme.sync.coordinator.group_events import (
 )
 from bireme.sync.coordinator.groups import begun, step
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import GroupAt, GroupWord, Report
+from bireme.sync.coordinator.messages import GroupWord, Report
 from bireme.sync.coordinator.state import State
 from bireme.sync.coordinator.windows import with_trained
 
-__all__ = ["with_groups"]
+__all__ = ["with_group_of", "with_groups"]
 
 Lines = list[Began | Committed]
 
@@ -41,19 +40,33 @@ def with_groups(state: State, now_s: float, lines: Lines) -> State:
     for replica in sorted(now - there):
         state = _with_event(state, Came(replica), now_s)
     for _, heard in sorted(membership.heard.items()):
-        report = heard.report
-        if report.epoch == membership.epoch and report.rank.replica in now and report.group is not None:
-            state = _with_report(state, report, report.group, now_s)
+        state = _with_report(state, heard.report, now_s)
+    for replica in state.held:
+        state = _with_held(state, replica, now_s)
     state = _with_event(state, Tick(), now_s)
     return with_trained(state, state.settings.num_stages, lines)
 
 
-def _with_report(state: State, report: Report, at: GroupAt, now_s: float) -> State:
-    stage, replica = report.rank.stage, report.rank.replica
+def with_group_of(state: State, report: Report, now_s: float, lines: Lines) -> State:
+    """With the groups that the report of a rank leads to, where nothing else is left that would lead to any,
+    and no wait is over.
+    """
+    if state.groups is None:
+        return with_groups(state, now_s, lines)
+    state = _with_report(state, report, now_s)
+    for replica in state.held:
+        state = _with_held(state, replica, now_s)
+    return with_trained(state, state.settings.num_stages, lines)
+
+
+def _with_report(state: State, report: Report, now_s: float) -> State:
+    stage, replica, at = report.rank.stage, report.rank.replica, report.group
+    if at is None or report.epoch != state.membership.epoch or replica not in state.membership.replicas:
+        return state
     if at.arrived is not None and _is_new(state, stage, replica, at.arrived):
         state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
-        wait_s, patient_s = state.paces.waits_s(stage, replica, at.wait_s)
-        state = _with_event(state, Arrived(stage, replica, at.arrived, wait_s, patient_s), now_s)
+        arrived = state.paces.arrived(stage, replica, at.arrived, at.wait_s)
+        state = _with_event(state, arrived, now_s)
     word = state.group_words.get((stage, replica))
     assert state.groups is not None, "with_groups makes it"
     is_present = replica in state.groups.formers[stage].present
@@ -63,8 +76,26 @@ def _with_report(state: State, report: Report, at: GroupAt, now_s: float) -> Sta
     elif at.summed is None and at.is_broken and word is not None:
         state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
     if at.is_drained and is_present:
-        state = _with_event(state, Drained(stage, replica), now_s)
+        state = _idle(state, stage, replica, now_s)
     return state
+
+
+def _with_held(state: State, replica: int, now_s: float) -> State:
+    """With a replica that is not dealt another batch: no group waits for it where it has come with its last
+    one.
+    """
+    assert state.groups is not None, "with_groups makes it"
+    last = state.dealt_to.get(replica, state.settings.first) - 1
+    for stage, former in enumerate(state.groups.formers):
+        is_ready = any(one.replica == replica for one in former.ready)
+        if replica in former.present and former.latest.get(replica) == last and not is_ready:
+            state = _idle(state, stage, replica, now_s)
+    return state
+
+
+def _idle(state: State, stage: int, replica: int, now_s: float) -> State:
+    state = replace(state, paces=state.paces.idle(stage, replica))
+    return _with_event(state, Drained(stage, replica), now_s)
 
 
 def _is_new(state: State, stage: int, replica: int, batch: int) -> bool:
@@ -77,7 +108,7 @@ def _with_event(state: State, event: Event, now_s: float) -> State:
     assert state.groups is not None, "with_groups makes it"
     done = step(state.groups, event, now_s)
     if not done.replies:
-        return replace(state, groups=done.state)
+        return state if done.state is state.groups else replace(state, groups=done.state)
     words, trained = dict(state.group_words), dict(state.trained)
     for reply in done.replies:
         group = reply.group

@@ -131,11 +131,12 @@ def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
     former = replace(former, latest=former.latest | {event.replica: event.batch})
     # The one that arrives does not drain any more.
     is_whole = state.members <= former.present | {event.replica}
+    may_be_last = former.may_be_last(event.until_next, len(state.members), state.settings)
     former = former.with_arrival(
         GroupMember(event.replica, event.batch),
         event.wait_s,
         now_s,
-        patient_s=event.patient_s,
+        patient_s=event.patient_s if may_be_last else 0.0,
         members=state.members,
         may_force=state.owner is None and is_whole,
     )

@@ -1,18 +1,23 @@
 """Samples where each replica trains batches of its own: `groups` and `outer`.
 
 A replica is dealt its share of a batch whenever it wants one, as long as its window has places left. So a
-fast one trains more batches, and all are done at about the same time. A sample counts once it is in weights
-that others have, in all parts of the model: stages in `groups`, fragments in `outer`.
+fast one trains more batches, and all are done at about the same time. In `groups`, where the coordinator sees
+how long each takes, a slow one is not dealt a last batch that the others would have to wait for: it is *held*
+until they have taken what is left, or should have. A sample counts once it is in weights that others have, in
+all parts of the model: stages in `groups`, fragments in `outer`.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import inf
 
+from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.messages import End, Progress, Report, Window, Word
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.window_end import Trainer, done_without
 
 __all__ = ["num_parts_of", "progress_of", "with_own_batches", "with_own_deals", "with_trained"]
 
@@ -20,22 +25,32 @@ NO_END = Window(0, 1 << 62)
 """Of ranks that name no window."""
 
 
-def with_own_deals(state: State) -> State:
+def with_own_deals(state: State, now_s: float) -> State:
     """With the samples of all batches that a member wants, and the ends of windows that have none left."""
-    for member in state.membership.members:
-        state = _with_deals_of(state, member.replica)
+    replicas = state.membership.replicas
+    if not state.held.keys() <= set(replicas):
+        held = {one: until_s for one, until_s in state.held.items() if one in replicas}
+        state = replace(state, held=held)
+    for replica in replicas:
+        state = _with_deals_of(state, replica, now_s)
+    before: State | None = None
+    while state.held and state is not before:  # others may have taken what was left
+        before = state
+        for replica in tuple(state.held):
+            state = _with_deals_of(state, replica, now_s)
     return state
 
 
-def _with_deals_of(state: State, replica: int) -> State:
+def _with_deals_of(state: State, replica: int, now_s: float) -> State:
     reports = [one.report for rank, one in state.membership.heard.items() if rank.replica == replica]
     wants = max((one.wants for one in reports), default=0)
     window = _window(reports)
-    batch = state.dealt_to.get(replica, state.settings.first)
+    batch = first = state.dealt_to.get(replica, state.settings.first)
     if batch >= wants or any((one.replica, one.window) == (replica, window.number) for one in state.ends):
         return state
     dealing = state.dealing.among(state.membership.replicas, batch)
     pool, ends, until = state.pool, state.ends, _until(state, window)
+    held = {one: until_s for one, until_s in state.held.items() if one != replica}
     # Who came back into a window that the others have left has nothing to do in it.
     is_over = window is not NO_END and window.number < state.lines[-1].committed
     while batch < wants:
@@ -45,9 +60,54 @@ def _with_deals_of(state: State, replica: int) -> State:
             end = End(replica, window.number, batch, until)
             ends = (*(one for one in ends if one.replica != replica), end)
             break
+        until_s = _held_until_s(state, dealing, replica, batch, window, left, now_s)
+        if until_s is not None:
+            if batch == first and replica in state.held:
+                return state
+            held[replica] = until_s
+            break
         pool = pool.with_deal(batch, {replica: count})
         batch += 1
-    return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=state.dealt_to | {replica: batch})
+    paces = state.paces.begun(replica, now_s) if batch > first else state.paces
+    dealt_to = state.dealt_to | {replica: batch}
+    return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=dealt_to, held=held, paces=paces)
+
+
+def _held_until_s(
+    state: State, dealing: Dealing, replica: int, batch: int, window: Window, left: int, now_s: float
+) -> float | None:
+    """Until when a replica is not dealt a batch that it would end after the others have trained all that is
+    left: the time at which these are done. None if it is dealt the batch. Each has a batch of each window, so
+    that it is known how long it takes.
+    """
+    own = _trainer(state, dealing, replica, batch, now_s)
+    begun = next((one.batch for one in state.ends if one.replica == replica), state.settings.first)
+    if own is None or batch == begun or now_s >= state.held.get(replica, inf):
+        return None
+    others = []
+    for other in state.membership.replicas:
+        found = _trainer(state, dealing, other, state.dealt_to.get(other, state.settings.first), now_s)
+        if other == replica or found is None:
+            continue
+        has_ended = any((one.replica, one.window) == (other, window.number) for one in state.ends)
+        others.append(replace(found, batch_s=inf) if has_ended else found)
+    end_s = own.free_s + own.batch_s
+    until_s = done_without(others, left, end_s)
+    return until_s if until_s < end_s else None
+
+
+def _trainer(state: State, dealing: Dealing, replica: int, dealt: int, now_s: float) -> Trainer | None:
+    """A replica to which the batches below `dealt` were dealt, as its last stage was seen to come to groups;
+    None if it is not known how long it takes.
+    """
+    last = state.settings.num_stages - 1
+    batch_s = state.paces.batch_s.get((last, replica), 0.0)
+    if state.groups is None or not batch_s:
+        return None
+    done = state.groups.formers[last].latest.get(replica, dealt - 1) + 1
+    since_s = state.paces.last_s.get((last, replica), now_s)
+    free_s = max(since_s + (dealt - done) * batch_s, now_s) if dealt > done else now_s
+    return Trainer(free_s, batch_s, dealing.counts(dealt)[replica])
 
 
 def _window(reports: list[Report]) -> Window:
