@@ -13,9 +13,10 @@ from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.profile.control import Control
+from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.measuring import BatchEnd, Measured
 from bireme.profile.timing import Seconds
+from bireme.profile.waits import CoreTime
 from bireme.runtime.measuring.messages import read_off
 from bireme.schedule.catalogue import generate
 from bireme.simulate.costs import Costs
@@ -63,12 +64,43 @@ def test_a_control_takes_a_small_share_of_the_time() -> None:
         now_s += 0.5
         return now_s
 
-    control = Control(counts_waits=True, clock=clock)
+    control = Control(clock=clock, lap=lambda: lambda: 0.5)
     for _ in range(1000):
         control.time_if_due()
-    assert control.mean_s == control.median_s == 0.5
+    assert control.median_s == 0.5
     assert sum(control.seconds) <= 0.01 * now_s
     assert len(control.seconds) >= 2
+
+
+def test_a_thread_is_slower_by_its_waits_and_by_what_the_host_takes_away() -> None:
+    before = CoreTime(computed_s=1.0, waited_s=5.0, busy_s=100.0, stolen_s=10.0)
+    now = CoreTime(computed_s=3.0, waited_s=8.0, busy_s=104.0, stolen_s=11.0)
+    assert now.slowdown_since(before, counts_waits=True) == 1 + 3 / 2 + 1 / 4
+    assert now.slowdown_since(before, counts_waits=False) == 1 + 1 / 4
+    assert now.slowdown_since(now, counts_waits=True) == 1.0
+
+
+@pytest.mark.parametrize(("counts_waits", "expected_s"), [(True, 4.0), (False, 2.0)])
+def test_a_machine_whose_speed_swings_is_as_fast_as_at_its_middle_batch(
+    counts_waits: bool, expected_s: float
+) -> None:
+    """One long wait made a control that was timed now and then slower than any step."""
+    now_s = lap_s = 0.0
+    cores = CoreTime(0.0, 0.0, 0.0, 0.0)
+    control = Control(
+        counts_waits=counts_waits, clock=lambda: now_s, lap=lambda: lambda: lap_s, cores=lambda: cores
+    )
+    assert control.typical_s() is None
+    for took_s, waited_s, num_batches in ((1.0, 0.0, 2), (2.0, 1.0, 3), (9.0, 90.0, 2)):
+        lap_s = took_s
+        for _ in range(num_batches - 1):
+            control.time()
+            control.note_batch()
+        cores = CoreTime(cores.computed_s + 1.0, cores.waited_s + waited_s, 0.0, 0.0)
+        now_s += STRETCH_S
+        control.time()
+        control.note_batch()
+    assert control.typical_s() == expected_s
 
 
 def cluster(num_devices: int, num_cores: int) -> Cluster:

@@ -63,8 +63,9 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
     if saved.plan.paging is None:
         del plain["plan"]["paging"]
     else:
-        if not saved.plan.paging.sizes.frozen:
-            del plain["plan"]["paging"]["sizes"]["frozen"]
+        for name in ("frozen", "waiting", "halves"):
+            if not plain["plan"]["paging"]["sizes"][name]:
+                del plain["plan"]["paging"]["sizes"][name]
         if not saved.plan.paging.host_updates:
             del plain["plan"]["paging"]["host_updates"]
     if not saved.plan.updates_halfway:

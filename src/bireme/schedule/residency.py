@@ -38,7 +38,8 @@ class Sizes:
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
     the optimiser's own master copy, counted in `optimizer`. `buffers` are always there besides the
     optimiser's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
-    none.
+    none. Of a backward in halves, `waiting` are a micro-batch's gradients between the two, and `halves` is
+    what they take beside `workspace`; empty stands for none.
     """
 
     version: tuple[float, ...]
@@ -52,6 +53,8 @@ class Sizes:
     workspace: tuple[float, ...] = ()
     buffers: tuple[float, ...] = ()
     frozen: tuple[float, ...] = ()
+    waiting: tuple[float, ...] = ()
+    halves: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +250,8 @@ class _Ledger:
         if sizes.buffers:
             self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
-            self.kept[6] = max(sizes.workspace[stage] for stage in stages)
+            more = sizes.halves if sizes.halves and program.splits_backward else (0.0,) * program.num_stages
+            self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
@@ -288,8 +292,12 @@ class _Ledger:
             entry.stashes = int(step.half != 1)
         elif step.kind is Kind.RECOMPUTE:
             takes.append((3, stash))
+        elif step.kind is Kind.BACKWARD_INPUT:
+            takes.append((3, self._waiting_bytes(step.stage)))
         elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             gives.append((3, stash))
+            if step.kind is Kind.BACKWARD_WEIGHT:
+                gives.append((3, self._waiting_bytes(step.stage)))
             if recomputed:
                 gives.append((4, inputs))
             entry.unstashes = 1
@@ -374,6 +382,9 @@ class _Ledger:
     def _comes_from_afar(self, step: Instruction) -> bool:
         needed = step.needs(self.program.num_stages)
         return needed is not None and self.program.rank_of_stage[needed.from_stage] != self.rank
+
+    def _waiting_bytes(self, stage: int) -> float:
+        return self.sizes.waiting[stage] if self.sizes.waiting else 0.0
 
     def _message_bytes(self, forward: bool, stage: int) -> float:
         return (self.sizes.activation if forward else self.sizes.gradient_message)[stage]
