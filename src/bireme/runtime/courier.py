@@ -169,9 +169,7 @@ class Courier:
                 channel.popleft().pending.wait()
 
     def _free_over(self, border: tuple[bool, int]) -> deque[Parcel]:
-        """The room for more messages over a border, for as many as may be under way: that of the messages that
-        went last.
-        """
+        """The room for more messages over a border, at most for as many as may be under way."""
         return self._free.setdefault(border, deque(maxlen=MOST_SENDS))
 
     def _stays(self, key: Message) -> bool:

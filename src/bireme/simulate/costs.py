@@ -190,7 +190,7 @@ class Costs:
     def in_halves(self) -> "Costs":
         """The costs where each backward runs in halves, which together may take longer than a whole one."""
         pairs = zip(self.backward_input_s, self.backward_weight_s, strict=True)
-        return replace(self, backward_s=tuple(map(sum, pairs)))
+        return replace(self, backward_s=tuple(one + other for one, other in pairs))
 
     def seconds(
         self, step: Instruction, rank: int, *, takes_bytes: float | None = None, on_host: bool = False
