@@ -11,7 +11,10 @@ from bireme.cluster.device import Device
 from bireme.cluster.engine_cost import EngineCost
 from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
+from bireme.plan.partition.chain import chain_of
+from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.replica_work import ReplicaWork
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.measuring import BatchEnd, Measured
@@ -19,6 +22,7 @@ from bireme.profile.timing import Seconds
 from bireme.profile.waits import CoreTime
 from bireme.runtime.measuring.messages import read_off
 from bireme.schedule.catalogue import generate
+from bireme.schedule.residency import Sizes, resident
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
@@ -132,6 +136,44 @@ def test_a_process_counts_before_it_has_a_tensor() -> None:
         assert one.limit_bytes == other.limit_bytes
     too_large = replace(profile, engine=EngineCost(process_bytes=2**30))
     assert not isinstance(find_plan(too_large, cluster(2, 0), request), Answer)
+
+
+def test_copies_of_the_messages_that_a_rank_sends_are_counted() -> None:
+    """Four that may be under way, and room for the next where it is made from a message of another rank."""
+    costs = Costs.per_stage(4, forward_s=1.0, backward_s=1.0, message_bytes=100, gradient_message_bytes=10)
+    work = ReplicaWork(costs, ())
+    assert [work.sent_bytes(rank, (0, 1, 2, 3)) for rank in range(4)] == [400, 550, 550, 40]
+    assert [work.sent_bytes(rank, (0, 1, 1, 0)) for rank in range(2)] == [440, 440]
+    profile = profile_of([1.0] * 2, [2.0] * 2, boundary_bytes=[100, 0])
+    request = PlanRequest(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
+    answer = find_plan(profile, cluster(2, 0), request)
+    assert isinstance(answer, Answer)
+    found = forecast_of(answer.best.plan, replace(profile, engine=EngineCost()), cluster(2, 0), request)
+    for one, other in zip(found.stages, answer.best.forecast.stages, strict=True):
+        assert one.peak_bytes == other.peak_bytes + 400
+
+
+def test_gradients_wait_between_the_halves_of_a_backward() -> None:
+    nothing, one = (0.0,), (100.0,)
+    sizes = Sizes(nothing, nothing, nothing, one, nothing, nothing, nothing, waiting=(7.0,), halves=(3.0,))
+    sizes = replace(sizes, workspace=(20.0,))
+    peaks = {
+        name: resident(generate(name, num_stages=1, num_microbatches=2), 0, sizes).peak_bytes
+        for name in ("1f1b", "zb-h1")
+    }
+    assert peaks == {"1f1b": 100 + 20, "zb-h1": 100 + 7 + 20 + 3}
+
+
+def test_two_halves_take_their_own_seconds_and_the_first_stage_one_whole_backward() -> None:
+    """They were counted as one whole backward, so that plans chose zbv where it was slower."""
+    plain = profile_of([1.0] * 4, [2.0] * 4, boundary_bytes=[100] * 3 + [0])
+    units = tuple(
+        replace(unit, costs=(replace(unit.costs[0], backward_input_s=1.5, backward_weight_s=1.25),))
+        for unit in plain.units
+    )
+    costs = costs_between(chain_of(replace(plain, units=units), 1), (2,))
+    assert (costs.backward_input_s, costs.backward_weight_s) == ((1.5, 3.0), (4.0, 2.5))
+    assert costs.in_halves().backward_s == (5.5, 5.5)
 
 
 def test_what_was_measured_at_once_counts_in_the_mean() -> None:
