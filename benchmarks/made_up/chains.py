@@ -87,7 +87,7 @@ def _additive_bytes(
     nothing = np.zeros_like(worst)
     whole = _sums(kept)
     state_bytes = _sums(state), _sums(gradient), _sums(optimizer), nothing
-    return RangeBytes(*state_bytes, whole, whole, came, worst, nothing)
+    return RangeBytes(*state_bytes, whole, whole, came, worst, nothing, nothing, nothing)
 
 
 def _sums(values: Bytes) -> Bytes:

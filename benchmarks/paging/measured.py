@@ -37,7 +37,7 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.chunks import best_chunk_bytes
 from bireme.schedule.instruction import PAGING, Kind
 from bireme.schedule.paging import Budgets
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate

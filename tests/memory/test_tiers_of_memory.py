@@ -19,7 +19,7 @@ from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.checker import check
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 
 SLOT = PAGE_BYTES
 

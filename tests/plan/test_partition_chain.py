@@ -19,7 +19,8 @@ from bireme.plan.partition.partition import assess
 from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.schedule.residency import Sizes, resident
+from bireme.schedule.residency import resident
+from bireme.schedule.sizes import Sizes
 from tests.profile.test_profile_bytes import GRAPHS, SIZES, graph_of
 from tests.support.estimates import estimated_once
 from tests.support.extent import examples
@@ -45,6 +46,8 @@ def check_every_range(found: Profile, micro_batch: int) -> None:
             "saved_bytes": tables.saved,
             "kept_bytes": tables.kept,
             "workspace_bytes": tables.workspace,
+            "waiting_bytes": tables.waiting,
+            "halves_bytes": tables.halves,
         }
         frozen = {h.name: h.frozen_bytes for unit in found.units[begin:end] for h in unit.tied}
         apart = [u.frozen_bytes - sum(h.frozen_bytes for h in u.tied) for u in found.units[begin:end]]
@@ -71,6 +74,7 @@ NAMES = st.sampled_from("abcdefg")
 def profiles(draw: st.DrawFn) -> Profile:
     """Units that share what they like, larger here than there, joined by names that a third one knows."""
     units = []
+    in_halves = draw(st.booleans())
     for place in range(draw(st.integers(1, 6))):
         shared = [
             Kept(tuple(names), draw(st.integers(0, 50)), draw(st.booleans()))
@@ -81,7 +85,11 @@ def profiles(draw: st.DrawFn) -> Profile:
             st.one_of(NAMES, st.sampled_from(known)) if known else NAMES, max_size=2, unique=True
         )
         own = draw(st.integers(0, 99)) + sum(kept.num_bytes for kept in shared if kept.is_saved)
-        cost = UnitCost(1, 1.0, 2.0, 3.0, None, None, 0.0, own, 7, draw(st.integers(0, 99)), tuple(shared))
+        workspace = draw(st.integers(0, 99))
+        halves: tuple[int | None, ...] = (None, None, None)
+        if in_halves:
+            halves = draw(st.tuples(*(st.integers(0, 900),) * 3))
+        cost = UnitCost(1, 1.0, 2.0, 3.0, None, None, 0.0, own, 7, workspace, tuple(shared), *halves)
         tied = [
             Held(name, 10 + size, size, 2 * size, 3, 2)
             for name, size in draw(st.dictionaries(st.sampled_from("xyz"), st.integers(0, 40))).items()
@@ -156,9 +164,9 @@ def test_what_a_stage_holds_at_once_is_what_the_simulator_counts(name: str, reco
             num_batches=7,
             recompute=range(num_stages) if recompute else (),
         )
-        drawn = [tuple(map(float, row)) for row in random.integers(1, 100, (7, num_stages))]
-        version, gradient, optimizer, stash, inputs, activation, message = drawn
-        sizes = Sizes(version, gradient, optimizer, stash, inputs, activation, message)
+        drawn = [tuple(map(float, row)) for row in random.integers(1, 100, (8, num_stages))]
+        version, gradient, optimizer, stash, inputs, activation, message, waiting = drawn
+        sizes = Sizes(version, gradient, optimizer, stash, inputs, activation, message, waiting=waiting)
         for stage, moments in enumerate(found):
             counts = [
                 optimizer[stage]
@@ -168,6 +176,7 @@ def test_what_a_stage_holds_at_once_is_what_the_simulator_counts(name: str, reco
                 + moment.inputs * inputs[stage]
                 + moment.activation * activation[stage]
                 + moment.gradient_message * message[stage]
+                + moment.waiting * waiting[stage]
                 for moment in moments
             ]
             assert max(counts) == resident(program, stage, sizes).peak_bytes

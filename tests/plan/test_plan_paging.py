@@ -37,7 +37,7 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 from bireme.schedule.stream import LONG
 from tests.support.command import bireme
 

@@ -11,13 +11,19 @@ from bireme.cluster.device import Device
 from bireme.cluster.engine_cost import EngineCost
 from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
+from bireme.plan.partition.chain import chain_of
+from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.replica_work import ReplicaWork
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.profile.control import Control
+from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.measuring import BatchEnd, Measured
 from bireme.profile.timing import Seconds
+from bireme.profile.waits import CoreTime
 from bireme.runtime.measuring.messages import read_off
 from bireme.schedule.catalogue import generate
+from bireme.schedule.residency import resident
+from bireme.schedule.sizes import Sizes
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
@@ -63,12 +69,43 @@ def test_a_control_takes_a_small_share_of_the_time() -> None:
         now_s += 0.5
         return now_s
 
-    control = Control(counts_waits=True, clock=clock)
+    control = Control(clock=clock, lap=lambda: lambda: 0.5)
     for _ in range(1000):
         control.time_if_due()
-    assert control.mean_s == control.median_s == 0.5
+    assert control.median_s == 0.5
     assert sum(control.seconds) <= 0.01 * now_s
     assert len(control.seconds) >= 2
+
+
+def test_a_thread_is_slower_by_its_waits_and_by_what_the_host_takes_away() -> None:
+    before = CoreTime(computed_s=1.0, waited_s=5.0, busy_s=100.0, stolen_s=10.0)
+    now = CoreTime(computed_s=3.0, waited_s=8.0, busy_s=104.0, stolen_s=11.0)
+    assert now.slowdown_since(before, counts_waits=True) == 1 + 3 / 2 + 1 / 4
+    assert now.slowdown_since(before, counts_waits=False) == 1 + 1 / 4
+    assert now.slowdown_since(now, counts_waits=True) == 1.0
+
+
+@pytest.mark.parametrize(("counts_waits", "expected_s"), [(True, 4.0), (False, 2.0)])
+def test_a_machine_whose_speed_swings_is_as_fast_as_at_its_middle_batch(
+    counts_waits: bool, expected_s: float
+) -> None:
+    """One long wait made a control that was timed now and then slower than any step."""
+    now_s = lap_s = 0.0
+    cores = CoreTime(0.0, 0.0, 0.0, 0.0)
+    control = Control(
+        counts_waits=counts_waits, clock=lambda: now_s, lap=lambda: lambda: lap_s, cores=lambda: cores
+    )
+    assert control.typical_s() is None
+    for took_s, waited_s, num_batches in ((1.0, 0.0, 2), (2.0, 1.0, 3), (9.0, 90.0, 2)):
+        lap_s = took_s
+        for _ in range(num_batches - 1):
+            control.time()
+            control.note_batch()
+        cores = CoreTime(cores.computed_s + 1.0, cores.waited_s + waited_s, 0.0, 0.0)
+        now_s += STRETCH_S
+        control.time()
+        control.note_batch()
+    assert control.typical_s() == expected_s
 
 
 def cluster(num_devices: int, num_cores: int) -> Cluster:
@@ -100,6 +137,44 @@ def test_a_process_counts_before_it_has_a_tensor() -> None:
         assert one.limit_bytes == other.limit_bytes
     too_large = replace(profile, engine=EngineCost(process_bytes=2**30))
     assert not isinstance(find_plan(too_large, cluster(2, 0), request), Answer)
+
+
+def test_copies_of_the_messages_that_a_rank_sends_are_counted() -> None:
+    """Four that may be under way, and room for the next where it is made from a message of another rank."""
+    costs = Costs.per_stage(4, forward_s=1.0, backward_s=1.0, message_bytes=100, gradient_message_bytes=10)
+    work = ReplicaWork(costs, ())
+    assert [work.sent_bytes(rank, (0, 1, 2, 3)) for rank in range(4)] == [400, 550, 550, 40]
+    assert [work.sent_bytes(rank, (0, 1, 1, 0)) for rank in range(2)] == [440, 440]
+    profile = profile_of([1.0] * 2, [2.0] * 2, boundary_bytes=[100, 0])
+    request = PlanRequest(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
+    answer = find_plan(profile, cluster(2, 0), request)
+    assert isinstance(answer, Answer)
+    found = forecast_of(answer.best.plan, replace(profile, engine=EngineCost()), cluster(2, 0), request)
+    for one, other in zip(found.stages, answer.best.forecast.stages, strict=True):
+        assert one.peak_bytes == other.peak_bytes + 400
+
+
+def test_gradients_wait_between_the_halves_of_a_backward() -> None:
+    nothing, one = (0.0,), (100.0,)
+    sizes = Sizes(nothing, nothing, nothing, one, nothing, nothing, nothing, waiting=(7.0,), halves=(3.0,))
+    sizes = replace(sizes, workspace=(20.0,))
+    peaks = {
+        name: resident(generate(name, num_stages=1, num_microbatches=2), 0, sizes).peak_bytes
+        for name in ("1f1b", "zb-h1")
+    }
+    assert peaks == {"1f1b": 100 + 20, "zb-h1": 100 + 7 + 20 + 3}
+
+
+def test_two_halves_take_their_own_seconds_and_the_first_stage_one_whole_backward() -> None:
+    """They were counted as one whole backward, so that plans chose zbv where it was slower."""
+    plain = profile_of([1.0] * 4, [2.0] * 4, boundary_bytes=[100] * 3 + [0])
+    units = tuple(
+        replace(unit, costs=(replace(unit.costs[0], backward_input_s=1.5, backward_weight_s=1.25),))
+        for unit in plain.units
+    )
+    costs = costs_between(chain_of(replace(plain, units=units), 1), (2,))
+    assert (costs.backward_input_s, costs.backward_weight_s) == ((1.5, 3.0), (4.0, 2.5))
+    assert costs.in_halves().backward_s == (5.5, 5.5)
 
 
 def test_what_was_measured_at_once_counts_in_the_mean() -> None:

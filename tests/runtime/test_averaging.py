@@ -17,7 +17,7 @@ from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings, num_due
 from bireme.runtime.layout import Layout
 from bireme.schedule.budgets import Budgets
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 from bireme.sync.coordinator.group_events import Arrived
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.paces import Paces

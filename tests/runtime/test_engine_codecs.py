@@ -26,7 +26,7 @@ from tests.support.engine_parity import (
     train_on_threads,
     train_rank,
 )
-from tests.support.small_models import gpt, real_batches, token_batches
+from tests.support.small_models import real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads

@@ -21,8 +21,9 @@ from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.paging import Budgets, page
 from bireme.schedule.program import Program, Track
-from bireme.schedule.residency import Sizes, resident
+from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
+from bireme.schedule.sizes import Sizes
 from bireme.schedule.tiers import Chunk
 from bireme.schedule.uses import Mode, chunks_of, uses
 from tests.support.extent import examples, several

@@ -8,7 +8,8 @@ from bireme.errors import BiremeError
 from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.schedule.paging import Budgets
-from bireme.schedule.residency import Sizes, resident
+from bireme.schedule.residency import resident
+from bireme.schedule.sizes import Sizes
 from tests.support.engine_parity import Trained
 from tests.support.small_models import Model
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from bireme.plan.plan_file import load_plan
 from bireme.train.machines import machines_of
+from bireme.train.recorded_batches import is_recorded
 from bireme.train.run_file import load_run_file
 from tests.support.alone import alone
 from tests.support.command import bireme
@@ -50,11 +52,16 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
 
 
 def test_a_dry_run_lists_what_the_run_then_writes(tmp_path: Path, capsys: Capture) -> None:
-    words = ["train", str(write_run(tmp_path, "1f1b", 1)), *settings(log__trace="true")]
+    """No measured timeline, for which it is too short unless one is asked for."""
+    words = ["train", str(write_run(tmp_path, "1f1b", 1)), "--steps", "5"]
     with alone():
         listed = bireme(capsys, *words, "--dry-run", "--json").document["writes"]
         assert bireme(capsys, *words).status == 0
     assert {*map(Path, listed)} == {*(tmp_path / "runs" / "run").iterdir()}
+    asked = load_run_file(Path(words[1]), ["training.steps=5", "log.trace=true"])
+    plan = load_plan(tmp_path / "runs" / "run" / "plan.json")
+    assert is_recorded(asked, plan)
+    assert is_recorded(load_run_file(Path(words[1]), ["training.steps=7"]), plan)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import write_plan
 from bireme.schedule.paging import Budgets
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 from bireme.train.replica_checks import check_paged
 from bireme.train.run_file import load_run_file
 from tests.support.alone import alone

@@ -5,7 +5,11 @@ from dataclasses import dataclass, fields
 
 from bireme.errors import BiremeError
 
-__all__ = ["NO_ENGINE", "EngineCost"]
+__all__ = ["MOST_SENDS", "NO_ENGINE", "EngineCost"]
+
+MOST_SENDS = 4
+"""Sends over one border in one direction that may be under way; before another, the oldest is waited for.
+Each has memory of its own, which later messages use again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,14 @@ class Rest:
         self._early = early
         self._second_half: _SecondHalf | None = second_half
 
+    @property
+    def waiting(self) -> list[Tensor]:
+        """The gradients that wait for the second half."""
+        if self._second_half is None:
+            return []
+        kept = (one for given in self._second_half.kept.values() for one in given if one is not None)
+        return [*self._early.values(), *(flow.gradient for flow in self._second_half.flows), *kept]
+
     def weight_gradients(self) -> Gradients:
         """The second half: the gradients of the parameters, None for one that nothing flows to.
 

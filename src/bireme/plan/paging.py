@@ -11,7 +11,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.budgets import Budgets, Cut, cut_memory
 from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 
 __all__ = ["Paging"]
 

@@ -64,7 +64,7 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
         del plain["plan"]["paging"]
     else:
         sizes = plain["plan"]["paging"]["sizes"]
-        for name in ("frozen", "tied_gradient"):
+        for name in ("frozen", "tied_gradient", "waiting", "halves"):
             if not sizes[name]:
                 del sizes[name]
         if not saved.plan.paging.host_updates:

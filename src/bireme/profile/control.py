@@ -1,19 +1,24 @@
 """The control: a fixed piece of work that no model changes, to tell a slow machine from a slow program.
 
-Shared machines lend their cores to others, and by the minute. So the same few products of matrices are timed
-in turns with what is measured, once when a model is profiled and again while it trains: they take longer only
-if the machine is slower. They allocate nothing.
+Shared machines lend their cores to others, and by the minute. How slow a core is while a thread has it, the
+control shows: the same few products of matrices are timed in turns with what is measured, once when a model
+is profiled and again while it trains. They allocate nothing. For how long the thread had no core, the
+operating system counts: waits are rare and long, so that now and then is too seldom to look for them.
 """
 
+from array import array
 from collections.abc import Callable
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 
 import torch
 
-from bireme.profile.waits import waited_s
+from bireme.profile.timing import Clock
+from bireme.profile.waits import CoreTime, core_time
 
 __all__ = ["Control"]
+
+CPU = torch.device("cpu")
 
 WIDTH = 256
 NUM_PRODUCTS = 3
@@ -22,45 +27,92 @@ NUM_PRODUCTS = 3
 SHARE = 0.005
 """The largest share of the time that it may take while a rank trains."""
 
+STRETCH_S = 1.0
+"""For how long a machine counts as equally fast."""
+
 
 class Control:
     """Times the work whenever it is asked. Its own tensors are made with it.
 
-    With `counts_waits` the time counts in which the thread waits for a core, as it does for a step. Leave it
-    out for a profile, which knows no such time, and where waiting is predicted because ranks share cores.
+    With `counts_waits` a batch's slowness includes the time in which the thread waited for a core. Leave it
+    out where waiting is predicted because ranks share cores.
     """
 
-    def __init__(self, *, counts_waits: bool, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        *,
+        counts_waits: bool = True,
+        clock: Callable[[], float] = perf_counter,
+        lap: Callable[[], Callable[[], float]] = lambda: Clock(CPU).lap,
+        cores: Callable[[], CoreTime | None] = core_time,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self._left, self._right = (torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(2))
         self._product = torch.empty(WIDTH, WIDTH)
         self._counts_waits = counts_waits
-        self._clock = clock
+        self._clock, self._lap, self._cores = clock, lap, cores
         self._ended_s = -float("inf")
         self.seconds: list[float] = []
+        """What it took, waits left out; of the present stretch, where batches are noted."""
+        self._passed_s = 0.0
+        """What passed meanwhile, waits included."""
+        self._began_s: float | None = None
+        self._before: CoreTime | None = None
+        self._num_batches = 0
+        self._found: tuple[array[float], array[float]] = (array("d"), array("d"))
+        """What it would have taken with the waits there were, and for how many batches."""
 
     def time(self) -> None:
         """Do the work, and note how long it took."""
-        before_s = 0.0 if self._counts_waits else waited_s()
-        began_s = self._clock()
+        began_s, lap = self._clock(), self._lap()
         for _ in range(NUM_PRODUCTS):
             torch.mm(self._left, self._right, out=self._product)
+        self.seconds.append(lap())
         self._ended_s = self._clock()
-        if not self._counts_waits:
-            began_s += waited_s() - before_s
-        self.seconds.append(self._ended_s - began_s)
+        self._passed_s += self._ended_s - began_s
 
     def time_if_due(self) -> None:
         """The same, but seldom enough that other work does not feel it."""
         if not self.seconds or (self._clock() - self._ended_s) * SHARE >= self.seconds[-1]:
             self.time()
 
-    @property
-    def median_s(self) -> float:
-        """What it takes on an ordinary occasion."""
-        return median(self.seconds) if self.seconds else 0.0
+    def note_batch(self) -> None:
+        """A batch has been trained that counts for the time of a step."""
+        if self._began_s is None:
+            self._began_s, self._before = self._clock(), self._cores()
+        self.time_if_due()
+        self._num_batches += 1
+        if self._clock() - self._began_s >= STRETCH_S:
+            self._end_stretch()
 
     @property
-    def mean_s(self) -> float:
-        """What it takes in the mean, with the occasions on which others had the core."""
-        return fmean(self.seconds) if self.seconds else 0.0
+    def median_s(self) -> float:
+        """What it takes on an ordinary occasion, waits left out."""
+        return median(self.seconds) if self.seconds else 0.0
+
+    def typical_s(self) -> float | None:
+        """What it would have taken while the batch in the middle ran, if they are put in order by that; None
+        if no batch has been noted.
+        """
+        if self._num_batches:
+            self._end_stretch()
+        in_order = sorted(zip(*self._found, strict=True))
+        left = sum(count for _, count in in_order) / 2
+        for seconds, count in in_order:
+            left -= count
+            if left <= 0:
+                return seconds
+        return None
+
+    def _end_stretch(self) -> None:
+        """What the control would have taken in the stretch counts for its batches."""
+        now, last_s = self._cores(), self.seconds[-1]
+        if now is not None and self._before is not None:
+            slowdown = now.slowdown_since(self._before, counts_waits=self._counts_waits)
+        else:
+            slowdown = self._passed_s / sum(self.seconds) if self._counts_waits else 1.0
+        self._found[0].append(slowdown * self.median_s)
+        self._found[1].append(self._num_batches)
+        self._began_s, self._before = self._clock(), now
+        self._num_batches, self._passed_s = 0, last_s
+        self.seconds = [last_s]

@@ -53,7 +53,9 @@ class UnitCost:
     `shared` names are pieces that its neighbours may know and keep as well, and that are then there once.
     `boundary_bytes` goes to the next unit; `returned_bytes` comes back from it as gradients, None where that
     is as much. `workspace_bytes` is what else is alive at the worst moment, besides what is saved, what came
-    in and what goes out.
+    in and what goes out. Where the backward runs in halves, the first one keeps `waiting_bytes` of gradients
+    for the second, and `halves_workspace_bytes` is what else is alive during the first; None where nobody
+    asked for halves.
     """
 
     micro_batch: Count
@@ -68,6 +70,13 @@ class UnitCost:
     workspace_bytes: Bytes
     shared: tuple[Kept, ...]
     returned_bytes: Bytes | None = None
+    waiting_bytes: Bytes | None = None
+    halves_workspace_bytes: Bytes | None = None
+
+    @property
+    def back_bytes(self) -> int:
+        """What comes back from the next unit as gradients."""
+        return self.boundary_bytes if self.returned_bytes is None else self.returned_bytes
 
 
 @dataclass(frozen=True, slots=True)

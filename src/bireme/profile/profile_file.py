@@ -61,6 +61,7 @@ def plain_profile(profile: Profile) -> dict[str, Any]:
             if not one["frozen_bytes"]:
                 del one["frozen_bytes"]
         for cost in unit["costs"]:
-            if cost["returned_bytes"] is None:
-                del cost["returned_bytes"]
+            for name in ("returned_bytes", "waiting_bytes", "halves_workspace_bytes"):
+                if cost[name] is None:
+                    del cost[name]
     return {"format": FORMAT, **plain}

@@ -38,6 +38,9 @@ __all__ = ["Graphs", "Progress", "profile"]
 Graphs = Graph | Callable[[int], Graph]
 """A graph for every micro-batch size, or a way to have one for each."""
 
+COUNTED = "with the gradients that wait in halves"
+"""What profiles say of bytes, so that the cache has none that says less."""
+
 COUNTING_FRACTION = 0.1
 """Of the work that counting bytes is, as the progress tells it."""
 
@@ -78,7 +81,7 @@ def profile(
     prints = [graph_hash(graph) for graph in captured.values()]
     measurer = measurer or Here(resolve)
     circumstances = [described, num_threads, versions_here(), optimizer, halves, effort]
-    circumstances += measurer.circumstances
+    circumstances += [COUNTED, *measurer.circumstances]
     path = cache_path([first.name, prints, sizes, *circumstances])
     # To estimate again is quick, and how it is done may have been changed.
     is_cacheable = is_measured and not any(operator.is_of_chain for operator in first.operators)
@@ -88,10 +91,10 @@ def profile(
     pieces = {size: pieces_of(graph) for size, graph in captured.items()}
     work = _Work(pieces, optimizer, examples, resolve, progress)
     if isinstance(device, Device):
-        work.count(torch.device("cpu"))
+        work.count(torch.device("cpu"), halves=halves)
         work.estimate(device, halves=halves)
     else:
-        work.count(device)
+        work.count(device, halves=halves)
         work.measure(device, described.memory_bytes, effort, measurer, halves=halves)
     progress(1.0, "done")
     found = Profile(
@@ -171,14 +174,14 @@ class _Work:
         self.ends: dict[int, BatchEnd] = {}
         self.engine: EngineCost | None = None
 
-    def count(self, device: torch.device) -> None:
+    def count(self, device: torch.device, *, halves: bool) -> None:
         """Find the bytes that units keep, with what runs for an operator on a device."""
         num_all = len(self.pieces) * len(self.first.distinct)
         for size, one in self.pieces.items():
             for index in one.distinct:
                 num_done = sum(map(len, self.residues.values()))
                 self.progress(COUNTING_FRACTION * num_done / num_all, "counting bytes")
-                self.residues[size][index] = self._residue(size, index, device)
+                self.residues[size][index] = self._residue(size, index, device, halves=halves)
 
     def estimate(self, device: Device, *, halves: bool) -> None:
         """Find the seconds from the description of a device."""
@@ -279,14 +282,16 @@ class _Work:
             workspace_bytes=residue.workspace_bytes,
             shared=one.translated(residue.shared, index),
             returned_bytes=one.returned_bytes(index, size),
+            waiting_bytes=None if residue.halves is None else residue.halves.waiting_bytes,
+            halves_workspace_bytes=None if residue.halves is None else residue.halves.workspace_bytes,
         )
 
-    def _residue(self, size: int, index: int, device: torch.device) -> Residue:
+    def _residue(self, size: int, index: int, device: torch.device, *, halves: bool) -> Residue:
         one = self.pieces[size]
         common = one.common_of(one.units[index])
         with fake_tensors():
             bench = bench_of(one, index, size, device, self.examples, self.resolve, also=common)
-            return residue_of(bench, frozenset(common))
+            return residue_of(bench, frozenset(common), halves=halves)
 
     def _state_of(self, index: int) -> _State:
         graph, unit = self.first.graph, self.first.units[index]

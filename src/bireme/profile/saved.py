@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.model.halves import backward_input
 from bireme.model.torch_private import storage_id
 from bireme.profile.profile import Kept
 from bireme.profile.trace import StorageTrace
@@ -65,19 +66,28 @@ class Residue:
     boundary_bytes: int
     workspace_bytes: int
     shared: tuple[Kept, ...]
+    halves: "Halves | None" = None
 
 
-def residue_of(bench: Workbench, common: frozenset[str]) -> Residue:
-    """Run a workbench of fake tensors once and see.
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """What a backward in halves takes besides: gradients that wait for the second half, and what else is
+    alive at the worst moment of the first.
+    """
+
+    waiting_bytes: int
+    workspace_bytes: int
+
+
+def residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = False) -> Residue:
+    """Run a workbench of fake tensors once and see, with `halves` again for a backward in halves.
 
     `common` are values that several units make for themselves.
     The bench's function must give those among its results.
     """
     fixed = {**bench.parameters, **bench.buffers}
     with StorageTrace() as trace:
-        trace.adopt([*fixed.values(), *bench.given.values()], owner="input")
-        trace.adopt([tensor.grad for tensor in bench.trainable if tensor.grad is not None], owner="gradient")
-        fixed_bytes = trace.live_bytes - _num_bytes(bench.given.values())
+        fixed_bytes = _adopted(trace, bench)
         with Saved(fixed) as saved:
             results = bench.forward()
             shared = _named(bench, results, common, saved)
@@ -85,6 +95,7 @@ def residue_of(bench: Workbench, common: frozenset[str]) -> Residue:
         results = bench.differentiable(results)
         bench.backward(results)
         peak_bytes = trace.peak_bytes
+    del results
     ends = {*bench.given, *bench.function.sends}
     kept_bytes = saved.num_bytes + sum(
         kept.num_bytes for kept in shared if not kept.is_saved and ends.intersection(kept.names)
@@ -95,7 +106,38 @@ def residue_of(bench: Workbench, common: frozenset[str]) -> Residue:
         boundary_bytes=boundary_bytes,
         workspace_bytes=max(0, peak_bytes - fixed_bytes - kept_bytes),
         shared=shared,
+        halves=_halves_of(bench, kept_bytes) if halves else None,
     )
+
+
+def _halves_of(bench: Workbench, kept_bytes: int) -> Halves:
+    """Run it once more, with the first half of a backward."""
+    fixed = {**bench.parameters, **bench.buffers}
+    with StorageTrace() as trace:
+        fixed_bytes = _adopted(trace, bench)
+        with Saved(fixed) as saved:
+            roots = bench.differentiable(bench.forward())
+            known = {storage_id(tensor) for tensor in (*bench.given.values(), *roots.values())}
+        received = [tensor for tensor in bench.received.values() if tensor.requires_grad]
+        rest = backward_input(list(roots.values()), bench.output_gradients(roots), received, bench.trainable)
+        waiting = {
+            storage_id(tensor): tensor.untyped_storage().nbytes()
+            for tensor in rest.waiting
+            if tensor.ndim  # that of a loss is one for all micro-batches
+            and storage_id(tensor) not in known
+            and not saved.keeps(tensor)
+        }
+        waiting_bytes = sum(waiting.values())
+        peak_bytes = trace.peak_bytes
+    return Halves(waiting_bytes, max(0, peak_bytes - fixed_bytes - kept_bytes - waiting_bytes))
+
+
+def _adopted(trace: StorageTrace, bench: Workbench) -> int:
+    """Let a trace count what a bench has from the start; the bytes of what does not come in."""
+    given = bench.given.values()
+    trace.adopt([*bench.parameters.values(), *bench.buffers.values(), *given], owner="input")
+    trace.adopt([tensor.grad for tensor in bench.trainable if tensor.grad is not None], owner="gradient")
+    return trace.live_bytes - _num_bytes(given)
 
 
 def _named(

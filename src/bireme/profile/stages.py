@@ -19,7 +19,8 @@ class StageCost:
     """A stage at one micro-batch size; the fields mean what they do for a unit.
 
     `kept_bytes` is what stays of a micro-batch between its forward and its backward: what is saved, and what
-    came in and goes out besides.
+    came in and goes out besides. Where the backward runs in halves, `waiting_bytes` of gradients wait for the
+    second one, and `halves_bytes` of workspace are needed besides; 0 where nobody asked for halves.
     """
 
     forward_s: float
@@ -38,6 +39,8 @@ class StageCost:
     kept_bytes: int
     boundary_bytes: int
     workspace_bytes: int
+    waiting_bytes: int = 0
+    halves_bytes: int = 0
 
     def peak_bytes(self, *, num_versions: int = 1, num_stashed: int = 1) -> int:
         """What a device holds at the worst moment, with so many weight versions and micro-batches kept."""
@@ -56,6 +59,10 @@ def stage_cost(profile: Profile, begin: int, end: int, micro_batch: int) -> Stag
     weights = [cost.backward_weight_s for cost in costs]
     twice = list(_repeated(units))
     memory = _memory(units, costs)
+    workspace_bytes = memory.peak_bytes - memory.kept_bytes
+    gradient_bytes = sum(u.gradient_bytes for u in units) - sum(h.gradient_bytes for h in twice)
+    before = profile.units[begin - 1].at(micro_batch) if begin else None
+    waiting_bytes = _waiting_bytes(costs, before)
     return StageCost(
         forward_s=sum(cost.forward_s for cost in costs),
         backward_s=sum(cost.backward_s for cost in costs),
@@ -66,13 +73,42 @@ def stage_cost(profile: Profile, begin: int, end: int, micro_batch: int) -> Stag
         update_s=sum(unit.update_s for unit in units),
         trial_s=sum(unit.trial_s for unit in units),
         parameter_bytes=sum(u.parameter_bytes for u in units) - sum(h.parameter_bytes for h in twice),
-        gradient_bytes=sum(u.gradient_bytes for u in units) - sum(h.gradient_bytes for h in twice),
+        gradient_bytes=gradient_bytes,
         optimizer_bytes=sum(u.optimizer_bytes for u in units) - sum(h.optimizer_bytes for h in twice),
         buffer_bytes=sum(u.buffer_bytes for u in units) - sum(h.buffer_bytes for h in twice),
         saved_bytes=memory.saved_bytes,
         kept_bytes=memory.kept_bytes,
         boundary_bytes=costs[-1].boundary_bytes,
-        workspace_bytes=memory.peak_bytes - memory.kept_bytes,
+        workspace_bytes=workspace_bytes,
+        waiting_bytes=waiting_bytes,
+        halves_bytes=_halves_bytes(costs, before, gradient_bytes - waiting_bytes, workspace_bytes),
+    )
+
+
+def _waiting_bytes(costs: Sequence[UnitCost], before: UnitCost | None) -> int:
+    """The gradients that wait for the second half of a backward of units after that one.
+
+    Where none goes back to it, the first half has nothing to do, and what came in is all that waits.
+    """
+    waiting = [cost.waiting_bytes for cost in costs]
+    known = [one for one in waiting if one is not None]
+    if len(known) < len(waiting):
+        return 0
+    return sum(known) if before is not None and before.back_bytes else costs[-1].back_bytes
+
+
+def _halves_bytes(
+    costs: Sequence[UnitCost], before: UnitCost | None, more_bytes: int, workspace_bytes: int
+) -> int:
+    """What halves take beyond the workspace of a whole backward. Nothing that was saved is gone before the
+    second half; that one gives all gradients of the weights at once, `more_bytes` more than have waited.
+    """
+    if any(cost.waiting_bytes is None for cost in costs):
+        return 0
+    if before is None or not before.back_bytes:
+        return max(more_bytes, 0)
+    return max(more_bytes, *(cost.halves_workspace_bytes or 0 for cost in costs), workspace_bytes) - (
+        workspace_bytes
     )
 
 
@@ -107,7 +143,7 @@ def _memory(units: Sequence[UnitProfile], costs: Sequence[UnitCost]) -> _Memory:
     )
     saved: set[int] = set()
     saved_bytes = peak_bytes = 0
-    waiting_bytes = _waiting_bytes(units)
+    waiting_bytes = _tied_bytes(units)
     for place, (unit, cost) in enumerate(zip(units, costs, strict=True)):
         shared_bytes = sum(kept.num_bytes for kept in cost.shared if kept.is_saved)
         more = pieces.named(*(kept.names[0] for kept in cost.shared if kept.is_saved)) - saved
@@ -120,7 +156,7 @@ def _memory(units: Sequence[UnitProfile], costs: Sequence[UnitCost]) -> _Memory:
     return _Memory(saved_bytes, saved_bytes + pieces.num_bytes(ends - saved), peak_bytes)
 
 
-def _waiting_bytes(units: Sequence[UnitProfile]) -> list[int]:
+def _tied_bytes(units: Sequence[UnitProfile]) -> list[int]:
     """What may wait in each unit's backward: gradients of tied weights that an earlier unit adds to."""
     seen: set[str] = set()
     waiting = [0] * len(units)

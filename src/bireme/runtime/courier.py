@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.cluster.engine_cost import MOST_SENDS
 from bireme.codec.above import Thresholds
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.borders import Borders
@@ -20,10 +21,6 @@ from bireme.runtime.wire import Arrival, Parcel, WireFormat
 from bireme.schedule.instruction import Instruction, Message
 
 __all__ = ["Courier", "Traffic"]
-
-MOST_SENDS = 4
-"""Sends over one border in one direction that may be under way; before another, the oldest is waited for. As
-much room is kept for more messages over it, and no more: that of the messages that went last."""
 
 Tensors = dict[str, Tensor]
 
@@ -172,7 +169,7 @@ class Courier:
                 channel.popleft().pending.wait()
 
     def _free_over(self, border: tuple[bool, int]) -> deque[Parcel]:
-        """The room for more messages over a border; of too much, what was used least recently goes."""
+        """The room for more messages over a border, at most for as many as may be under way."""
         return self._free.setdefault(border, deque(maxlen=MOST_SENDS))
 
     def _stays(self, key: Message) -> bool:

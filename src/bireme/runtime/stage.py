@@ -165,6 +165,7 @@ class Stage:
             rest = backward_input(begin.roots, begin.gradients, inputs, parameters)
             kept.rest.append(rest)
             found.append(dict(zip(self._sends_gradients, rest.input_gradients, strict=True)))
+            rest.input_gradients = ()  # they are sent, and wait for nothing here
             one.roots = {}
         of_pass = {id(one): own for one, own in zip(kept.passes, found, strict=True)}
         return self._gradients_back(kept, lambda one, name: of_pass[id(one)][name])

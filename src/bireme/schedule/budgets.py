@@ -12,8 +12,9 @@ from bireme.errors import BiremeError
 from bireme.schedule.chunks import MOST_CHUNKS, best_chunk_bytes, is_paged, num_chunks
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
-from bireme.schedule.residency import Sizes, item_bytes, resident, unpaged
+from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
+from bireme.schedule.sizes import Sizes, item_bytes, unpaged
 from bireme.schedule.tiers import RankTiers, Tier
 
 __all__ = ["Budgets", "Cut", "TierTooSmallError", "cut_memory"]

@@ -26,8 +26,8 @@ from bireme.schedule.gaps import Choice, Gap, gaps_of, settle
 from bireme.schedule.instruction import Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Track
 from bireme.schedule.proofs.stages import stage_problems
-from bireme.schedule.residency import Sizes
 from bireme.schedule.rule import Rule
+from bireme.schedule.sizes import Sizes
 from bireme.schedule.tiers import Chunk, RankTiers
 from bireme.schedule.uses import ChunkUses
 from bireme.schedule.working_sets import check_capacity, check_working_sets

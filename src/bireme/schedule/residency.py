@@ -8,52 +8,21 @@ A message under way is part of what its sender has stashed, and is not counted a
 """
 
 from array import array
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from bireme.schedule.holding import Holding
 from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
+from bireme.schedule.sizes import Sizes, unpaged
 
 __all__ = [
     "Residency",
-    "Sizes",
     "TierUse",
     "copied_in_bytes",
     "gradient_sets",
-    "item_bytes",
     "resident",
-    "unpaged",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of what each stage keeps.
-
-    `stash` and `inputs` are for one micro-batch: all activations kept for the backward, and the stage's
-    input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
-    messages that come into the stage from the stages before and after. `workspace` is what a pass of a
-    micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
-    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there besides the
-    optimiser's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
-    none. `tied_gradient` is what other stages add to of a stage's gradients: where replicas share weights, it
-    stays whole from the first backward of a batch to its update. Empty stands for none.
-    """
-
-    version: tuple[float, ...]
-    gradient: tuple[float, ...]
-    optimizer: tuple[float, ...]
-    stash: tuple[float, ...]
-    inputs: tuple[float, ...]
-    activation: tuple[float, ...]
-    gradient_message: tuple[float, ...]
-    master: bool = False
-    workspace: tuple[float, ...] = ()
-    buffers: tuple[float, ...] = ()
-    frozen: tuple[float, ...] = ()
-    tied_gradient: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,50 +124,6 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     )
 
 
-def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
-    """The bytes of an item that can be paged: one bank, one sum of gradients, one micro-batch."""
-    match item:
-        case Item.WEIGHTS:
-            return sizes.version[stage]
-        case Item.GRADIENT:
-            return sizes.gradient[stage]
-        case Item.OPTIMIZER:
-            has_newest = program.rule is Rule.FRESH and not sizes.master
-            return sizes.optimizer[stage] + (sizes.version[stage] if has_newest else 0.0)
-        case Item.STASH:
-            return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
-        case Item.FROZEN:
-            return sizes.frozen[stage] if sizes.frozen else 0.0
-
-
-def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
-    """The sizes without the items that are paged: of messages, of what is recomputed, and of small items."""
-
-    def without(item: Item, values: tuple[float, ...], *, but: Collection[int] = ()) -> tuple[float, ...]:
-        return tuple(
-            0.0 if (item, stage) in paged and stage not in but else value
-            for stage, value in enumerate(values)
-        )
-
-    recomputed = program.recomputed
-    buffers = sizes.buffers
-    if sizes.frozen:
-        beside = without(Item.FROZEN, sizes.frozen)
-        buffers = tuple(
-            all_of_it - whole + left
-            for all_of_it, whole, left in zip(buffers, sizes.frozen, beside, strict=True)
-        )
-    return replace(
-        sizes,
-        buffers=buffers,
-        version=without(Item.WEIGHTS, sizes.version),
-        gradient=without(Item.GRADIENT, sizes.gradient),
-        optimizer=without(Item.OPTIMIZER, sizes.optimizer),
-        stash=without(Item.STASH, sizes.stash, but=recomputed),
-        inputs=without(Item.STASH, sizes.inputs, but=set(range(program.num_stages)) - recomputed),
-    )
-
-
 def gradient_sets(program: Program) -> tuple[int, ...]:
     """For each stage, how many batches' gradients it keeps at once: from a first backward to the UPDATE."""
     most = [0] * program.num_stages
@@ -249,7 +174,8 @@ class _Ledger:
         if sizes.buffers:
             self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
-            self.kept[6] = max(sizes.workspace[stage] for stage in stages)
+            more = sizes.halves if sizes.halves and program.splits_backward else (0.0,) * program.num_stages
+            self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
@@ -296,8 +222,12 @@ class _Ledger:
             entry.stashes = int(step.half != 1)
         elif step.kind is Kind.RECOMPUTE:
             takes.append((3, stash))
+        elif step.kind is Kind.BACKWARD_INPUT:
+            takes.append((3, self._waiting_bytes(step.stage)))
         elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             gives.append((3, stash))
+            if step.kind is Kind.BACKWARD_WEIGHT:
+                gives.append((3, self._waiting_bytes(step.stage)))
             if recomputed:
                 gives.append((4, inputs))
             entry.unstashes = 1
@@ -382,6 +312,9 @@ class _Ledger:
     def _comes_from_afar(self, step: Instruction) -> bool:
         needed = step.needs(self.program.num_stages)
         return needed is not None and self.program.rank_of_stage[needed.from_stage] != self.rank
+
+    def _waiting_bytes(self, stage: int) -> float:
+        return self.sizes.waiting[stage] if self.sizes.waiting else 0.0
 
     def _message_bytes(self, forward: bool, stage: int) -> float:
         return (self.sizes.activation if forward else self.sizes.gradient_message)[stage]

@@ -126,4 +126,6 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         stash_bytes=share(costs.stash_bytes),
         input_bytes=(costs.input_bytes[0], *borders[:-1]),
         workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),
+        waiting_bytes=share(costs.waiting_bytes) if costs.waiting_bytes else (),
+        halves_bytes=share(costs.halves_bytes) if costs.halves_bytes else (),
     )

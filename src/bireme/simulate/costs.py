@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import PAGING, SHARING, Instruction, Kind, Message
-from bireme.schedule.residency import Sizes
+from bireme.schedule.sizes import Sizes
 
 __all__ = ["CodecCost", "Costs", "PerStage"]
 
@@ -43,7 +43,9 @@ class Costs:
     keeps besides; of that `frozen_bytes` are weights that do not learn, which may be paged. `host_update_s`
     is an update that the host makes, whatever the speed of the device; where none are given, the host is the
     processor that the device is, and takes as long. `tied_gradient_bytes` are those of a stage's gradients
-    that other stages add to, where replicas share weights; empty stands for none. Make one with `per_stage`.
+    that other stages add to, where replicas share weights. Where the backward runs in halves, `waiting_bytes`
+    of a micro-batch's gradients wait for the second one, and `halves_bytes` are needed beside
+    `workspace_bytes`. Empty stands for none. Make one with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -73,6 +75,8 @@ class Costs:
     frozen_bytes: tuple[float, ...] = ()
     host_update_s: tuple[float, ...] = ()
     tied_gradient_bytes: tuple[float, ...] = ()
+    waiting_bytes: tuple[float, ...] = ()
+    halves_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -118,6 +122,8 @@ class Costs:
         buffer_bytes: PerStage = 0.0,
         frozen_bytes: Sequence[float] = (),
         host_update_s: PerStage | None = None,
+        waiting_bytes: Sequence[float] = (),
+        halves_bytes: Sequence[float] = (),
     ) -> "Costs":
         """Costs with what is left out filled in.
 
@@ -179,7 +185,14 @@ class Costs:
             buffer_bytes=spread("buffer_bytes", buffer_bytes),
             frozen_bytes=spread("frozen_bytes", frozen_bytes) if any(frozen_bytes) else (),
             host_update_s=() if host_update_s is None else spread("host_update_s", host_update_s),
+            waiting_bytes=spread("waiting_bytes", waiting_bytes) if any(waiting_bytes) else (),
+            halves_bytes=spread("halves_bytes", halves_bytes) if any(halves_bytes) else (),
         )
+
+    def in_halves(self) -> "Costs":
+        """The costs where each backward runs in halves, which together may take longer than a whole one."""
+        pairs = zip(self.backward_input_s, self.backward_weight_s, strict=True)
+        return replace(self, backward_s=tuple(one + other for one, other in pairs))
 
     def seconds(
         self, step: Instruction, rank: int, *, takes_bytes: float | None = None, on_host: bool = False
@@ -285,6 +298,8 @@ class Costs:
             buffers=self.buffer_bytes,
             frozen=self.frozen_bytes,
             tied_gradient=self.tied_gradient_bytes,
+            waiting=self.waiting_bytes,
+            halves=self.halves_bytes,
         )
 
 

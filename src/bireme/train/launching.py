@@ -20,12 +20,12 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.chosen_batch import chooses_batch, with_batch_of
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
-from bireme.train.loop import RECORDED
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, first_of
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, write_prepared
 from bireme.train.rank_part import Start
+from bireme.train.recorded_batches import RECORDED
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
 from bireme.train.summary import Summary, summary_of

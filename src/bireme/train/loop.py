@@ -26,6 +26,7 @@ from bireme.train.data.rank_batches import PartlyRead
 from bireme.train.home_data import HomeData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.recorded_batches import RECORDED, has_room, recorded_first
 from bireme.train.replica import LeaderWriter, Replica
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_evaluations import RunEvaluations
@@ -35,13 +36,7 @@ from bireme.train.slow_stages import ReplicaNotes
 from bireme.train.stops import Reason, Stops
 from bireme.train.tally import Tally, Tell
 
-__all__ = ["RECORDED", "Loop", "ScheduleSwitch"]
-
-RECORDED = 6
-"""Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
-
-SETTLING, LONG = 10, 40
-"""So many batches go before them where so many are to come: the first ones of a process are slow."""
+__all__ = ["Loop", "ScheduleSwitch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,25 +210,19 @@ class Loop:
         return self.pipeline.plan.source.rule is Rule.FRESH
 
     def _recorded_first(self) -> int:
-        """The step after which to record; if windows count, it must not depend on where a run stopped."""
-        if self._depends_on_drains:
-            return self._delayed_from
-        return self.step + (SETTLING if self.run.training.steps - self.step >= LONG else 0)
+        rule = self.pipeline.plan.source.rule
+        return recorded_first(self.run, rule, step=self.step, delayed_from=self._delayed_from)
 
     @property
     def _recorded_end(self) -> int:
         return self._record_from + RECORDED
 
     @property
-    def _has_room(self) -> bool:
-        """Whether batches follow those that are recorded, or they are recorded however few there are."""
-        return self._recorded_end < self.run.training.steps or self.run.log.trace
-
-    @property
     def _records(self) -> bool:
         """Whether the next window is recorded: an early one of the schedule that stays."""
         is_early = self._record_from <= self.step < self._recorded_end
-        return self._to_record and self._switch is None and is_early and self._has_room
+        is_due = self._to_record and self._switch is None and is_early
+        return is_due and has_room(self.run, self._record_from)
 
     def _train_until(self, end: int) -> None:
         if self._averaging is not None:
@@ -250,7 +239,7 @@ class Loop:
         """Train a window of this replica's own batches. It drains around those that it records, and holds up
         nobody.
         """
-        if self._to_record and self._switch is None and self._has_room:
+        if self._to_record and self._switch is None and has_room(self.run, self._record_from):
             self._train(islice(batches, max(self._own_from - self.pipeline.num_trained, 0)))
             first = self.pipeline.num_trained
             if first >= self._own_from:
@@ -302,7 +291,7 @@ class Loop:
             step, num_samples = self._averaging.step_after(result), self._averaging.num_samples(result)
         self._tally.add(result, num_samples, is_first=is_first)
         if not is_first and self._control is not None:
-            self._control.time_if_due()
+            self._control.note_batch()
         warning = self._replicas.note(result, self.pipeline.plan.source)
         if warning is not None:
             self.warn(warning, step)
@@ -382,7 +371,7 @@ class Loop:
                 self.pipeline.layout.rank,
                 self.memory.peak_bytes(),
                 busy,
-                None if self._control is None or not self._control.seconds else self._control.mean_s,
+                None if self._control is None else self._control.typical_s(),
                 (*self._sent, *self._sent_by_pipeline()),
                 self._sum_bytes.raw + self.pipeline.sum_bytes.raw,
                 self._sum_bytes.sent + self.pipeline.sum_bytes.sent,

@@ -5,8 +5,11 @@ its libraries, tensors, and what the C library keeps of memory that was given ba
 no thread has to.
 """
 
+import ctypes
+import gc
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,7 +18,7 @@ import torch
 
 from bireme.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak
 
-__all__ = ["MemoryUsed", "resident_bytes"]
+__all__ = ["MemoryUsed", "resident_bytes", "settled_bytes"]
 
 STATUS = Path("/proc/self/status")
 
@@ -47,9 +50,23 @@ class MemoryUsed:
 
 def resident_bytes() -> int:
     """The most of this process that was resident at a time."""
+    return _bytes("VmHWM")
+
+
+def settled_bytes() -> int:
+    """What of this process is resident now, without memory that was given back and that the C library keeps;
+    where nobody can tell, the most there was.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):  # a C library that has no such function gives memory back itself
+        ctypes.CDLL(None).malloc_trim(0)
+    return _bytes("VmRSS")
+
+
+def _bytes(what: str) -> int:
     try:
         lines = STATUS.read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
     except (OSError, StopIteration):  # not Linux; what it says in bytes others say in kilobytes
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else 1024 * most

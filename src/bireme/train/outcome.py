@@ -26,10 +26,10 @@ class LinkBytes:
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
     """What one rank measured. `busy_share` is None where no batches were recorded; `control_s` is what the
-    control took in the mean, None where it never ran. `raw_sum_bytes` is what the sums of its gradients would
-    have sent without a codec, `sent_sum_bytes` what they did send; of both, `gathered_bytes` are weights for
-    replicas that share them. `num_batches` are those that this process has trained. `tiers` are there if the
-    rank pages.
+    control took with its waits, None where it never ran. `raw_sum_bytes` is what the sums of its gradients
+    would have sent without a codec, `sent_sum_bytes` what they did send; of both, `gathered_bytes` are
+    weights for replicas that share them. `num_batches` are those that this process has trained. `tiers` are
+    there if the rank pages.
     """
 
     rank: int

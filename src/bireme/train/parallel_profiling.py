@@ -30,7 +30,7 @@ from bireme.runtime.launch import launch
 from bireme.runtime.measuring.batch_end import batch_end_of, batch_end_of_next_to_nothing
 from bireme.runtime.measuring.messages import lopsided_graph, message_costs
 from bireme.runtime.world import World
-from bireme.train.memory_used import resident_bytes
+from bireme.train.memory_used import settled_bytes
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
@@ -86,8 +86,7 @@ class ParallelMeasurer:
         there = [one for one in found if one is not None]
         measured = mean_of([one.measured for one in there])
         if known is None and measured.engine is not None and all(one.was_quiet for one in there):
-            grown_bytes = max(one.grown_bytes for one in there)
-            keep_figures(replace(measured.engine, process_bytes=grown_bytes), kept)
+            keep_figures(measured.engine, kept)
         return measured
 
 
@@ -101,12 +100,11 @@ class _Unknown:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a process measured, by how much it has grown when the engine ran in it, and whether it had a core
-    nearly all the time then: else what was found of the engine is good for now and not for later.
+    """What a process measured, and whether it had a core nearly all the time while the engine ran in it: else
+    what was found of the engine is good for now and not for later.
     """
 
     measured: Measured
-    grown_bytes: int
     was_quiet: bool
 
 
@@ -120,7 +118,8 @@ def _measure(
 ) -> _Found | None:
     """Measure as one of several; None from a process that there is no core for.
 
-    What is known of the engine is not measured again. Its `process_bytes` are by how much a process grows.
+    What is known of the engine is not measured again, but for the memory of a process: that is what this one
+    has at its end, when it has run the engine and all units and has given their tensors back.
     """
 
     def tell(done: float, what: str) -> None:
@@ -131,18 +130,15 @@ def _measure(
     # What a process of the run has, too, before it has its part of the pipeline.
     model = RunModel.of(run, 1)
     data = data_of(run, model)
-    loaded_bytes = resident_bytes()
     began_s, waited_before_s = perf_counter(), waited_s()
     if isinstance(engine, EngineCost):
-        costs, grown_bytes = engine, engine.process_bytes
+        costs = engine
     else:
         costs = message_costs(world, engine.lopsided, engine.large_bytes) if world.size > 1 else NO_ENGINE
-        grown_bytes = resident_bytes() - loaded_bytes
     was_quiet = waited_s() - waited_before_s < QUIET_SHARE * (perf_counter() - began_s)
-    del model, data
     if world.rank >= at_once:
         return None
-    control = Control(counts_waits=False)
+    control = Control()
     seconds = measure_units(job, lambda done, what: tell(UNITS_SHARE * done, what), in_turns=control.time)
     tell(UNITS_SHARE, "measuring the end of a batch")
     first = job.first
@@ -160,11 +156,12 @@ def _measure(
         reduce_s=alone.reduce_s,
         update_s=alone.update_s,
         trial_s=alone.trial_s,
-        process_bytes=loaded_bytes + grown_bytes,
         control_s=control.median_s,
         num_processes=at_once,
+        process_bytes=settled_bytes(),
     )
-    return _Found(Measured(seconds, ends, costs), grown_bytes, was_quiet)
+    del model, data  # not before
+    return _Found(Measured(seconds, ends, costs), was_quiet)
 
 
 def mean_of(found: Sequence[Measured]) -> Measured:

@@ -46,6 +46,7 @@ from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.plan_search import plan_request_of, planned
 from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
+from bireme.train.recorded_batches import is_recorded
 from bireme.train.replica_checks import check_paged, check_replicas, check_tied
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
@@ -289,7 +290,7 @@ def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
         folder.path / "tensorboard": log.tensorboard,
         folder.path / "wandb": log.wandb,
         folder.predicted_timeline: is_planned,
-        folder.measured_timeline: True,
+        folder.measured_timeline: is_recorded(run, prepared.plan),
         folder.checkpoints(run): saves,
         folder.model: saves and run.export.at_end,
         folder.summary: True,

@@ -26,10 +26,10 @@ from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.hosts import check_launchers, processes_of, within_servers
 from bireme.train.launching import first_words
-from bireme.train.loop import RECORDED
 from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
+from bireme.train.recorded_batches import RECORDED
 from bireme.train.rendezvous import Environment
 from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run

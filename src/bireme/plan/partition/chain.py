@@ -43,6 +43,7 @@ class Chain:
     boundary_bytes: Bytes
     returned_bytes: Bytes
     bytes: RangeBytes
+    backward_weight_s: Seconds | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,7 +73,7 @@ class Chain:
         """
         bounds = self.bounds(bounds[1:-1])
         starts = bounds[:-1]
-        inputs = self.backward_input_s
+        inputs, weights = self.backward_input_s, self.backward_weight_s
         return Chain(
             names=tuple(
                 self.names[a] if b == a + 1 else f"{self.names[a]} … {self.names[b - 1]}"
@@ -89,6 +90,7 @@ class Chain:
             boundary_bytes=self.boundary_bytes[[end - 1 for end in bounds[1:]]],
             returned_bytes=self.returned_bytes[[end - 1 for end in bounds[1:]]],
             bytes=self.bytes.between(bounds),
+            backward_weight_s=None if weights is None else np.add.reduceat(weights, starts),
         )
 
     def with_newest(self) -> "Chain":
@@ -119,6 +121,7 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
     units = profile.units
     costs = [unit.at(micro_batch) for unit in units]
     inputs = [cost.backward_input_s for cost in costs if cost.backward_input_s is not None]
+    weights = [cost.backward_weight_s for cost in costs if cost.backward_weight_s is not None]
     return Chain(
         names=tuple(unit.name for unit in units),
         micro_batch=micro_batch,
@@ -130,11 +133,9 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         update_s=np.array([unit.update_s for unit in units]),
         trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
-        returned_bytes=np.array(
-            [cost.boundary_bytes if cost.returned_bytes is None else cost.returned_bytes for cost in costs],
-            np.int64,
-        ),
+        returned_bytes=np.array([cost.back_bytes for cost in costs], np.int64),
         bytes=range_bytes(profile, micro_batch),
+        backward_weight_s=np.array(weights) if len(weights) == len(costs) else None,
     )
 
 

@@ -11,8 +11,9 @@ from functools import lru_cache
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.program import Program
-from bireme.schedule.residency import Sizes, resident
+from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
+from bireme.schedule.sizes import Sizes
 
 __all__ = ["DEEP", "Moment", "holdings"]
 
@@ -30,6 +31,7 @@ class Moment:
     inputs: float
     activation: float
     gradient_message: float
+    waiting: float
 
 
 DEEP = 7
@@ -158,7 +160,15 @@ def _counted(
     return tuple(found)
 
 
-DIGITS = {"version": 8, "gradient": 5, "stash": 12, "inputs": 12, "activation": 8, "gradient_message": 7}
+DIGITS = {
+    "version": 8,
+    "gradient": 5,
+    "stash": 8,
+    "inputs": 8,
+    "activation": 8,
+    "gradient_message": 7,
+    "waiting": 8,
+}
 """Binary digits for the count of each thing in halves, which together a float holds exactly."""
 
 MOST_DIGITS = 60
@@ -192,9 +202,9 @@ def _one_by_one(program: Program, rank: int, has_masters: bool = False) -> set[M
 
 def _sizes(each: Sequence[tuple[float, ...]], has_masters: bool) -> Sizes:
     """The sizes of what is counted; the optimiser's state is not, as it is always there."""
-    version, gradient, stash, inputs, activation, message = each
+    version, gradient, stash, inputs, activation, message, waiting = each
     nothing = tuple(0.0 for _ in version)
-    return Sizes(version, gradient, nothing, stash, inputs, activation, message, has_masters)
+    return Sizes(version, gradient, nothing, stash, inputs, activation, message, has_masters, waiting=waiting)
 
 
 def _unsurpassed(moments: Iterable[Moment]) -> tuple[Moment, ...]:

@@ -15,6 +15,7 @@ from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, Seconds
 from bireme.plan.partition.device_row import DeviceRow
 from bireme.plan.partition.holdings import Moment, holdings
+from bireme.schedule.catalogue import schedule_named
 
 __all__ = ["Loads", "Recompute", "Setting", "loads_of"]
 
@@ -176,6 +177,8 @@ class _Work:
                 found += moment.stash * tables.kept[begins, ends]
             if moment.inputs:
                 found += moment.inputs * tables.inputs[begins, ends]
+            if moment.waiting:
+                found += moment.waiting * tables.waiting[begins, ends]
             if moment.activation + spare:
                 found += (moment.activation + spare) * self._boundary[begins][:, None]
             if moment.gradient_message + spare:
@@ -208,6 +211,8 @@ class _Work:
         if found is None:
             tables = self._chain.bytes
             always = (tables.optimizer + tables.buffer + tables.workspace).astype(np.float64)
+            if schedule_named(self._setting.schedule).splits_backward:
+                always += tables.halves
             found = always + moment.version * tables.parameter + moment.gradient * tables.gradient
             self._states[key] = found
         return found

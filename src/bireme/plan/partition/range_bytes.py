@@ -42,6 +42,8 @@ class RangeBytes:
     inputs: Bytes
     workspace: Bytes
     frozen: Bytes
+    waiting: Bytes
+    halves: Bytes
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,10 +72,30 @@ def range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:
             saved[begin, end], kept[begin, end] = one.saved_bytes, one.kept_bytes
             peak[begin, end] = one.kept_bytes + one.workspace_bytes
     came = np.minimum(inputs, kept)
-    return RangeBytes(parameter, gradient, optimizer, buffer, saved, kept, came, peak - kept, frozen)
+    waiting, halves = _halves(costs, gradient, peak - kept)
+    return RangeBytes(
+        parameter, gradient, optimizer, buffer, saved, kept, came, peak - kept, frozen, waiting, halves
+    )
 
 
 STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "frozen_bytes")
+
+
+def _halves(costs: Sequence[UnitCost], gradient: Bytes, workspace: Bytes) -> tuple[Bytes, Bytes]:
+    """The gradients that wait between the halves of a backward, and the workspace that these take besides."""
+    known = [cost.waiting_bytes for cost in costs if cost.waiting_bytes is not None]
+    if len(known) < len(costs):
+        return np.zeros_like(gradient), np.zeros_like(gradient)
+    back = np.array([cost.back_bytes for cost in costs], np.int64)
+    learns = np.concatenate(([False], back > 0))[:, None]
+    alone = np.triu(np.broadcast_to(np.append(0, back), gradient.shape), 1)
+    waiting = np.where(learns, _sums(np.array(known, np.int64)), alone)
+    own = np.array([cost.halves_workspace_bytes or 0 for cost in costs], np.int64)
+    most = np.zeros_like(gradient)
+    for begin in range(len(costs)):
+        most[begin, begin + 1 :] = np.maximum.accumulate(own[begin:])
+    more = np.triu(np.maximum(gradient - waiting, 0), 1)
+    return waiting, np.where(learns, np.maximum(np.maximum(more, most) - workspace, 0), more)
 
 
 def _sums(values: Bytes) -> Bytes:

@@ -49,6 +49,11 @@ class Draft:
     whole_weights: int = 0
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether its backwards run in halves."""
+        return schedule_named(self.outline.schedule).splits_backward
+
+    @property
     def rule(self) -> Rule:
         """Its update rule."""
         return schedule_named(self.outline.schedule).rule

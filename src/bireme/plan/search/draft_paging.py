@@ -38,6 +38,8 @@ def paging_of(
     """
     kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
     sizes = costs.sizes()
+    if not draft.splits_backward:
+        sizes = replace(sizes, waiting=(), halves=())
     # What codecs of sums keep is counted with the optimiser, and is not the optimiser's.
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(

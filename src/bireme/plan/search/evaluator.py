@@ -217,9 +217,10 @@ class PlanEvaluator:
             if outline.schedule == "gpipe":  # the one that keeps all micro-batches of a batch
                 each = [works[size].kept_bytes(stage, draft) for size in outline.sizes]
                 more = [(outline.num_microbatches - program.num_microbatches) * one for one in each]
+            sent = [works[size].sent_bytes(rank, program.rank_of_stage) for size in outline.sizes]
             held = [
-                timeline.memory[rank].peak_bytes + extra
-                for timeline, extra in zip(timelines, more, strict=True)
+                timeline.memory[rank].peak_bytes + extra + (room if problem.profile.engine else 0.0)
+                for timeline, extra, room in zip(timelines, more, sent, strict=True)
             ]
             tightest = min(range(outline.width), key=lambda r: problem.limits[row[r]] - held[r])
             process = [problem.process_bytes[device] for device in row]
@@ -301,13 +302,15 @@ class PlanEvaluator:
         kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         shared = shared_key(problem.request, draft)
-        key = size, draft.cuts, draft.recompute, bool(draft.num_sliced), codecs, kept_share, shared
+        passes = draft.recompute, bool(draft.num_sliced), draft.splits_backward
+        key = size, draft.cuts, passes, codecs, kept_share, shared
         if key not in self._works:
             half = None
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
                 half = problem.whole(size // 2).forward_s
             costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
             costs = replace(costs, master_weights=problem.request.has_masters)
+            costs = costs.in_halves() if draft.splits_backward else costs
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
                 costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))

@@ -1,7 +1,10 @@
 """What one replica of a draft plan has to do, before devices and links are known."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from bireme.cluster.engine_cost import MOST_SENDS
 from bireme.plan.search.draft import Draft
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
@@ -28,6 +31,23 @@ class ReplicaWork:
         if rule is Rule.FRESH:
             end_s += costs.trial_s[stage]
         return self.passes_s(stage, num_microbatches) + end_s
+
+    def sent_bytes(self, rank: int, rank_of_stage: Sequence[int]) -> float:
+        """What the engine keeps of the messages that a rank sends to others: copies of the last ones, and
+        room for the next one where it is made from a message.
+        """
+        forward, backward = self.costs.forward_bytes, self.costs.backward_bytes
+        found = 0.0
+        for stage, (here, there) in enumerate(pairwise(rank_of_stage)):
+            if here == there:
+                continue
+            if here == rank:
+                is_made_of_one = stage > 0 and rank_of_stage[stage - 1] != rank
+                found += (MOST_SENDS + is_made_of_one) * forward[stage]
+            if there == rank:
+                is_made_of_one = stage + 2 < len(rank_of_stage) and rank_of_stage[stage + 2] != rank
+                found += (MOST_SENDS + is_made_of_one) * backward[stage]
+        return found
 
     def kept_bytes(self, stage: int, draft: Draft) -> float:
         """What the stage keeps of a micro-batch that waits for its backward."""
