@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 COMPILED := $(VENV)/.compiled
+LOOPS := $(shell find src/bireme/codec src/bireme/placement -name "*.py")
 
 .PHONY: help setup train test test-fast test-all lint bench gpu clean
 
@@ -30,8 +31,9 @@ $(READY): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/bireme train
 
-# Numba keeps what it compiles next to the source, so that no worker of the tests has to compile.
-$(COMPILED): $(READY)
+# Numba keeps what it compiles next to the source, so that no worker of the tests has to compile. In another
+# folder, or after a change, it compiles again.
+$(COMPILED): $(READY) $(LOOPS)
 	@echo "compiling loops, once"
 	@$(BIN)/python -m tests.support.compile_loops place > /dev/null 2>&1 & \
 		$(BIN)/python -m tests.support.compile_loops codecs > /dev/null 2>&1 & \

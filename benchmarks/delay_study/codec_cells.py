@@ -42,7 +42,7 @@ SEEN_EXCESS = 0.001
 
 
 def codec_sweeps() -> Iterator[Sweep]:
-    """The larger model under 2bw-fresh with its start first.
+    """The larger model under 2bw-fresh with its start first, and that model with Muon last.
 
     All codecs come at the best rate of no codec before any of them is searched.
     """
@@ -69,8 +69,20 @@ def codec_sweeps() -> Iterator[Sweep]:
     for coded in small:
         for rule in ("fresh+warm-up", "synchronous"):
             yield Sweep(_cell(rule, *coded), 2, 3)
-    for coded in CODED[:NUM_REPEATED]:
-        yield Sweep(_cell("fresh+warm-up", *coded, optimizer="muon"), 4, 3)
+    for rule in ("fresh+warm-up", "synchronous"):
+        for coded in CODED[:NUM_REPEATED]:
+            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, 3)
+    for coded in CODED[: NUM_REPEATED + 1]:
+        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, 3)
+    yield from _larger_with_muon()
+
+
+def _larger_with_muon() -> Iterator[Sweep]:
+    """Its runs without a codec, and then those with one at the best rate of the small model."""
+    yield Sweep(Cell("synchronous", "muon", size="larger"), 4, 3)
+    for rule in ("fresh+warm-up", "synchronous"):
+        for coded in CODED[:NUM_REPEATED]:
+            yield Sweep(_cell(rule, *coded, optimizer="muon", size="larger"), 4, 3, is_searched=False)
 
 
 def _cell(

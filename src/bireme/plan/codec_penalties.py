@@ -57,7 +57,7 @@ FINER_FORWARD = {4: Excess(0.01, 0.01, is_studied=True)}
 OVER_TENSOR = 0.01
 """What `keep` over a whole tensor with an old threshold had more than by rows, in the pilot."""
 
-KEEP_WITH_MUON = 2.5
+KEEP_WITH_MUON = 2.6
 """What `keep` adds to the loss with Muon, as times what it adds with AdamW: the study's, of the small model.
 Rounding costs both the same.
 """
