@@ -1,6 +1,7 @@
 """Capture and its limits: what a graph keeps of a module, and what is said where there can be none."""
 
 import math
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +15,7 @@ from bireme.model.graph import Graph
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from tests.support.extent import draws
+from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +79,18 @@ def test_training_and_evaluation_are_different_graphs_and_the_model_stays_as_it_
     torch.manual_seed(1)
     assert torch.equal(loss(evaluation), loss(evaluation))
     assert not torch.equal(loss(training), loss(training))
+
+
+class Slow(Small):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Result:
+        time.sleep(0.1)  # so that another thread begins meanwhile
+        return super().forward(x, y)
+
+
+def test_threads_that_capture_at_once_get_the_same_graph() -> None:
+    graphs = run_threads(3, lambda _: capture(Slow(), example()))
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert not torch.compiler.is_exporting()
 
 
 def test_a_frozen_parameter_gets_no_gradient_in_stages_either() -> None:

@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 from bireme.errors import BiremeError
 from bireme.model.convert import converted
 from bireme.model.graph import Graph
+from bireme.model.torch_private import EXPORT
 
 __all__ = ["Inputs", "Loss", "Whole", "batch_size", "capture", "on_device_of", "resized"]
 
@@ -45,13 +46,14 @@ def capture(
     names: list[str] = []
     whole = Whole(model, loss, names)
     inputs = on_device_of(model, example_inputs)
-    was_training = model.training
-    model.train(training)
-    try:
-        with _quietly():
-            exported, batch, any_batch = _exported(whole, inputs)
-    finally:
-        model.train(was_training)
+    with EXPORT:
+        was_training = model.training
+        model.train(training)
+        try:
+            with _quietly():
+                exported, batch, any_batch = _exported(whole, inputs)
+        finally:
+            model.train(was_training)
     return converted(
         exported,
         model,

@@ -6,6 +6,7 @@ take what is here, under names that say what it is for.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "EXPORT",
     "NUMBERS_NEEDED",
     "DispatchMode",
     "OpOverload",
@@ -37,6 +39,11 @@ __all__ = [
     "storage_watch",
     "version_of",
 ]
+
+EXPORT = RLock()
+"""For one thread at a time: torch's export changes what holds for the whole process, such as the answer to
+whether it exports.
+"""
 
 DispatchMode = TorchDispatchMode
 """Sees every operator that runs. Torch documents it, but has no public module for it."""
@@ -63,7 +70,7 @@ def as_in_capture() -> Iterator[None]:
 
     It may take another way then. `torch.compiler` can be asked, but offers nothing that sets the answer.
     """
-    with _compiling_state_context():
+    with EXPORT, _compiling_state_context():
         yield
 
 
