@@ -7,6 +7,7 @@ from bireme.sync.coordinator.messages import GroupMember
 
 __all__ = [
     "Arrived",
+    "Back",
     "Came",
     "Drained",
     "Event",
@@ -71,6 +72,14 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """A rank that had drained will come with batches again."""
+
+    stage: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """A replica is dead, or has left."""
 
@@ -82,7 +91,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Summed | Unreached | Came | Drained | Gone | Tick
+Event = Arrived | Summed | Unreached | Came | Drained | Back | Gone | Tick
 
 
 @dataclass(frozen=True, slots=True)

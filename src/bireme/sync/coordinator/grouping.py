@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from bireme.sync.coordinator.group_events import (
+    Back,
     Came,
     Drained,
     Event,
@@ -75,9 +76,17 @@ def _with_report(state: State, report: Report, now_s: float) -> State:
         state = _with_event(state, Summed(stage, replica, at.summed, at.attempt), now_s)
     elif at.summed is None and at.is_broken and word is not None:
         state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
-    if at.is_drained and is_present:
+    has_drained = at.is_drained and _is_of_window(state, report)
+    if has_drained and is_present:
         state = _idle(state, stage, replica, now_s)
+    elif not (has_drained or is_present or replica in state.held):
+        state = _with_event(state, Back(stage, replica), now_s)
     return state
+
+
+def _is_of_window(state: State, report: Report) -> bool:
+    """Whether a rank says what it says of the present window, after the last mean over all replicas."""
+    return report.window is None or report.window.number >= state.lines[-1].committed
 
 
 def _with_held(state: State, replica: int, now_s: float) -> State:

@@ -8,7 +8,7 @@ former of its own, and groups of different stages need not be equal. The rules t
   could average its batch with a later one of another replica, and another stage the other way around, and the
   two wait for each other where a send holds its rank up until it is received.
 * No group is forced while a replica drains, and none that is forced waits for one: it has no batch left until
-  the mean over all replicas, which connects it anyway.
+  the mean over all replicas, which connects it anyway. Once that mean counts, all are waited for again.
 
 A group's mean counts once every member holds it. If a member dies before, the others make it again from the
 weights that they kept. Replicas come and go: who is gone counts nowhere.
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from bireme.sync.coordinator.group_events import (
     Arrived,
+    Back,
     Came,
     Drained,
     Event,
@@ -102,6 +103,10 @@ def step(state: GroupState, event: Event, now_s: float) -> Step:
             state = _gone(state, event.replica, replies)
         case Drained():
             former = state.formers[event.stage].drained(event.replica, state.members)
+            state = _with_former(state, event.stage, former)
+        case Back():
+            former = state.formers[event.stage]
+            former = replace(former, present=former.present | ({event.replica} & state.members))
             state = _with_former(state, event.stage, former)
         case Tick():
             pass
