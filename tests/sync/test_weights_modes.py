@@ -219,6 +219,26 @@ def test_a_window_ends_where_its_samples_are_dealt_and_the_mean_of_all_makes_the
     assert talk.is_lasting
 
 
+def test_who_comes_first_in_a_window_waits_for_those_that_have_drained_in_the_one_before() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 1, num_lines=0)
+    first, second = talk.reports
+    for rank in talk.reports:
+        talk.say(rank, wants=1, window=Window(0, 12))
+    for rank in talk.reports:
+        talk.say(rank, group=GroupAt(is_drained=True), rounds=(RoundAt(ready=0, trained=1),))
+    (grant,) = talk.word(first).grants
+    for rank in talk.reports:
+        talk.say(rank, rounds=(RoundAt(ready=0, trained=1, summed=0, attempt=grant.attempt),))
+    talk.say(first, wants=2, window=Window(1, 24), group=GroupAt(), rounds=(RoundAt(committed=1),))
+    talk.say(first, group=GroupAt(arrived=1, wait_s=1.0))
+    assert talk.word(first).group is None
+    talk.say(second, wants=2, window=Window(1, 24), group=GroupAt(), rounds=(RoundAt(committed=1),))
+    talk.say(second, group=GroupAt(arrived=1, wait_s=1.0))
+    group = talk.word(first).group
+    assert group is not None
+    assert [one.replica for one in group.members] == [0, 1]
+
+
 def test_a_rank_that_has_not_entered_the_window_yet_does_not_end_it_for_its_replica() -> None:
     talk = Talk(SyncMode.GROUPS, 1, 2, num_lines=0)
     first, second = talk.reports
