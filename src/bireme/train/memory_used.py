@@ -5,11 +5,9 @@ its libraries, tensors, and what the C library keeps of memory that was given ba
 no thread has to.
 """
 
-import ctypes
 import gc
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +15,7 @@ from typing import Self
 import torch
 
 from bireme.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak
+from bireme.memory.system_memory import give_back_heap
 
 __all__ = ["MemoryUsed", "resident_bytes", "settled_bytes"]
 
@@ -58,8 +57,7 @@ def settled_bytes() -> int:
     where nobody can tell, the most there was.
     """
     gc.collect()
-    with suppress(OSError, AttributeError):  # a C library that has no such function gives memory back itself
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back_heap()
     return _bytes("VmRSS")
 
 
