@@ -35,6 +35,21 @@ def test_what_is_added_to_a_ledger_is_counted_once_and_what_is_undone_is_not(tmp
     assert (tail.num_rounds, tail.num_committed, tail.num_redone) == (2, 12, 3)
 
 
+def test_an_epoch_in_which_nothing_came_to_count_is_an_epoch_too(tmp_path: Path) -> None:
+    """As where a replica of two dies and is back before the other one's batches count."""
+    path = tmp_path / "ledger.jsonl"
+    path.touch()
+    tail = LedgerTail(path)
+    path.write_text(line("start", 0) + committed(0, 0, 1) + committed(1, 0, 1, epoch=3))
+    tail.read()
+    assert tail.num_epochs == 3
+
+    with path.open("a") as file:
+        file.write(line("start", 2, 1_000_001) + committed(2, 0, epoch=1_000_002))
+    tail.read()
+    assert tail.num_epochs == 5
+
+
 def test_half_a_line_that_was_there_before_is_passed_over_once_the_coordinator_has_cut_it(
     tmp_path: Path,
 ) -> None:

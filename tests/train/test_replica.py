@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from bireme.documents import read_json_lines
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
@@ -14,9 +15,11 @@ from bireme.sync.coordinator.messages import Life
 from bireme.train import worker
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.rank_part import Start
 from bireme.train.replica import LeaderLog, LeaderWriter
+from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
 from bireme.train.worker import train_replica
 from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
@@ -56,13 +59,44 @@ def test_replicas_that_lead_in_turns_write_into_one_folder(tmp_path: Path) -> No
     assert (steps_in(tmp_path), warnings) == ([20, 30], [])
 
 
+def test_who_takes_over_the_log_adds_the_lines_that_the_last_writer_could_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run = RunFile.model_validate({"format": 1})
+
+    def make() -> RunLog:
+        return RunLog(RunFolder(tmp_path), run, {}, is_shown=False)
+
+    replicas = [SimpleNamespace(speaks=True), SimpleNamespace(speaks=False)]
+    logs = [LeaderLog(make, one, path) for one in replicas]
+    logs[0].begin(0)
+    for step in range(1, 4):
+        logs[0].tell("train", step, loss=step)
+        logs[1].tell("train", step, loss=step)
+    with path.open("ab") as file:
+        file.write(b'{"kind": "train", "st')  # all that a killed process has left of a line
+    for step in range(4, 7):
+        logs[1].tell("train", step, loss=step)
+    logs[1].tell("evaluation", 6, loss=0.5)
+    logs[1].tell("warning", 6, text="of no interest to others")
+    replicas[1].speaks = True
+    logs[1].tell("train", 7, loss=7)
+
+    lines = read_json_lines(path, start="start").records.values()
+    assert [(one["kind"], one["step"], one.get("loss")) for one in lines] == [
+        ("start", 0, None),
+        *(("train", step, step) for step in range(1, 7)),
+        ("evaluation", 6, 0.5),
+        ("train", 7, 7),
+    ]
+
+
 def test_the_end_of_a_run_is_written_once() -> None:
     """A replica that has waited until who led was gone leads then too."""
     ended: list[Outcome] = []
     log = cast(RunLog, SimpleNamespace(end=ended.append))
     outcome = Outcome(4, "finished", None, None, None, None, None, 0, 4, RankOutcome(0, None, None))
     for leads in (True, False):
-        own = LeaderLog(lambda: log, SimpleNamespace(speaks=True), lambda: True)
+        own = LeaderLog(lambda: log, SimpleNamespace(speaks=True), Path())
         own.end(replace(outcome, leads=leads))
 
     assert ended == [outcome]

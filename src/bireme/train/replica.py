@@ -5,6 +5,7 @@ the checkpoints. All learn who leads from the batch's result, or from a meeting 
 all ranks of a replica know the same.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.runtime.pipeline import Result
 from bireme.runtime.quorum.agent import Agent
@@ -33,6 +35,10 @@ from bireme.train.run_log import RunLog
 from bireme.train.stops import Reason, Stops
 
 __all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "MortalReplica", "Replica"]
+
+KEPT_KINDS = frozenset({"train", "evaluation"})
+KEPT_LINES = 64
+"""More than a rank can be behind in writing its log when it dies."""
 
 
 class MortalReplica:
@@ -165,20 +171,27 @@ class Speaks(Protocol):
 
 
 class LeaderLog:
-    """The log of a run, which is written by the first rank of the replica that speaks. Whoever did so first
-    may have died before it `has_begun`.
+    """The log of a run, which is written to `path` by the first rank of the replica that speaks.
+
+    Whoever did so before may have died with lines unwritten, or before the log began. So the others keep the
+    last lines that they would have written, and who takes over adds those that are missing.
     """
 
-    def __init__(self, make: Callable[[], RunLog], replica: Speaks, has_begun: Callable[[], bool]) -> None:
-        self._make, self._replica, self._has_begun = make, replica, has_begun
+    def __init__(self, make: Callable[[], RunLog], replica: Speaks, path: Path) -> None:
+        self._make, self._replica, self._path = make, replica, path
         self._log: RunLog | None = None
+        self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=KEPT_LINES)
 
     def tell(self, kind: str, step: int, **values: Any) -> None:
         """For the loop."""
-        if self._replica.speaks:
-            if self._log is None and not self._has_begun():
-                self._opened().begin(step)
-            self._opened().tell(kind, step, **values)
+        if not self._replica.speaks:
+            if kind in KEPT_KINDS:
+                self._kept.append((kind, step, values))
+            return
+        if self._log is None and not self._path.is_file():
+            self._opened().begin(step)
+        self._tell_missing()
+        self._opened().tell(kind, step, **values)
 
     def begin(self, step: int) -> None:
         """The run begins."""
@@ -188,7 +201,23 @@ class LeaderLog:
     def end(self, outcome: Outcome) -> None:
         """The run is over. One that leads only because all others are gone has nothing to add."""
         if outcome.leads:
+            self._tell_missing()
             self._opened().end(outcome)
+
+    def _tell_missing(self) -> None:
+        """What this replica has kept of the time after the last line that was written."""
+        if not self._kept or not self._path.is_file():
+            return
+        last = dict.fromkeys(KEPT_KINDS, -1)
+        for one in read_json_lines(self._path, start="start").records.values():
+            if one["kind"] == "start":
+                last = dict.fromkeys(KEPT_KINDS, one["step"])
+            elif one["kind"] in KEPT_KINDS:
+                last[one["kind"]] = one["step"]
+        for kind, step, values in self._kept:
+            if step > last[kind]:
+                self._opened().tell(kind, step, **values)
+        self._kept.clear()
 
     def _opened(self) -> RunLog:
         self._log = self._log or self._make()

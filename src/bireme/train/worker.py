@@ -228,7 +228,7 @@ def _log(part: RankPart) -> RunLog | LeaderLog:
     def make() -> RunLog:
         return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
 
-    return make() if part.member is None else LeaderLog(make, part.member, part.folder.metrics.is_file)
+    return make() if part.member is None else LeaderLog(make, part.member, part.folder.metrics)
 
 
 def _grown(part: RankPart, saved: SavedPlan, batch_size: int) -> RankPart:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from itertools import groupby
 from pathlib import Path
 
 from bireme.sync.coordinator.ledger_line import in_force
@@ -54,8 +55,11 @@ class LedgerTail:
 
     @property
     def num_epochs(self) -> int:
-        """How many epochs the membership has had, as far as a round was in them."""
-        return len(self._epochs)
+        """How many epochs the membership has had up to that of the last round. Those of one coordinator are
+        numbered in a row, so that those are counted, too, in which nothing came to count.
+        """
+        terms = (list(own) for _, own in groupby(sorted(self._epochs), key=lambda epoch: epoch // TERM))
+        return sum(own[-1] - own[0] + 1 for own in terms)
 
     @property
     def num_redone(self) -> int:
