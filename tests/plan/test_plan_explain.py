@@ -100,6 +100,21 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     assert rates(1e3, 0.0, averages_with(2.0))[1] < 0.7 * slow[1]
 
 
+def test_stages_whose_replicas_exchange_over_one_link_share_it() -> None:
+    """Outer steps are rare. If the link's time counted once, half of it would seem to be the batch's own."""
+    device = Device("a device", "emulated", 2**30)
+    bus, card = Bridge("bus", (0, 1), Link(1e15)), Card("card", (0, 1), Link(1e3))
+    servers = tuple(Server(name, (device, device), (bus,), cards=(card,)) for name in ("one", "other"))
+    cluster, request = Cluster(servers), PlanRequest(128, depth=2, width=2, schedule="1f1b")
+    answer = find_plan(tiny_profile(), cluster, request)
+    assert isinstance(answer, Answer)
+    assert all(
+        {name.split("/")[0] for name in names} == {"one", "other"} for names in answer.best.plan.devices
+    )
+    found = agreements(answer.best, tiny_profile(), cluster, request)
+    assert found[-1].samples_per_s > 4 * found[0].samples_per_s
+
+
 @pytest.mark.parametrize(("width", "shard"), [(1, "none"), (2, "optimizer")])
 def test_replicas_that_cannot_average_weights_have_no_other_way_to_agree(width: int, shard: str) -> None:
     request = PlanRequest(8, depth=2 // width, width=width, schedule="1f1b", shard=shard)

@@ -38,7 +38,8 @@ def assert_as_one_process(replicas: Replicas, *, tolerance: float = 0.0) -> None
     assert isinstance(replicas.setting.plan, Plan)
     plan = replace(replicas.setting.plan, width=replicas.num_replicas)
     setting = replace(replicas.setting, plan=plan)
-    updates = oracle(replicas.model, setting, replicas.committed(), sizes=replicas.sizes())
+    norms = dict(norm for seen in replicas.seen.values() for norm in seen.norms.items())
+    updates = oracle(replicas.model, setting, replicas.committed(), sizes=replicas.sizes(), norms=norms)
     assert len(updates) == replicas.num_batches
     places = [one for line in replicas.hub.rounds for own in line.samples for one in own]
     assert len({place for one in places for place in range(one.begin, one.end)}) == sum(

@@ -260,11 +260,13 @@ def oracle(
     buffers: dict[str, Tensor] | None = None,
     *,
     sizes: Sequence[Sequence[int]] | None = None,
+    norms: Mapping[int, float] | None = None,
     after_step: AfterStep = lambda _batch, _weights, _state: None,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
-    samples of all micro-batches, batch by batch, where the plan does not say them. `after_step` may change
-    the weights and the optimisers' state after each step.
+    samples of all micro-batches, batch by batch, where the plan does not say them. `norms` are those of
+    ranks whose clipped updates are to be the same to the last bit. `after_step` may change the weights and
+    the optimisers' state after each step.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []
@@ -295,6 +297,7 @@ def oracle(
         compute_dtype=setting.bank_dtype,
         around=around,
         coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec),
+        norms=norms,
         after_step=after_step,
     )
 

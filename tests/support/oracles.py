@@ -98,6 +98,7 @@ def run_oracle(
     loss_name: str = "loss",
     around: Callable[[int, int], AbstractContextManager[object]] = lambda _batch, _index: nullcontext(),
     coded: CodedOracle | None = None,
+    norms: Mapping[int, float] | None = None,
     after_step: AfterStep = lambda _batch, _weights, _state: None,
 ) -> list[Update]:
     """Train from `weights` on all batches.
@@ -105,7 +106,9 @@ def run_oracle(
     `seen` says under FRESH from how many of each replica's micro-batches of the batch before the trial step
     of a (stage, batch) is made; what is not in it runs on W itself. `compute_dtype` is that of banks shorter
     than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
-    Sums over the replicas go through `coded`, where stages share no parameter. `after_step` may change the
+    Sums over the replicas go through `coded`, where stages share no parameter. Updates are clipped by `norms`
+    where these have one: squares that are added up in another order may differ from ours in the last bit, and
+    every weight with them. `after_step` may change the
     weights and the optimisers' state after each step.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
@@ -145,7 +148,8 @@ def run_oracle(
         if coded is not None:
             coded.settle(counts=not is_skipped)
         if not is_skipped:
-            factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+            clipped = (norms or {}).get(number, norm)
+            factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (clipped + 1e-6))
             training.step(gradients, rate, factor)
         with torch.no_grad():
             after_step(unit.batch, training.parameters, training.live_state())

@@ -2,19 +2,22 @@
 
 Each replica is one here, not its stages. Its batch takes as long as the forecast says, without the sum over
 replicas where that is not hidden; it is randomly longer or shorter, as far as measurements of the profile
-lie apart. The exchange goes over the slowest link between replicas. Steps for one are those of the study
-(`agreement_penalties`).
+lie apart. The exchange takes as long as the links between replicas do with all stages on them. Steps for
+one are those of the study (`agreement_penalties`).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from math import inf
 
 from bireme.cluster.cluster import Cluster
+from bireme.cluster.routes import Lane
 from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
 from bireme.plan.forecast import Candidate
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.ring import hops
 from bireme.profile.profile import Profile
 from bireme.schedule.rule import Rule
 from bireme.simulate.agreements import Everyone, Groups, OuterRounds
@@ -105,17 +108,24 @@ def _agreement(steps: AgreementSteps, own_s: float) -> Agreement:
 
 
 def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
-    """Of the stage with the most weights, over the slowest link between its replicas."""
+    """Of the stage with the most weights. All stages exchange theirs at the same time, each in a ring, and a
+    link that several of them cross is slower by as much.
+    """
     weights = [
         sum(unit.parameter_bytes for unit in profile.units[stage.begin : stage.end])
         for stage in best.forecast.stages
     ]
-    numbers = [[cluster.number_of(name) for name in names] for names in best.plan.devices]
-    pairs = [pair for own in numbers for pair in combinations(own, 2)]
+    rings = [sorted(cluster.number_of(name) for name in names) for names in best.plan.devices]
+    crossing: Counter[Lane] = Counter()
+    for num_bytes, ring in zip(weights, rings, strict=True):
+        for hop in hops(ring):
+            for lane in cluster.path(*hop):
+                crossing[lane] += num_bytes
+    slowest_s = max((num_bytes / lane.bytes_per_s for lane, num_bytes in crossing.items()), default=0.0)
     return Exchange(
         num_bytes=max(weights),
-        bytes_per_s=min(cluster.bandwidth(*pair) for pair in pairs),
-        latency_s=max(cluster.latency(*pair) for pair in pairs),
+        bytes_per_s=max(weights) / slowest_s if slowest_s else inf,
+        latency_s=max(cluster.latency(*hop) for ring in rings for hop in hops(ring)),
     )
 
 

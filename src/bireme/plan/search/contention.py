@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from bireme.cluster.routes import Lane
 from bireme.plan.partition.device_row import Link
-from bireme.plan.ring import ring_share
+from bireme.plan.ring import hops, ring_share
 from bireme.plan.search.problem import PlanningProblem
 
 __all__ = ["Ring", "Traffic", "links_between", "ring_over"]
@@ -27,11 +27,11 @@ class Ring:
 def ring_over(problem: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
     """Around the devices in the order of their numbers, which keeps those of a server together."""
     ring = sorted(set(devices))
-    hops = _hops(ring)
-    crossed = Counter(lane for hop in hops for lane in problem.path(*hop))
+    all_hops = hops(ring)
+    crossed = Counter(lane for hop in all_hops for lane in problem.path(*hop))
     per_hop = ring_share(len(ring)) * num_bytes
     slowest_s = max((per_hop * times / lane.bytes_per_s for lane, times in crossed.items()), default=0.0)
-    late_s = 2 * (len(ring) - 1) * max((problem.cluster.latency(*hop) for hop in hops), default=0.0)
+    late_s = 2 * (len(ring) - 1) * max((problem.cluster.latency(*hop) for hop in all_hops), default=0.0)
     return Ring(slowest_s + late_s, num_bytes)
 
 
@@ -71,7 +71,7 @@ class Traffic:
         rings: defaultdict[Lane, float] = defaultdict(float)
         for rank, num_bytes in enumerate(reduce_bytes):
             if num_bytes and len(grid[rank]) > 1:
-                for hop in _hops(sorted(grid[rank])):
+                for hop in hops(sorted(grid[rank])):
                     for lane in problem.path(*hop):
                         rings[lane] += num_bytes
         total: defaultdict[str, float] = defaultdict(float)
@@ -129,7 +129,3 @@ def links_between(
         )
         for ends in ways
     ]
-
-
-def _hops(ring: Sequence[int]) -> list[tuple[int, int]]:
-    return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
