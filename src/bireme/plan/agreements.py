@@ -9,7 +9,7 @@ one are those of the study (`agreement_penalties`).
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.routes import Lane
@@ -27,8 +27,10 @@ from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = ["AgreementForecast", "agreements"]
 
-LEAST_BATCHES, ALL_BATCHES, BEGIN = 40, 1600, 0.2
+LEAST_BATCHES, ALL_BATCHES, BEGIN = 40, 1600, 0.25
 """Of a simulated run: the fewest, and those of all replicas together; and the share that does not count."""
+EXCHANGES = 8
+"""Of a simulated run, or a multiple: what does not count is whole rounds, between which batches may lie dense."""
 SHARE = 12
 """Samples of a replica's batch in the simulation; only ratios are taken from it."""
 QUARTERS = 1.349
@@ -130,10 +132,11 @@ def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
 
 
 def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exchange: Exchange) -> float:
+    every = agreement.every if isinstance(agreement, OuterRounds) else 1
     make = one_stage(agreement.average_lag)
     work = Work((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
-    num_batches = max(ALL_BATCHES // width, LEAST_BATCHES)
-    until_s = num_batches * (own_s + exchange.seconds(width))
-    return run.until(until_s, 4 * num_batches + round(until_s / own_s)).samples_per_s(BEGIN * until_s)
+    num_rounds = EXCHANGES * ceil(max(ALL_BATCHES // width, LEAST_BATCHES) / (EXCHANGES * every))
+    until_s = num_rounds * (every * own_s + exchange.seconds(width))
+    return run.until(until_s, 4 * num_rounds * every + round(until_s / own_s)).samples_per_s(BEGIN * until_s)
