@@ -30,7 +30,7 @@ __all__ = ["AgreementForecast", "agreements"]
 LEAST_BATCHES, ALL_BATCHES, BEGIN = 40, 1600, 0.25
 """Of a simulated run: the fewest, and those of all replicas together; and the share that does not count."""
 EXCHANGES = 8
-"""Of a simulated run, or a multiple: what does not count is whole rounds, between which batches may lie dense."""
+"""Of a simulated run, or a multiple of it: then what does not count is whole rounds too."""
 SHARE = 12
 """Samples of a replica's batch in the simulation; only ratios are taken from it."""
 QUARTERS = 1.349
