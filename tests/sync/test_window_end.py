@@ -45,7 +45,7 @@ def test_no_way_to_share_what_is_left_is_done_sooner(trainers: Sequence[Trainer]
 
 @examples(200)
 @given(TRAINERS, st.integers(1, 5))
-def test_who_would_end_first_of_all_is_never_held(trainers: Sequence[Trainer], num_left: int) -> None:
+def test_who_would_end_first_of_all_gets_the_next_batch(trainers: Sequence[Trainer], num_left: int) -> None:
     first = min(trainers, key=lambda one: one.free_s + one.batch_s)
     others = [one for one in trainers if one is not first]
     assert done_without(others, num_left * SHARE, inf) >= first.free_s + first.batch_s
@@ -63,8 +63,8 @@ class _Replica:
 
 
 class Run:
-    """Replicas of one stage that train windows in groups, each batch in its own time. `held` says who was
-    ever held, `ends_s` when the mean at the end of each window counted.
+    """Replicas of one stage that train windows in groups, each batch in its own time, once they know whether
+    there is another one after it. `ends_s` says when the mean at the end of each window counted.
     """
 
     def __init__(self, batch_s: Sequence[float], num_batches: int, num_windows: int) -> None:
@@ -74,7 +74,6 @@ class Run:
         settings = replace(settings, mode=SyncMode.GROUPS, num_lines=0, lease_s=100.0, limits=limits)
         self.state = begun(replace(settings, groups=GroupSettings(SELDOM)))
         self.now_s = self._due_s = 0.0
-        self.held: set[int] = set()
         self.ends_s: list[float] = []
         self.places: list[int] = []
         self._size, self._num_windows = num_batches * SHARE, num_windows
@@ -107,7 +106,6 @@ class Run:
     def _hear(self, event: Event) -> None:
         done = step(self.state, event, self.now_s)
         self.state = done.state
-        self.held |= self.state.held.keys()
         for line in done.lines:
             if isinstance(line, Committed):
                 self.places += [p for own in line.samples for one in own for p in range(one.begin, one.end)]
@@ -131,7 +129,7 @@ class Run:
     def _enter(self, own: _Replica) -> None:
         own.trained.append(0)
         until = (own.window + 1) * self._size
-        self._say(own, window=Window(own.window, until), wants=own.batch + 1)
+        self._say(own, window=Window(own.window, until), wants=own.batch + 2)
 
     def _act(self, own: _Replica) -> None:
         """Do what follows from the last word."""
@@ -141,24 +139,26 @@ class Run:
         if report.epoch != word.epoch:
             self._say(own)
         at, group = report.group or GroupAt(), word.group
-        if at.arrived == own.batch and group is not None:
-            if GroupMember(own.rank.replica, own.batch) not in group.members:
+        if at.arrived == own.batch:
+            if group is None or GroupMember(own.rank.replica, own.batch) not in group.members:
                 return
-            if group.is_settled:
-                own.batch += 1
-            elif (at.summed, at.attempt) != (group.number, group.attempt):
-                self._say(own, group=replace(at, summed=group.number, attempt=group.attempt))
+            if not group.is_settled:
+                if (at.summed, at.attempt) != (group.number, group.attempt):
+                    self._say(own, group=replace(at, summed=group.number, attempt=group.attempt))
                 return
-        if any(one.replica == own.rank.replica and one.batch == own.batch for one in word.deals):
+            own.batch += 1
+        dealt = {one.batch for one in word.deals if one.replica == own.rank.replica}
+        has_ended = any((one.replica, one.window) == (own.rank.replica, own.window) for one in word.ends)
+        if own.batch in dealt and (has_ended or own.batch + 1 in dealt):
             own.computes = True
             self._after(own.batch_s, partial(self._train, own))
-        elif any((one.replica, one.window) == (own.rank.replica, own.window) for one in word.ends):
+        elif own.batch not in dealt and has_ended:
             self._meet(own, report, word)
 
     def _train(self, own: _Replica) -> None:
         own.computes = False
         own.trained[-1] += 1
-        self._say(own, group=GroupAt(arrived=own.batch, wait_s=1e-3), wants=own.batch + 2)
+        self._say(own, group=GroupAt(arrived=own.batch, wait_s=1e-3), wants=own.batch + 3)
 
     def _meet(self, own: _Replica, report: Report, word: Word) -> None:
         at = report.rounds[0] if report.rounds else RoundAt()
@@ -200,23 +200,14 @@ def test_a_window_ends_as_soon_as_it_can_whoever_is_slow(seed: int) -> None:
     assert second_s - first_s < 1.02 * least_s + 2 * max(batch_s[1:])
 
 
-def test_who_is_held_gets_what_the_others_leave_when_they_die_and_a_batch_of_each_window() -> None:
-    run = Run([1.0, 0.1, 0.1], 40, 3)
-    run.run(lambda: 0 in run.state.held)
-    assert run.held == {0}
+def test_what_a_slow_replica_left_to_others_that_die_is_trained_in_the_next_window() -> None:
+    run = Run([1.0, 0.1, 0.1], 50, 3)
+    run.run(lambda: any(one.replica == 0 for one in run.state.ends))
+    assert not run.ends_s
+    assert run.state.pool.num_left(50 * SHARE) > 0
     for replica in (1, 2):
         run.end(replica)
     run.run()
     assert len(run.ends_s) == 3
     assert min(run.replicas[0].trained) > 0
-
-
-def test_who_is_held_is_dealt_a_batch_once_the_others_take_longer_than_they_were_expected_to() -> None:
-    run = Run([1.0, 0.1, 0.1], 60, 1)
-    run.run(lambda: 0 in run.state.held)
-    trained = run.replicas[0].trained[0]
-    for own in run.replicas[1:]:
-        own.batch_s = 20.0
-    run.run()
-    assert run.replicas[0].trained[0] > trained
-    assert sorted(run.places) == list(range(60 * SHARE))
+    assert sorted(run.places) == list(range(3 * 50 * SHARE))

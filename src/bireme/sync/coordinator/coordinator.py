@@ -63,8 +63,6 @@ def step(state: State, event: Event, now_s: float) -> Step:
         if last is not None and _is_of_groups(state, event, last):
             state = replace(state, membership=state.membership.with_report(event, now_s))
             state = with_deals(with_group_of(state, event, now_s, lines), now_s)
-            if state.held != before.held:  # no group waits for who is held
-                state = with_groups(state, now_s, lines)
             return _told(before, state, event, now_s, lines, is_of_groups=True)
         membership = state.membership.with_report(event, now_s)
         if is_behind(state, event) and membership.is_installed:
@@ -160,7 +158,6 @@ def wake_s(state: State, now_s: float) -> float:
         times.append(state.first_heard_s + settings.lease_s)
     if (until_s := still_until_s(state)) is not None and not state.standstill:
         times.append(until_s)
-    times += state.held.values()
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
         times.append(max(deadline_s, now_s))
@@ -201,7 +198,7 @@ def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) ->
 
 def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> State:
     """The state from which nothing more follows now."""
-    picture = _of_all(state), _of_replicas(state), state.held
+    picture = _of_all(state), _of_replicas(state)
     while True:
         before = picture
         state = with_beginning(state, now_s, lines)
@@ -215,7 +212,7 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
                 state = with_groups(state, now_s, lines)
             state = with_rounds(with_deals(state, now_s), now_s, lines)
         state = with_sources(state)
-        picture = _of_all(state), _of_replicas(state), state.held
+        picture = _of_all(state), _of_replicas(state)
         if picture == before:
             return state
 

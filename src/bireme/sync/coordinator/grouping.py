@@ -42,8 +42,6 @@ def with_groups(state: State, now_s: float, lines: Lines) -> State:
         state = _with_event(state, Came(replica), now_s)
     for _, heard in sorted(membership.heard.items()):
         state = _with_report(state, heard.report, now_s)
-    for replica in state.held:
-        state = _with_held(state, replica, now_s)
     state = _with_event(state, Tick(), now_s)
     return with_trained(state, state.settings.num_stages, lines)
 
@@ -55,8 +53,6 @@ def with_group_of(state: State, report: Report, now_s: float, lines: Lines) -> S
     if state.groups is None:
         return with_groups(state, now_s, lines)
     state = _with_report(state, report, now_s)
-    for replica in state.held:
-        state = _with_held(state, replica, now_s)
     return with_trained(state, state.settings.num_stages, lines)
 
 
@@ -78,8 +74,9 @@ def _with_report(state: State, report: Report, now_s: float) -> State:
         state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
     has_drained = at.is_drained and _is_of_window(state, report)
     if has_drained and is_present:
-        state = _idle(state, stage, replica, now_s)
-    elif not (has_drained or is_present or replica in state.held):
+        state = replace(state, paces=state.paces.idle(stage, replica))
+        state = _with_event(state, Drained(stage, replica), now_s)
+    elif not (has_drained or is_present):
         state = _with_event(state, Back(stage, replica), now_s)
     return state
 
@@ -87,24 +84,6 @@ def _with_report(state: State, report: Report, now_s: float) -> State:
 def _is_of_window(state: State, report: Report) -> bool:
     """Whether a rank says what it says of the present window, after the last mean over all replicas."""
     return report.window is None or report.window.number >= state.lines[-1].committed
-
-
-def _with_held(state: State, replica: int, now_s: float) -> State:
-    """With a replica that is not dealt another batch: no group waits for it where it has come with its last
-    one.
-    """
-    assert state.groups is not None, "with_groups makes it"
-    last = state.dealt_to.get(replica, state.settings.first) - 1
-    for stage, former in enumerate(state.groups.formers):
-        is_ready = any(one.replica == replica for one in former.ready)
-        if replica in former.present and former.latest.get(replica) == last and not is_ready:
-            state = _idle(state, stage, replica, now_s)
-    return state
-
-
-def _idle(state: State, stage: int, replica: int, now_s: float) -> State:
-    state = replace(state, paces=state.paces.idle(stage, replica))
-    return _with_event(state, Drained(stage, replica), now_s)
 
 
 def _is_new(state: State, stage: int, replica: int, batch: int) -> bool:

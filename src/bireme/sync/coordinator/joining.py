@@ -72,7 +72,6 @@ def _anew(state: State) -> State:
         dealt=settings.first,
         dealt_to={},
         ends=(),
-        held={},
         groups=None,
         group_words={},
         first_heard_s=None,

@@ -52,8 +52,6 @@ class State:
     dealt_to: dict[int, int] = field(default_factory=dict)
     trained: dict[tuple[int, int], int] = field(default_factory=dict)
     ends: tuple[End, ...] = ()
-    held: dict[int, float] = field(default_factory=dict)
-    """Replicas that are not dealt what they want, and until when: the others should have taken it by then."""
     groups: GroupState | None = None
     group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
     paces: Paces = field(default_factory=Paces)

@@ -1,7 +1,8 @@
 """Who trains the last batches of a window, where replicas train batches of their own.
 
 All wait for the one that ends last. So a slow replica gets none of the last batches where the others would be
-done with all of them before it were done with one: it waits until they have taken what is left.
+done with all of them before it were done with one. It learns so at once, because a pipeline goes on with the
+batches that it has only when it knows whether there is another one.
 
     deals:   fast  ▭▭▭▭▭▭▭▭▭▭▭▭▭▭▭│          fast  ▭▭▭▭▭▭▭▭▭▭▭▭▭▭▭▭│
              slow  ▭▭▭▭▭▭▭▭ ▭▭▭▭▭▭▭▭│         slow  ▭▭▭▭▭▭▭▭        │

@@ -2,9 +2,9 @@
 
 A replica is dealt its share of a batch whenever it wants one, as long as its window has places left. So a
 fast one trains more batches, and all are done at about the same time. In `groups`, where the coordinator sees
-how long each takes, a slow one is not dealt a last batch that the others would have to wait for: it is *held*
-until they have taken what is left, or should have. A sample counts once it is in weights that others have, in
-all parts of the model: stages in `groups`, fragments in `outer`.
+how long each takes, a slow one is not dealt a last batch that the others would have to wait for: its window
+ends there, and they take what is left. A sample counts once it is in weights that others have, in all parts
+of the model: stages in `groups`, fragments in `outer`.
 """
 
 from collections.abc import Collection
@@ -27,17 +27,8 @@ NO_END = Window(0, 1 << 62)
 
 def with_own_deals(state: State, now_s: float) -> State:
     """With the samples of all batches that a member wants, and the ends of windows that have none left."""
-    replicas = state.membership.replicas
-    if not state.held.keys() <= set(replicas):
-        held = {one: until_s for one, until_s in state.held.items() if one in replicas}
-        state = replace(state, held=held)
-    for replica in replicas:
+    for replica in state.membership.replicas:
         state = _with_deals_of(state, replica, now_s)
-    before: State | None = None
-    while state.held and state is not before:  # others may have taken what was left
-        before = state
-        for replica in tuple(state.held):
-            state = _with_deals_of(state, replica, now_s)
     return state
 
 
@@ -50,40 +41,32 @@ def _with_deals_of(state: State, replica: int, now_s: float) -> State:
         return state
     dealing = state.dealing.among(state.membership.replicas, batch)
     pool, ends, until = state.pool, state.ends, _until(state, window)
-    held = {one: until_s for one, until_s in state.held.items() if one != replica}
     # Who came back into a window that the others have left has nothing to do in it.
     is_over = window is not NO_END and window.number < state.lines[-1].committed
     while batch < wants:
         left = 0 if is_over else pool.num_left(until)
         count = _count(state, replica, dealing.counts(batch)[replica], left)
-        if not count:
+        if not count or _would_end_last(state, dealing, replica, batch, window, left, now_s):
             end = End(replica, window.number, batch, until)
             ends = (*(one for one in ends if one.replica != replica), end)
-            break
-        until_s = _held_until_s(state, dealing, replica, batch, window, left, now_s)
-        if until_s is not None:
-            if batch == first and replica in state.held:
-                return state
-            held[replica] = until_s
             break
         pool = pool.with_deal(batch, {replica: count})
         batch += 1
     paces = state.paces.begun(replica, now_s) if batch > first else state.paces
     dealt_to = state.dealt_to | {replica: batch}
-    return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=dealt_to, held=held, paces=paces)
+    return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=dealt_to, paces=paces)
 
 
-def _held_until_s(
+def _would_end_last(
     state: State, dealing: Dealing, replica: int, batch: int, window: Window, left: int, now_s: float
-) -> float | None:
-    """Until when a replica is not dealt a batch that it would end after the others have trained all that is
-    left: the time at which these are done. None if it is dealt the batch. Each has a batch of each window, so
-    that it is known how long it takes.
+) -> bool:
+    """Whether a replica would end that batch after the others have trained all that is left. Each has a batch
+    of each window, so that it is known how long it takes.
     """
     own = _trainer(state, dealing, replica, batch, now_s)
     begun = next((one.batch for one in state.ends if one.replica == replica), state.settings.first)
-    if own is None or batch == begun or now_s >= state.held.get(replica, inf):
-        return None
+    if own is None or batch == begun:
+        return False
     others = []
     for other in state.membership.replicas:
         found = _trainer(state, dealing, other, state.dealt_to.get(other, state.settings.first), now_s)
@@ -92,8 +75,7 @@ def _held_until_s(
         has_ended = any((one.replica, one.window) == (other, window.number) for one in state.ends)
         others.append(replace(found, batch_s=inf) if has_ended else found)
     end_s = own.free_s + own.batch_s
-    until_s = done_without(others, left, end_s)
-    return until_s if until_s < end_s else None
+    return done_without(others, left, end_s) < end_s
 
 
 def _trainer(state: State, dealing: Dealing, replica: int, dealt: int, now_s: float) -> Trainer | None:
