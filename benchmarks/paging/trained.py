@@ -64,7 +64,7 @@ class Run:
 
 
 RUNS = (
-    Run("demonstration", "gpt:layers=4,width=128,heads=4,vocab=257,context=128", 2, "9MB"),
+    Run("demonstration", "gpt:layers=4,width=128,heads=4,vocab=257,context=128", 2, "8MB"),
     Run("narrow", "gpt:layers=6,width=64,heads=2,vocab=257,context=128", 2, "3MB"),
     Run("wide, on a disk", "gpt:layers=2,width=320,heads=5,vocab=257,context=128", 1, "30MB", to_disk=True),
 )

@@ -13,6 +13,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.cluster_text import cluster_text
 from bireme.cluster.device import Device
+from bireme.cluster.engine_cost import EngineCost
 from bireme.cluster.links import Bridge, Card, Link
 from bireme.cluster.server import Server
 from bireme.cluster.tiers import tier_share
@@ -308,6 +309,19 @@ def test_below_the_least_budget_the_error_names_a_number_that_fits() -> None:
     assert found(TierLimits(number), is_small=True).best.plan.paging is not None
     with pytest.raises(BiremeError, match=f"at least {number} bytes"):
         found(TierLimits(number - 1), is_small=True)
+
+
+@pytest.mark.slow
+def test_what_a_rank_sends_lies_beside_the_budget_of_its_device() -> None:
+    """The engine's messages counted in it, so that no budget near the least would do."""
+    profile = replace(PROFILE, engine=EngineCost(1e-4, 1e-4, 1e-4))
+    asked = replace(request(TierLimits(20 * MB)), recompute=Recompute.NEVER)
+    with pytest.raises(BiremeError, match="must be at least") as refused:
+        find_plan(profile, cluster(), asked)
+    number = int(str(refused.value).split("at least ")[1].split()[0])
+    answer = find_plan(profile, cluster(), replace(asked, memory=TierLimits(number)))
+    assert isinstance(answer, Answer)
+    assert answer.best.plan.paging is not None
 
 
 def test_a_host_too_small_overflows_to_the_disk_or_is_refused_with_a_number() -> None:

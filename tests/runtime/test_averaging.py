@@ -68,8 +68,8 @@ def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Updat
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every group is of all replicas that do not drain. Nobody's window ends early, because it is not known how
-    long anybody takes for a batch.
+    """Every group is of all replicas that do not drain. Nobody's window ends early, because it is not known
+    how long anybody takes for a batch.
     """
     monkeypatch.setattr(Paces, "with_arrival", lambda own, *_: own)
     monkeypatch.setattr(

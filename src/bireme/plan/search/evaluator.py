@@ -219,13 +219,17 @@ class PlanEvaluator:
                 more = [(outline.num_microbatches - program.num_microbatches) * one for one in each]
             sent = [works[size].sent_bytes(rank, program.rank_of_stage) for size in outline.sizes]
             held = [
-                timeline.memory[rank].peak_bytes + extra + (room if problem.profile.engine else 0.0)
-                for timeline, extra, room in zip(timelines, more, sent, strict=True)
+                timeline.memory[rank].peak_bytes + extra
+                for timeline, extra in zip(timelines, more, strict=True)
             ]
+            apart = [problem.process_bytes[device] for device in row]
+            if problem.profile.engine and problem.request.memory is None:
+                held = [one + room for one, room in zip(held, sent, strict=True)]
+            elif problem.profile.engine:  # what is sent lies beside the tier whose limit was asked for
+                apart = [one + room for one, room in zip(apart, sent, strict=True)]
             tightest = min(range(outline.width), key=lambda r: problem.limits[row[r]] - held[r])
-            process = [problem.process_bytes[device] for device in row]
-            peaks = tuple(one + own for one, own in zip(held, process, strict=True))
-            limits = tuple(problem.limits[device] + own for device, own in zip(row, process, strict=True))
+            peaks = tuple(one + own for one, own in zip(held, apart, strict=True))
+            limits = tuple(problem.limits[device] + own for device, own in zip(row, apart, strict=True))
             found.append(
                 StageForecast(
                     begin=begin,
