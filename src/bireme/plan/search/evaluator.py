@@ -222,7 +222,7 @@ class PlanEvaluator:
                 timeline.memory[rank].peak_bytes + extra
                 for timeline, extra in zip(timelines, more, strict=True)
             ]
-            apart = [problem.process_bytes[device] for device in row]
+            apart = [float(problem.process_bytes[device]) for device in row]
             if problem.profile.engine and problem.request.memory is None:
                 held = [one + room for one, room in zip(held, sent, strict=True)]
             elif problem.profile.engine:  # what is sent lies beside the tier whose limit was asked for
