@@ -108,8 +108,7 @@ def run_oracle(
     than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
     Sums over the replicas go through `coded`, where stages share no parameter. Updates are clipped by `norms`
     where these have one: squares that are added up in another order may differ from ours in the last bit, and
-    every weight with them. `after_step` may change the
-    weights and the optimisers' state after each step.
+    every weight with them. `after_step` may change the weights and the optimisers' state after each step.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)

@@ -175,7 +175,7 @@ def add_adapter(model: nn.Module, lora: Lora) -> Adapter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it corrects by itself, and of merging, which we check
             peft.inject_adapter_in_model(config, model, adapter_name=NAME)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:  # what peft raises for what it cannot adapt
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise BiremeError(
             f"No adapter can be added to {type(model).__name__}: {reason}. Name modules that are linear "

@@ -38,7 +38,7 @@ __all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "MortalReplica", "Replic
 
 KEPT_KINDS = frozenset({"train", "evaluation"})
 KEPT_LINES = 64
-"""More than a rank can be behind in writing its log when it dies."""
+"""More lines than a rank leaves unwritten when it dies."""
 
 
 class MortalReplica:
