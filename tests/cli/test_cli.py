@@ -323,6 +323,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("simulate --from x.csv --recompute", "leave out --recompute"),
         ("schedule --check", "leave out --check"),
         ("schedule 1f1b --stages abc", "Invalid value for '--stages' / '-d'"),
+        ("schedule 1f1b --stages abc", "and is 'abc'."),
         ("simulate --colour", "No such option"),
         ("frobnicate", "No such command 'frobnicate'"),
         ("schedule 1f1b --comms", "leave out --comms"),

@@ -80,5 +80,10 @@ def _usage(error: Any) -> str:
         return message
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "bireme"
+    from pydantic import ValidationError  # here, for the help needs none of it
+
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):  # which does not say what was given
+        message = f"{message.rstrip('.')}, and is {str(cause.errors()[0]['input'])!r}"
     end = "" if message.endswith("?") else "."
     return f"bireme: {message.rstrip('.')}{end} See `{path} --help`."
