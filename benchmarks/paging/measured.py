@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,7 +42,7 @@ from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 
-__all__ = ["BATCHES", "Case", "on_disk", "over_a_wire", "without_paging"]
+__all__ = ["BATCHES", "Case", "Trained", "on_disk", "over_a_wire", "without_paging"]
 
 AHEAD = (0, 1, 2, 4)
 """Instructions ahead of their use that chunks are fetched, of which the simulator takes the best."""
@@ -109,8 +109,10 @@ def without_paging(case: Case) -> Trained:
     return _trained(case, graph, case.plan(graph), PagingSettings())
 
 
-def on_disk(case: Case, resident: Trained, most_bytes: int | None) -> Trained:
-    """The run with the disk right beneath the device tier; with no more private memory than given."""
+def on_disk(case: Case, resident: Trained, most_bytes: int | None, *, is_apart: bool) -> Trained:
+    """The run with the disk right beneath the device tier; with no more private memory than given. Stages
+    step together, or apart.
+    """
     torch.set_num_threads(1)
     graph = case.graph()
     plan = case.plan(graph)
@@ -122,7 +124,7 @@ def on_disk(case: Case, resident: Trained, most_bytes: int | None) -> Trained:
         before = _disk_speed(Path(folder), chunk_bytes)
         links = TierLinks(disk_bytes_per_s=2 / (1 / before[0] + 1 / before[1]))
         budgets = Budgets(case.device_bytes, 0, PLENTY)
-        paged, predicted_s = _best(plan, sizes, budgets, chunk_bytes, resident, links)
+        paged, predicted_s = _best(plan, sizes, budgets, chunk_bytes, resident, links, is_apart=is_apart)
         trained = _trained(case, graph, paged, PagingSettings(Path(folder)))
         after = _disk_speed(Path(folder), chunk_bytes)
     return replace(
@@ -208,17 +210,26 @@ def _sizes(graph: Graph, plan: Plan) -> Sizes:
 
 
 def _chunk_bytes(sizes: Sizes) -> int:
-    """A bank is about two chunks, so that a program stays short."""
-    return best_chunk_bytes({median(sizes.version) / 2: 1})
+    """The largest bank is two chunks, so that a program stays short."""
+    return best_chunk_bytes({max(sizes.version) / 2: 1})
 
 
 def _best(
-    plan: Plan, sizes: Sizes, budgets: Budgets, chunk_bytes: int, resident: Trained, links: TierLinks
+    plan: Plan,
+    sizes: Sizes,
+    budgets: Budgets,
+    chunk_bytes: int,
+    resident: Trained,
+    links: TierLinks,
+    *,
+    is_apart: bool,
 ) -> tuple[Plan, float]:
     """The plan whose copies cost least time by the simulator, and its seconds a step."""
     best, best_s = plan, float("inf")
-    for ahead, together in product(AHEAD, (False, True)):
-        paging = Paging((budgets,), sizes, (chunk_bytes,), ahead, together, stashes=False)
+    for ahead, together in product(AHEAD, (False,) if is_apart else (False, True)):
+        paging = Paging(
+            (budgets,), sizes, (chunk_bytes,), ahead, together, stashes=False, updates_apart=is_apart
+        )
         tried = replace(plan, paging=paging)
         seconds = _simulated(tried, resident, links)
         if seconds < best_s:

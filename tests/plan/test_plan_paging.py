@@ -285,6 +285,22 @@ def test_the_optimizer_steps_on_the_host_where_a_batch_takes_less_time(tmp_path:
 
 
 @pytest.mark.slow
+def test_stages_that_may_update_apart_do_so_where_the_pipeline_drains(tmp_path: Path) -> None:
+    agreed = stepping("device").best.forecast.batch_s
+    for schedule, device_bytes, is_apart in (("1f1b", 100 * MB, True), ("2bw", 200 * MB, False)):
+        limits = TierLimits(device_bytes, optimizer="device", updates_apart=True)
+        asked = replace(request(limits), depth=1, width=1, schedule=schedule)
+        answer = find_plan(HEAVY, cluster(), asked)
+        assert isinstance(answer, Answer)
+        best = answer.best
+        assert check(best.plan.program(12)).ok
+        assert any(step.is_apart for step in best.plan.program(12).tracks[0]) == is_apart
+        assert not is_apart or best.forecast.batch_s < agreed
+        write_plan(tmp_path / "plan.json", best)
+        assert load_plan(tmp_path / "plan.json").plan == best.plan
+
+
+@pytest.mark.slow
 def test_where_the_optimizer_cannot_step_on_the_host_it_steps_on_the_device_or_a_wish_is_refused() -> None:
     for machines, schedule, why in (
         (None, "2bw-fresh", "no stage of the plan can"),

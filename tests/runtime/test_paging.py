@@ -26,6 +26,7 @@ from bireme.report.units import rate_text
 from bireme.runtime.paging.mover import Job, ThreadMover
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import resident
 from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.slow_tiers import slow_tiers
@@ -60,6 +61,7 @@ class Case:
     is_summed: bool = False
     windows: tuple[int, ...] = ()
     evaluates: bool = False
+    clip_norm: float | None = 0.5
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -72,7 +74,9 @@ class Case:
         return paged(self.plan, sizes, self.share, host=self.host, disk=self.disk, **more)
 
     def setting(self, plan: Plan, paging: PagingSettings | None = None) -> Setting:
-        return Setting(plan, clip_norm=0.5, bank_dtype=self.bank_dtype, windows=self.windows, paging=paging)
+        return Setting(
+            plan, clip_norm=self.clip_norm, bank_dtype=self.bank_dtype, windows=self.windows, paging=paging
+        )
 
 
 def parts(schedule: str, per_rank: int = 2, **more: Any) -> Plan:
@@ -102,6 +106,20 @@ CASES = {
         bank_dtype=torch.bfloat16,
         windows=(1, 1, 1),
         more=(("host_updates", True), ("updates_together", True)),
+    ),
+    "updates apart of one rank on a disk": Case(
+        parts("1f1b", 4), host=0.0, disk=True, clip_norm=None, more=(("updates_apart", True),), windows=(2, 1)
+    ),
+    "updates apart of bfloat16 banks": Case(
+        parts("interleaved", recompute=(0, 3)),
+        0.1,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        clip_norm=None,
+        more=(("updates_apart", True),),
+    ),
+    "updates apart on the host": Case(
+        parts("gpipe", 4), clip_norm=None, more=(("updates_apart", True), ("host_updates", True))
     ),
     "backwards in halves": Case(parts("zb-h1")),
     "micro-batches in halves": Case(Plan((4,), 3, "1f1b-sliced"), 0.3),
@@ -222,6 +240,35 @@ def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
     assert [one.loss for one in second.train(data[2:])] == [one.loss for one in results]
     for pipeline in (first, second, alone, resident_one):
         pipeline.close()
+
+
+@pytest.mark.parametrize("more", [{"clip_norm": 0.5}, {"tied": True}])
+def test_stages_that_update_apart_neither_clip_nor_sum(more: dict[str, Any], tmp_path: Path) -> None:
+    asked = {"clip_norm": None, **more}
+    case = Case(parts("1f1b", 4), host=0.0, disk=True, more=(("updates_apart", True),), **asked)
+    with pytest.raises(BiremeError, match="before the others have their gradients"):
+        pipeline_of(case.of, case.setting(case.paged(), PagingSettings(tmp_path)), None)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_skips_the_stages_that_have_not_stepped_apart(tmp_path: Path) -> None:
+    case = Case(parts("1f1b", 4), host=0.0, disk=True, clip_norm=None, more=(("updates_apart", True),))
+
+    def overflow(step: Instruction) -> None:
+        if step.kind is Kind.REDUCE and step.stage == 1:
+            for _, gradient in pipeline.stages[1].part(step.batch).sums().items():
+                assert gradient is not None
+                gradient.fill_(torch.inf)
+
+    setting = case.setting(case.paged(), PagingSettings(tmp_path))
+    pipeline = pipeline_of(case.of, setting, None, overflow)
+    before = {name: pipeline.state_dict()[name].clone() for name in case.of.weights}
+    (result,) = pipeline.train(token_batches(6, 1))
+    after = pipeline.state_dict()
+    stepped = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert result.is_skipped
+    assert stepped == {name for stage in (2, 3) for name in pipeline.stages[stage].banks.trainable}
+    pipeline.close()
 
 
 # --- faults

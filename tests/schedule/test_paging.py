@@ -74,6 +74,7 @@ class Asked:
     budgets: Budgets
     ahead: int
     updates_together: bool
+    updates_apart: bool
     host_updates: bool
 
 
@@ -106,7 +107,8 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
     whole = peak(program, of)
     disk = 0 if host is None else int(1000 * whole)
     budgets = Budgets(int(share * whole), None if host is None else int(host * whole), disk)
-    return Asked(program, of, budgets, draw(st.integers(0, 3)), draw(st.booleans()), draw(st.booleans()))
+    together, apart = draw(st.sampled_from(((False, False), (True, False), (False, True))))
+    return Asked(program, of, budgets, draw(st.integers(0, 3)), together, apart, draw(st.booleans()))
 
 
 def paged(one: Asked) -> Program:
@@ -119,6 +121,7 @@ def paged(one: Asked) -> Program:
             ahead=one.ahead,
             chunk_bytes=CHUNK,
             updates_together=one.updates_together,
+            updates_apart=one.updates_apart,
             host_updates=one.host_updates,
         )
     except BiremeError:
@@ -136,8 +139,9 @@ def test_a_paged_program_is_proved_right_within_its_budgets(one: Asked) -> None:
     report = check(program)
     assert report.ok, report.problems or report.deadlock
     for left, track in zip(without_paging(program), one.program.tracks, strict=True):
-        assert sorted(map(str, left)) == sorted(map(str, track))
-        assert left == list(track) or one.updates_together
+        same = [replace(step, is_apart=False) for step in left]
+        assert sorted(map(str, same)) == sorted(map(str, track))
+        assert left == list(track) or one.updates_together or one.updates_apart
     for rank, tiers in enumerate(program.tiers):
         kept = resident(program, rank, one.sizes)
         if tiers is None:
@@ -213,6 +217,37 @@ def test_an_update_on_the_host_moves_gradients_down_and_weights_up_and_no_moment
     assert {item for _, item in moved} <= {Item.GRADIENT, Item.WEIGHTS}
     with pytest.raises(BiremeError, match="needs at least"):  # for one stage's moments and all else of it
         page(parts(name, 1, batches), of, Budgets(9 * CHUNK), chunk_bytes=CHUNK)
+
+
+def test_stages_that_update_apart_copy_no_gradients_and_wait_for_no_other_but_the_last() -> None:
+    """And the steady state of a long window is a loop with it too."""
+    of, batches = sizes(4, (2, 2, 4, 0), master=False), 30
+    program = parts("1f1b", 1, batches)
+    budgets = Budgets(9 * CHUNK)
+    agreed = page(program, of, budgets, ahead=0, chunk_bytes=CHUNK)
+    apart = page(program, of, budgets, ahead=0, chunk_bytes=CHUNK, updates_apart=True)
+    assert check(apart).ok
+    (track,) = apart.tracks
+    assert track.repeats >= batches - 12
+    assert Item.GRADIENT not in {step.page.item for step in track if step.page and step.page.is_copied}
+    assert copies_of(apart)[0] <= 0.8 * copies_of(agreed)[0]
+    updates = [step for step in track if step.kind is Kind.UPDATE]
+    assert [(step.stage, step.is_apart) for step in updates[:4]] == [
+        (3, True),
+        (2, True),
+        (1, True),
+        (0, False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["2bw", "2bw-fresh"])
+def test_a_pipeline_that_never_drains_does_not_update_apart(name: str) -> None:
+    program, of = parts(name, 4, 3), sizes(4, (2, 2, 4, 0))
+    budgets = Budgets(int(0.7 * peak(program, of)))
+    with_it, without = (
+        page(program, of, budgets, chunk_bytes=CHUNK, updates_apart=apart) for apart in (True, False)
+    )
+    assert with_it == without
 
 
 # --- loops and sweeps --------------------------------------------------------------------------------------

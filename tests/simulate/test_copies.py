@@ -132,6 +132,21 @@ def test_the_fastest_place_for_updates_is_found_if_the_host_s_time_is_known(
     assert fast < device == slow
 
 
+@pytest.mark.parametrize("agreement", [[], ["--agree"]])
+def test_stages_that_update_apart_wait_for_nothing_and_copy_less(
+    agreement: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--schedule", "1f1b", "--stages", "4", "--stages-per-rank", "4", "--microbatches", "1"]
+    words += ["--weight-bytes", "1e6", "--optimizer-bytes", "6e6", "--device-memory", "14e6", *agreement]
+    together, apart = (
+        bireme(capsys, "simulate", *words, "--host-bytes-per-s", "1e6", *more, "--json").document
+        for more in ([], ["--updates-apart"])
+    )
+    assert apart["steady_batch_s"] < together["steady_batch_s"]
+    moved = [sum(tier["predicted_bytes_moved"] for tier in one["tiers"]) for one in (apart, together)]
+    assert moved[0] < moved[1]
+
+
 def test_copies_take_the_rank_s_own_time_while_it_works_where_no_core_is_left() -> None:
     """The second part is copied out while the first still works; what the rank waits for costs no more."""
     program, costs = program_of(8, microbatches=8), costs_of(8, stash=0, optimizer=0)

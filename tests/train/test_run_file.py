@@ -39,6 +39,7 @@ BESIDE = {
     "training.rest_learning_rate": ["training.optimizer=muon"],
 }
 """What must be otherwise for a key to mean anything."""
+APART = ["memory.device=1GB", "memory.updates=apart", "training.clip_norm=0"]
 
 # --- any run file ----------------------------------------------------------------------------------------
 
@@ -273,6 +274,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["memory.device=0"], "memory.device is 0, so there is no room for any stage."),
         (["memory.device=1GB", "memory.host=0"], "there is nothing to page to."),
         (["memory.device=1GB", "memory.disk_bytes=5e9"], "but memory.disk names no folder."),
+        (
+            ["memory.device=1GB", "memory.updates=apart"],
+            "but training.clip_norm is 1, and a stage that steps",
+        ),
+        ([*APART, "plan.schedule=2bw"], 'but plan.schedule is "2bw", which updates late'),
+        ([*APART, "plan.width=2"], "but plan.width is 2, and gradients are summed"),
+        (["memory.updates=apart", "training.clip_norm=0"], "memory.updates is set, but memory.device is not"),
         (["plan.file=p.json", "memory.device=1GB"], "but memory.device asks for a new plan."),
         (["memory.shard=optimizer", "memory.device=1GB"], "and what replicas share is not paged."),
         (["memory.shard=optimizer", "sync.mode=quorum"], "sync.mode is 'quorum', and each replica needs"),
@@ -311,6 +319,7 @@ def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expec
         ["cluster.backend=nccl"],
         ["memory.device=auto", "memory.host=0", "memory.disk=/scratch", "memory.disk_bytes=200000000000"],
         ["plan.file=p.json", "memory.disk=/scratch"],
+        [*APART, "plan.schedule=1f1b", "plan.width=1"],
     ],
 )
 def test_keys_that_go_together_are_taken(sets: list[str]) -> None:

@@ -184,6 +184,14 @@ def plan(
             help="Where the optimizer steps what is paged, as memory.optimizer of a run file.",
         ),
     ] = "auto",
+    memory_updates: Annotated[
+        str,
+        constraint_option(
+            **word("order of updates", "agreed", "apart"),
+            help="When a stage that is paged steps, as memory.updates of a run file; apart needs a run "
+            "without clipping.",
+        ),
+    ] = "agreed",
     pin: Annotated[
         list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
     ] = None,
@@ -286,7 +294,7 @@ def plan(
         lookahead=lookahead,
         codec=AUTO if codec.lower() == AUTO else codec,
         value_bytes=2 if dtype == "bfloat16" else 4,
-        memory=tier_limits_of(device_memory, host_memory, disk, memory_optimizer),
+        memory=tier_limits_of(device_memory, host_memory, disk, memory_optimizer, memory_updates),
         whole_backwards=sums.form is not None,
         shard=shard,
     )

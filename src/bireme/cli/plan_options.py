@@ -71,14 +71,20 @@ def penalties_of(texts: Iterable[str]) -> "dict[Rule, float]":
 
 
 def tier_limits_of(
-    device: str | None, host: str | None, disk: str | None, optimizer: str
+    device: str | None, host: str | None, disk: str | None, optimizer: str, updates: str
 ) -> "TierLimits | None":
     """What each process may use of each tier; None where nothing is to be paged."""
     from bireme.plan.tier_limits import TierLimits
 
     if device is None:
         only = None if optimizer == AUTO else optimizer
-        asked = (("host-memory", host), ("disk", disk), ("memory-optimizer", only))
+        order = None if updates == "agreed" else updates
+        asked = (
+            ("host-memory", host),
+            ("disk", disk),
+            ("memory-optimizer", only),
+            ("memory-updates", order),
+        )
         given = next((name for name, text in asked if text), None)
         if given is not None:
             raise BiremeError(
@@ -95,4 +101,5 @@ def tier_limits_of(
         None if host is None else amount(host, "--host-memory"),
         0 if disk is None else amount(disk, "--disk"),
         optimizer=optimizer,
+        updates_apart=updates == "apart",
     )

@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-PAGED = ("host_memory", "disk", "host_bytes_per_s", "disk_bytes_per_s", "host_update_s", "chunk_bytes")
+PAGED = (
+    "host_memory",
+    "disk",
+    "host_bytes_per_s",
+    "disk_bytes_per_s",
+    "host_update_s",
+    "updates_apart",
+    "chunk_bytes",
+)
 """Options that only a limited device needs."""
 OF_ONE_SCHEDULE = (
     "name",
@@ -151,6 +159,13 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    updates_apart: Annotated[
+        bool,
+        tiers_option(
+            "--updates-apart",
+            help="Update each stage as soon as it has its gradients, as a run without clipping may.",
+        ),
+    ] = False,
     chunk_bytes: Annotated[
         int | None,
         tiers_option(help="Bytes of a chunk; by default the size that wastes least.", show_default=False),
@@ -251,6 +266,7 @@ def simulate(
             ),
             tier_links,
             links.network(program),
+            updates_apart=updates_apart,
             chunk_bytes=chunk_bytes,
             overlap=overlap,
             overlap_reduce=overlap_reduce,

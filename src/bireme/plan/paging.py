@@ -26,9 +26,10 @@ class Paging:
     `budgets` and `chunk_bytes` are of each rank; a chunk size of 0 is searched, and unused where all of the
     rank's memory fits. `sizes` are the bytes of each stage that the chunks are counted from; what the engine
     keeps must not be larger. Fetched chunks are to be there `ahead` instructions before they are used. With
-    `updates_together` a rank updates all its stages when it updates the first. `is_summed` where gradients
-    are summed over replicas, or over stages that share parameters. Without `stashes` activations stay on the
-    device. With `host_updates` all stages that can are updated on the host.
+    `updates_together` a rank updates all its stages when it updates the first, and with `updates_apart` each
+    stage as soon as it has its gradients. `is_summed` where gradients are summed over replicas, or over
+    stages that share parameters. Without `stashes` activations stay on the device. With `host_updates` all
+    stages that can are updated on the host.
     """
 
     budgets: tuple[Budgets, ...]
@@ -39,6 +40,7 @@ class Paging:
     is_summed: bool = False
     stashes: bool = True
     host_updates: bool = False
+    updates_apart: bool = False
 
     def check(self, num_ranks: int, num_stages: int) -> None:
         """Refuse paging that is not of so many ranks and stages."""
@@ -78,6 +80,7 @@ class Paging:
             ahead=self.ahead,
             is_summed=self.is_summed,
             updates_together=self.updates_together,
+            updates_apart=self.updates_apart,
             is_brief=is_brief,
         )
 

@@ -69,6 +69,8 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
                 del sizes[name]
         if not saved.plan.paging.host_updates:
             del plain["plan"]["paging"]["host_updates"]
+        if not saved.plan.paging.updates_apart:
+            del plain["plan"]["paging"]["updates_apart"]
     if not saved.plan.updates_halfway:
         del plain["plan"]["updates_halfway"]
     if not saved.plan.whole_weights:

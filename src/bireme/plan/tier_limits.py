@@ -15,7 +15,8 @@ class TierLimits:
     """Bytes of one process; None leaves them to the machine, and 0 is none of that tier.
 
     Without `stashes` activations stay on the device. `optimizer` says where updates are made of what is
-    paged: on the device, on the host, or wherever a batch is predicted to take less time (auto).
+    paged: on the device, on the host, or wherever a batch is predicted to take less time (auto). With
+    `updates_apart` stages may be updated before all have their gradients.
     """
 
     device_bytes: int | None = None
@@ -23,6 +24,7 @@ class TierLimits:
     disk_bytes: int | None = 0
     stashes: bool = True
     optimizer: str = "auto"
+    updates_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.device_bytes is not None and self.device_bytes < 1:

@@ -37,6 +37,7 @@ class _Row(NamedTuple):
     half: Place | None
     seen: Place | None
     page: Page | None
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ def _plain(steps: Sequence[Instruction]) -> list[_Row]:
             step.half,
             step.seen,
             step.page,
+            step.is_apart,
         )
         for step in steps
     ]

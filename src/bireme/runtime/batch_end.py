@@ -24,7 +24,8 @@ class StagePart:
     `own` are the gradients of this replica, and `whole` the sums that the update is made from, which are
     others only where both are needed. `seen` is the share of the batch, by weight, whose gradients are there.
     `loss` is this replica's part of the batch's loss, if it is made here. `buffers_before` are copies of the
-    buffers that the stage writes to, as they were before its first forward.
+    buffers that the stage writes to, as they were before its first forward. When it `is_applied`, its
+    gradients are gone.
     """
 
     pool: GradientPool
@@ -34,6 +35,7 @@ class StagePart:
     seen: float = 0.0
     loss: float | Tensor = 0.0
     buffers_before: dict[str, Tensor] | None = None
+    is_applied: bool = False
 
     def sums(self) -> GradientSums:
         """The gradients of this replica; they take memory from the first call on."""
@@ -56,6 +58,7 @@ class StagePart:
         for sums in {id(one): one for one in (self.own, self.whole) if one is not None}.values():
             self.pool.release(sums)
         self.own = self.whole = None
+        self.is_applied = True
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class BatchEnd:
         A parameter that several of the rank's stages share is there once, with the sum of their gradients.
         With `keep` the gradients of this replica stay as they are where sums would change them.
         """
-        parts = [self.parts[stage] for stage in sorted(self.parts)]
+        parts = self._with_gradients()
         names = [name for part in parts for name in part.sums().views]
         has_streams = any(part.sums().streams is not None for part in parts)
         if keep and (sums_gradients or has_streams or len({*names}) < len(names)):
@@ -123,7 +126,7 @@ class BatchEnd:
         """Give every stage the whole gradients, once they have been summed up."""
         assert self.gradients is not None, "they were gathered before"
         views, held = self.gradients.views, self.gradients.held
-        for part in self.parts.values():
+        for part in self._with_gradients():
             assert part.whole is not None, "they were gathered from here"
             part.whole.held = held & part.whole.whole_views.keys()
             if part.whole.streams is not None:
@@ -131,6 +134,11 @@ class BatchEnd:
             for name in part.whole.held:
                 if part.whole.views[name] is not views[name]:
                     part.whole.views[name].copy_(views[name])
+
+    def _with_gradients(self) -> list[StagePart]:
+        """The parts that are not applied yet."""
+        parts = (self.parts[stage] for stage in sorted(self.parts))
+        return [part for part in parts if not part.is_applied]
 
 
 class Batches:

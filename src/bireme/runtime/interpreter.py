@@ -194,7 +194,8 @@ class Interpreter:
         self._updates.reduce(step, self._courier.feed.portion(step.batch))
 
     def _update(self, step: Instruction) -> None:
-        self._updates.wait(step.batch)
+        if not step.is_apart:
+            self._updates.wait(step.batch)
         self._began = self._now()
         self._updates.update(step)
 

@@ -151,6 +151,7 @@ class Pipeline(HeldState):
             self._device,
             paging or PagingSettings(),
             compiles=compile,
+            clips=clip_norm is not None,
         )
         check_together(shard, form, codec, self._paging, agreement, averaging)
         batches = Batches()

@@ -15,8 +15,9 @@ class Result:
     `busy_s` says for how long the batch kept each rank busy, where shares follow that. The replicas that have
     a part in it are in `order`, the one that has trained for longest first.
 
-    `is_skipped` says that the weights stay as they were: the gradient was not finite, or nothing in the batch
-    counts for the loss. Then its `weight`, how much counts in it, is 0, its loss NaN and its norm 0.
+    `is_skipped` says that the weights stay as they were, but for those of stages that had stepped apart: the
+    gradient was not finite, or nothing in the batch counts for the loss. Then its `weight`, how much counts
+    in it, is 0, its loss NaN and its norm 0.
     """
 
     batch: int

@@ -17,7 +17,7 @@ from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.gradients import BatchGradients
-from bireme.sync.norm import PieceNorms
+from bireme.sync.norm import PieceNorms, squared_norm_of
 from bireme.sync.reduced import OwnPart, Reduced
 from bireme.sync.reducer import Reduction, SumsBatches, nothing_more
 
@@ -125,11 +125,17 @@ class Updates:
             self.scale = self._scale(reduced)
 
     def update(self, step: Instruction) -> None:
-        """Make a stage's next weights from a batch's whole gradient, which must have been waited for."""
+        """Make a stage's next weights from a batch's whole gradient, which must have been waited for. An
+        update that is apart needs the stage's own gradients alone, and is skipped where these are not finite.
+        """
         assert step.version is not None
         end = self._batches[step.batch]
         reduced = end.reduced
-        assert reduced is not None, "the interpreter waits first"
+        if step.is_apart:
+            is_finite = end.counts and math.isfinite(squared_norm_of([end.norms[step.stage]]))
+        else:
+            assert reduced is not None, "the interpreter waits first"
+            is_finite = reduced.is_finite
         stage = self._stages[step.stage]
         if self.before_update is not None:
             self.before_update(stage, step.batch)
@@ -139,17 +145,16 @@ class Updates:
             dict(part.whole_gradients()),
             lr_factor=self.settings.lr_factor(step.batch),
             scale=self.scale,
-            skip=not reduced.is_finite,
+            skip=not is_finite,
         )
         if stage.banks.gradients.principal is not None:
-            stage.banks.gradients.principal.settle(
-                step.version, part.components() if reduced.is_finite else {}
-            )
-        if not reduced.is_finite:
+            stage.banks.gradients.principal.settle(step.version, part.components() if is_finite else {})
+        if not is_finite:
             stage.put_back_buffers(step.batch)
         part.release()
         end.num_updated += 1
         if end.num_updated == len(self._stages):
+            assert reduced is not None, "the last update of a rank is not apart"
             self._batches.forget(step.batch)
             self.finished.append(
                 Finished(

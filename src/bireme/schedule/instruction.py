@@ -149,7 +149,7 @@ class Instruction:
     the one that AVERAGE_START reads and AVERAGE_END completes, and the one that GATHER and RELEASE are about;
     communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for TRIAL,
     how many micro-batches of the batch before have their gradient in the accumulator. `page` is what FETCH
-    and EVICT move.
+    and EVICT move. An UPDATE that `is_apart` waits for no other stage's gradients.
     """
 
     kind: Kind
@@ -160,6 +160,7 @@ class Instruction:
     half: int | None = None
     seen: int | None = None
     page: Page | None = None
+    is_apart: bool = False
 
     def shifted(self, batches: int, versions: int) -> "Instruction":
         """The same instruction so many batches and versions later."""
@@ -173,6 +174,7 @@ class Instruction:
             self.half,
             self.seen,
             self.page,
+            self.is_apart,
         )
 
     def needs(self, num_stages: int) -> Message | None:
@@ -218,6 +220,8 @@ class Instruction:
             text += f" on version {self.version}"
         if self.seen is not None:
             text += f" having seen {self.seen} micro-batches"
+        if self.is_apart:
+            text += " apart from other stages"
         return text
 
     def _paged(self) -> str:

@@ -13,7 +13,7 @@ chunk is decided once for all batches of the steady state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from bireme.schedule.budgets import Budgets, Cut, TierTooSmallError, cut_memory
 from bireme.schedule.eviction import decide
 from bireme.schedule.folding import WRITTEN_OUT, fold
 from bireme.schedule.gaps import Choice, Gap, gaps_of, settle
-from bireme.schedule.instruction import Instruction, Item, Kind, Page
+from bireme.schedule.instruction import SENDS, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Track
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.rule import Rule
@@ -49,6 +49,7 @@ def page(
     chunk_bytes: int | None = None,
     is_summed: bool = False,
     updates_together: bool = False,
+    updates_apart: bool = False,
     host_updates: bool = False,
 ) -> Program:
     """The program within budgets that are those of every rank, or itself where every rank fits.
@@ -64,7 +65,14 @@ def page(
         chunk_bytes=chunk_bytes,
         host_updates=host_updates and not is_summed,
     )
-    return page_cut(program, cut, ahead=ahead, is_summed=is_summed, updates_together=updates_together)
+    return page_cut(
+        program,
+        cut,
+        ahead=ahead,
+        is_summed=is_summed,
+        updates_together=updates_together,
+        updates_apart=updates_apart,
+    )
 
 
 def page_cut(
@@ -74,16 +82,18 @@ def page_cut(
     ahead: int = 1,
     is_summed: bool = False,
     updates_together: bool = False,
+    updates_apart: bool = False,
     is_brief: bool = False,
 ) -> Program:
     """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is.
 
     Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
     `updates_together` a rank updates all its stages when it updates the first, where that is right: the
-    copies of an update take long, and the others would wait for the next batch's first micro-batch.
-    `is_summed` where gradients are summed over replicas between REDUCE and UPDATE, and must stay. With
-    `is_brief` a loop becomes the window in which what becomes of chunks was decided. Raises where a tier is
-    smaller than the largest working set.
+    copies of an update take long, and the others would wait for the next batch's first micro-batch. With
+    `updates_apart` each stage is updated as soon as it has its gradients, where the rule is synchronous and
+    nothing `is_summed`: these need not leave the device then. `is_summed` where gradients are summed over
+    replicas between REDUCE and UPDATE, and must stay. With `is_brief` a loop becomes the window in which what
+    becomes of chunks was decided. Raises where a tier is smaller than the largest working set.
     """
     if not any(cut):
         return program
@@ -91,7 +101,8 @@ def page_cut(
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
     model = program.of_length(least + STEADY) if is_loop else program
-    moved = _updates_together(model) if updates_together else model
+    reorder = _order_of(program, together=updates_together, apart=updates_apart and not is_summed)
+    moved = reorder(model)
     is_moved = moved is not model and next(stage_problems(moved), None) is None
     model = moved if is_moved else model
 
@@ -119,12 +130,44 @@ def page_cut(
 
     def make(num_batches: int) -> Program:
         shown = program.of_length(num_batches)
-        shown = _updates_together(shown) if is_moved else shown
+        shown = reorder(shown) if is_moved else shown
         return written(shown, planners(shown))
 
     if is_brief or not is_loop:
         return written(model, deciding)
     return fold(make, program.num_batches, shortest=least + 1)
+
+
+def _order_of(program: Program, *, together: bool, apart: bool) -> Callable[[Program], Program]:
+    """What puts the updates of a program, written out, in another order. Under rules that update late the
+    pipeline does not drain, and would wait for what comes of a batch.
+    """
+    if apart and program.rule is Rule.SYNCHRONOUS:
+        return _updates_apart
+    return _updates_together if together else lambda same: same
+
+
+def _updates_apart(program: Program) -> Program:
+    """Each update right after its REDUCE and what is sent then. All of a rank's but the last one of a batch
+    wait for no other stage.
+    """
+    tracks = []
+    for rank, track in enumerate(program.tracks):
+        updates = {(step.batch, step.stage): step for step in track if step.kind is Kind.UPDATE}
+        num_left = dict.fromkeys(program.batches, len(program.stages_of(rank)))
+        steps: list[Instruction] = []
+        due: list[Instruction] = []
+        for step in track:
+            if due and step.kind not in SENDS:
+                steps += due
+                due = []
+            if step.kind is not Kind.UPDATE:
+                steps.append(step)
+            if step.kind is Kind.REDUCE:
+                num_left[step.batch] -= 1
+                due.append(replace(updates[step.batch, step.stage], is_apart=num_left[step.batch] > 0))
+        tracks.append(Track((*steps, *due), versions_per_batch=track.versions_per_batch))
+    return replace(program, tracks=tuple(tracks))
 
 
 def _updates_together(program: Program) -> Program:

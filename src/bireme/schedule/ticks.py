@@ -5,7 +5,8 @@ forward lasts 2 ticks (half a micro-batch 1), a full backward 4, its two parts 2
 nothing; messages and sums take no time. The clock is exact, and it stops only when the order can never run.
 
 The UPDATE of a batch waits until every stage has come to the batch's REDUCE: all ranks agree on its norm and
-on whether it is finite. Where each micro-batch has an update of its own (STASHED), none waits.
+on whether it is finite. Updates that are apart do not wait, nor do any where each micro-batch has an
+update of its own (STASHED).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,6 +63,7 @@ def providers(instruction: Instruction, num_stages: int) -> tuple[Message, ...]:
 def sum_of(instruction: Instruction) -> int | None:
     """The batch whose sum over all stages REDUCE adds to and UPDATE waits for."""
     is_part = instruction.kind in (Kind.REDUCE, Kind.UPDATE) and instruction.microbatch is None
+    is_part = is_part and not instruction.is_apart
     return instruction.batch if is_part else None
 
 

@@ -58,10 +58,10 @@ class Operations:
         """A rank's track as operations, each with the shift of its key."""
         num_microbatches, each = self._program.num_microbatches, self._program.num_stages * 8
         ready: dict[int, list[Op]] = {}
-        alike: dict[tuple[Kind, int, int | None], _Like] = {}
+        alike: dict[tuple[Kind, int, int | None, bool], _Like] = {}
 
         def made(step: Instruction) -> Op:
-            what = step.kind, step.stage, step.half
+            what = step.kind, step.stage, step.half, step.is_apart
             like = alike.get(what)
             if like is None:
                 like = alike[what] = self._like(step, rank)
@@ -97,6 +97,8 @@ class Operations:
             if code == UPDATE and self._agree:
                 key += AGREED
             seconds = costs.seconds(step, rank, on_host=on_host)
+            if step.is_apart:
+                return _Like(LOCAL, seconds, 0, -1, 0.0)
             return _Like(code, seconds, key, self._channel(rank, rank), num_bytes)
         if step.kind in AVERAGES:
             # What gradients would move with replicas, weights move; only REDUCE and UPDATE agree on a batch.

@@ -26,6 +26,7 @@ def solve_paging(
     links: TierLinks,
     network: Network | None = None,
     *,
+    updates_apart: bool = False,
     chunk_bytes: int | None = None,
     overlap: bool = True,
     overlap_reduce: bool = True,
@@ -39,7 +40,8 @@ def solve_paging(
     refused: TierTooSmallError | None = None
     is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
     places = (False, True) if costs.host_update_s else (False,)
-    for host_updates, ahead, updates_together in product(places, TRIED, (False, True)):
+    orders = (False,) if updates_apart else (False, True)
+    for host_updates, ahead, updates_together in product(places, TRIED, orders):
         try:
             paged = page(
                 program,
@@ -49,6 +51,7 @@ def solve_paging(
                 chunk_bytes=chunk_bytes,
                 is_summed=is_summed,
                 updates_together=updates_together,
+                updates_apart=updates_apart,
                 host_updates=host_updates,
             )
         except TierTooSmallError as error:

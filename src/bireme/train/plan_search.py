@@ -67,6 +67,7 @@ def _tier_limits(memory: Memory, *, compiles: bool) -> TierLimits | None:
         memory.most_disk_bytes,
         memory.stashes and not compiles,
         memory.optimizer,
+        memory.updates == "apart",
     )
 
 

@@ -325,7 +325,9 @@ def has_room(promised: Forecast) -> bool:
 
 
 def _paging(evaluator: PlanEvaluator, draft: Draft, *, host_updates: bool) -> Paging | None:
-    """The paging of a draft. Several parts are updated together: the copies of an update take long."""
+    """The paging of a draft. Several parts are updated together, unless apart: the copies of an update take
+    long.
+    """
     together = draft.outline.stages_per_rank > 1
     return evaluator.paging(draft, ahead=1, updates_together=together, host_updates=host_updates)
 
@@ -338,7 +340,8 @@ def _waits(forecast: Forecast | None) -> bool:
 
 
 def _variants(paging: Paging, places: Sequence[bool]) -> Iterator[Paging]:
-    for host_updates, ahead, together in product(places, AHEAD, (False, True)):
+    orders = (False,) if paging.updates_apart else (False, True)
+    for host_updates, ahead, together in product(places, AHEAD, orders):
         other = replace(paging, ahead=ahead, updates_together=together, host_updates=host_updates)
         if other != paging:
             yield other

@@ -29,6 +29,7 @@ def paging_of(
     settings: PagingSettings,
     *,
     compiles: bool,
+    clips: bool,
 ) -> RankPaging | None:
     """The paging of this rank; None if its memory is not cut."""
     rank, program = layout.pipeline_rank, source.settled()
@@ -52,10 +53,17 @@ def paging_of(
             f"device, where it counts on {tiers.unpaged_bytes:.0f} bytes besides its chunks. Make a "
             "new plan for the part of the model that learns."
         )
-    keeps = _keeps_gradients(program, rank, tiers)
+    is_apart = any(step.is_apart for step in program.tracks[rank])
+    keeps = not is_apart and _keeps_gradients(program, rank, tiers)
     trained = {state.name for state in graph.parameters if state.trainable}
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_summed = layout.width > 1 or layout.tied or any(count > 1 for count in names.values())
+    if is_apart and (is_summed or clips):
+        raise BiremeError(
+            f"The plan updates stages of rank {layout.rank} before the others have their gradients, so their "
+            "norm cannot be clipped, nor can gradients be summed over replicas or stages. Plan with "
+            'memory.updates = "agreed".'
+        )
     if is_summed and not keeps:
         raise BiremeError(
             f"Gradients of rank {layout.rank} are summed up with others, and {source.name} takes them off "

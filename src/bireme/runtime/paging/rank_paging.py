@@ -67,7 +67,8 @@ def together(one: Sequence[TierMoves], other: Sequence[TierMoves]) -> tuple[Tier
 class RankPaging:
     """Chunks, tiers and copies of a rank. `settled` is a window that shows all that longer ones do.
 
-    `keeps_gradients` where a batch's gradients of all stages are on the device when the last of them is.
+    `keeps_gradients` where a batch's gradients of all stages are on the device when the last of them is, and
+    no stage is updated before.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ rank waits until then; a program without deadlock under them has none anywhere. 
 at once. In both a receive only posts, and the instruction that uses the message waits for it.
 
 In both, the UPDATE of a batch waits until every stage of every rank has come to the batch's REDUCE, for all
-ranks agree on a batch before any of them steps.
+ranks agree on a batch before any of them steps. An UPDATE that is apart waits for none.
 
 Replicas that average weights run the same program side by side, and meet at AVERAGE_END alone: it waits until
 every member of the group that was granted has come to its AVERAGE_START. A grant names for each member its

@@ -67,7 +67,14 @@ class Memory(Table):
         "a batch is predicted to take less time (auto). On GPUs it steps on the device",
         examples=["host"],
     )
-
+    updates: Literal["agreed", "apart"] = Field(
+        default="agreed",
+        description="When a stage that is paged steps: after all stages have agreed on the gradient's norm "
+        "and on whether the batch counts (agreed), or as soon as it has its own gradients (apart), which "
+        "need not be copied then. The latter needs training.clip_norm = 0, one replica, and a schedule that "
+        "drains between batches",
+        examples=["apart"],
+    )
     shard: Literal["none", "optimizer", "weights"] = Field(
         default="none",
         description="What the replicas of a stage share: nothing (none); the optimizer, of which each "

@@ -1,6 +1,8 @@
 """What `[memory]` of a run file goes with: paging, and replicas that share."""
 
 from bireme.errors import BiremeError
+from bireme.schedule.catalogue import SCHEDULES
+from bireme.schedule.rule import Rule
 from bireme.train.run_file.tables import Memory, Planning, Tables
 
 __all__ = ["check_memory"]
@@ -9,6 +11,7 @@ __all__ = ["check_memory"]
 def check_memory(tables: Tables) -> None:
     """Refuse keys of `[memory]` that contradict each other or other tables."""
     _check_paging(tables.memory, tables.plan)
+    _check_updates(tables)
     _check_shard(tables)
     if tables.memory.is_on and tables.training.gradient != "whole":
         raise BiremeError(
@@ -45,6 +48,30 @@ def _check_paging(memory: Memory, plan: Planning) -> None:
     if memory.is_on and memory.host_bytes == 0 and memory.most_disk_bytes == 0:
         raise BiremeError(
             "memory.host is 0 and there is no memory.disk, so there is nothing to page to. Set one of them."
+        )
+
+
+def _check_updates(tables: Tables) -> None:
+    """A stage that steps before the others knows nothing of their gradients."""
+    if tables.memory.updates == "agreed":
+        return
+    clip_norm, schedule, width = tables.training.clip_norm, tables.plan.schedule, tables.plan.width
+    if clip_norm:
+        raise BiremeError(
+            f'memory.updates is "apart", but training.clip_norm is {clip_norm:g}, and a stage that steps '
+            "before the others cannot know the norm of the whole gradient. Set training.clip_norm = 0, or "
+            "leave out memory.updates."
+        )
+    known = SCHEDULES.get(schedule)
+    if known is not None and known.rule is not Rule.SYNCHRONOUS:
+        raise BiremeError(
+            f'memory.updates is "apart", but plan.schedule is "{schedule}", which updates late and never '
+            'drains. Use a schedule that drains between batches, such as "1f1b", or leave out memory.updates.'
+        )
+    if width is not None and width > 1:
+        raise BiremeError(
+            f'memory.updates is "apart", but plan.width is {width}, and gradients are summed over replicas '
+            "before any stage steps. Set plan.width = 1, or leave out memory.updates."
         )
 
 
