@@ -41,6 +41,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.sizes import Sizes
 from bireme.schedule.stream import LONG
 from tests.support.command import bireme
+from tests.support.hand_plans import tiny_profile
 
 pytestmark = pytest.mark.usefixtures("few_chunks")
 
@@ -298,6 +299,13 @@ def test_stages_that_may_update_apart_do_so_where_the_pipeline_drains(tmp_path: 
         assert not is_apart or best.forecast.batch_s < agreed
         write_plan(tmp_path / "plan.json", best)
         assert load_plan(tmp_path / "plan.json").plan == best.plan
+
+
+def test_stages_that_share_weights_are_refused_to_update_apart() -> None:
+    tied = tiny_profile(tied="true")
+    asked = PlanRequest(4, schedule="1f1b", depth=1, memory=TierLimits(10**5, updates_apart=True))
+    with pytest.raises(BiremeError, match=r"several units use tokens\.weight"):
+        find_plan(tied, cluster(), asked)
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ from typing import Protocol
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
+from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate, MemoryWay, NothingFits
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.paged_walk import AS_GOOD, PagedWalk
 from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.tied_gradients import TiedGradients
 from bireme.profile.profile import Profile
 
 __all__ = ["BRIEF_SEEDS", "MOST_SEEDS", "Search", "with_paging", "with_room"]
@@ -48,6 +50,7 @@ def with_paging(
     def cost(candidate: Candidate) -> float:
         return candidate.forecast.cost(request.goal)
 
+    _check_updates(profile, request)
     roomy = search(with_room(cluster), replace(request, memory=None, memory_fraction=1.0))
     walk = PagedWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
     if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
@@ -73,6 +76,17 @@ def with_paging(
         basis.num_tried + walk.num_tried,
         tuple(_ways(plain, roomy, walk)),
     )
+
+
+def _check_updates(profile: Profile, request: PlanRequest) -> None:
+    """Refuse updates apart where units share weights: their gradients are summed before anyone steps."""
+    each = [(place, place + 1) for place in range(len(profile.units))]
+    tied = TiedGradients(profile).between(each)
+    if tied and request.memory is not None and request.memory.updates_apart:
+        raise BiremeError(
+            f"Stages are to step apart, but several units use {tied[0].name}, whose gradients are summed "
+            'before any stage steps. Leave updates "agreed", or use a model that ties no weights.'
+        )
 
 
 def with_room(cluster: Cluster) -> Cluster:

@@ -16,6 +16,7 @@ __all__ = ["Tied", "TiedGradients", "TiedRing", "tied_rings"]
 class Tied:
     """A parameter that these stages use, two at least, and the bytes of its gradient."""
 
+    name: str
     stages: tuple[int, ...]
     num_bytes: float
 
@@ -34,14 +35,14 @@ class TiedGradients:
     def between(self, stages: Sequence[tuple[int, int]]) -> list[Tied]:
         """Those that several of some stages use, each of which goes from one unit up to another."""
         found = []
-        for places in self._places.values():
+        for name, places in self._places.items():
             holders = tuple(
                 stage
                 for stage, (begin, end) in enumerate(stages)
                 if any(begin <= place < end for place, _ in places)
             )
             if len(holders) > 1:
-                found.append(Tied(holders, float(places[0][1])))
+                found.append(Tied(name, holders, float(places[0][1])))
         return found
 
     def of_stages(self, stages: Sequence[tuple[int, int]]) -> tuple[float, ...]:
