@@ -9,7 +9,7 @@ the batch shorter; on the host at the speed of its memory, of which a step attai
 are those of a plan: at most 256 of a rank, in pages of 2 MiB.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,10 +19,11 @@ from bireme.errors import BiremeError
 from bireme.plan.paging import MOST_CHUNKS
 from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS
 from bireme.schedule.budgets import Budgets, cut_memory
-from bireme.schedule.catalogue import generate
+from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program
+from bireme.schedule.rule import Rule
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
@@ -142,23 +143,40 @@ CASES: tuple[Case, ...] = (
 )
 
 
+ORDERS: Mapping[str, Mapping[str, bool]] = {
+    "": {},
+    "updates together": {"updates_together": True},
+    "updates apart": {"updates_apart": True},
+}
+"""Of a rank's updates; those apart are for runs without clipping, and for schedules that drain."""
+LEADS = (1, 16)
+"""Instructions ahead of their use that chunks are fetched."""
+
+
 def row_of(case: Case) -> dict[str, Any]:
-    """What the simulator says of the fastest way that was tried; of none, why."""
+    """What the simulator says of the fastest way that was tried, and what is the least with updates apart; of
+    none, why.
+    """
     best: tuple[float, str, Timeline] | None = None
+    apart_s: float | None = None
     refused = ""
-    for schedule in case.schedules:
-        for sweep in case.sweeps:
-            for on_host, together in product((False, True), (False, True)):
-                try:
-                    timeline = simulated(case, schedule, sweep, updates_together=together, on_host=on_host)
-                except BiremeError as error:
-                    refused = str(error)
-                    continue
-                if best is None or timeline.steady_batch_s < best[0]:
-                    how = schedule if sweep == 1 else f"{schedule}, sweeps of {sweep}"
-                    how += ", updates together" if together else ""
-                    how += ", on the host" if on_host else ""
-                    best = timeline.steady_batch_s, how, timeline
+    ways = product(case.schedules, case.sweeps, (False, True), ORDERS, LEADS)
+    for schedule, sweep, on_host, order, ahead in ways:
+        is_apart = order == "updates apart"
+        if is_apart and SCHEDULES[schedule].rule is not Rule.SYNCHRONOUS:
+            continue
+        try:
+            timeline = simulated(case, schedule, sweep, on_host=on_host, ahead=ahead, **ORDERS[order])
+        except BiremeError as error:
+            refused = str(error)
+            continue
+        batch_s = timeline.steady_batch_s
+        if is_apart:
+            apart_s = batch_s if apart_s is None else min(apart_s, batch_s)
+        elif best is None or batch_s < best[0]:
+            swept = "" if sweep == 1 else f"sweeps of {sweep}"
+            how = ", ".join(filter(None, (schedule, swept, order, "on the host" if on_host else "")))
+            best = batch_s, how, timeline
     model, machine = case.model, case.machine
     state = 16 * model.num_parameters
     row: dict[str, Any] = {
@@ -174,19 +192,18 @@ def row_of(case: Case) -> dict[str, Any]:
     samples = model.num_microbatches * model.samples_a_microbatch
     return row | {
         "step_s": batch_s,
+        "apart_s": apart_s,
         "samples_per_s": samples / batch_s,
         **busy(timeline),
         "published": case.published,
     }
 
 
-FIGURES = ("step_s", "samples_per_s", "compute_s", "host_wire_s", "disk_s", "network_s", "limit")
+FIGURES = ("step_s", "apart_s", "samples_per_s", "compute_s", "host_wire_s", "disk_s", "network_s", "limit")
 
 
-def simulated(
-    case: Case, schedule: str, sweep: int, *, updates_together: bool, on_host: bool = False
-) -> Timeline:
-    """Three batches of a case."""
+def simulated(case: Case, schedule: str, sweep: int, *, ahead: int, on_host: bool, **order: bool) -> Timeline:
+    """Three batches of a case, with this order of updates, and chunks fetched so many steps ahead."""
     machine = case.machine
     program = generate(
         schedule,
@@ -207,7 +224,7 @@ def simulated(
         page_bytes=LARGE_PAGE_BYTES,
         host_updates=on_host,
     )
-    paged: Program = page_cut(program, cut, updates_together=updates_together)
+    paged: Program = page_cut(program, cut, ahead=ahead, **order)
     links = TierLinks(machine.host_bytes_per_s, machine.disk_bytes_per_s)
     network = Links(machine.link_bytes_per_s).network(paged)
     return simulate(paged, costs, network, tier_links=links)

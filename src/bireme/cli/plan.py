@@ -188,7 +188,7 @@ def plan(
         str,
         constraint_option(
             **word("order of updates", "agreed", "apart"),
-            help="When a stage that is paged steps, as memory.updates of a run file; apart needs a run "
+            help="When stages that are paged step, as memory.updates of a run file; apart is for runs "
             "without clipping.",
         ),
     ] = "agreed",

@@ -163,7 +163,7 @@ def simulate(
         bool,
         tiers_option(
             "--updates-apart",
-            help="Update each stage as soon as it has its gradients, as a run without clipping may.",
+            help="Let stages step as soon as they have their gradients, as in a run without clipping.",
         ),
     ] = False,
     chunk_bytes: Annotated[
@@ -266,7 +266,7 @@ def simulate(
             ),
             tier_links,
             links.network(program),
-            updates_apart=updates_apart,
+            may_be_apart=updates_apart,
             chunk_bytes=chunk_bytes,
             overlap=overlap,
             overlap_reduce=overlap_reduce,

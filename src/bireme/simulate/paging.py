@@ -26,7 +26,7 @@ def solve_paging(
     links: TierLinks,
     network: Network | None = None,
     *,
-    updates_apart: bool = False,
+    may_be_apart: bool = False,
     chunk_bytes: int | None = None,
     overlap: bool = True,
     overlap_reduce: bool = True,
@@ -34,14 +34,14 @@ def solve_paging(
 ) -> Program:
     """The program within the budgets, with the copies that cost least time; itself where everything fits.
 
-    Updates are made on the host too where the costs say how long that takes.
+    Updates are made on the host too where the costs say how long that takes, and apart where they may be.
     """
     best, best_s = program, float("inf")
     refused: TierTooSmallError | None = None
     is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
     places = (False, True) if costs.host_update_s else (False,)
-    orders = (False,) if updates_apart else (False, True)
-    for host_updates, ahead, updates_together in product(places, TRIED, orders):
+    orders = ((False, False), (True, False), (False, True))[: 3 if may_be_apart else 2]
+    for host_updates, ahead, (together, apart) in product(places, TRIED, orders):
         try:
             paged = page(
                 program,
@@ -50,8 +50,8 @@ def solve_paging(
                 ahead=ahead,
                 chunk_bytes=chunk_bytes,
                 is_summed=is_summed,
-                updates_together=updates_together,
-                updates_apart=updates_apart,
+                updates_together=together,
+                updates_apart=apart,
                 host_updates=host_updates,
             )
         except TierTooSmallError as error:

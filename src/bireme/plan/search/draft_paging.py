@@ -56,7 +56,6 @@ def paging_of(
         is_summed=is_summed,
         stashes=asked is None or asked.stashes,
         host_updates=host_updates,
-        updates_apart=asked is not None and asked.updates_apart,
     )
     devices = problem.cluster.devices()
     is_mapped_large = any(devices[one].device.kind == "cuda" for row in draft.grid for one in row)

@@ -23,6 +23,7 @@ from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.rule import Rule
 from bireme.schedule.working_sets import least_device_bytes
 
 __all__ = ["AS_GOOD", "PagedWalk", "has_room"]
@@ -41,6 +42,8 @@ MOST_TOGGLED = 8
 
 AHEAD = (0, 1, 4)
 """Instructions ahead that are tried for the best."""
+APART_AHEAD = (1, 4, 16)
+"""The same where stages update apart: what an update needs travels during the backwards of other stages."""
 
 
 AS_GOOD = 1.001
@@ -304,7 +307,8 @@ class PagedWalk:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
         best, forecast = self._fitting[draft], self._seen[draft]
         if best.paging is not None and _waits(forecast):
-            for paging in _variants(best.paging, self._allowed if best.paging.host_updates else (False,)):
+            places = self._allowed if best.paging.host_updates else (False,)
+            for paging in _variants(best.paging, places, may_be_apart=self._may_be_apart(best)):
                 other = replace(best, paging=paging)
                 try:
                     found = self._evaluator.forecast(other, is_brief=True)
@@ -313,6 +317,11 @@ class PagedWalk:
                 if forecast is None or found.batch_s * AS_GOOD < forecast.batch_s:
                     best, forecast = other, found
         return self._candidate(best)
+
+    def _may_be_apart(self, draft: Draft) -> bool:
+        asked, paging = self._problem.request.memory, draft.paging
+        is_asked = asked is not None and asked.updates_apart
+        return is_asked and draft.rule is Rule.SYNCHRONOUS and paging is not None and not paging.is_summed
 
     def _candidate(self, draft: Draft) -> Candidate:
         codecs = self._problem.codecs(draft.outline.rank_of_stage, draft.codecs)
@@ -325,9 +334,7 @@ def has_room(promised: Forecast) -> bool:
 
 
 def _paging(evaluator: PlanEvaluator, draft: Draft, *, host_updates: bool) -> Paging | None:
-    """The paging of a draft. Several parts are updated together, unless apart: the copies of an update take
-    long.
-    """
+    """The paging of a draft. Several parts are updated together: the copies of an update take long."""
     together = draft.outline.stages_per_rank > 1
     return evaluator.paging(draft, ahead=1, updates_together=together, host_updates=host_updates)
 
@@ -339,9 +346,12 @@ def _waits(forecast: Forecast | None) -> bool:
     )
 
 
-def _variants(paging: Paging, places: Sequence[bool]) -> Iterator[Paging]:
-    orders = (False,) if paging.updates_apart else (False, True)
-    for host_updates, ahead, together in product(places, AHEAD, orders):
-        other = replace(paging, ahead=ahead, updates_together=together, host_updates=host_updates)
+def _variants(paging: Paging, places: Sequence[bool], *, may_be_apart: bool) -> Iterator[Paging]:
+    ways = [(ahead, together, False) for ahead, together in product(AHEAD, (False, True))]
+    ways += [(ahead, False, True) for ahead in APART_AHEAD if may_be_apart]
+    for host_updates, (ahead, together, apart) in product(places, ways):
+        other = replace(
+            paging, ahead=ahead, updates_together=together, updates_apart=apart, host_updates=host_updates
+        )
         if other != paging:
             yield other

@@ -69,10 +69,10 @@ class Memory(Table):
     )
     updates: Literal["agreed", "apart"] = Field(
         default="agreed",
-        description="When a stage that is paged steps: after all stages have agreed on the gradient's norm "
-        "and on whether the batch counts (agreed), or as soon as it has its own gradients (apart), which "
-        "need not be copied then. The latter needs training.clip_norm = 0, one replica, and a schedule that "
-        "drains between batches",
+        description="When stages that are paged step: after all have agreed on the gradient's norm and on "
+        "whether the batch counts (agreed), or each as soon as it has its own gradients, where a batch is "
+        "predicted to take less time so (apart). The latter needs training.clip_norm = 0, one replica, and a "
+        "schedule that drains between batches",
         examples=["apart"],
     )
     shard: Literal["none", "optimizer", "weights"] = Field(
