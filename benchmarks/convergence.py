@@ -29,6 +29,7 @@ from benchmarks.delay_study.delay_tables import delay_lines, law_lines, short_li
 from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.promises import verdicts
 from benchmarks.delay_study.replica_cells import replica_lines, replica_sweeps
+from benchmarks.delay_study.replica_times import replica_time_lines
 from benchmarks.delay_study.results import go_on, read
 from benchmarks.delay_study.study import Cell, Known, Setting, run
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps
@@ -47,6 +48,7 @@ def tables(found: Sequence[Row]) -> Iterator[Iterator[str]]:
     yield short_lines(found)
     yield delay_lines(found)
     yield replica_lines(found)
+    yield replica_time_lines(found)
     yield codec_lines(found)
     yield sum_lines(found)
     yield time_lines()

@@ -8,7 +8,7 @@ from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines
 
-__all__ = ["replica_lines", "replica_sweeps"]
+__all__ = ["by_agreement", "replica_lines", "replica_sweeps"]
 
 FIRST_RUNG = {"adamw": 2, "muon": 4}
 SHAPES = {4: (4, 4), 8: (2, 2)}
@@ -52,11 +52,17 @@ def _sweep(
 
 def replica_lines(found: Sequence[Row]) -> Iterator[str]:
     """What agreeing on weights costs in loss at equal samples, and in steps for one."""
-    agreed = [row for row in found if row.cell.agreement != "all"]
+    agreed = sorted((row for row in found if row.cell.agreement != "all"), key=by_agreement)
     yield from table_lines(
         ("how replicas agree", "replicas", "rule", "optimiser", "d", "m", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in agreed),
     )
+
+
+def by_agreement(row: Row) -> tuple[object, ...]:
+    """The order in which tables have them."""
+    cell, agreed = row.cell, agreed_named(row.cell.agreement)
+    return cell.optimizer, cell.replicas, agreed.is_outer, agreed.slowness, agreed.every, cell.rule
 
 
 def _shape(cell: Cell) -> tuple[object, ...]:
