@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,7 +120,7 @@ def on_disk(case: Case, resident: Trained, most_bytes: int | None, *, is_apart: 
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         sizes = _sizes(graph, plan)
-        chunk_bytes = _chunk_bytes(sizes)
+        chunk_bytes = _chunk_bytes(max(sizes.version))
         before = _disk_speed(Path(folder), chunk_bytes)
         links = TierLinks(disk_bytes_per_s=2 / (1 / before[0] + 1 / before[1]))
         budgets = Budgets(case.device_bytes, 0, PLENTY)
@@ -144,7 +144,8 @@ def over_a_wire(case: Case, bytes_per_s: float) -> Trained:
     plan = case.plan(graph)
     sizes, links = _sizes(graph, plan), TierLinks(host_bytes_per_s=bytes_per_s)
     budgets = Budgets(case.device_bytes)
-    paging = Paging((budgets,), sizes, chunk_bytes=(_chunk_bytes(sizes),), ahead=1, stashes=False)
+    chunk_bytes = _chunk_bytes(median(sizes.version))
+    paging = Paging((budgets,), sizes, chunk_bytes=(chunk_bytes,), ahead=1, stashes=False)
     paged = replace(plan, paging=paging)
     mover = partial(_PacedMover, links=links)
     trained = _trained(case, graph, paged, PagingSettings(mover=mover))
@@ -209,9 +210,9 @@ def _sizes(graph: Graph, plan: Plan) -> Sizes:
     return Sizes(each, each, doubled, nothing, nothing, nothing, nothing)
 
 
-def _chunk_bytes(sizes: Sizes) -> int:
-    """The largest bank is two chunks, so that a program stays short."""
-    return best_chunk_bytes({max(sizes.version) / 2: 1})
+def _chunk_bytes(bank_bytes: float) -> int:
+    """A bank of that size is two chunks, so that a program stays short."""
+    return best_chunk_bytes({bank_bytes / 2: 1})
 
 
 def _best(

@@ -23,6 +23,7 @@ __all__ = [
     "copy_bytes",
     "fill_bytes",
     "give_back_heap",
+    "give_back_large_blocks",
     "map_file",
     "map_nothing",
     "more_of_file",
@@ -38,6 +39,10 @@ PAGE_BYTES = mmap.PAGESIZE
 FIXED = 0x10
 """MAP_FIXED, which Python has no name for; it is the same on Linux and macOS."""
 NO_ACCESS = 0
+MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 16 * 2**20
+"""M_MMAP_THRESHOLD of glibc, and what it is set to: with less, steps take longer, for memory that is new to a
+process has to be cleared.
+"""
 FAILED = ctypes.c_void_p(-1).value
 
 
@@ -55,6 +60,16 @@ def give_back_heap() -> None:
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:  # glibc alone has it
         trim(0)
+
+
+def give_back_large_blocks() -> None:
+    """Have the C library give back to the system each large block as soon as it is freed, where it can.
+
+    It learns from blocks that are freed, and then keeps those of up to 32 MiB for others that may never fit.
+    """
+    option = getattr(_libc(), "mallopt", None)
+    if option is not None:
+        option(MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def reserve(num_bytes: int) -> int:

@@ -9,8 +9,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from bireme.devices import is_accelerator
 from bireme.memory.address_range import ALIGNED
 from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.system_memory import give_back_large_blocks
 from bireme.runtime.paging.between import arrange, lent, opened, read
 from bireme.runtime.paging.chunk_store import ChunkStore
 from bireme.runtime.paging.pager import Pager
@@ -86,6 +88,8 @@ class RankPaging:
         self._program, self._rank, self._window = settled, rank, settled
         self._predicted_bytes = [0] * len(tiers.tiers)
         self._begin_s = self._window_s = 0.0
+        if not is_accelerator(device):
+            give_back_large_blocks()
         self._store = ChunkStore(settled, rank, tiers, device, settings)
         self._pager = Pager(settled, self._store)
         self._memory: dict[int, PagedStage] = {}

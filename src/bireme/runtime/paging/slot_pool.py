@@ -8,7 +8,9 @@ __all__ = ["SlotPool"]
 
 
 class SlotPool:
-    """Slots 0, 1, 2, … of a tier. What was given back first is taken first, for its job is done first."""
+    """Slots 0, 1, 2, … of a tier. One that may be written to at once is taken before all others, and of those
+    that may not what was given back first.
+    """
 
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
@@ -29,7 +31,10 @@ class SlotPool:
 
     def take(self) -> tuple[int, Job | None]:
         """A free slot, and the job to wait for before it is written to."""
-        found = self._free.popleft()
+        ready = (place for place, (_, job) in enumerate(self._free) if job is None or job.is_done.is_set())
+        place = next(ready, 0)
+        found = self._free[place]
+        del self._free[place]
         self.peak = max(self.peak, self.num_held)
         return found
 
