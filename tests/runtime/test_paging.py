@@ -25,6 +25,7 @@ from bireme.plan.plan import Plan
 from bireme.report.units import rate_text
 from bireme.runtime.paging.mover import Job, ThreadMover
 from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.slot_pool import SlotPool
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import resident
@@ -269,6 +270,16 @@ def test_a_gradient_that_is_not_finite_skips_the_stages_that_have_not_stepped_ap
     assert result.is_skipped
     assert stepped == {name for stage in (2, 3) for name in pipeline.stages[stage].banks.trainable}
     pipeline.close()
+
+
+def test_a_slot_that_is_free_now_is_taken_before_one_that_is_still_copied_from() -> None:
+    pool = SlotPool("device", 3)
+    slots = [pool.take()[0] for _ in range(3)]
+    busy, later, done = (Job((0, True), 1, lambda: None) for _ in range(3))
+    done.do()
+    for slot, job in zip(slots, (busy, later, done), strict=True):
+        pool.give(slot, job)
+    assert [pool.take() for _ in range(3)] == [(slots[2], done), (slots[0], busy), (slots[1], later)]
 
 
 # --- faults

@@ -188,8 +188,7 @@ def plan(
         str,
         constraint_option(
             **word("order of updates", "agreed", "apart"),
-            help="When stages that are paged step, as memory.updates of a run file; apart is for runs "
-            "without clipping.",
+            help="When stages that are paged step, as memory.updates; apart needs runs without clipping.",
         ),
     ] = "agreed",
     pin: Annotated[
