@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bireme.codec.blocks import Blocks
-from bireme.codec.lowrank import LowRank, first_basis, next_basis, orthonormal, product
+from bireme.codec.lowrank import PART_VALUES, LowRank, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_words import DENSITY_SLACK, SumCodec, parse_sum_codec, sum_cost
 from bireme.codec.threshold import Threshold, new_memory
 from bireme.errors import BiremeError
@@ -97,6 +97,8 @@ def test_a_column_that_adds_nothing_is_zero_and_starts_again() -> None:
 def test_what_gives_the_same_bits_everywhere_is_what_was_meant() -> None:
     left, right = numbers(70, 3), numbers(41, 3, seed=1)
     assert torch.allclose(product(left, right), left @ right.T, atol=1e-5)
+    high = numbers(PART_VALUES // 20, 3, seed=2)  # its product is made in several parts
+    assert torch.allclose(product(high, right), high @ right.T, atol=1e-5)
     exact = torch.linalg.qr(left.double()).Q
     found = orthonormal(left).double()
     assert torch.allclose(found @ found.T, exact @ exact.T, atol=1e-5)

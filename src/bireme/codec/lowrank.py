@@ -22,6 +22,9 @@ __all__ = ["LowRank", "first_basis", "next_basis", "orthonormal", "product"]
 LEAST_LEFT = 1e-5
 """What is left of a column, next to what it was, where the columns before it say the same as it."""
 
+PART_VALUES = 1 << 17
+"""Values of a product that are made at a time on a CPU, for they fit into a cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -95,11 +98,17 @@ def orthonormal(columns: Tensor) -> Tensor:
     return found[..., :num_rows, :]
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """The matrix left · rightT, with the same bits on every machine."""
-    whole = left[:, :1] * right[:, 0]
-    for column in range(1, left.shape[1]):
-        whole += left[:, column : column + 1] * right[:, column]
+    whole = left.new_empty(len(left), len(right)) if out is None else out
+    columns = right.T.contiguous()
+    num_rows = max(1, PART_VALUES // max(len(right), 1)) if left.is_cpu else len(left)
+    term = torch.empty_like(whole[:num_rows])
+    for begin in range(0, len(left), num_rows):
+        rows, part = left[begin : begin + num_rows], whole[begin : begin + num_rows]
+        torch.mul(rows[:, :1], columns[0], out=part)
+        for place in range(1, len(columns)):
+            part += torch.mul(rows[:, place : place + 1], columns[place], out=term[: len(part)])
     return whole
 
 

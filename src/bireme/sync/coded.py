@@ -143,7 +143,7 @@ def _sum_factors(group: Group, factors: Sequence[_Factors], slice_bytes: int, se
     for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
         # A residual is the replica's own, and may round as it does.
         one.matrix.addmm_(left, right.T, alpha=-1)
-        one.own.view.copy_(product(left, whole).view(one.own.view.shape))
+        product(left, whole, out=one.own.view.view(one.matrix.shape))
         one.own.kept[BASIS] = next_basis(whole, seed=one.seed)
 
 
