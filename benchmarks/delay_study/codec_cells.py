@@ -20,16 +20,24 @@ CODED = (
     ("keep:0.125:8", 0.35, "int5"),
     ("keep:0.125:8", 0.09, "int5"),
     ("keep:0.125:8", 0.0, "int8"),
+)
+"""Codecs, the last share of a run with another one, and which: 6.5, 3 and 2 bits a value over the run, and
+`keep` to the end.
+"""
+
+OTHERS_AT_THESE_BITS = (
     ("int8/int4", 0.0, "int8"),
     ("keep:0.125:8", 0.05, "int8"),
     ("keep:0.25:8", 0.06, "int8"),
     ("keep:0.5:4", 0.06, "int8"),
     ("keep:0.25:4", 0.2, "int8"),
 )
-"""Codecs, the last share of a run with another one, and which: 6.5, 3 or 2 bits a value over the run."""
+"""With the larger model and AdamW alone, under 2bw-fresh with its start."""
 
-NUM_REPEATED = 3
-"""So many of them, one for each number of bits, get three seeds and a search."""
+OTHER_BITS = (("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
+"""With the small model and AdamW alone."""
+
+RULES = ("fresh+warm-up", "synchronous")
 
 SHAPE = ("codec", "last part", "bits (mean of both ways)", "rule", "optimiser", "model")
 UP_TO_EXCESS = FIGURES.index("excess") + 1
@@ -42,47 +50,21 @@ SEEN_EXCESS = 0.001
 
 
 def codec_sweeps() -> Iterator[Sweep]:
-    """The larger model under 2bw-fresh with its start first, and that model with Muon last.
-
-    All codecs come at the best rate of no codec before any of them is searched.
-    """
-    larger = [_cell("fresh+warm-up", *coded, size="larger") for coded in CODED]
-    for cell in larger[:NUM_REPEATED]:
-        yield Sweep(cell, 1, 3, is_searched=False)
-    for cell in larger:
-        yield Sweep(cell, 1, is_searched=False)
-    small = (*CODED[: NUM_REPEATED + 1], ("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
-    for coded in CODED[1:NUM_REPEATED]:
-        for rule in ("fresh+warm-up", "synchronous"):
-            yield Sweep(_cell(rule, *coded), 2, is_searched=False)
-            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
-    for coded in small:
-        for rule in ("fresh+warm-up", "synchronous"):
-            yield Sweep(_cell(rule, *coded), 2, is_searched=False)
-    for coded in CODED[:NUM_REPEATED]:
-        for rule in ("fresh+warm-up", "synchronous"):
-            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, is_searched=False)
-    for coded in CODED[1:4]:
-        yield Sweep(_cell("synchronous", *coded, size="larger"), 1, is_searched=False)
-    for cell in larger[:NUM_REPEATED]:
-        yield Sweep(cell, 1, 3)
-    for coded in small:
-        for rule in ("fresh+warm-up", "synchronous"):
+    """The runs that are judged first; three seeds of each at its best rate."""
+    for coded in (*CODED, *OTHERS_AT_THESE_BITS):
+        yield Sweep(_cell("fresh+warm-up", *coded, size="larger"), 1, 3)
+    for coded in (*CODED, *OTHER_BITS):
+        for rule in RULES:
             yield Sweep(_cell(rule, *coded), 2, 3)
-    for rule in ("fresh+warm-up", "synchronous"):
-        for coded in CODED[:NUM_REPEATED]:
+    for coded in CODED:
+        for rule in RULES:
             yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, 3)
-    for coded in CODED[: NUM_REPEATED + 1]:
+    for coded in CODED:
         yield Sweep(_cell("synchronous", *coded, size="larger"), 1, 3)
-    yield from _larger_with_muon()
-
-
-def _larger_with_muon() -> Iterator[Sweep]:
-    """Its runs without a codec, and then those with one at the best rate of the small model."""
     yield Sweep(Cell("synchronous", "muon", size="larger"), 4, 3)
-    for rule in ("fresh+warm-up", "synchronous"):
-        for coded in CODED[:NUM_REPEATED]:
-            yield Sweep(_cell(rule, *coded, optimizer="muon", size="larger"), 4, 3, is_searched=False)
+    for coded in CODED:
+        for rule in RULES:
+            yield Sweep(_cell(rule, *coded, optimizer="muon", size="larger"), 4, 3)
 
 
 def _cell(
