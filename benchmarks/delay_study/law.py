@@ -11,7 +11,7 @@ from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import Steps, unseen_share
 from bireme.schedule.rule import Rule
 
-__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "keep_with_muon", "law"]
+__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "keep_with_muon", "law", "sum_law"]
 
 LAWS = {
     (Rule.DELAYED, False): "2bw",
@@ -99,3 +99,16 @@ def agreement_law(word: str, rows: Sequence[Row]) -> float | None:
         ),
         None,
     )
+
+
+def sum_law(word: str, optimizer: str, rows: Sequence[Row]) -> float | None:
+    """Steps for one with a codec of sums, in the mean of two and four replicas; None where they are not
+    known, or are more than the shortest run that was compared.
+    """
+    found = [
+        row.penalty
+        for row in rows
+        if (row.cell.sums, row.cell.optimizer, row.cell.rule) == (word, optimizer, "synchronous")
+    ]
+    known = [steps for steps in found if steps is not None]
+    return fmean(known) if known and len(known) == len(found) else None

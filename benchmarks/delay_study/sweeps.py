@@ -78,6 +78,7 @@ def delay_sweeps() -> Iterator[Sweep]:
     yield Sweep(Cell("2bw-fresh", "muon, slow rest", num_microbatches=4), 4)
     for rule in ("2bw", "last-gradient", "fresh-zero"):
         yield Sweep(Cell(rule, num_microbatches=4 if rule == "fresh-zero" else 8), 1)
+    yield Sweep(Cell("synchronous", steps=60), 2)
 
 
 def _optimizers() -> Iterator[Sweep]:

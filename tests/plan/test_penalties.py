@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, keep_with_muon, law
+from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, keep_with_muon, law, sum_law
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
@@ -23,6 +23,7 @@ from bireme.plan.penalties import (
     unseen_share,
 )
 from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.sum_penalties import STUDIED_SUMS
 from bireme.profile.optimizers import OPTIMIZERS
 from bireme.schedule.rule import Rule
 
@@ -77,6 +78,16 @@ def test_the_steps_of_replicas_that_average_weights_are_what_the_study_says(coun
     found = agreement_law(f"{counted.mode}:{counted.every}", studied())
     assert counted.is_at_least == (found is None)
     assert found is None or round(found, 2) == counted.steps
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "word"), [(optimizer, word) for optimizer, found in STUDIED_SUMS.items() for word in found]
+)
+def test_the_steps_of_codecs_of_sums_are_what_the_study_says(optimizer: str, word: str) -> None:
+    counted = STUDIED_SUMS[optimizer][word]
+    found = sum_law(word, optimizer, studied())
+    assert counted.is_at_least == (found is None)
+    assert found is None or max(round(found, 2), 1.0) == counted.steps
 
 
 @cache

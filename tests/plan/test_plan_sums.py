@@ -1,5 +1,6 @@
 """A codec for sums over replicas in predictions: fewer bytes on the link, and what is kept in memory."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -8,12 +9,14 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
+from bireme.codec.rate import CodecRate
 from bireme.codec.sum_words import SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import forecast_of
+from bireme.plan.sum_penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.profile.optimizers import moments_share
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
@@ -29,11 +32,16 @@ def cluster(kind: Literal["cpu", "cuda"] = "cuda") -> Cluster:
     return Cluster(tuple(Server(name, (device,), cards=(card,)) for name in ("one", "other")))
 
 
-def forecast(codec: str | SumCost, schedule: str = "1f1b", kind: Literal["cpu", "cuda"] = "cuda") -> Forecast:
+def forecast(
+    codec: str | SumCost,
+    schedule: str = "1f1b",
+    kind: Literal["cpu", "cuda"] = "cuda",
+    rates: tuple[CodecRate, ...] = (),
+) -> Forecast:
     devices = tuple(device.name for device in cluster(kind).devices())
     plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(devices,))
     request = PlanRequest(batch_size=8, sums=cost(codec) if isinstance(codec, str) else codec)
-    return forecast_of(plan, tiny_profile(), cluster(kind), request)
+    return forecast_of(plan, replace(tiny_profile(), codecs=rates), cluster(kind), request)
 
 
 def cost(codec: str) -> SumCost:
@@ -47,6 +55,41 @@ def test_a_step_over_a_slow_link_takes_as_long_as_the_bytes_that_are_sent() -> N
     for codec in ("int8", "int2", "threshold:0.01:50", "lowrank:4"):
         saved_s = dense.batch_s - forecast(codec).batch_s
         assert saved_s == pytest.approx((1 - cost(codec).hop_share(2)) * gradients / SLOW, rel=0.05), codec
+
+
+@pytest.mark.parametrize("codec", ["int4", "threshold:0.01:50", "lowrank:4"])
+def test_to_encode_and_decode_takes_the_seconds_that_were_measured(codec: str) -> None:
+    encode_s, decode_s = 3e-6, 1e-6
+    rate = CodecRate(f"{codec} in sums", encode_s, decode_s, encode_s, decode_s)
+    entries = sum(unit.gradient_bytes for unit in tiny_profile().units) / 4
+    slow, quick = (
+        forecast(codec, rates=(replace(rate, encode_s=one, decode_s=other),))
+        for one, other in ((encode_s, decode_s), (0.0, 0.0))
+    )
+    assert slow.batch_s - quick.batch_s == pytest.approx(entries * (encode_s + 2 * decode_s))
+
+
+def test_the_steps_of_a_codec_count_where_there_are_sums_and_loss_matters() -> None:
+    found = forecast("lowrank:4")
+    assert found.sum_penalty == found.penalty == STUDIED_SUMS["adamw"]["lowrank:4"].steps
+    assert found.cost_s_per_sample == found.penalty / found.samples_per_s
+    assert forecast("none").penalty == 1
+    request = PlanRequest(batch_size=8, sums=cost("lowrank:4"))
+    assert request.sum_penalty(1, "adamw") == 1
+    assert request.sum_penalty(2, "muon") == STUDIED_SUMS["muon"]["lowrank:4"].steps
+    assert replace(request, goal=Goal.THROUGHPUT).sum_penalty(2, "adamw") == 1
+
+
+def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind() -> None:
+    def steps(word: str) -> SumSteps:
+        return sum_steps(parse_sum_codec(word), "sgd")
+
+    studied = STUDIED_SUMS["adamw"]
+    assert steps("int6") == studied["int4"]
+    assert steps("lowrank:6") == studied["lowrank:4"]
+    assert steps("threshold:0.05:20") == studied["threshold:0.01:50"]
+    assert steps("int1") == SumSteps(studied["int2"].steps, is_at_least=True)
+    assert steps("lowrank:1") == SumSteps(studied["lowrank:4"].steps, is_at_least=True)
 
 
 def test_what_a_codec_keeps_is_counted() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.errors import BiremeError
 from bireme.model.part import ALL_LINEAR, WHOLE, Lora, Part
 
@@ -123,6 +124,8 @@ class Measuring:
     part: Part = WHOLE
     codecs: Sequence[str] = ()
     """Of borders: how long they take is measured too."""
+    sums: SumCodec = DENSE
+    """The codec of sums over replicas, likewise."""
 
     def __post_init__(self) -> None:
         if min(self.batches) < 1:
@@ -170,11 +173,12 @@ def measure(asked: Measuring, progress: Any) -> "Profile":
         use_cache=not asked.fresh,
         progress=progress,
     )
-    if not asked.codecs or not found.is_measured:
+    if not found.is_measured or (not asked.codecs and asked.sums == DENSE):
         return found
     from bireme.profile.codec_timing import with_codec_rates
 
     value_bytes = 2 if asked.dtype in ("bfloat16", "float16") else 4
+    where = torch_device(asked.device)
     return with_codec_rates(
-        found, asked.codecs, value_bytes, torch_device(asked.device), use_cache=not asked.fresh
+        found, asked.codecs, value_bytes, where, sums=asked.sums, use_cache=not asked.fresh
     )

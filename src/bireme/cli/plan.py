@@ -32,6 +32,7 @@ from bireme.cli.plan_options import (
 from bireme.cli.plan_run import PlanRun
 from bireme.cli.plan_sums import asked_sums
 from bireme.cli.words import word
+from bireme.codec.sum_words import DENSE
 from bireme.errors import BiremeError, closest
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 
@@ -301,7 +302,10 @@ def plan(
     _check_numbers(request, found_cluster, None if asked is None else asked.optimizer)
     for name in request.devices:
         found_cluster.number_of(name)
-    found_profile = _profile(profile, asked, request.codec_words)
+    if asked is not None:
+        summed = DENSE if width == 1 else sums.codec
+        asked = replace(asked, codecs=request.codec_words, sums=summed)
+    found_profile = _profile(profile, asked)
     found_profile, sum_cost = sums.counted(found_profile, asked, schedule, synchronous=synchronous)
     from bireme.plan.unit_names import pins_of, ranges_of
 
@@ -395,7 +399,7 @@ def cluster_of(text: str | None) -> "Cluster":
     return discover().cluster
 
 
-def _profile(path: Path | None, asked: Measuring | None, codecs: tuple[str, ...]) -> "Profile":
+def _profile(path: Path | None, asked: Measuring | None) -> "Profile":
     if path is not None:
         from bireme.profile.profile_file import load_profile
 
@@ -404,4 +408,4 @@ def _profile(path: Path | None, asked: Measuring | None, codecs: tuple[str, ...]
     from bireme.report.progress import progress_bar
 
     with progress_bar("capturing the model") as progress:
-        return measure(replace(asked, codecs=codecs), progress)
+        return measure(asked, progress)

@@ -75,7 +75,7 @@ class PlanRun:
         from bireme.report.plan_table import print_explanation, print_plan
 
         console = Console()
-        print_plan(answer, self.profile, planning_s, console)
+        print_plan(answer, self.profile, planning_s, console, sums=self.request.sums.codec)
         if helps is not None:
             print_explanation(answer, helps, agreed, stages, console)
         for note in notes:

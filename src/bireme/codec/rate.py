@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["CodecRate"]
+__all__ = ["CodecRate", "sum_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +14,8 @@ class CodecRate:
     decode_s: float
     back_encode_s: float
     back_decode_s: float
+
+
+def sum_name(codec: object) -> str:
+    """What a codec of sums over replicas is called among others: a border may have one of the same name."""
+    return f"{codec} in sums"

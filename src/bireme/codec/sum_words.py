@@ -16,6 +16,7 @@ __all__ = [
     "DENSE",
     "DENSE_SUMS",
     "DENSITY_SLACK",
+    "ENTRY_BYTES",
     "SUM_CODEC_WORDS",
     "WHOLE_STEPS",
     "Gathered",

@@ -1,4 +1,5 @@
-"""What codecs on borders cost and save in a plan: bytes, seconds to encode and decode, masks that are kept.
+"""What codecs cost and save in a plan: on borders bytes, seconds to encode and decode, and masks that are
+kept; in sums over replicas seconds.
 
 The seconds for a value are those of the profile. Where it has none, they are those of one core of an Intel
 Xeon without numba, measured by `python benchmarks/codec_speed.py`. A device of another speed takes longer or
@@ -12,11 +13,12 @@ import numpy as np
 
 from bireme.codec.border import AS_IT_IS, BorderCodecs
 from bireme.codec.description import NONE, CodecChoice, bits_a_value, parse_codec
-from bireme.codec.rate import CodecRate
+from bireme.codec.rate import CodecRate, sum_name
+from bireme.codec.sum_words import ENTRY_BYTES, SumCodec, SumKind
 from bireme.plan.partition.chain import Chain
 from bireme.simulate.costs import CodecCost, Costs
 
-__all__ = ["coded", "with_fewer_bytes"]
+__all__ = ["coded", "sum_coding_s", "with_fewer_bytes"]
 
 
 MEASURED = (
@@ -26,6 +28,11 @@ MEASURED = (
     CodecRate("keep:0.25:8", 6.7e-9, 3.6e-9, 3.4e-9, 3.6e-9),
 )
 """One of each kind: those of fewer than 8 bits are as slow as 5."""
+
+MEASURED_IN_SUMS = {
+    SumKind.THRESHOLD: CodecRate("threshold:0.01:50", 4.9e-9, 0.4e-9, 4.9e-9, 0.4e-9),
+    SumKind.LOWRANK: CodecRate("lowrank:4", 6.2e-9, 0.0, 6.2e-9, 0.0),
+}
 
 
 def coded(
@@ -74,6 +81,19 @@ def with_fewer_bytes(chain: Chain, codecs: BorderCodecs, value_bytes: int) -> Ch
         boundary_bytes=np.round(chain.boundary_bytes * there).astype(np.int64),
         returned_bytes=np.round(chain.returned_bytes * back).astype(np.int64),
     )
+
+
+def sum_coding_s(
+    codec: SumCodec, gradient_bytes: float, num_replicas: int, rates: Sequence[CodecRate] = ()
+) -> float:
+    """The seconds in which a replica encodes so many bytes of gradients, and decodes the messages of all."""
+    if codec.kind is SumKind.DENSE:
+        return 0.0
+    rate = next((one for one in rates if one.codec == sum_name(codec)), None)
+    if rate is None and codec.kind is SumKind.BITS:
+        rate = _rate(CodecChoice("int", codec.bits), {})
+    rate = rate or MEASURED_IN_SUMS[codec.kind]
+    return gradient_bytes / ENTRY_BYTES * (rate.encode_s + num_replicas * rate.decode_s)
 
 
 def _cost(

@@ -72,9 +72,10 @@ class Forecast:
     `penalty` is how many steps the update rule takes for one of a synchronous run, so that plans compare by
     `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
     delayed, it counts the bubble of these batches too. `codec_penalty` is the part of it that codecs on
-    borders cost. `busy_share` is the mean over the devices in use. `bottleneck` names the device or link that
-    sets the pace. `watts` is what the devices in use draw together, None where it is not known. `tiers` are
-    those of the ranks that page, or share weights with replicas.
+    borders cost, `sum_penalty` that of a codec of sums over replicas. `busy_share` is the mean over the
+    devices in use. `bottleneck` names the device or link that sets the pace. `watts` is what the devices in
+    use draw together, None where it is not known. `tiers` are those of the ranks that page, or share weights
+    with replicas.
     """
 
     batch_s: Positive
@@ -86,6 +87,7 @@ class Forecast:
     delay_warmup: Share = 0.0
     watts: Positive | None = None
     codec_penalty: Positive = 1.0
+    sum_penalty: Positive = 1.0
     tiers: tuple[TierForecast, ...] = ()
 
     @property

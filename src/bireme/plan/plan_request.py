@@ -11,6 +11,7 @@ from bireme.errors import BiremeError, closest
 from bireme.plan.codec_penalties import WORDS_TO_TRY, codec_steps
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
+from bireme.plan.sum_penalties import sum_steps
 from bireme.plan.tier_limits import TierLimits
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
@@ -159,6 +160,14 @@ class PlanRequest:
         if self.goal is Goal.THROUGHPUT:
             return 1.0
         return codec_steps(codecs, optimizer, has_ending=self.has_ending)
+
+    def sum_penalty(self, width: int, optimizer: str) -> float:
+        """Batches of so many replicas with this codec of sums that equal one without; 1 if the goal is
+        throughput.
+        """
+        if width == 1 or self.goal is Goal.THROUGHPUT:
+            return 1.0
+        return sum_steps(self.sums.codec, optimizer).steps
 
     def penalty(
         self, rule: Rule, optimizer: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0

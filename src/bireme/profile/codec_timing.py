@@ -5,7 +5,7 @@ the machine. A codec takes about as long for every value, so one size of tensor 
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,76 +16,155 @@ from bireme.codec.above import KeepAbove
 from bireme.codec.codec import Codec, Masking
 from bireme.codec.description import parse_codec
 from bireme.codec.of_choice import codec_of
-from bireme.codec.rate import CodecRate
+from bireme.codec.rate import CodecRate, sum_name
+from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.compiled import IS_COMPILED
 from bireme.profile.cache import cache_path, cached_figures, keep_figures
 from bireme.profile.here import device_here, versions_here
 from bireme.profile.profile import Profile
 from bireme.profile.timing import Clock
+from bireme.sync.coded import CodedSums
+from bireme.sync.exchange import SentBytes
+from bireme.sync.gradients import BatchGradients
+from bireme.sync.group import Pending, SingleRankGroup
+from bireme.sync.slices import SLICE_BYTES
 
 __all__ = ["with_codec_rates"]
 
 SHAPE = (1024, 1024)
 ROUNDS = 5
+NUM_MEMBERS = (2, 4)
+"""Of groups that sum through a codec."""
+
 TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def with_codec_rates(
-    profile: Profile, words: Iterable[str], value_bytes: int, device: torch.device, *, use_cache: bool = True
+    profile: Profile,
+    words: Iterable[str],
+    value_bytes: int,
+    device: torch.device,
+    *,
+    sums: SumCodec = DENSE,
+    use_cache: bool = True,
 ) -> Profile:
-    """A profile that was measured on a device of this machine, with the seconds of these codecs."""
+    """A profile that was measured on a device of this machine, with the seconds of these codecs of borders,
+    and of that of sums over replicas.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(profile.num_threads)
     try:
         dtype = TYPES[value_bytes]
-        rates = tuple(_rate(word, dtype, device, use_cache=use_cache) for word in words)
-        return replace(profile, codecs=rates)
+        rates = [_rate(word, dtype, device, use_cache=use_cache) for word in words]
+        if sums != DENSE:
+            rates.append(_sum_rate(sums, device, use_cache=use_cache))
+        return replace(profile, codecs=tuple(rates))
     finally:
         torch.set_num_threads(before)
 
 
 def _rate(word: str, dtype: torch.dtype, device: torch.device, *, use_cache: bool) -> CodecRate:
-    """As it was measured before, else as it is now."""
+    """Of a codec of borders. One's own may change under its name, and is measured again."""
     choice = parse_codec(word)
+    measure = partial(_measured, word, codec_of(choice), dtype, device)
+    return measure() if choice.where is not None else _kept(measure, word, dtype, device, use_cache=use_cache)
+
+
+def _sum_rate(codec: SumCodec, device: torch.device, *, use_cache: bool) -> CodecRate:
+    """Of a codec of sums."""
+    word = sum_name(codec)
+    measure = partial(_measured_sum, word, codec, device)
+    return _kept(measure, word, torch.float32, device, use_cache=use_cache)
+
+
+def _kept(
+    measure: Callable[[], CodecRate], word: str, dtype: torch.dtype, device: torch.device, *, use_cache: bool
+) -> CodecRate:
+    """As it was measured before, else as it is now."""
     own = (device_here(device), versions_here(), torch.get_num_threads(), dtype, word, IS_COMPILED)
     path = cache_path(own, "codecs")
-    # One's own codec may change under its name.
-    known = cached_figures(path, CodecRate) if use_cache and choice.where is None else None
-    if known is not None:
-        return known
-    found = _measured(word, codec_of(choice), dtype, device)
-    if choice.where is None:
-        keep_figures(found, path)
-    return found
+    known = cached_figures(path, CodecRate) if use_cache else None
+    if known is None:
+        known = measure()
+        keep_figures(known, path)
+    return known
 
 
 def _measured(word: str, codec: Codec, dtype: torch.dtype, device: torch.device) -> CodecRate:
-    tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    there, message = _seconds(codec, tensor)
+    tensor = _tensor(device, dtype)
+    encode: Callable[[Tensor, Tensor], int] = codec.encode
+    if isinstance(codec, KeepAbove):  # a threshold that lives is there already
+        encode = partial(codec.encode, threshold=codec.threshold_of(tensor))
+    there, message = _seconds(encode, codec, tensor)
     back = there
     if isinstance(codec, Masking):
-        back, _ = _seconds(codec.back(codec.mask_of(message, SHAPE).clone()), tensor)
+        masked = codec.back(codec.mask_of(message, SHAPE).clone())
+        back, _ = _seconds(masked.encode, masked, tensor)
     return CodecRate(word, *there, *back)
 
 
-def _seconds(codec: Codec, tensor: Tensor) -> tuple[tuple[float, float], Tensor]:
-    """To encode and to decode a value; and a message. A threshold that lives is there already."""
+def _measured_sum(word: str, codec: SumCodec, device: torch.device) -> CodecRate:
+    """All that a replica does for a sum but wait: what more members take is to decode their messages."""
+    few, many = (_seconds_of_sum(codec, size, device) for size in NUM_MEMBERS)
+    decode_s = max((many - few) / (NUM_MEMBERS[1] - NUM_MEMBERS[0]), 0.0)
+    encode_s = max(few - NUM_MEMBERS[0] * decode_s, 0.0)
+    return CodecRate(word, encode_s, decode_s, encode_s, decode_s)
+
+
+def _seconds_of_sum(codec: SumCodec, size: int, device: torch.device) -> float:
+    """A value's, in a group of so many."""
+    name, given = "gradient", _tensor(device, torch.float32)
+    gradients = BatchGradients({name: given.clone()}, {name})
+    sums, group = CodedSums(replace(codec, whole_steps=0)), _Alike(size)
+
+    def once() -> None:
+        sums.sum(group, [name], gradients, SLICE_BYTES, SentBytes(), batch=0)
+        sums.settle(counts=True)
+
+    return _median_s(once, device, before=lambda: gradients.views[name].copy_(given)) / given.numel()
+
+
+class _Alike(SingleRankGroup):
+    """A group whose members all have what this one has."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """As often as there are members."""
+        tensor *= self.size
+        return super().all_reduce(tensor)
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """The same from each."""
+        for one in into:
+            one.copy_(tensor)
+        return super().all_reduce(tensor)
+
+
+def _tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+def _seconds(
+    encode: Callable[[Tensor, Tensor], int], codec: Codec, tensor: Tensor
+) -> tuple[tuple[float, float], Tensor]:
+    """To encode and to decode a value; and a message."""
     room = torch.empty(codec.most_bytes(SHAPE, tensor.dtype), dtype=torch.uint8, device=tensor.device)
-    encode: Callable[[Tensor, Tensor], int] = codec.encode
-    if isinstance(codec, KeepAbove):
-        encode = partial(codec.encode, threshold=codec.threshold_of(tensor))
     message = room[: encode(tensor, room)]
-    clock = Clock(tensor.device)
+    encode_s = _median_s(lambda: encode(tensor, room), tensor.device)
+    decode_s = _median_s(lambda: codec.decode(message, SHAPE, tensor.dtype), tensor.device)
+    return (encode_s / tensor.numel(), decode_s / tensor.numel()), message
 
-    def seconds_of(work: Callable[[], object]) -> float:
-        work()  # what is compiled is compiled now
+
+def _median_s(
+    work: Callable[[], object], device: torch.device, *, before: Callable[[], object] = lambda: None
+) -> float:
+    """The seconds of some work, of some rounds; what comes `before` each does not count."""
+    clock, laps = Clock(device), []
+    for _ in range(1 + ROUNDS):
+        before()
         clock.lap()
-        laps = []
-        for _ in range(ROUNDS):
-            work()
-            laps.append(clock.lap())
-        return statistics.median(laps) / tensor.numel()
-
-    encode_s = seconds_of(lambda: encode(tensor, room))
-    decode_s = seconds_of(lambda: codec.decode(message, SHAPE, tensor.dtype))
-    return (encode_s, decode_s), message
+        work()
+        laps.append(clock.lap())
+    return statistics.median(laps[1:])  # in the first, what is compiled is compiled

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help
@@ -47,8 +48,10 @@ HELPS = 1.005
 """Gains below this are not shown."""
 
 
-def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Console) -> None:
-    """The best plan, and the best of each kind."""
+def print_plan(
+    answer: Answer, profile: Profile, planning_s: float, console: Console, *, sums: SumCodec = DENSE
+) -> None:
+    """The best plan, and the best of each kind. `sums` is the codec of sums over replicas."""
     best = answer.best
     short = summarize(best)
     _say(console, f"[bold]{escape(profile.model)}[/bold]")
@@ -62,6 +65,8 @@ def print_plan(answer: Answer, profile: Profile, planning_s: float, console: Con
     _say(console, _limit(best, short))
     if best.plan.codecs:
         _say(console, _about_codecs(answer))
+    if best.plan.width > 1 and sums != DENSE:
+        _say(console, _about_sums(sums, best.forecast.sum_penalty))
     console.print()
     console.print(_kinds(answer))
     _say(console, LEGEND, style="dim")
@@ -248,6 +253,11 @@ def _about_codecs(answer: Answer) -> str:
         return text
     times = without.forecast.cost_s_per_sample / best.forecast.cost_s_per_sample
     return f"{text} The best plan without codecs takes {times:.2f} times as long to the same loss."
+
+
+def _about_sums(codec: SumCodec, steps: float) -> str:
+    """What the codec of sums over replicas costs in steps."""
+    return f"Sums over the replicas go through {codec}. That takes {steps:.2f} steps for one."
 
 
 def _left(candidate: Candidate) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import torch
 
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
+from bireme.codec.sum_words import DENSE
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
@@ -330,9 +331,11 @@ def _checked(found: SavedPlan, path: str, graph: Graph, machines: Machines) -> S
 
 def _with_codecs(measured: Profile, request: PlanRequest, machines: Machines) -> Profile:
     """With what the codecs of the run take on a device of this machine."""
-    if not request.codec_words:
+    sums = DENSE if request.width == 1 else request.sums.codec
+    if not request.codec_words and sums == DENSE:
         return measured
-    return with_codec_rates(measured, request.codec_words, request.value_bytes, torch_device(machines.device))
+    device = torch_device(machines.device)
+    return with_codec_rates(measured, request.codec_words, request.value_bytes, device, sums=sums)
 
 
 def _measured(

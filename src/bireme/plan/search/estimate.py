@@ -73,7 +73,7 @@ class Estimator:
         batch_s = max(m * max(pace_s, message_s if p > 1 else 0.0) * (1 + self._bubble(outline)), ring_s)
         if rule is Rule.SYNCHRONOUS:
             batch_s += ring_s
-        penalty = self._problem.penalty(outline.schedule, outline.num_stages, m)
+        penalty = self._problem.penalty(outline.schedule, outline.num_stages, m, outline.width)
         return penalty * batch_s / outline.batch_size * self._problem.least_power(outline.num_devices)
 
     def rough_cost(self, draft: Draft, floor_s: float) -> float:
@@ -83,7 +83,11 @@ class Estimator:
         if draft.rule is Rule.SYNCHRONOUS:
             batch_s += self._links_s(outline, self._of(max(outline.sizes)))[1]
         penalty = self._problem.penalty(
-            outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
+            outline.schedule,
+            outline.num_stages,
+            outline.num_microbatches,
+            outline.width,
+            lookahead=draft.lookahead,
         )
         power = self._problem.power(device for row in draft.grid for device in row)
         return penalty * batch_s / outline.batch_size * power

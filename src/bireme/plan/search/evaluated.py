@@ -72,7 +72,9 @@ class EvaluatedDrafts:
         best = self._of_kind.get(Kind.of(outline))
         if best is None:
             return True
-        penalty = self._problem.penalty(outline.schedule, outline.num_stages, outline.num_microbatches)
+        penalty = self._problem.penalty(
+            outline.schedule, outline.num_stages, outline.num_microbatches, outline.width
+        )
         least_s = penalty * least_batch_s / outline.batch_size
         return least_s * self._problem.least_power(outline.num_devices) < best.cost * (1 - SLACK)
 

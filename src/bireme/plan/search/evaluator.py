@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from bireme.plan.codec_costs import coded
+from bireme.plan.codec_costs import coded, sum_coding_s
 from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast
 from bireme.plan.paging import Paging
@@ -144,7 +144,11 @@ class PlanEvaluator:
         batch_s = max(batch_s, floor.seconds)
         slowest = max(timelines.values(), key=lambda timeline: timeline.steady_batch_s)
         penalty = problem.penalty(
-            outline.schedule, outline.num_stages, outline.num_microbatches, lookahead=draft.lookahead
+            outline.schedule,
+            outline.num_stages,
+            outline.num_microbatches,
+            outline.width,
+            lookahead=draft.lookahead,
         )
         codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
         codec_penalty = problem.request.codec_penalty(codecs, problem.profile.optimizer)
@@ -157,6 +161,7 @@ class PlanEvaluator:
             stages=tuple(self._stages(draft, program, of_replica)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
+            sum_penalty=problem.request.sum_penalty(outline.width, problem.profile.optimizer),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=self._tiers(draft, slowest),
         )
@@ -260,10 +265,10 @@ class PlanEvaluator:
         )
         shared = replace(network, wires=tuple(wires))
         costs = self._work(draft, draft.outline.sizes[replica]).costs
-        tied_s, reduce_bytes = self._syncs(draft)
+        sync_s, reduce_bytes = self._syncs(draft)
         costs = replace(
             costs,
-            reduce_s=tied_s,
+            reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
             rank_speed=tuple(problem.speeds[device] for device in devices),
             engine=problem.engine,
@@ -336,16 +341,32 @@ class PlanEvaluator:
         return self._tied.between(draft.stages(len(self._problem.profile.units)))
 
     def _syncs(self, draft: Draft) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The seconds that each stage's tied parameters take to sum, and the bytes of its other gradients."""
-        num_stages = draft.outline.num_stages
-        tied_s = [0.0] * num_stages
+        """The seconds in which each stage's gradients are encoded and decoded and its tied parameters are
+        summed, and the bytes of its other gradients.
+        """
+        sync_s = self._coding_s(draft)
         reduced = list(self._reduce_bytes(draft, before_update=True))
         share = reduce_share(self._problem.request, draft.outline.width)
         for one in tied_rings(self._problem, draft, self._tied_of(draft)):
             for stage in one.stages:
-                tied_s[stage] += one.ring.seconds
+                sync_s[stage] += one.ring.seconds
                 reduced[stage] = max(reduced[stage] - share * one.ring.num_bytes, 0.0)
-        return tuple(tied_s), tuple(reduced)
+        return tuple(sync_s), tuple(reduced)
+
+    def _coding_s(self, draft: Draft) -> list[float]:
+        """The seconds of the codec of sums, by stage, on the slowest of its devices."""
+        problem, outline = self._problem, draft.outline
+        if outline.width == 1:
+            return [0.0] * outline.num_stages
+        sums, costs = problem.request.sums, self._work(draft, outline.sizes[0]).costs
+        found = []
+        for stage, units in enumerate(draft.stages(len(problem.profile.units))):
+            apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
+            num_bytes = costs.gradient_bytes[stage] - apart
+            coding_s = sum_coding_s(sums.codec, num_bytes, outline.width, problem.profile.codecs)
+            slowest = min(problem.speeds[device] for device in draft.grid[outline.rank_of_stage[stage]])
+            found.append(coding_s / slowest)
+        return found
 
     def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""

@@ -183,12 +183,13 @@ class PlanningProblem:
             self._paths[ends] = self.cluster.path(source, destination)
         return self._paths[ends]
 
-    def penalty(self, schedule: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0) -> float:
-        """What a shape costs in steps, if that is minded."""
-        rule = schedule_named(schedule).rule
-        return self.request.penalty(
-            rule, self.profile.optimizer, num_stages, num_microbatches, lookahead=lookahead
-        )
+    def penalty(
+        self, schedule: str, num_stages: int, num_microbatches: int, width: int, *, lookahead: int = 0
+    ) -> float:
+        """What a shape costs in steps, if that is minded, but for what codecs on its borders do."""
+        rule, optimizer = schedule_named(schedule).rule, self.profile.optimizer
+        steps = self.request.penalty(rule, optimizer, num_stages, num_microbatches, lookahead=lookahead)
+        return steps * self.request.sum_penalty(width, optimizer)
 
     def _pins(self) -> Mapping[int, int]:
         """The device of each pinned unit of the merged chain."""
