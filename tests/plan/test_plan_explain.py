@@ -29,6 +29,10 @@ from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import find_plan_once as find_plan
 
 
+CODECS_THAT_HELP = {2: "codecs on the borders", 1: "sums of gradients through int4"}
+"""By the depth of a plan for two devices: where there is one, there is nothing for the other."""
+
+
 def answered(profile: Profile, cluster: Cluster, request: PlanRequest) -> tuple[Answer, dict[str, Help]]:
     """The best plan, and what each change brings."""
     answer = find_plan(profile, cluster, request)
@@ -46,6 +50,13 @@ def two(bytes_per_s: float, memory_bytes: int = 2**30) -> Cluster:
     device = Device("a device", "emulated", memory_bytes)
     server = Server("one", (device, device), (Bridge("bus", (0, 1), Link(bytes_per_s)),))
     return Cluster((server,))
+
+
+def apart(bytes_per_s: float) -> Cluster:
+    """Two servers with a device each."""
+    card = Card("card", (0,), Link(bytes_per_s))
+    device = Device("a device", "emulated", 2**30)
+    return Cluster(tuple(Server(name, (device,), cards=(card,)) for name in ("one", "other")))
 
 
 # --- explain -----------------------------------------------------------------------------------------------
@@ -168,6 +179,17 @@ def test_giving_up_a_wish_is_tried_for_each() -> None:
     _, found = answered(tiny_profile(), two(1e15), request)
     assert found["any schedule, not gpipe alone"].gain > 1
     assert found["other micro-batches than of 1"].candidate.plan.num_microbatches < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("depth", "words"), CODECS_THAT_HELP.items())
+def test_a_codec_helps_where_the_link_between_servers_is_slow(depth: int, words: str) -> None:
+    request = PlanRequest(8, depth=depth, width=2 // depth, schedule="1f1b")
+    _, slow = answered(tiny_profile(), apart(1e6), request)
+    _, fast = answered(tiny_profile(), apart(1e15), request)
+    assert slow[words].gain > 1.5
+    assert fast[words].gain < 1.001
+    assert sum(one in slow for one in CODECS_THAT_HELP.values()) == 1
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh
 from bireme.cluster.server import Server
-from bireme.codec.sum_words import SumCost
+from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
 from bireme.plan.device_ranges import device_ranges
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import AUTO, PlanRequest
 
 __all__ = ["Change", "changes"]
 
@@ -20,6 +20,11 @@ TIMES = 2
 
 MOST_KINDS = 4
 """Kinds of devices or of links that are tried, the most frequent first."""
+
+HARMLESS, MANY_ENTRIES = "int4", 1 << 20
+"""The codec of sums with the fewest bytes of those that cost no steps (docs/gradient-codecs.md). All its bytes
+are as many for each entry.
+"""
 
 Thing = TypeVar("Thing", bound=Hashable)
 Group = TypeVar("Group", Bridge, Mesh, Card)
@@ -143,6 +148,12 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         f"a batch of {batch} samples",
         replace(request, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
     )
+    if len(cluster.servers) > 1 and request.codec == "none" and not request.borders and request.depth != 1:
+        yield "codecs on the borders", replace(request, codec=AUTO)
+    is_summed = request.sums.is_dense and not request.sums.is_on_host and request.shard == "none"
+    if is_summed and cluster.num_devices > 1 and request.width != 1:
+        sums = sum_cost(parse_sum_codec(HARMLESS), [(MANY_ENTRIES,)])
+        yield f"sums of gradients through {HARMLESS}", replace(request, sums=sums)
     plain = PlanRequest(request.batch_size, sums=SumCost(gathered=request.sums.gathered))
     words = {
         "schedule": f"any schedule, not {request.schedule} alone",

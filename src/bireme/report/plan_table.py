@@ -283,7 +283,7 @@ def _kinds(answer: Answer) -> Table:
             _sizes(short),
             seconds_text(short.batch_s),
             _rate(short),
-            f"{short.penalty:g}",
+            f"{short.penalty:.2f}",
             seconds_text(short.cost_s_per_sample),
             "" if place == 0 else f"{short.cost_s_per_sample / least - 1:.0%}",
             style="bold" if place == 0 else None,
