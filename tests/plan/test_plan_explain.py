@@ -28,7 +28,6 @@ from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import find_plan_once as find_plan
 
-
 CODECS_THAT_HELP = {2: "codecs on the borders", 1: "sums of gradients through int4"}
 """By the depth of a plan for two devices: where there is one, there is nothing for the other."""
 

@@ -22,8 +22,8 @@ MOST_KINDS = 4
 """Kinds of devices or of links that are tried, the most frequent first."""
 
 HARMLESS, MANY_ENTRIES = "int4", 1 << 20
-"""The codec of sums with the fewest bytes of those that cost no steps (docs/gradient-codecs.md). All its bytes
-are as many for each entry.
+"""The codec of sums with the fewest bytes of those that cost no steps (docs/gradient-codecs.md); it sends as
+much of each entry, however many there are.
 """
 
 Thing = TypeVar("Thing", bound=Hashable)
