@@ -48,11 +48,11 @@ def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
     return Steps(float(seen), max(float(slope), 0.0))
 
 
-def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool) -> Excess | None:
-    """What a codec adds to the loss of the larger model under 2bw-fresh with its start, with AdamW: by the
-    runs with the most seeds, and of these the best.
+def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool, optimizer: str = "adamw") -> Excess | None:
+    """What a codec adds to the loss of the larger model under 2bw-fresh with its start: by the runs with the
+    most seeds, and of these the best.
     """
-    alone = Cell("fresh+warm-up", size="larger")
+    alone = Cell("fresh+warm-up", optimizer, size="larger")
     excesses = {row.cell: row.excess for row in rows if row.excess is not None}
     found = [
         excess
@@ -68,22 +68,12 @@ def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool) -> Excess | N
     return Excess(best.median - none, best.least - none, best.greatest - none, best.num_seeds)
 
 
-def keep_with_muon(rows: Sequence[Row]) -> float:
-    """What `keep` adds to the loss with Muon, as times what it adds with AdamW: the mean of what ran
-    with both on the small model.
-    """
-    excesses = {row.cell: row.excess.median for row in rows if row.excess is not None}
-    added = {
-        cell: excess - excesses.get(Cell(cell.rule, cell.optimizer), 0.0)
-        for cell, excess in excesses.items()
-        if cell.codec.startswith("keep") and cell.size == "small"
-    }
-    both = [
-        (more, added.get(replace(cell, optimizer="adamw")))
-        for cell, more in added.items()
-        if cell.optimizer == "muon"
-    ]
-    return fmean(more / less for more, less in both if less)
+def keep_with_muon(rows: Sequence[Row], *, has_ending: bool) -> float | None:
+    """What `keep` of an eighth adds to the loss with Muon, as times what it adds with AdamW."""
+    muon, adamw = (
+        codec_law("keep:0.125:8", rows, has_ending=has_ending, optimizer=one) for one in ("muon", "adamw")
+    )
+    return None if muon is None or adamw is None else muon.median / adamw.median
 
 
 def agreement_law(word: str, rows: Sequence[Row]) -> float | None:

@@ -13,7 +13,7 @@ from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
 from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
-from bireme.plan.codec_penalties import EXCESSES, KEEP_WITH_MUON
+from bireme.plan.codec_penalties import EXCESSES, FINER_FORWARD, KEEP_WITH_MUON
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,
     ENOUGH_STEPS,
@@ -60,17 +60,26 @@ def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: st
     assert (round(found.seen, 2), round(found.unseen, 2)) == (measured.seen, measured.unseen)
 
 
-@pytest.mark.parametrize("word", [word for word, one in EXCESSES.items() if one.is_studied])
+@pytest.mark.parametrize("word", ["int8/int4", *(word for word, one in EXCESSES.items() if one.is_studied)])
 def test_the_losses_of_codecs_are_what_the_study_says_and_no_less(word: str) -> None:
-    counted = EXCESSES[word]
+    counted = FINER_FORWARD[4] if word == "int8/int4" else EXCESSES[word]
     found = codec_law(word, studied(), has_ending=word.startswith("keep"))
     assert found is not None
     assert round(found.median, 3) <= counted.ended <= found.median + NOISE
     assert found.num_seeds == counted.num_seeds
 
 
-def test_what_keep_costs_with_muon_is_what_the_study_says() -> None:
-    assert round(keep_with_muon(studied()), 1) == KEEP_WITH_MUON
+def test_what_an_eighth_costs_to_the_end_is_what_the_study_says() -> None:
+    found = codec_law("keep:0.125:8", studied(), has_ending=False)
+    assert found is not None
+    assert round(found.median, 3) == EXCESSES["keep:0.125:8"].bare
+
+
+@pytest.mark.parametrize("has_ending", [False, True])
+def test_what_keep_costs_with_muon_is_what_the_study_says(has_ending: bool) -> None:
+    found = keep_with_muon(studied(), has_ending=has_ending)
+    assert found is not None
+    assert round(found, 1) == KEEP_WITH_MUON[has_ending]
 
 
 @pytest.mark.parametrize("counted", STUDIED)
