@@ -141,17 +141,24 @@ class Blocks:
         )
         scales.copy_(written)
 
-    def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The rounded values."""
+    def decode(
+        self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """The rounded values, in `out` if that is given: a contiguous tensor of that shape and type."""
         count = prod(shape)
         check_length(message, self.most_bytes(shape, dtype))
         scales, packed = self._parts_of(message, count)
-        whole = torch.empty(len(scales), self._block, dtype=dtype, device=message.device)
+        is_full = count == len(scales) * self._block
+        if out is not None and is_full:
+            whole = out.view(-1, self._block)
+        else:
+            whole = torch.empty(len(scales), self._block, dtype=dtype, device=message.device)
         if dtype in LOOP_INTEGERS and self._is_compiled(whole):
             self._decode_compiled(packed, scales, whole.view(-1))
         else:
             self._decode_parts(packed, scales, whole)
-        return whole.view(-1)[:count].view(shape)
+        values = whole.view(-1)[:count].view(shape)
+        return values if out is None or is_full else out.copy_(values)
 
     def _decode_parts(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
         """Write the values by operations of torch."""

@@ -75,10 +75,15 @@ class Threshold:
         _put(out[values_end:end], _packed(places, num_entries))
         return end
 
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor of a message: zero where nothing was sent."""
+    def decode(
+        self, message: Tensor, shape: Sequence[int], dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """The tensor of a message, zero where nothing was sent; in `out` if that is given: a contiguous
+        tensor of that shape and type.
+        """
         num_entries = math.prod(shape)
-        whole = torch.zeros(num_entries, dtype=dtype, device=message.device)
+        whole = torch.empty(num_entries, dtype=dtype, device=message.device) if out is None else out.view(-1)
+        whole.zero_()
         counts_end = COUNT_BYTES * _num_blocks(num_entries)
         counts = _as(message[:counts_end], torch.int32).long()
         if num_entries and int(counts[0]) == NOT_FINITE:

@@ -33,8 +33,11 @@ __all__ = ["with_codec_rates"]
 
 SHAPE = (1024, 1024)
 ROUNDS = 5
-NUM_MEMBERS = (2, 4)
-"""Of groups that sum through a codec."""
+FIRST_ROUNDS = 10
+"""While what was not sent grows fast, thresholds are renewed again and again."""
+
+NUM_GRADIENTS, NUM_MEMBERS = 4, (2, 4)
+"""Of sums through a codec. What is the same for all gradients of a batch counts little in one of many."""
 
 TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -113,15 +116,23 @@ def _measured_sum(word: str, codec: SumCodec, device: torch.device) -> CodecRate
 
 def _seconds_of_sum(codec: SumCodec, size: int, device: torch.device) -> float:
     """A value's, in a group of so many."""
-    name, given = "gradient", _tensor(device, torch.float32)
-    gradients = BatchGradients({name: given.clone()}, {name})
+    given = _tensor(device, torch.float32)
+    kept = given.clone()
+    views = {str(number): part for number, part in enumerate(kept.chunk(NUM_GRADIENTS))}
+    gradients = BatchGradients(views, set(views))
     sums, group = CodedSums(replace(codec, whole_steps=0)), _Alike(size)
 
     def once() -> None:
-        sums.sum(group, [name], gradients, SLICE_BYTES, SentBytes(), batch=0)
+        sums.sum(group, [*views], gradients, SLICE_BYTES, SentBytes(), batch=0)
         sums.settle(counts=True)
 
-    return _median_s(once, device, before=lambda: gradients.views[name].copy_(given)) / given.numel()
+    def renew() -> None:
+        kept.copy_(given)
+
+    for _ in range(FIRST_ROUNDS if codec.has_feedback else 0):
+        renew()
+        once()
+    return _median_s(once, device, before=renew) / given.numel()
 
 
 class _Alike(SingleRankGroup):

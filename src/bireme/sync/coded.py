@@ -180,15 +180,30 @@ class _UnderWay:
     pending: Pending
 
 
+class _Room:
+    """Memory for a tensor at a time. To get new memory, page by page, takes longer than to decode into it."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Room for a tensor of that shape; what was there before is lost."""
+        is_alike = (self._flat.dtype, self._flat.device) == (tensor.dtype, tensor.device)
+        if not is_alike or len(self._flat) < tensor.numel():
+            self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        return self._flat[: tensor.numel()].view(tensor.shape)
+
+
 def _gather(group: Group, own: Sequence[_Own], coder: Coder, slice_bytes: int, sent: SentBytes) -> None:
     """Messages of all members, some gradients at a time, and their sums."""
     under_way: deque[_UnderWay] = deque()
+    room = _Room()
     for some in _in_pieces(own, slice_bytes):
         if len(under_way) > NUM_IN_FLIGHT:
-            _add_up(under_way.popleft(), coder, group.rank)
+            _add_up(under_way.popleft(), coder, group.rank, room)
         under_way.append(_begin(group, some, coder, sent))
     while under_way:
-        _add_up(under_way.popleft(), coder, group.rank)
+        _add_up(under_way.popleft(), coder, group.rank, room)
 
 
 def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> _UnderWay:
@@ -227,7 +242,7 @@ def _all_lengths(
     return [of_one.tolist() for of_one in of_all]
 
 
-def _add_up(some: _UnderWay, coder: Coder, rank: int) -> None:
+def _add_up(some: _UnderWay, coder: Coder, rank: int, room: _Room) -> None:
     """Decode all members' messages, in their order, on every member."""
     some.pending.wait()
     ends = [0] * len(some.messages)
@@ -236,13 +251,12 @@ def _add_up(some: _UnderWay, coder: Coder, rank: int) -> None:
         for member, message in enumerate(some.messages):
             begin, length = ends[member], some.lengths[member][place]
             ends[member] += aligned(length)
-            part = coder.decode(message[begin : begin + length], shape, dtype)
+            into = room.like(one.view) if member else one.view
+            part = coder.decode(message[begin : begin + length], shape, dtype, out=into)
             if member == rank and RESIDUAL in one.kept:
                 one.kept[RESIDUAL].sub_(part)
             if member:
                 one.view.add_(part)
-            else:
-                one.view.copy_(part)
 
 
 def _in_pieces(own: Sequence[_Own], slice_bytes: int) -> Iterator[list[_Own]]:
