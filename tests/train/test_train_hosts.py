@@ -85,8 +85,8 @@ def test_two_hosts_train_one_model_over_a_slow_link(tmp_path: Path) -> None:
     assert [stage["device"] for stage in document["stages"]] == ["host-0/cpu0", "host-1/cpu0"]
     assert first.err.count("The links of 2 of 2 machines are unknown") == 1
     assert (second.status, second.out) == (0, "")
-    # Torch warns that these addresses have no names, and its launcher, with a trace, if the store of the first
-    # host ends before the second host has left it.
+    # Torch warns that these addresses have no names, and, with a trace, if the first host's store ends first;
+    # so does its launcher.
     trace = r"Exception raised from |frame #\d+: |<omitting python frames>"
     torch_warns = rf"(\[rank\d\]:)?\[W|{trace}|E\d{{4}} \S+ \d+ \S*/torch/distributed/elastic/"
     assert not [line for line in second.err.splitlines() if line and not re.match(torch_warns, line)]
