@@ -101,9 +101,9 @@ def _names(view: _View, points: Sequence[Point]) -> Iterator[Shape]:
 
 
 def _best(points: Sequence[Point]) -> list[Point]:
-    """From few bits to many, those that no point with as few bits has less loss than."""
+    """From few bits to many, to a tenth of a bit, those that no point with as few has less loss than."""
     found: list[Point] = []
-    for one in sorted(points, key=lambda point: (point.bits, point.excess)):
+    for one in sorted(points, key=lambda point: (round(point.bits, 1), point.excess)):
         if not found or one.excess < found[-1].excess:
             found.append(one)
     return found
