@@ -2,7 +2,9 @@
 there are any.
 """
 
-from bireme.codec.sum_words import SumCost, averages_with, parse_sum_codec, sum_cost
+from dataclasses import replace
+
+from bireme.codec.sum_words import DENSE, SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.model.graph import Graph
 from bireme.plan.plan import Plan
 from bireme.profile.kept_gradients import sum_cost_of
@@ -21,9 +23,18 @@ def sums_of(run: RunFile, graph: Graph) -> SumCost:
 
 
 def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
-    """Sentences about what the run asks of its replicas, if its plan has just one."""
+    """Sentences about what the run asks of its replicas in vain: there is just one, or it ends too soon."""
+    codec = parse_sum_codec(run.sync.codec)
+    if plan.width > 1:
+        if codec.whole_steps < run.training.steps or not codec.whole_steps:
+            return ()
+        return (
+            f"sync.codec = {run.sync.codec} has no effect: the first {codec.whole_steps} steps send whole "
+            f"gradients, and the run has {run.training.steps}. Set training.steps to more, or write "
+            f"{replace(codec, whole_steps=0)} to begin at once.",
+        )
     found = []
-    if run.sync.codec != "none":
+    if codec != DENSE:
         found.append(
             f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums "
             "over replicas. Set plan.width to 2 or more, or leave the codec out."
@@ -33,4 +44,4 @@ def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
             f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to "
             "share with. Set plan.width to 2 or more, or leave it out."
         )
-    return () if plan.width > 1 else tuple(found)
+    return tuple(found)
