@@ -7,6 +7,7 @@ these numbers to it. Differences under 0.03 are noise.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bireme.codec.sum_words import SumCodec, SumKind, parse_sum_codec
 
@@ -48,6 +49,7 @@ STUDIED_SUMS: Mapping[str, Mapping[str, SumSteps]] = {
 """By the optimiser and the codec: the mean of two and of four replicas."""
 
 
+@lru_cache(maxsize=256)
 def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
     """The steps of a codec, or of the next coarser one of its kind that was studied; at least those of the
     coarsest where none is coarser. Optimisers that were not studied count as AdamW.
