@@ -35,7 +35,7 @@ OTHERS_AT_THESE_BITS = (
 """With the larger model and AdamW alone, under 2bw-fresh with its start."""
 
 OTHER_BITS = (("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"))
-"""With the small model and AdamW alone."""
+"""With the small model alone."""
 
 RULES = ("fresh+warm-up", "synchronous")
 
@@ -53,12 +53,10 @@ def codec_sweeps() -> Iterator[Sweep]:
     """The runs that are judged first; three seeds of each at its best rate."""
     for coded in (*CODED, *OTHERS_AT_THESE_BITS):
         yield Sweep(_cell("fresh+warm-up", *coded, size="larger"), 1, 3)
-    for coded in (*CODED, *OTHER_BITS):
-        for rule in RULES:
-            yield Sweep(_cell(rule, *coded), 2, 3)
-    for coded in CODED:
-        for rule in RULES:
-            yield Sweep(_cell(rule, *coded, optimizer="muon"), 4, 3)
+    for optimizer, rung in (("adamw", 2), ("muon", 4)):
+        for coded in (*CODED, *OTHER_BITS):
+            for rule in RULES:
+                yield Sweep(_cell(rule, *coded, optimizer=optimizer), rung, 3)
     for coded in CODED:
         yield Sweep(_cell("synchronous", *coded, size="larger"), 1, 3)
     yield Sweep(Cell("synchronous", "muon", size="larger"), 4, 3)
