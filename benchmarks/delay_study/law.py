@@ -49,23 +49,24 @@ def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
 
 
 def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool, optimizer: str = "adamw") -> Excess | None:
-    """What a codec adds to the loss of the larger model under 2bw-fresh with its start: by the runs with the
-    most seeds, and of these the best.
+    """What a codec adds to the loss under 2bw-fresh with its start, of the larger model where it was run, by
+    the runs with the most seeds, and of these the best.
     """
-    alone = Cell("fresh+warm-up", optimizer, size="larger")
     excesses = {row.cell: row.excess for row in rows if row.excess is not None}
-    found = [
-        excess
-        for cell, excess in excesses.items()
-        if cell == replace(alone, codec=word, ending=cell.ending, ending_codec=cell.ending_codec)
-        and (cell.ending > 0) == has_ending
-        and cell.ending <= LONG_ENDING
-    ]
-    if not found or alone not in excesses:
-        return None
-    best = min(found, key=lambda one: (-one.num_seeds, one.median))
-    none = excesses[alone].median
-    return Excess(best.median - none, best.least - none, best.greatest - none, best.num_seeds)
+    for size in ("larger", "small"):
+        alone = Cell("fresh+warm-up", optimizer, size=size)
+        found = [
+            excess
+            for cell, excess in excesses.items()
+            if cell == replace(alone, codec=word, ending=cell.ending, ending_codec=cell.ending_codec)
+            and (cell.ending > 0) == has_ending
+            and cell.ending <= LONG_ENDING
+        ]
+        if found and alone in excesses:
+            best = min(found, key=lambda one: (-one.num_seeds, one.median))
+            none = excesses[alone].median
+            return Excess(best.median - none, best.least - none, best.greatest - none, best.num_seeds)
+    return None
 
 
 def keep_with_muon(rows: Sequence[Row], *, has_ending: bool) -> float | None:
