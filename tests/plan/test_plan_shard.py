@@ -202,7 +202,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 def test_what_cannot_be_shared_is_refused_before_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bireme.cli.plan.measure", None)
+    monkeypatch.setattr("bireme.cli.plan_inputs.measure", None)
     words = ("--model", "gpt", "--batch-size", "4", "--optimizer", "muon", "--shard", "optimizer")
     told = bireme(capsys, "plan", *words)
     assert told.status == 2

@@ -1,9 +1,11 @@
 """A codec for sums over replicas in predictions: fewer bytes on the link, and what is kept in memory."""
 
 from dataclasses import replace
+from io import StringIO
 from typing import Literal
 
 import pytest
+from rich.console import Console
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
@@ -11,13 +13,14 @@ from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.codec.rate import CodecRate
 from bireme.codec.sum_words import SumCost, averages_with, parse_sum_codec, sum_cost
-from bireme.plan.forecast import Forecast
+from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
-from bireme.plan.search.search import forecast_of
+from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.sum_penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.profile.optimizers import moments_share
+from bireme.report.plan_table import print_plan
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 from tests.support.tiny_profiles import gpt
@@ -90,6 +93,21 @@ def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind(
     assert steps("threshold:0.05:20") == studied["threshold:0.01:50"]
     assert steps("int1") == SumSteps(studied["int2"].steps, is_at_least=True)
     assert steps("lowrank:1") == SumSteps(studied["lowrank:4"].steps, is_at_least=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"), [("int2", "takes 1.09 steps"), ("int1", "takes at least 1.09 steps"), ("none", None)]
+)
+def test_a_plan_says_what_its_sums_go_through_and_what_that_costs(word: str, told: str | None) -> None:
+    request = PlanRequest(batch_size=8, depth=1, width=2, schedule="1f1b", sums=cost(word))
+    found = find_plan(tiny_profile(), cluster(), request)
+    assert isinstance(found, Answer)
+    out = StringIO()
+    console = Console(file=out, width=200)
+    print_plan(found, tiny_profile(), 1.0, console, sums=request.sums.codec)
+    text = out.getvalue()
+    assert ("Sums over the replicas" in text) == (told is not None)
+    assert told is None or f"go through {word}. That {told} for one." in text
 
 
 def test_what_a_codec_keeps_is_counted() -> None:

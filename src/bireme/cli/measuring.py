@@ -178,7 +178,11 @@ def measure(asked: Measuring, progress: Any) -> "Profile":
     from bireme.profile.codec_timing import with_codec_rates
 
     value_bytes = 2 if asked.dtype in ("bfloat16", "float16") else 4
-    where = torch_device(asked.device)
     return with_codec_rates(
-        found, asked.codecs, value_bytes, where, sums=asked.sums, use_cache=not asked.fresh
+        found,
+        asked.codecs,
+        value_bytes,
+        torch_device(asked.device),
+        sums=asked.sums,
+        use_cache=not asked.fresh,
     )

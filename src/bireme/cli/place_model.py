@@ -35,7 +35,7 @@ class ModelPlacing:
         copies_tied: bool,
     ) -> "ModelPlacing":
         """Capture and measure the model, and find the devices."""
-        from bireme.cli.plan import cluster_of
+        from bireme.cli.plan_inputs import cluster_of
         from bireme.placement.of_model.from_model import workload_of
         from bireme.report.progress import progress_bar
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,13 +17,12 @@ from bireme.cli.measuring import (
     LoraRank,
     LoraTarget,
     MeasureOn,
-    Measuring,
     Optimizer,
     Train,
-    measure,
     part_of,
 )
-from bireme.cli.options import Json, check_writable, refuse
+from bireme.cli.options import Json, check_writable
+from bireme.cli.plan_inputs import cluster_of, measuring_of, profile_of, sizes_of
 from bireme.cli.plan_options import (
     exports_of,
     penalties_of,
@@ -39,16 +38,12 @@ from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
     from bireme.plan.plan_request import PlanRequest
-    from bireme.profile.profile import Profile
 
-__all__ = ["cluster_of", "plan"]
+__all__ = ["plan"]
 
 given_option = partial(typer.Option, rich_help_panel="Model, batch and machines")
 constraint_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
 output_option = partial(typer.Option, rich_help_panel="Output")
-
-LARGEST_MEASURED = 16
-"""Samples of the largest micro-batch that is measured by default."""
 
 
 def plan(
@@ -251,11 +246,11 @@ def plan(
             f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
         )
     check_writable(output, *(export.path for export in exports))
-    asked = _measuring(
+    asked = measuring_of(
         context,
         model,
         profile,
-        _sizes(batch_size, largest_batch, micro_batch, measure_batch),
+        sizes_of(batch_size, largest_batch, micro_batch, measure_batch),
         length=length,
         device=measure_on,
         like=like,
@@ -305,7 +300,7 @@ def plan(
     if asked is not None:
         summed = DENSE if width == 1 else sums.codec
         asked = replace(asked, codecs=request.codec_words, sums=summed)
-    found_profile = _profile(profile, asked)
+    found_profile = profile_of(profile, asked)
     found_profile, sum_cost = sums.counted(found_profile, asked, schedule, synchronous=synchronous)
     from bireme.plan.unit_names import pins_of, ranges_of
 
@@ -320,45 +315,6 @@ def plan(
         found_cluster.number_of(name)
     run = PlanRun(found_profile, found_cluster, request, asked, sums, is_given=profile is not None)
     run.show(output, exports, explained=explain, as_json=as_json)
-
-
-def _sizes(
-    batch_size: int, largest: int | None, micro_batch: int | None, given: list[int] | None
-) -> list[int]:
-    """The micro-batch sizes to measure: those given, the one asked for, or powers of two."""
-    if given:
-        return given
-    if micro_batch is not None:
-        return [micro_batch]
-    most = min(LARGEST_MEASURED, max(batch_size, largest or 0))
-    return [1 << power for power in range(most.bit_length())] if most > 0 else [1]
-
-
-def _measuring(
-    context: typer.Context, model: str | None, profile: Path | None, sizes: list[int], **how: Any
-) -> Measuring | None:
-    if profile is None:
-        if model is None:
-            raise BiremeError("Give the model with --model, or its profile with --profile.")
-        if how["device"] != "meta":
-            refuse(context, f"--measure-on {how['device']} measures and does not estimate", "like")
-    else:
-        refuse(
-            context,
-            "--profile brings what was measured",
-            "measure_batch",
-            "measure_on",
-            "like",
-            "optimizer",
-            "fresh",
-        )
-        if model is None:
-            own = ("length", "dtype", "train", "freeze", "lora_rank", "lora_target")
-            refuse(context, "--profile brings what was measured", *own)
-    if model is None:
-        return None
-    # The two halves of a backward are what zero-bubble schedules are made of.
-    return Measuring(model, sizes, halves=True, **how)
 
 
 def _check_words(schedule: str, *, synchronous: bool) -> None:
@@ -384,28 +340,3 @@ def _check_numbers(request: "PlanRequest", cluster: "Cluster", optimizer: str | 
     check_numbers(request, len(request.devices) or cluster.num_devices)
     if optimizer is not None:
         check_shard(request, optimizer)
-
-
-def cluster_of(text: str | None) -> "Cluster":
-    """The cluster that --cluster names; this machine if it names none."""
-    if text == "":
-        raise BiremeError("--cluster is empty. Give a file or the name of a ready cluster, or leave it out.")
-    if text is not None:
-        from bireme.cluster.cluster_file import load_cluster
-
-        return load_cluster(text)
-    from bireme.cluster.discover import discover
-
-    return discover().cluster
-
-
-def _profile(path: Path | None, asked: Measuring | None) -> "Profile":
-    if path is not None:
-        from bireme.profile.profile_file import load_profile
-
-        return load_profile(path)
-    assert asked is not None
-    from bireme.report.progress import progress_bar
-
-    with progress_bar("capturing the model") as progress:
-        return measure(asked, progress)

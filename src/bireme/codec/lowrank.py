@@ -102,7 +102,7 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """The matrix left · rightT, with the same bits on every machine."""
     whole = left.new_empty(len(left), len(right)) if out is None else out
     columns = right.T.contiguous()
-    num_rows = max(1, PART_VALUES // max(len(right), 1)) if left.is_cpu else len(left)
+    num_rows = max(1, PART_VALUES // max(len(right), 1) if left.is_cpu else len(left))
     term = torch.empty_like(whole[:num_rows])
     for begin in range(0, len(left), num_rows):
         rows, part = left[begin : begin + num_rows], whole[begin : begin + num_rows]

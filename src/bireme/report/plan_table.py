@@ -13,6 +13,7 @@ from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.search.stage_memory import StageMemory
+from bireme.plan.sum_penalties import sum_steps
 from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 from bireme.report.columns import GAP, columns
@@ -66,7 +67,7 @@ def print_plan(
     if best.plan.codecs:
         _say(console, _about_codecs(answer))
     if best.plan.width > 1 and sums != DENSE:
-        _say(console, _about_sums(sums, best.forecast.sum_penalty))
+        _say(console, _about_sums(sums, best.forecast.sum_penalty, profile.optimizer))
     console.print()
     console.print(_kinds(answer))
     _say(console, LEGEND, style="dim")
@@ -255,9 +256,10 @@ def _about_codecs(answer: Answer) -> str:
     return f"{text} The best plan without codecs takes {times:.2f} times as long to the same loss."
 
 
-def _about_sums(codec: SumCodec, steps: float) -> str:
-    """What the codec of sums over replicas costs in steps."""
-    return f"Sums over the replicas go through {codec}. That takes {steps:.2f} steps for one."
+def _about_sums(codec: SumCodec, steps: float, optimizer: str) -> str:
+    """What the codec of sums over replicas costs in steps; 1 where the goal is throughput."""
+    least = "at least " if steps > 1 and sum_steps(codec, optimizer).is_at_least else ""
+    return f"Sums over the replicas go through {codec}. That takes {least}{steps:.2f} steps for one."
 
 
 def _left(candidate: Candidate) -> tuple[str, str]:
