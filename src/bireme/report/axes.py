@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from bireme.report.units import seconds_text
 
-__all__ = ["Quantity", "Scale", "clock_text", "number_text", "round_step", "signed_percent", "value_text"]
+__all__ = ["Quantity", "Scale", "clock_text", "number_text", "round_step", "value_text"]
 
 CLOCK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Round distances on a clock, in seconds; past them whole days."""
@@ -114,8 +114,3 @@ def clock_text(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
-def signed_percent(share: float, digits: int) -> str:
-    """Such as `+3.2%` or `−4%`, with the sign that typesetters use."""
-    return f"{share:+.{digits}%}".replace("-", "−")

@@ -45,6 +45,8 @@ HEIGHTS = ((8, 40), (16, 30), (32, 22))
 LOWEST = 14
 MARK = 2
 """An update no wider than this is its flag alone."""
+SMALL = 10
+"""The size of names next to a lane."""
 SIZES = (11, 9)
 """Of numbers in rectangles; where neither fits there is none."""
 
@@ -110,17 +112,19 @@ class Lanes:
     """For each rank what comes to it and takes time."""
     copies: tuple[tuple[Copies, ...], ...]
     """For each rank the ways of its chunks between tiers that take time."""
+    head: float = 0.0
+    """Room above each lane for the rank's name; 0 puts the name to the left of the lane."""
 
     def height_of(self, rank: int) -> float:
         """Of all that belongs to a rank."""
         strip = SPACE + STRIP if self.has_strips else 0
         lines = len(self.links[rank]) + len(self.copies[rank])
-        return FLAG + self.lane + strip + lines * (SPACE + LINK)
+        return self.head + FLAG + self.lane + strip + lines * (SPACE + LINK)
 
     def rows(self, top: float) -> Iterator["Row"]:
         """Where the parts of each rank are."""
         for rank in self.timeline.ranks:
-            y = top + FLAG
+            y = top + self.head + FLAG
             strip_y = y + self.lane + SPACE
             link_y = strip_y + STRIP + SPACE if self.has_strips else strip_y
             links, copies = self.links[rank.rank], self.copies[rank.rank]
@@ -144,20 +148,23 @@ class Lanes:
         left, width = self.scale.start, self.scale.end - self.scale.start
         for row in self.rows(top):
             name = rank_name(self.timeline.program, row.rank.rank)
-            shown = fitted(name, 13, left - self.margin - 10)
-            yield Text(self.margin, row.y + self.lane / 2, shown, 13, palette.INK)
+            if self.head:
+                yield Text(left, row.y - FLAG - self.head / 2, name, 12, palette.INK)
+            else:
+                shown = fitted(name, 13, left - self.margin - 10)
+                yield Text(self.margin, row.y + self.lane / 2, shown, 13, palette.INK)
             yield Rect(left, row.y, width, self.lane, palette.IDLE, palette.IDLE_STRIPES, role="lane")
             if self.has_strips:
-                yield Text(left - 8, row.strip_y + STRIP / 2, "version", 9, palette.PALE_INK, Anchor.END)
+                yield Text(left - 8, row.strip_y + STRIP / 2, "version", SMALL, palette.PALE_INK, Anchor.END)
             for transfers, y in row.links:
                 what = f"from rank {transfers.source}"
                 if transfers.is_sync:
                     what = sync_name(self.timeline, transfers)
-                yield Text(left - 8, y + LINK / 2, what, 9, palette.PALE_INK, Anchor.END)
+                yield Text(left - 8, y + LINK / 2, what, SMALL, palette.PALE_INK, Anchor.END)
                 yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
             for copies, y in row.copies:
                 what = f"{copies.source} to {copies.destination}"
-                yield Text(left - 8, y + LINK / 2, what, 9, palette.PALE_INK, Anchor.END)
+                yield Text(left - 8, y + LINK / 2, what, SMALL, palette.PALE_INK, Anchor.END)
                 yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
 
     def work(self, top: float) -> Iterator[Shape]:
@@ -210,7 +217,7 @@ class Lanes:
         size = next((size for size in SIZES if size <= height and text_width(text, size) <= width), None)
         if size is not None:
             middle = y + self.lane - height / 2
-            yield Text(left + width / 2, middle, text, size, palette.on(colour), Anchor.MIDDLE)
+            yield Text(left + width / 2, middle, text, size, palette.on(colour), Anchor.MIDDLE, within=width)
 
     def _told(self, interval: Interval) -> str:
         """What a reader sees who points at a computation."""
@@ -242,7 +249,9 @@ class Lanes:
             yield Rect(left, y, _apart(width), STRIP, colour, role="version")
             text = f"v{version}"
             if text_width(text, 9) <= width:
-                yield Text(left + width / 2, y + STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE)
+                yield Text(
+                    left + width / 2, y + STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE, within=width
+                )
 
     def _messages(self, transfers: Transfers, y: float) -> Iterator[Shape]:
         track = self.timeline.ranks[transfers.destination].track
@@ -269,10 +278,13 @@ class Lanes:
                 yield Rect(left, y, width, LINK, palette.fill(step.batch, shade), role="copy", title=title)
 
 
-def lanes_of(timeline: Timeline, num_batches: int, scale: Scale, margin: float, num_lanes: int) -> Lanes:
+def lanes_of(
+    timeline: Timeline, num_batches: int, scale: Scale, margin: float, num_lanes: int, *, head: float = 0.0
+) -> Lanes:
     """The first batches of a timeline, in a picture that has so many lanes in all.
 
-    Names begin at the margin, and the lanes go from the start of the scale to its end.
+    Names begin at the margin, or are in the `head` above each lane. The lanes go from the start of the scale
+    to its end.
     """
     program = timeline.program
     steps = (step for track in program.tracks for step in track.written() if step.kind in COMPUTE)
@@ -288,6 +300,7 @@ def lanes_of(timeline: Timeline, num_batches: int, scale: Scale, margin: float, 
             for rank in range(program.num_ranks)
         ),
         copies=tuple(_copies_of(timeline, rank) for rank in range(program.num_ranks)),
+        head=head,
     )
 
 

@@ -8,7 +8,7 @@ from bireme.report.shapes import Rect, Shape, Text, text_width
 from bireme.schedule.grid import NAMES
 from bireme.schedule.instruction import AVERAGES, Kind
 
-__all__ = ["Contents", "legend"]
+__all__ = ["SWATCH", "Contents", "Entry", "entries", "legend"]
 
 ROW = 26
 SWATCH = 16
@@ -32,7 +32,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A sample, drawn from its top left corner, and its meaning."""
 
     width: float
@@ -44,9 +44,9 @@ def legend(contents: Contents, left: float, top: float, width: float) -> list[Sh
     """The legend from a corner on, in rows no wider than `width`: the batches, then the rest."""
     shapes: list[Shape] = []
     y = top
-    for entries in (list(_batches(contents)), list(_signs(contents))):
+    for row in (_batches(contents), _signs(contents)):
         x = left
-        for entry in entries:
+        for entry in row:
             needed = entry.width + 6 + text_width(entry.text, SIZE)
             if x > left and x + needed > left + width:
                 x, y = left, y + ROW
@@ -57,45 +57,51 @@ def legend(contents: Contents, left: float, top: float, width: float) -> list[Sh
     return shapes
 
 
-def _batches(contents: Contents) -> Iterator[_Entry]:
+def entries(contents: Contents) -> Iterator[Entry]:
+    """All entries, for a page that lets them flow."""
+    yield from _batches(contents)
+    yield from _signs(contents)
+
+
+def _batches(contents: Contents) -> Iterator[Entry]:
     kinds = [kind for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT) if kind in contents.kinds]
     for hue in range(len(palette.HUES)):
         same = [str(batch) for batch in contents.batches if batch % len(palette.HUES) == hue]
         if same:
             colours = [palette.fill(hue, kind) for kind in kinds]
-            yield _Entry(SWATCH * len(colours), _beside(colours), f"batch {', '.join(same)}")
-    yield _Entry(-6, _nothing, "numbers: micro-batches, counted through all batches")
+            yield Entry(SWATCH * len(colours), _beside(colours), f"batch {', '.join(same)}")
+    yield Entry(-6, _nothing, "numbers: micro-batches, counted through all batches")
 
 
-def _signs(contents: Contents) -> Iterator[_Entry]:
+def _signs(contents: Contents) -> Iterator[Entry]:
     first = contents.batches[0] if contents.batches else 0
     for kind in palette.SHADES:
         if kind in contents.kinds:
-            yield _Entry(SWATCH, _beside([palette.fill(first, kind)]), NAMES[kind])
-    yield _Entry(2 * SWATCH, _idle, "idle (bubble)")
+            yield Entry(SWATCH, _beside([palette.fill(first, kind)]), NAMES[kind])
+    yield Entry(2 * SWATCH, _idle, "idle (bubble)")
     if Kind.UPDATE in contents.kinds:
-        yield _Entry(8, _flag(-6, palette.UPDATE), "update")
+        yield Entry(8, _flag(-6, palette.UPDATE), "update")
     if Kind.TRIAL in contents.kinds:
-        yield _Entry(8, _flag(0, palette.TRIAL), "trial step")
+        yield Entry(8, _flag(0, palette.TRIAL), "trial step")
     if AVERAGES & contents.kinds:
-        yield _Entry(8, _flag(0, palette.AVERAGE), "average of weights starts, ends")
+        yield Entry(8, _flag(0, palette.AVERAGE), "average of weights starts, ends")
     if contents.has_versions:
         colours = [palette.version_fill(0), palette.version_fill(1)]
-        yield _Entry(2 * SWATCH, _beside(colours, 12), "weight version computed on, even and odd")
+        yield Entry(2 * SWATCH, _beside(colours, 12), "weight version computed on, even and odd")
     if contents.most_stages > 1:
         low = SWATCH if contents.most_stages == 2 else SWATCH / 2
         meaning = "bar: stage of the rank; higher is earlier in the model"
-        yield _Entry(2 * SWATCH, _stage_bars(first, low - 3), meaning)
+        yield Entry(2 * SWATCH, _stage_bars(first, low - 3), meaning)
     if contents.has_links:
         colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
-        yield _Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients sent to the rank")
+        yield Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients sent to the rank")
     if contents.has_syncs:
-        yield _Entry(SWATCH, _beside([palette.SYNC], 6), "gradient sync with replicas")
+        yield Entry(SWATCH, _beside([palette.SYNC], 6), "gradient sync with replicas")
     if contents.has_averages:
-        yield _Entry(SWATCH, _beside([palette.AVERAGE], 6), "average of weights with replicas")
+        yield Entry(SWATCH, _beside([palette.AVERAGE], 6), "average of weights with replicas")
     if contents.has_copies:
         colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
-        yield _Entry(2 * SWATCH, _beside(colours, 6), "chunks fetched from the tier below and evicted to it")
+        yield Entry(2 * SWATCH, _beside(colours, 6), "chunks fetched from the tier below and evicted to it")
 
 
 def _beside(colours: list[palette.Colour], height: float = SWATCH) -> Callable[[float, float], list[Rect]]:

@@ -52,7 +52,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A line of text whose middle height is at `y`."""
+    """A line of text whose middle height is at `y`.
+
+    `within` is the width of the rectangle that it is in, 0 if it is in none: a page that draws the rectangle
+    narrower leaves the text out.
+    """
 
     x: float
     y: float
@@ -61,6 +65,7 @@ class Text:
     colour: Colour
     anchor: Anchor = Anchor.START
     bold: bool = False
+    within: float = 0.0
 
 
 CLOTH = (6.0, 5.0)

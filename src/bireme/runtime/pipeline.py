@@ -324,13 +324,14 @@ class Pipeline(HeldState):
         return self._averages.meet(self.num_trained, numbers)
 
     def timeline(self) -> Timeline:
-        """What the first replica's ranks did in the last recorded training, on one clock. All ranks must
-        call it.
+        """When the instructions of the last recorded training ran, on one clock. All ranks must call it.
+
+        Its ranks are those of the first replica, those of the others follow as `others`.
         """
         if self.recording is None:
             raise BiremeError("No training was recorded. Call train(batches, record=True) first.")
         program = self.plan.source.program(len(self._recorded), self._recorded.start)
-        return timeline_of(program, gather_times(self._spare, self.recording)[: program.num_ranks])
+        return timeline_of(program, gather_times(self._spare, self.recording))
 
     def begin_with(self, shares: Shares) -> None:
         """Begin with other shares than those that the pipeline was made with. All ranks must call it."""

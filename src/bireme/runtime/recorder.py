@@ -83,16 +83,24 @@ class _Anchor:
 
 
 def timeline_of(program: Program, recordings: list[Recording]) -> Timeline:
-    """The timeline of a window from what its ranks recorded; its clock starts with the first instruction."""
-    begin = min((starts[0] for starts, _ in recordings if starts), default=0.0)
-    ranks = tuple(
-        RankTimeline(
-            rank,
-            program.tracks[rank],
-            array("d", (start - begin for start in starts)),
-            array("d", (end - begin for end in ends)),
+    """The timeline of a window from the recordings of its ranks, replica by replica.
+
+    Its clock starts with the first instruction of the first replica.
+    """
+    begin = min((starts[0] for starts, _ in recordings[: program.num_ranks] if starts), default=0.0)
+    replicas = [
+        tuple(
+            RankTimeline(
+                rank,
+                track,
+                array("d", (start - begin for start in starts)),
+                array("d", (end - begin for end in ends)),
+            )
+            for rank, (track, (starts, ends)) in enumerate(
+                zip(program.tracks, recordings[first : first + program.num_ranks], strict=True)
+            )
         )
-        for rank, (starts, ends) in enumerate(recordings)
-    )
+        for first in range(0, len(recordings), program.num_ranks)
+    ]
     memory = tuple(resident(program, rank) for rank in range(program.num_ranks))
-    return Timeline(program, ranks, (), memory, source="measured")
+    return Timeline(program, replicas[0], (), memory, source="measured", others=tuple(replicas[1:]))

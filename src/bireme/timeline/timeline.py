@@ -131,6 +131,8 @@ class Timeline:
     source: str = "predicted"
     paging: tuple[RankCopies, ...] = ()
     """Of the ranks that page."""
+    others: tuple[tuple[RankTimeline, ...], ...] = ()
+    """The ranks of the other replicas, on the same clock, if they were recorded; `ranks` are the first's."""
 
     @property
     def makespan_s(self) -> float:

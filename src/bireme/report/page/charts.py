@@ -1,22 +1,34 @@
-"""The curves of a run, and of several runs over each other."""
+"""The curves of a run, and of several runs over each other; and the lanes of its replicas along the steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from bireme.report.page.curves import Along, Chart, Curve, Look, Tick, chart_data, drawn
-from bireme.report.page.markup import tag, words
-from bireme.report.page.metrics import TrainingLines
+from bireme.report.axes import Quantity, Scale
+from bireme.report.page.curves import (
+    ACROSS,
+    Along,
+    Chart,
+    Curve,
+    Look,
+    Span,
+    Tick,
+    chart_data,
+    drawn,
+    framed,
+    share,
+)
+from bireme.report.page.markup import tag, titled, words
+from bireme.report.page.metrics import Absence, Shared, TrainingLines
 from bireme.report.page.run import Run
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import bytes_text, counted, seconds_text
 
 __all__ = [
     "MOST_RUNS",
     "gradient_figure",
     "loss_figure",
     "rate_figure",
-    "shares_figure",
+    "replicas_figure",
     "throughput_figure",
 ]
 
@@ -26,10 +38,15 @@ MOST_RUNS = 6
 MOST_WITH_RAW = 2
 """Of more runs only the smoothed curves are drawn."""
 
-SMALL_WIDTH, SMALL_HEIGHT = 550, 220
+SMALL_HEIGHT = 220
 MOST_TICKS = 400
 EVALUATION = 1
 """The colour of evaluations where there is one run."""
+LANE, LANE_HEAD = 22, 24
+"""The height of a replica's lane, and the room above it for its name."""
+LEAST_LANE = 0.08
+"""So much of a lane is filled by a replica that takes part, however few samples it has."""
+MOST_LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +65,18 @@ def loss_figure(runs: Sequence[Run]) -> str:
     if not curves:
         return ""
     ticks = tuple(_ticks(runs[0])) if len(runs) == 1 else ()
-    chart = Chart("Training loss", tuple(curves), ticks)
+    spans = tuple(map(_away, runs[0].metrics.absences())) if len(runs) == 1 else ()
+    ends = tuple(tick for span in spans for tick in (span.begin, span.end) if tick.text)
+    chart = Chart("Training loss", tuple(curves), ticks + ends, spans)
     can_log = all(value > 0 for curve in curves for value in curve.values)
     keys = _keys(chart, runs)
     plots = [drawn(chart, along, is_log=is_log) for is_log in (False, True)[: 1 + can_log] for along in Along]
-    switches = _switch("along", "by step", "by time") + (_switch("scale", "linear", "log") if can_log else "")
+    switches = [_switch("along", "Horizontal axis", "by step", "by time")]
+    if can_log:
+        switches.append(_switch("scale", "Vertical axis", "linear", "log"))
+    head = tag("div", _legend(keys), tag("div", *switches, class_="switches"), class_="chart-head")
     plots_tag = tag("div", *plots, class_="plots")
-    return tag("figure", switches, _legend(keys), plots_tag, chart_data(chart), class_="chart switched")
+    return tag("figure", head, plots_tag, chart_data(chart), class_="chart switched")
 
 
 def throughput_figure(runs: Sequence[Run]) -> str:
@@ -96,31 +118,77 @@ def gradient_figure(run: Run) -> str:
     return _figure(chart, is_log=ranges_far)
 
 
-def shares_figure(run: Run) -> str:
-    """The samples of each replica, where their number ever changed; a curve goes up or down in a step."""
+def replicas_figure(run: Run) -> str:
+    """A lane for each replica, as high as its share of a batch; nothing where the shares never changed."""
     known = run.metrics.shares
     if len(known) < 2:
         return ""
     metrics = run.metrics
-    points = [(known[0].step, known[0].time_s, known[0].shares)]
-    for before, one in pairwise(known):
-        points += [(one.step, one.time_s, before.shares), (one.step, one.time_s, one.shares)]
-    points.append((metrics.last_step, max(metrics.last_time_s, known[-1].time_s), known[-1].shares))
-    steps, times_s, shares = zip(*points, strict=True)
-    width = len(known[0].shares)
-    curves = tuple(
-        Curve(f"replica {place}", steps, times_s, [own[place] for own in shares], place % MOST_RUNS)
-        for place in range(width)
-        if all(len(own) == width for own in shares)
+    width = max(len(one.shares) for one in known)
+    last_step = max(metrics.last_step, known[-1].step + 1)
+    x = Scale(min(known[0].step, last_step - 1), last_step, 0, ACROSS, Quantity.STEPS)
+    most = max((count for one in known for count in one.shares), default=0) or 1
+    names = _replica_names(run, width)
+    still: list[str] = []
+    moving: list[str] = []
+    for replica in range(min(width, MOST_LANES)):
+        top = LANE_HEAD + replica * (LANE + LANE_HEAD)
+        still.append(tag("text", words(names[replica]), x=0, y=top - 6, class_="mark"))
+        still.append(tag("rect", x=0, y=top, width="100%", height=LANE, class_="bed"))
+        for begin, end, count in _pieces(known, replica, last_step):
+            left, right = x.at(begin), x.at(end)
+            height = LANE if count is None else LANE * max(count / most, LEAST_LANE)
+            what = "away" if count is None else f"{counted(count, 'sample')} of a batch"
+            title = titled(f"{names[replica]}: {what} from step {begin:,} to {end:,}")
+            place = {"x": share(left), "width": share(right - left), "y": top + LANE - height}
+            role = "idle" if count is None else f"part c{replica % MOST_RUNS}"
+            moving.append(tag("rect", title, **place, height=height, class_=role))
+    bottom = LANE_HEAD + min(width, MOST_LANES) * (LANE + LANE_HEAD) - 8
+    title = "Samples of a batch, replica by replica"
+    picture = framed(title, x, bottom, "".join(still), "".join(moving), role="bare", along=Along.STEPS)
+    more = f" {counted(width - MOST_LANES, 'more replica')} not drawn." if width > MOST_LANES else ""
+    lead = tag("p", words(f"Striped: the replica was away. A full lane is {counted(most, 'sample')}.{more}"))
+    return (
+        tag("h3", words(title), class_="part-title")
+        + tag("div", lead, class_="note")
+        + tag("figure", tag("div", picture, class_="plots"), class_="chart bare")
     )
-    chart = Chart("Samples of each replica", curves, height=240, from_zero=True)
-    title = tag("h3", words("Samples of a batch, replica by replica"), class_="part-title")
-    keys = [_Key(f"key-line c{one.colour}", one.label) for one in curves] if width <= MOST_RUNS else []
-    return title + _figure(chart, keys)
+
+
+def _pieces(known: Sequence[Shared], replica: int, last_step: int) -> Iterator[tuple[int, int, int | None]]:
+    """The first and the last step in which a replica had a number of samples, None while it was away."""
+    counts = [one.shares[replica] if replica in one.present() else None for one in known]
+    begin = 0
+    for place in range(1, len(known) + 1):
+        if place == len(known) or counts[place] != counts[begin]:
+            end = last_step if place == len(known) else known[place].step
+            if end > known[begin].step:
+                yield known[begin].step, end, counts[begin]
+            begin = place
+
+
+def _replica_names(run: Run, width: int) -> list[str]:
+    """Such as `replica 1 (vm/cpu1)`; of a replica of several devices the first one."""
+    names = run.metrics.devices_of_replicas()
+    known = [f" ({devices[0]}{' …' if len(devices) > 1 else ''})" for devices in names if devices]
+    return [f"replica {place}{known[place] if place < len(known) else ''}" for place in range(width)]
+
+
+def _away(absence: Absence) -> Span:
+    """The steps without some replicas: the end has no text if they never came back."""
+    gone = f"{absence.name} lost at step {absence.begin.step:,}"
+    back = "" if absence.end is None else f"{absence.name} back at step {absence.end.step:,}"
+    end = absence.last if absence.end is None else absence.end
+    return Span(
+        Tick(absence.begin.step, absence.begin.time_s, gone, "lost"),
+        Tick(end.step, end.time_s, back, "back"),
+        f"{gone}, {back or 'not back'}",
+        "away",
+    )
 
 
 def _small(chart: Chart) -> Chart:
-    return replace(chart, width=SMALL_WIDTH, height=SMALL_HEIGHT)
+    return replace(chart, height=SMALL_HEIGHT)
 
 
 def _figure(chart: Chart, keys: Sequence[_Key] = (), *, is_log: bool = False) -> str:
@@ -191,7 +259,13 @@ def _keys(chart: Chart, runs: Sequence[Run]) -> tuple[_Key, ...]:
         return (*names, _Key("key-dots neutral", "evaluation")) if has_dots else names
     keys = [_Key(f"key-{curve.look} c{curve.colour}", curve.label) for curve in chart.curves]
     roles = {tick.role for tick in chart.ticks}
-    meanings = {"checkpoint": "checkpoint", "skipped": "step skipped", "resumed": "resumed"}
+    meanings = {
+        "checkpoint": "checkpoint",
+        "skipped": "step skipped",
+        "resumed": "resumed",
+        "lost": "replica lost",
+        "back": "replica back",
+    }
     keys += [_Key(f"key-tick {role}", meaning) for role, meaning in meanings.items() if role in roles]
     return tuple(keys)
 
@@ -203,11 +277,11 @@ def _legend(keys: Sequence[_Key]) -> str:
     return tag("div", *entries, class_="legend")
 
 
-def _switch(name: str, first: str, second: str) -> str:
+def _switch(name: str, about: str, first: str, second: str) -> str:
     """Two words of which one is chosen; it works without a script."""
     parts: list[str] = []
     for place, text in enumerate((first, second)):
         key = f"{name}-{place}"
         parts.append(tag("input", type="radio", name=name, id=key, checked=place == 0))
         parts.append(tag("label", words(text), for_=key))
-    return tag("div", *parts, class_="switch")
+    return tag("div", *parts, class_="switch", role="radiogroup", aria_label=about)

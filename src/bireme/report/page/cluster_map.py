@@ -1,8 +1,8 @@
 """The plan drawn over the cluster: servers as boxes, the devices in them, and what flows between stages."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bireme.report.page.figures import StageFigures
 from bireme.report.page.flows import Flow, Post, flows, posts
@@ -13,19 +13,21 @@ from bireme.report.units import bytes_text, rate_text
 
 __all__ = ["cluster_figure"]
 
-WIDTH = 1120
-COLUMNS = 4
+SIZES = {"large": 1120, "medium": 700, "small": 330}
+"""Most pixels of a drawing, by the class with which the style sheet shows the one that fits the page."""
+MOST_COLUMNS = 4
 GAP, NARROW_GAP = 108, 26
 """Between servers, with lines between them and without."""
-WIDEST = 290
+NARROWEST, WIDEST = 170, 290
+"""Of a server."""
 ONE_LINE = 250
 """A server so wide has room for a label in one line."""
 HEAD = 34
 """Room for a server's name."""
 EDGE = 12
 DEVICE, BETWEEN = 66, 34
-BOW = 180
-"""Room for a line next to a server, and for its label."""
+BOW, NARROW_BOW = 180, 124
+"""Room for a line next to a server, and for its label of one line or of two."""
 ROW_GAP = 64
 MOST_DEVICES = 32
 """With more replicas than that, one represents all."""
@@ -35,33 +37,42 @@ CROWDED = 0.7
 
 
 def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
-    """The drawing; empty if the devices of the run are unknown."""
+    """The drawing, in as many sizes as it needs; empty if the devices of the run are unknown."""
     used = posts(run)
     if not used:
         return ""
     is_cut = len(used) > MOST_DEVICES
     drawn = [post for post in used if not is_cut or post.replica == 0]
     shown = [flow for flow in flows(run) if not is_cut or flow.source.replica == 0]
+    pictures = {name: _picture(run, drawn, shown, stages, width) for name, width in SIZES.items()}
+    names: dict[str, list[str]] = {}
+    for name, picture in pictures.items():
+        names.setdefault(picture, []).append(name)
+    maps = (tag("div", picture, class_=f"map {' '.join(sizes)}") for picture, sizes in names.items())
+    width = max(post.replica for post in used) + 1
+    note = tag("p", f"This shows the first of {width} equal replicas.", class_="note") if is_cut else ""
+    return tag("figure", *maps, note, class_="chart")
+
+
+def _picture(
+    run: Run, drawn: Sequence[Post], shown: Sequence[Flow], stages: Sequence[StageFigures], width: float
+) -> str:
+    """The drawing, at most so wide."""
     crosses = any(_server_of(flow.source.device) != _server_of(flow.destination.device) for flow in shown)
-    layout = _Layout.of(run, drawn, GAP if crosses else NARROW_GAP)
+    layout = _Layout.of(run, drawn, shown, GAP if crosses else NARROW_GAP, width)
     labels = len(shown) <= MOST_LABELS
-    left, right = layout.edges(shown)
     title = "The plan over the cluster"
-    picture = tag(
+    return tag(
         "svg",
         titled(title),
         *(part for server in layout.servers for part in _server(server)),
         *(_device(run, box, stages) for box in layout.devices),
         *(part for flow in shown for part in _flow(layout, flow, has_label=labels)),
-        viewBox=f"{left:.0f} 0 {right - left:.0f} {layout.height:.0f}",
-        style=f"--width:{right - left:.0f}px",
-        class_="plot map",
+        viewBox=f"0 0 {layout.width:.0f} {layout.height:.0f}",
+        style=f"--width:{layout.width:.0f}px",
         role="img",
         aria_label=title,
     )
-    width = max(post.replica for post in used) + 1
-    note = tag("p", f"This shows the first of {width} equal replicas.", class_="note") if is_cut else ""
-    return tag("figure", tag("div", picture, class_="plots"), note, class_="chart wide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +94,43 @@ class _Layout:
 
     servers: tuple[_Box, ...]
     devices: tuple[_Box, ...]
+    width: float
     height: float
 
     @staticmethod
-    def of(run: Run, used: Sequence[Post], gap: float) -> "_Layout":
-        """Servers from left to right in the order of the pipeline, their devices from top to bottom."""
+    def of(run: Run, used: Sequence[Post], shown: Sequence[Flow], gap: float, most: float) -> "_Layout":
+        """Servers from left to right in the order of the pipeline, their devices from top to bottom.
+
+        There are as many columns as fit; lines next to a server have room on the right if there are any.
+        """
         by_server: dict[str, list[Post]] = {}
         for post in used:
             by_server.setdefault(_server_of(post.device), []).append(post)
-        columns = min(len(by_server), COLUMNS)
-        width = min(WIDEST, (WIDTH - (columns - 1) * gap) / columns)
-        left = (WIDTH - columns * width - (columns - 1) * gap) / 2
+        most_columns = min(len(by_server), MOST_COLUMNS)
+        for columns in range(most_columns, 0, -1):
+            bow = BOW if most >= 2 * WIDEST else NARROW_BOW
+            room = most - (columns - 1) * gap - 4
+            layout = _Layout._placed(run, by_server, columns, min(WIDEST, room / columns), gap)
+            if not any(layout.is_bow(flow) for flow in shown):
+                bow = 0
+            width = min(WIDEST, (room - bow) / columns)
+            if width >= NARROWEST or columns == 1:
+                layout = _Layout._placed(run, by_server, columns, width, gap)
+                return replace(layout, width=layout.width + bow)
+        raise AssertionError("a drawing has a column")
+
+    @staticmethod
+    def _placed(
+        run: Run, by_server: Mapping[str, Sequence[Post]], columns: int, width: float, gap: float
+    ) -> "_Layout":
+        """The servers in so many columns of that width."""
         servers: list[_Box] = []
         devices: list[_Box] = []
         y = lowest = 2.0
         for place, (name, members) in enumerate(by_server.items()):
             if place and place % columns == 0:
                 y = lowest + ROW_GAP
-            x = left + place % columns * (width + gap)
+            x = 2 + place % columns * (width + gap)
             unused = _num_unused(run, name, members)
             height = HEAD + len(members) * (DEVICE + BETWEEN) - BETWEEN + EDGE + (20 if unused else 0)
             servers.append(_Box(name, x, y, width, height, num_unused=unused))
@@ -116,15 +146,14 @@ class _Layout:
                 for index, post in enumerate(members)
             ]
             lowest = max(lowest, y + height)
-        return _Layout(tuple(servers), tuple(devices), lowest + 4)
+        right = max(server.x + server.width for server in servers) + 2
+        return _Layout(tuple(servers), tuple(devices), right, lowest + 4)
 
-    def edges(self, flows: Sequence[Flow]) -> tuple[float, float]:
-        """Where the drawing begins and ends from left to right, with the lines next to its servers."""
-        left = min(server.x for server in self.servers) - 2
-        right = max(server.x + server.width for server in self.servers) + 2
-        if any(_is_bow(self.box(flow.source), self.box(flow.destination)) for flow in flows):
-            right += BOW
-        return left, right
+    def is_bow(self, flow: Flow) -> bool:
+        """Whether a line goes next to a column, around the devices between its ends."""
+        a, b = self.box(flow.source), self.box(flow.destination)
+        low, high = min(a.y, b.y), max(a.y, b.y)
+        return a.x == b.x and any(box.x == a.x and low < box.y < high for box in self.devices)
 
     def box(self, post: Post) -> _Box:
         """Where a device is."""
@@ -227,7 +256,7 @@ def _flow(layout: _Layout, flow: Flow, *, has_label: bool) -> Iterator[str]:
     share = flow.share
     width = 1.5 + (4 * min(share, 1.0) if math.isfinite(share) else 0.0)
     role = "flow crowded" if math.isfinite(share) and share >= CROWDED else "flow"
-    way = _way(a, b)
+    way = _way(a, b, is_bow=layout.is_bow(flow))
     yield tag("path", titled(_flow_told(flow)), d=way.path, class_=role, stroke_width=width)
     if not has_label or not math.isfinite(flow.used_bytes_per_s):
         return
@@ -235,7 +264,8 @@ def _flow(layout: _Layout, flow: Flow, *, has_label: bool) -> Iterator[str]:
     lines = [used]
     if math.isfinite(share):
         lines.append(f"{_percent(share)} of {rate_text(float(f'{flow.most_bytes_per_s:.3g}'))}")
-    if way.anchor == "start" and a.width + 2 * EDGE >= ONE_LINE:
+    has_room = a.width + 2 * EDGE >= ONE_LINE and (layout.width >= 2 * WIDEST or not layout.is_bow(flow))
+    if way.anchor == "start" and has_room:
         lines = [", ".join(lines)]
     for place, line in enumerate(lines):
         y = way.label_y + 15 * place - (7 if len(lines) > 1 else -4)
@@ -256,28 +286,30 @@ class _Way:
     anchor: str
 
 
-def _way(a: _Box, b: _Box) -> _Way:
+def _way(a: _Box, b: _Box, *, is_bow: bool) -> _Way:
     """Straight down to the neighbour below, a bow beside what is between, or a curve to another server."""
     upper, lower = (a, b) if a.y <= b.y else (b, a)
-    if a.x == b.x and not _is_bow(a, b):
-        x = a.x + 34
-        path = f"M{number(x)} {number(upper.y + upper.height)}V{number(lower.y)}"
-        return _Way(path, x + 8, (upper.y + upper.height + lower.y) / 2, "start")
+    if a.x == b.x and not is_bow:
+        begin, end = upper.y + upper.height, lower.y
+        is_inside = end - begin <= BETWEEN + 1
+        if is_inside:
+            x = a.x + 34
+            path = f"M{number(x)} {number(begin)}V{number(end)}"
+            return _Way(path, x + 8, (begin + end) / 2, "start")
+        # Between servers, to the right of the name of the lower one.
+        x = a.x + 0.85 * a.width
+        path = f"M{number(x)} {number(begin)}V{number(end)}"
+        return _Way(path, x - 8, (begin + EDGE + end - HEAD) / 2, "end")
     if a.x == b.x:
         x, top, bottom = a.x + a.width, upper.y + upper.height / 2, lower.y + lower.height / 2
-        path = f"M{number(x)} {number(top)}C{number(x + 60)} {number(top)} {number(x + 60)} {number(bottom)} "
-        return _Way(path + f"{number(x)} {number(bottom)}", x + 48, (top + bottom) / 2, "start")
+        path = f"M{number(x)} {number(top)}C{number(x + 40)} {number(top)} {number(x + 40)} {number(bottom)} "
+        return _Way(path + f"{number(x)} {number(bottom)}", x + 34, (top + bottom) / 2, "start")
     left, right = (a, b) if a.x < b.x else (b, a)
     x1, y1 = left.x + left.width, left.y + left.height / 2
     x2, y2 = right.x, right.y + right.height / 2
     bend = max((x2 - x1) / 2, 20)
     path = f"M{number(x1)} {number(y1)}C{number(x1 + bend)} {number(y1)} {number(x2 - bend)} {number(y2)} "
     return _Way(path + f"{number(x2)} {number(y2)}", (x1 + x2) / 2, (y1 + y2) / 2 - 12, "middle")
-
-
-def _is_bow(a: _Box, b: _Box) -> bool:
-    """Whether a line goes beside what is between two devices of a column."""
-    return a.x == b.x and abs(a.y - b.y) - a.height > BETWEEN + 1
 
 
 def _flow_told(flow: Flow) -> str:

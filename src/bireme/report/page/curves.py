@@ -1,7 +1,9 @@
 """A chart of curves as SVG that needs no script; a script may add a cross-hair and a zoom to it.
 
-Everything that moves when a reader zooms is in the group `zoomed`, whose transform stretches x alone. So
-dots are strokes of no length with round ends, which stay round.
+A chart is as wide as the page allows, and its text keeps its size: heights are pixels, places along x are
+shares of the width. Only the curves themselves are stretched, inside an SVG of their own. Marks at the axis
+come in several densities, of which the style sheet shows the one that there is room for. A reader who zooms
+widens the SVG `moving` inside the SVG `window`.
 """
 
 import json
@@ -13,14 +15,27 @@ from enum import StrEnum
 from bireme.report.axes import Quantity, Scale, value_text
 from bireme.report.page.markup import number, tag, titled, words
 
-__all__ = ["Along", "Chart", "Curve", "Look", "Tick", "chart_data", "drawn"]
+__all__ = [
+    "ACROSS",
+    "Along",
+    "Chart",
+    "Curve",
+    "Look",
+    "Span",
+    "Tick",
+    "chart_data",
+    "drawn",
+    "framed",
+    "share",
+]
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 34
-"""Room around the plot for its axes."""
-EDGE = 5
-"""By how much a dot may reach over the ends of the plot."""
+ACROSS = 1000
+"""The width of every plot in the units of its curves."""
+TOP, BOTTOM = 12, 34
+"""Room above the plot, and below it for the axis."""
 Y_MARKS = 5
-X_MARK_WIDTH = 100
+DENSITIES = {"few": 4, "some": 6, "many": 11}
+"""Marks along x by the classes of the style sheet."""
 ROOM = 0.06
 """Left free above and below the curves, of their range."""
 
@@ -67,13 +82,23 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Steps from one to another in which something lasted."""
+
+    begin: Tick
+    end: Tick
+    text: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
     """What a chart shows."""
 
     title: str
     curves: tuple[Curve, ...]
     ticks: tuple[Tick, ...] = ()
-    width: int = 1120
+    spans: tuple[Span, ...] = ()
     height: int = 320
     from_zero: bool = False
 
@@ -81,28 +106,70 @@ class Chart:
 def drawn(chart: Chart, along: Along = Along.STEPS, *, is_log: bool = False) -> str:
     """The chart along steps or time, its values as they are or their logarithms."""
     x, y = _scales(chart, along, is_log=is_log)
-    clip = "-".join(("clip", *chart.title.lower().replace("/", " ").split(), along, *["log"][:is_log]))
-    plot = tag(
-        "g",
-        tag("g", *_ticks(chart, along, x), *_curves(chart, along, x, y), class_="zoomed"),
-        clip_path=f"url(#{clip})",
-    )
-    frame = tag("rect", x=x.start - EDGE, y=0, width=x.end - x.start + 2 * EDGE, height=y.start + 1)
-    return tag(
+    curves = tag(
         "svg",
-        titled(chart.title),
-        tag("defs", tag("clipPath", frame, id=clip)),
-        *_y_axis(x, y),
-        tag("g", *_x_axis(x, y), class_="x-axis"),
-        plot,
-        viewBox=f"0 0 {chart.width} {chart.height}",
-        class_=f"plot {along}" + (" log" if is_log else ""),
-        role="img",
-        aria_label=chart.title,
-        data_along=along,
-        data_range=json.dumps([x.least, x.most, x.start, x.end]),
+        *_curves(chart, along, x, y),
+        viewBox=f"0 0 {ACROSS} {chart.height}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=chart.height,
+    )
+    return framed(
+        chart.title,
+        x,
+        y.start,
+        "".join(_y_axis(y)),
+        "".join(
+            (*_spans(chart, along, x, y), curves, *_dots(chart, along, x, y), *_ticks(chart, along, x, y))
+        ),
+        role=f"{along}{' log' if is_log else ''}",
+        along=along,
         data_height=json.dumps([y.least, y.most, y.start, y.end, is_log]),
     )
+
+
+def framed(
+    title: str,
+    x: Scale,
+    bottom: float,
+    still: str,
+    moving: str,
+    *,
+    role: str,
+    along: str,
+    **data: str,
+) -> str:
+    """A plot with its axis at `bottom`: `moving` goes along when a reader zooms, `still` stays.
+
+    Inside both, places along x are percent. `role` are classes, `data` attributes for the script.
+    """
+    height = bottom + BOTTOM
+    return tag(
+        "svg",
+        still,
+        *(tag("g", *_x_axis(x, bottom, count), class_=f"x-axis {name}") for name, count in DENSITIES.items()),
+        tag(
+            "svg",
+            tag("svg", moving, class_="moving", width="100%", height=bottom + 1),
+            class_="window",
+            width="100%",
+            height=bottom + 1,
+        ),
+        width="100%",
+        height=height,
+        class_=f"plot {role}",
+        role="img",
+        aria_label=title,
+        data_along=along,
+        data_range=json.dumps([x.least, x.most]),
+        data_bottom=number(bottom),
+        **data,
+    )
+
+
+def share(place: float) -> str:
+    """A place between 0 and `ACROSS` as a share of the width of the plot."""
+    return f"{number(100 * place / ACROSS)}%"
 
 
 def chart_data(chart: Chart) -> str:
@@ -121,12 +188,12 @@ def chart_data(chart: Chart) -> str:
     return tag("script", text.replace("<", "\\u003c"), type="application/json", class_="data")
 
 
-def _scales(chart: Chart, along: Along, *, is_log: bool) -> "tuple[Scale, Scale]":
+def _scales(chart: Chart, along: Along, *, is_log: bool) -> tuple[Scale, Scale]:
     values = [value for curve in chart.curves for value in curve.values]
     places = [place for curve in chart.curves for place in curve.along(along)]
     quantity = Quantity.STEPS if along is Along.STEPS else Quantity.CLOCK
-    right, bottom = chart.width - RIGHT, chart.height - BOTTOM
-    x = Scale(min(places, default=0), max(places, default=1), LEFT, right, quantity)
+    bottom = chart.height - BOTTOM
+    x = Scale(min(places, default=0), max(places, default=1), 0, ACROSS, quantity)
     low, high = min(values, default=0), max(values, default=1)
     if is_log:
         room = (high / low) ** ROOM if high > low else 1.1
@@ -137,52 +204,70 @@ def _scales(chart: Chart, along: Along, *, is_log: bool) -> "tuple[Scale, Scale]
     return x, Scale(low - room, high + room, bottom, TOP)
 
 
-def _y_axis(x: Scale, y: Scale) -> Iterator[str]:
+def _y_axis(y: Scale) -> Iterator[str]:
     for mark in y.marks(Y_MARKS):
         height = y.at(mark)
-        yield tag("line", x1=x.start, x2=x.end, y1=height, y2=height, class_="grid")
+        yield tag("line", x1=0, x2="100%", y1=height, y2=height, class_="grid")
         text = words(value_text(mark, y.quantity))
-        yield tag("text", text, x=x.start - 8, y=height + 4, class_="mark", text_anchor="end")
+        yield tag("text", text, x=-8, y=height + 4, class_="mark", text_anchor="end")
 
 
-def _x_axis(x: Scale, y: Scale) -> Iterator[str]:
-    yield tag("line", x1=x.start, x2=x.end, y1=y.start, y2=y.start, class_="axis")
-    for mark in x.marks(max(int((x.end - x.start) / X_MARK_WIDTH), 2)):
-        place = x.at(mark)
-        yield tag("line", x1=place, x2=place, y1=y.start, y2=y.start + 5, class_="axis")
+def _x_axis(x: Scale, bottom: float, count: int) -> Iterator[str]:
+    yield tag("line", x1=0, x2="100%", y1=bottom, y2=bottom, class_="axis")
+    for mark in x.marks(count):
+        place = share(x.at(mark))
+        yield tag("line", x1=place, x2=place, y1=bottom, y2=bottom + 5, class_="axis")
         text = words(value_text(mark, x.quantity))
-        yield tag("text", text, x=place, y=y.start + 20, class_="mark", text_anchor="middle")
+        yield tag("text", text, x=place, y=bottom + 20, class_="mark", text_anchor="middle")
 
 
-def _ticks(chart: Chart, along: Along, x: Scale) -> Iterator[str]:
-    """Short lines at the bottom, or through the whole plot where the style sheet makes them so."""
-    bottom = chart.height - BOTTOM
+def _at(x: Scale, tick: Tick, along: Along) -> float:
+    return x.at(tick.step if along is Along.STEPS else tick.time_s)
+
+
+def _ticks(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
+    """Short lines at the bottom, or through the whole plot for what changes the run."""
     for tick in chart.ticks:
-        place = x.at(tick.step if along is Along.STEPS else tick.time_s)
-        top = TOP if tick.role == "resumed" else bottom - 9
-        path = f"M{number(place)} {number(bottom)}V{number(top)}"
-        yield tag("path", titled(tick.text), d=path, class_=f"tick {tick.role}")
+        place = share(_at(x, tick, along))
+        top = y.start - 9 if tick.role in ("checkpoint", "skipped") else TOP
+        yield tag(
+            "line", titled(tick.text), x1=place, x2=place, y1=y.start, y2=top, class_=f"tick {tick.role}"
+        )
+
+
+def _spans(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
+    for span in chart.spans:
+        left, right = _at(x, span.begin, along), _at(x, span.end, along)
+        size = {"x": share(left), "y": y.end, "width": share(right - left), "height": y.start - y.end}
+        yield tag("rect", titled(span.text), **size, class_=f"span {span.role}")
+
+
+def _points(curve: Curve, along: Along, x: Scale, y: Scale) -> list[tuple[float, float]]:
+    return [
+        (x.at(place), y.at(value))
+        for place, value in zip(curve.along(along), curve.values, strict=True)
+        if math.isfinite(value)
+    ]
 
 
 def _curves(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
     order = (Look.PALE, Look.LINE, Look.DOTS)
     for curve in sorted(chart.curves, key=lambda one: order.index(one.look)):
-        points = [
-            (number(x.at(place)), number(y.at(value)))
-            for place, value in zip(curve.along(along), curve.values, strict=True)
-            if math.isfinite(value)
-        ]
-        if not points:
+        points = _points(curve, along, x, y)
+        if len(points) > 1:
+            line = "M" + "L".join(f"{number(left)} {number(height)}" for left, height in points)
+            look = "joins" if curve.look is Look.DOTS else curve.look
+            yield tag("path", titled(curve.label), d=line, class_=f"curve {look} c{curve.colour}")
+
+
+def _dots(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
+    """The points of curves of dots, and of curves that have one point."""
+    for curve in chart.curves:
+        points = _points(curve, along, x, y)
+        if curve.look is not Look.DOTS and len(points) != 1:
             continue
-        colour = f"c{curve.colour}"
-        if curve.look is not Look.DOTS:
-            is_alone = len(points) == 1
-            line = "M" + "L".join(f"{left} {height}" for left, height in points) + ("h0" if is_alone else "")
-            look = Look.DOTS if is_alone else curve.look
-            yield tag("path", titled(curve.label), d=line, class_=f"curve {look} {colour}")
-            continue
-        line = "M" + "L".join(f"{left} {height}" for left, height in points)
-        yield tag("path", d=line, class_=f"curve joins {colour}")
-        for (left, height), step, value in zip(points, curve.steps, curve.values, strict=True):
+        for (left, height), step, value in zip(points, curve.steps, curve.values, strict=False):
             text = f"{curve.label}: {value:.6g} at step {step:,.0f}"
-            yield tag("path", titled(text), d=f"M{left} {height}h0", class_=f"curve dots {colour}")
+            yield tag(
+                "circle", titled(text), cx=share(left), cy=height, r=3.5, class_=f"dots c{curve.colour}"
+            )

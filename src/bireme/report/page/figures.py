@@ -48,10 +48,14 @@ class Headline:
     peak_bytes: float | None
     running_s: float
     joules_per_sample: float | None = None
+    eval_bits_per_byte: float | None = None
 
     @property
     def prediction_error(self) -> float | None:
-        """By which share of the measured time the prediction is off; below 0 it promised too little time."""
+        """Predicted time divided by measured time, minus 1; below 0 the prediction promised too little time.
+
+        For programs; people read the measured time relative to the predicted one.
+        """
         if self.predicted_batch_s is None or not self.measured_batch_s:
             return None
         return self.predicted_batch_s / self.measured_batch_s - 1
@@ -124,6 +128,9 @@ def headline(run: Run) -> Headline:
         peak_bytes=_peak_bytes(run),
         running_s=run.metrics.last_time_s,
         joules_per_sample=joules_per_sample(watts, samples_per_s) if samples_per_s else None,
+        eval_bits_per_byte=_first(
+            summary.eval_bits_per_byte if summary else None, *(one.bits_per_byte for one in evaluations[-1:])
+        ),
     )
 
 

@@ -1,102 +1,124 @@
-"""The timelines of a run's first recorded batches: the predicted one above the measured one, on one axis.
+"""The timelines of a run's first recorded batches: the predicted one above the measured ones, on one axis.
 
-The lanes are those of the picture that `bireme simulate` draws. A group that a script can stretch holds what
-moves with time; text and flags in it are placed by a transform, so that they can be kept in shape.
+The lanes are those of the picture that `bireme simulate` draws, as wide as the page allows: places along the
+time are percent, so text and flags keep their shape. Replicas that were recorded have lanes of their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from bireme.report import palette
-from bireme.report.axes import Quantity, Scale, value_text
+from bireme.report.axes import Quantity, Scale
 from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of
-from bireme.report.legend import legend
+from bireme.report.legend import SWATCH, Entry, entries
+from bireme.report.page.curves import ACROSS, framed, share
 from bireme.report.page.figures import idle_share
-from bireme.report.page.markup import tag, titled, words
-from bireme.report.page.themed import themed
-from bireme.report.shapes import Shape, Text
-from bireme.report.units import seconds_text
+from bireme.report.page.markup import number, tag, titled, words
+from bireme.report.shapes import CLOTH, Flag, Line, Rect, Shape, Text, text_width
+from bireme.report.svg import BASELINE
+from bireme.report.units import counted, seconds_text
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["timeline_figure"]
+__all__ = ["stripes", "themed", "timeline_figure"]
 
-WIDTH = 1120
-LEFT, RIGHT = 150, WIDTH - 14
-HEAD = 22
-X_MARKS = 9
+HEADING, HEAD = 26, 18
+"""The heights of a timeline's heading and of a rank's name."""
+MOST_REPLICAS = 8
+WIDTHS = (240, 320, 420, 560, 760, 1000)
+"""Widths of a plot from which text is shown, as classes of the style sheet."""
+
+FROM_PAGE = {
+    palette.INK: "var(--ink)",
+    palette.PALE_INK: "var(--pale)",
+    palette.AXIS: "var(--line)",
+    palette.IDLE: "var(--idle)",
+    palette.IDLE_STRIPES: "var(--idle-stripes)",
+    palette.LINK_BED: "var(--bed)",
+    palette.SYNC: "var(--pale)",
+}
+"""The page's own colours for ink, paper and the like, as it may be light or dark; those that stand for
+something stay as they are in every picture."""
+STEPS = {palette.UPDATE: "var(--ink)"}
+"""Of rectangles alone: text of this colour is on a fill that is the same in the dark."""
 
 
 def timeline_figure(predicted: Timeline | None, measured: Timeline | None) -> str:
-    """Both timelines, or the one there is; nothing where there is none."""
-    named = (("predicted", predicted), ("measured", measured))
-    found = [(name, one) for name, one in named if one is not None]
-    if not found:
+    """The timelines that there are; nothing where there is none."""
+    found = [("predicted", predicted)] if predicted is not None else []
+    if measured is not None:
+        replicas = [replace(measured, ranks=ranks, others=()) for ranks in measured.others]
+        name = "measured, replica 0" if replicas else "measured"
+        found += [(name, measured)]
+        found += [(f"replica {place}", one) for place, one in enumerate(replicas[: MOST_REPLICAS - 1], 1)]
+    shown = [(name, one) for name, one in found if one is not None]
+    if not shown:
         return ""
-    num_batches = min(drawn_batches(one) for _, one in found)
-    end_s = max(end_of(one, num_batches) for _, one in found)
-    scale = Scale(0.0, end_s or 1.0, LEFT, RIGHT, Quantity.SECONDS)
-    num_lanes = sum(len(one.ranks) for _, one in found)
+    num_batches = min(drawn_batches(one) for _, one in shown)
+    end_s = max(end_of(one, num_batches) for _, one in shown)
+    scale = Scale(0.0, end_s or 1.0, 0, ACROSS, Quantity.SECONDS)
+    num_lanes = sum(len(one.ranks) for _, one in shown)
     still: list[str] = []
     moving: list[str] = []
     drawn: list[Lanes] = []
-    y = 4.0
-    for name, timeline in found:
-        lanes = lanes_of(timeline, num_batches, scale, 0, num_lanes)
-        still.append(themed([*_heading(name, lanes, y), *lanes.beds(y + HEAD)]))
-        moving += [*_beyond(lanes, y + HEAD), themed(lanes.work(y + HEAD))]
+    y = 0.0
+    for name, timeline in shown:
+        lanes = lanes_of(timeline, num_batches, scale, 0, num_lanes, head=HEAD)
+        still.append(tag("text", words(name), x=0, y=y + 17, class_="name"))
+        still.append(themed(lanes.beds(y + HEADING), ACROSS))
+        moving += [*_beyond(lanes, y + HEADING), themed(lanes.work(y + HEADING), ACROSS)]
         drawn.append(lanes)
-        y += HEAD + lanes.height
-    key = legend(contents_of(drawn), LEFT, y + 34, WIDTH - LEFT)
-    bottom = max(shape.y for shape in key if isinstance(shape, Text)) + 14
-    frame = tag("rect", x=LEFT - 1, y=0, width=RIGHT - LEFT + 2, height=y)
+        y += HEADING + lanes.height
     title = "The timeline of some batches"
-    picture = tag(
-        "svg",
-        titled(title),
-        tag("defs", tag("clipPath", frame, id="clip-lanes"), _stripes()),
-        tag("g", *_axis(scale, y), class_="x-axis"),
-        *still,
-        tag("g", tag("g", *moving, class_="zoomed"), clip_path="url(#clip-lanes)"),
-        themed(key),
-        viewBox=f"0 0 {WIDTH} {bottom:.0f}",
-        class_="plot lanes",
-        role="img",
-        aria_label=title,
-        data_along="seconds",
-        data_range=f"[0, {scale.most:.9g}, {LEFT}, {RIGHT}]",
-        data_bottom=y,
+    grid = "".join(
+        tag("line", x1=share(scale.at(mark)), x2=share(scale.at(mark)), y1=0, y2=y, class_="grid")
+        for mark in scale.marks(6)
     )
-    return tag("figure", tag("div", picture, class_="plots"), class_="chart wide")
+    has_sides = any(lanes.has_strips or any((*lanes.links, *lanes.copies)) for lanes in drawn)
+    picture = framed(title, scale, y, grid + "".join(still), "".join(moving), role="lanes", along="seconds")
+    return tag(
+        "figure",
+        _told(drawn, [name for name, _ in shown]),
+        tag("div", picture, class_=f"plots {'sides' if has_sides else 'no-sides'}"),
+        tag("div", *map(_key, entries(contents_of(drawn))), class_="legend"),
+        class_="chart",
+    )
 
 
-def _heading(name: str, lanes: Lanes, top: float) -> Iterator[Shape]:
-    timeline = lanes.timeline
-    batch_s = float(f"{timeline.steady_batch_s:.3g}")
-    more = timeline.program.num_batches - lanes.num_batches
-    cut = f" · {more} more recorded" if more else ""
-    figures = f"{seconds_text(batch_s)} a batch, devices idle {idle_share(timeline):.0%} of it{cut}"
-    yield Text(0, top + 10, name, 13, palette.INK, bold=True)
-    yield Text(LEFT, top + 10, figures, 12, palette.PALE_INK)
+def _told(drawn: Sequence[Lanes], names: Sequence[str]) -> str:
+    """A sentence about each timeline."""
+    lines = []
+    for name, lanes in zip(names, drawn, strict=True):
+        timeline = lanes.timeline
+        batch_s = float(f"{timeline.steady_batch_s:.3g}")
+        more = timeline.program.num_batches - lanes.num_batches
+        cut = f", {counted(more, 'more batch')} recorded" if more else ""
+        text = f": {seconds_text(batch_s)} a batch, devices idle {idle_share(timeline):.0%} of it{cut}"
+        lines.append(tag("span", tag("b", words(name)), words(text), class_="key-text"))
+    return tag("div", *lines, class_="legend")
+
+
+def _key(entry: Entry) -> str:
+    """An entry of the legend."""
+    width = max(entry.width, 0)
+    sample = tag(
+        "svg", themed(entry.sample(0, 0)), width=width, height=SWATCH, aria_hidden="true", class_="sample"
+    )
+    return tag("span", sample if width else "", words(entry.text), class_="key")
 
 
 def _beyond(lanes: Lanes, top: float) -> Iterator[str]:
     """Nothing where the other timeline goes on after this one's end: that is no idleness."""
     left = lanes.scale.at(lanes.timeline.makespan_s)
     for row in lanes.rows(top):
-        height = lanes.height_of(row.rank.rank)
-        yield tag("rect", x=left, y=row.y, width=RIGHT - left, height=height, class_="beyond")
+        height = lanes.height_of(row.rank.rank) - HEAD
+        place = {"x": share(left), "y": row.y, "width": share(ACROSS - left)}
+        yield tag("rect", **place, height=height, class_="beyond")
 
 
-def _axis(scale: Scale, bottom: float) -> Iterator[str]:
-    for mark in scale.marks(X_MARKS):
-        x = scale.at(mark)
-        yield tag("line", x1=x, x2=x, y1=HEAD, y2=bottom, class_="grid")
-        text = words(value_text(mark, scale.quantity))
-        yield tag("text", text, x=x, y=bottom + 15, class_="mark", text_anchor="middle")
-
-
-def _stripes() -> str:
+def stripes() -> str:
+    """The pattern of idle time, which all pictures of a page use."""
     line = tag("line", x1=0, y1=0, x2=0, y2=6, stroke="var(--idle-stripes)", stroke_width=2)
-    return tag(
+    pattern = tag(
         "pattern",
         line,
         id="idle",
@@ -105,3 +127,68 @@ def _stripes() -> str:
         patternUnits="userSpaceOnUse",
         patternTransform="rotate(45)",
     )
+    return tag("svg", tag("defs", pattern), width=0, height=0, aria_hidden="true", class_="defs")
+
+
+def themed(shapes: Iterable[Shape], width: float | None = None) -> str:
+    """The shapes as elements of an SVG of the page.
+
+    With a width, places along x are shares of it; what is left of 0 stays in pixels.
+    """
+    return "".join(_element(shape, width) for shape in shapes)
+
+
+def _element(shape: Shape, width: float | None) -> str:
+    match shape:
+        case Rect():
+            title = (titled(shape.title),) if shape.title else ()
+            role = shape.role or None
+            place = {
+                "x": _across(shape.x, width),
+                "y": number(shape.y),
+                "width": _across(shape.width, width),
+                "height": number(shape.height),
+            }
+            fill = STEPS.get(shape.fill) or _fill(shape.fill)
+            plain = tag("rect", *title, **place, fill=fill, class_=role)
+            return plain if shape.stripes is None else plain + tag("rect", **place, fill="url(#idle)")
+        case Flag():
+            side, (reach, height) = -1 if shape.is_left else 1, CLOTH
+            path = f"M{-side} {shape.height}V0H{side * reach}V{height}H{side}V{shape.height}z"
+            role = "flag trial" if shape.colour == palette.TRIAL else "flag"
+            flag = tag("path", titled(shape.title), d=path, class_=role)
+            return tag("svg", flag, x=_across(shape.x, width), y=shape.y, class_="rigid")
+        case Line():
+            ends = {"x1": shape.x1, "y1": shape.y1, "x2": shape.x2, "y2": shape.y2}
+            return tag("line", **ends, stroke=_fill(shape.colour), stroke_width=shape.width)
+        case Text():
+            return tag(
+                "text",
+                words(shape.text),
+                x=_across(shape.x, width),
+                y=shape.y + BASELINE * shape.size,
+                font_size=shape.size,
+                text_anchor=shape.anchor,
+                fill=_fill(shape.colour),
+                font_weight="bold" if shape.bold else None,
+                **_room(shape, width),
+            )
+
+
+def _across(place: float, width: float | None) -> str:
+    return number(place) if width is None or place < 0 else f"{number(100 * place / width)}%"
+
+
+def _room(shape: Text, width: float | None) -> dict[str, str | float]:
+    """From which width of the plot on a text fits into its rectangle: for the style sheet and the script."""
+    if width is None or not shape.within:
+        return {}
+    # Numbers of one digit need as much as those of two, so that they come and go together.
+    needed = max(text_width(text, shape.size) for text in (shape.text, "00")) / shape.within * width
+    least = next((one for one in WIDTHS if one >= needed), WIDTHS[-1])
+    return {"class_": f"from-{least}", "data_needed": number(needed)}
+
+
+def _fill(colour: palette.Colour) -> str:
+    """A colour as a value of an attribute."""
+    return FROM_PAGE.get(colour) or palette.hex_of(colour)

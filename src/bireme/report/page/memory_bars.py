@@ -1,21 +1,14 @@
 """The memory of each stage: what the prediction consists of, above what was measured, and the limit."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from bireme.plan.device_ranges import device_ranges
-from bireme.report.axes import Scale, signed_percent
 from bireme.report.page.figures import Part, StageFigures
-from bireme.report.page.markup import number, tag, titled, words
-from bireme.report.shapes import fitted, text_width
-from bireme.report.units import bytes_text
+from bireme.report.page.markup import tag, words
+from bireme.report.units import against_predicted, bytes_text
 
 __all__ = ["memory_figure"]
 
-WIDTH = 1120
-LEFT, RIGHT = 230, WIDTH - 190
-ROW = 74
-BAR = 16
 LIMIT_SHOWN = 3.0
 """A limit so many times above the largest bar would leave no room for the bars, and is only said."""
 
@@ -46,7 +39,6 @@ REST = "other"
 LEAST_REST = 0.005
 OTHER = 7
 """The colour of what has no name here."""
-NAMES = {"optimizer": "optimiser"}
 
 
 def memory_figure(stages: Sequence[StageFigures]) -> str:
@@ -57,90 +49,54 @@ def memory_figure(stages: Sequence[StageFigures]) -> str:
     largest = max(max(stage.predicted_bytes or 0, stage.measured_bytes or 0) for stage in known)
     limits = [stage.limit_bytes for stage in known if stage.limit_bytes]
     near = [limit for limit in limits if limit <= LIMIT_SHOWN * largest]
-    scale = Scale(0.0, max(largest, *near, 1.0) * 1.02, LEFT, RIGHT)
-    rows = [_Row(stage, scale, ROW * place + 6.0) for place, stage in enumerate(known)]
-    title = "The memory of each stage, predicted and measured"
-    picture = tag(
-        "svg",
-        titled(title),
-        *(part for row in rows for part in row.drawn()),
-        viewBox=f"0 0 {WIDTH} {ROW * len(rows)}",
-        class_="plot bars",
-        role="img",
-        aria_label=title,
+    whole = max(largest, *near, 1.0) * 1.02
+    rows = (tag("div", *_row(stage, whole), class_="bars-row") for stage in known)
+    return tag("figure", _legend(known, has_limits=bool(near)), *rows, class_="bars")
+
+
+def _row(stage: StageFigures, whole: float) -> Iterator[str]:
+    """A stage: its name, its two bars with the limit through both, and the numbers."""
+    devices = device_ranges(stage.devices) if stage.devices else ""
+    last = f" to {stage.last_unit}" if stage.last_unit > stage.first_unit else ""
+    units = f"unit{'s' if last else ''} {stage.first_unit}{last}"
+    yield tag(
+        "div",
+        tag("b", words(f"stage {stage.stage}")),
+        tag("span", words(units)),
+        tag("span", words(devices), title=", ".join(stage.devices)) if devices else "",
+        class_="bars-name",
     )
-    plots = tag("div", picture, class_="plots")
-    return tag("figure", _legend(known, has_limits=bool(near)), plots, class_="chart wide")
+    against = against_predicted(stage.measured_bytes, stage.predicted_bytes)
+    measured = f"{_bytes(stage.measured_bytes)} measured" + (f": {against}" if against else "")
+    texts = [f"{_bytes(stage.predicted_bytes)} predicted", measured]
+    limit = f"limit {bytes_text(stage.limit_bytes)}" if stage.limit_bytes else ""
+    bars = tag("div", *_segments(stage, whole), class_="bar") + tag(
+        "div", *_measured(stage, whole), class_="bar"
+    )
+    if stage.limit_bytes and stage.limit_bytes <= whole:
+        about = f"{limit}: {stage.limit_bytes:,.0f} bytes"
+        bars += tag("i", style=f"left:{stage.limit_bytes / whole:.2%}", class_="bar-limit", title=about)
+    told = ", ".join((f"stage {stage.stage}", *texts, *([limit] if limit else [])))
+    yield tag("div", bars, class_="bars-plot", role="img", aria_label=told)
+    numbers = (tag("div", words(text)) for text in texts)
+    yield tag("div", *numbers, tag("div", words(limit), class_="dim") if limit else "", class_="bars-numbers")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A stage's two bars."""
+def _segments(stage: StageFigures, whole: float) -> Iterator[str]:
+    for part in _parts(stage):
+        title = f"{part.name}: {bytes_text(part.num_bytes)} ({part.num_bytes:,.0f} bytes)"
+        colour = COLOURS.get(part.name, OTHER)
+        yield tag("i", style=f"width:{part.num_bytes / whole:.2%}", class_=f"part c{colour}", title=title)
 
-    stage: StageFigures
-    scale: Scale
-    y: float
 
-    def drawn(self) -> Iterator[str]:
-        """Names, bars, the limit and the numbers."""
-        stage, y = self.stage, self.y
-        yield tag("text", words(f"stage {stage.stage}"), x=0, y=y + 14, class_="name")
-        units = f"units {stage.first_unit} to {stage.last_unit}"
-        yield tag("text", words(units), x=72, y=y + 14, class_="mark")
-        devices = device_ranges(stage.devices) if stage.devices else ""
-        shown = words(fitted(devices, 12, LEFT - 10))
-        yield tag("text", titled(", ".join(stage.devices)), shown, x=0, y=y + 32, class_="mark")
-        yield from self._bar("predicted", stage.predicted_bytes, y + 1, _parts(stage))
-        yield from self._bar("measured", stage.measured_bytes, y + BAR + 8, None)
-        yield from self._limit()
+def _measured(stage: StageFigures, whole: float) -> Iterator[str]:
+    if stage.measured_bytes is not None:
+        title = f"measured: {stage.measured_bytes:,.0f} bytes"
+        yield tag("i", style=f"width:{stage.measured_bytes / whole:.2%}", class_="measured", title=title)
 
-    def _bar(
-        self, what: str, num_bytes: float | None, y: float, parts: Sequence[Part] | None
-    ) -> Iterator[str]:
-        text = f"{what} unknown" if num_bytes is None else f"{bytes_text(num_bytes)} {what}"
-        yield tag("text", words(text + self._told(what)), x=RIGHT + 12, y=y + 12.5, class_="value")
-        if num_bytes is None:
-            return
-        if parts is None:
-            width = self.scale.at(num_bytes) - LEFT
-            title = titled(f"{what}: {num_bytes:,.0f} bytes")
-            yield tag("rect", title, x=LEFT, y=y, width=width, height=BAR, class_="measured")
-            return
-        at = 0.0
-        for part in parts:
-            left, right = self.scale.at(at), self.scale.at(at + part.num_bytes)
-            at += part.num_bytes
-            colour = COLOURS.get(part.name, OTHER)
-            title = titled(f"{part.name}: {bytes_text(part.num_bytes)} ({part.num_bytes:,.0f} bytes)")
-            width = max(right - left - 0.8, 0.4)
-            yield tag("rect", title, x=left, y=y, width=width, height=BAR, class_=f"part c{colour}")
 
-    def _told(self, what: str) -> str:
-        stage = self.stage
-        if what == "predicted" or not stage.predicted_bytes or stage.measured_bytes is None:
-            return ""
-        return f" ({signed_percent(stage.measured_bytes / stage.predicted_bytes - 1, 0)})"
-
-    def _limit(self) -> Iterator[str]:
-        limit = self.stage.limit_bytes
-        if not limit:
-            return
-        text = f"limit {bytes_text(limit)}"
-        if limit > self.scale.most:
-            yield tag("text", words(text), x=RIGHT + 12, y=self.y + 2 * BAR + 22, class_="mark")
-            return
-        x = self.scale.at(limit)
-        path = f"M{number(x)} {number(self.y - 3)}V{number(self.y + 2 * BAR + 12)}"
-        yield tag("path", titled(f"{text}: {limit:,.0f} bytes"), d=path, class_="limit")
-        is_left = x + text_width(text, 11) > RIGHT
-        yield tag(
-            "text",
-            words(text),
-            x=x - 4 if is_left else x + 4,
-            y=self.y + 2 * BAR + 20,
-            class_="mark small",
-            text_anchor="end" if is_left else "start",
-        )
+def _bytes(num_bytes: float | None) -> str:
+    return "unknown" if num_bytes is None else bytes_text(num_bytes)
 
 
 def _legend(stages: Sequence[StageFigures], *, has_limits: bool) -> str:
@@ -149,7 +105,7 @@ def _legend(stages: Sequence[StageFigures], *, has_limits: bool) -> str:
         tag(
             "span",
             tag("i", class_=f"key-box c{COLOURS.get(name, OTHER)}"),
-            words(NAMES.get(name, name)),
+            words(name),
             class_="key",
         )
         for name in sorted(names, key=_place)

@@ -16,9 +16,11 @@ from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 
 __all__ = [
+    "Absence",
     "Checkpoint",
     "Evaluation",
     "Metrics",
+    "Moment",
     "Shared",
     "Start",
     "Stop",
@@ -26,6 +28,23 @@ __all__ = [
     "Warned",
     "read_metrics",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Learns:
+    """The data that a run learns from, and the parameters that learn; None or "" is unknown."""
+
+    sources: tuple[str, ...] = ()
+    num_files: int | None = None
+    num_tokens: int | None = None
+    num_samples: int | None = None
+    num_evaluation_samples: int | None = None
+    epochs: float | None = None
+    num_parameters: int | None = None
+    num_learning_parameters: int | None = None
+    tokenizer: str = ""
+    length: int | None = None
+    loss_on: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +60,19 @@ class Start:
     width: int
     devices: tuple[str, ...]
     predicted_batch_s: float
+    learns: Learns | None = None
+    """None in a log of an older version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The loss on samples that are not trained on."""
+    """The loss on samples that are not trained on; `bits_per_byte` is nan where it is unknown."""
 
     step: int
     time_s: float
     loss: float
     num_samples: int
+    bits_per_byte: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +94,32 @@ class Shared:
     time_s: float
     shares: tuple[int, ...]
     members: tuple[int, ...] = ()
+
+    def present(self) -> frozenset[int]:
+        """The replicas that take part: those that meet, or those with samples where replicas do not meet."""
+        return frozenset(self.members or (place for place, count in enumerate(self.shares) if count))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A step, and the seconds of running until then."""
+
+    step: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Replicas that were lost together: when, and when they were back; `end` is None if they never were.
+
+    `last` is the last moment of the run. `name` names the host if all replicas of a host were lost.
+    """
+
+    replicas: tuple[int, ...]
+    name: str
+    begin: Moment
+    end: Moment | None
+    last: Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +208,53 @@ class Metrics:
         trained_s = self.training.time_s[-1] if len(self.training) else 0.0
         return max(trained_s, *(one.time_s for one in self._events()), 0.0)
 
+    def devices_of_replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each replica at the last start; nothing if the file does not list them."""
+        start = self.starts[-1] if self.starts else None
+        if start is None or not start.devices or len(start.devices) % start.width:
+            return ()
+        per_replica = len(start.devices) // start.width
+        devices = start.devices
+        return tuple(devices[first : first + per_replica] for first in range(0, len(devices), per_replica))
+
+    def absences(self) -> list[Absence]:
+        """The replicas that were lost while the run went on, in the order in which they were lost."""
+        found: list[Absence] = []
+        last = Moment(self.last_step, self.last_time_s)
+        away: dict[int, Moment] = {}
+        before: frozenset[int] = frozenset()
+        for one in self.shares:
+            now, present = Moment(one.step, one.time_s), one.present()
+            away |= dict.fromkeys(before - present, now)
+            found += self._ended({replica: away.pop(replica) for replica in present & set(away)}, now, last)
+            before = present
+        found += self._ended(away, None, last)
+        return sorted(found, key=lambda one: (one.begin.step, one.replicas))
+
+    def _ended(self, since: dict[int, Moment], end: Moment | None, last: Moment) -> Iterator[Absence]:
+        """The absences of some replicas that end at the same moment, those that began together as one."""
+        for begin in sorted(set(since.values()), key=lambda one: one.step):
+            replicas = tuple(sorted(replica for replica, one in since.items() if one == begin))
+            yield Absence(replicas, self._name(replicas), begin, end, last)
+
+    def _name(self, replicas: tuple[int, ...]) -> str:
+        """Such as `replica 2 (host-b/gpu0)`, or `host host-b (replicas 2, 3)` if these are all of a host."""
+        of_replicas = self.devices_of_replicas()
+        known = all(replica < len(of_replicas) for replica in replicas)
+        devices = [device for replica in replicas for device in of_replicas[replica]] if known else []
+        hosts = {device.rpartition("/")[0] for device in devices}
+        others = [
+            device
+            for replica, own in enumerate(of_replicas)
+            if replica not in replicas
+            for device in own
+            if device.rpartition("/")[0] in hosts
+        ]
+        numbers = f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
+        if len(hosts) == 1 and not others and "" not in hosts:
+            return f"host {hosts.pop()} ({numbers})"
+        return f"{numbers} ({', '.join(devices)})" if devices else numbers
+
     def _events(self) -> Iterator[Start | Evaluation | Checkpoint | Stop]:
         yield from self.starts
         yield from self.evaluations
@@ -208,7 +303,8 @@ class _Reading:
                     self._start(record, step, time_s)
                 case "evaluation":
                     loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
-                    self.evaluations.append(Evaluation(step, time_s, loss, num_samples))
+                    bits = _value(record, "bits_per_byte")
+                    self.evaluations.append(Evaluation(step, time_s, loss, num_samples, bits))
                 case "checkpoint":
                     stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
                     num_bytes = int(record.get("num_bytes", 0))
@@ -272,6 +368,7 @@ class _Reading:
                 int(record.get("width") or 1),
                 tuple(map(str, record.get("devices") or ())),
                 _value(record, "predicted_batch_s"),
+                _learns(record.get("learns")),
             )
         )
 
@@ -302,3 +399,27 @@ def _time_s(record: dict[str, Any]) -> float:
 def _value(record: dict[str, Any], name: str) -> float:
     value = record.get(name)
     return math.nan if value is None else float(value)
+
+
+def _learns(found: object) -> Learns | None:
+    """What a start says of its data; None where it says nothing."""
+    if not isinstance(found, dict):
+        return None
+
+    def whole(name: str) -> int | None:
+        value = found.get(name)
+        return None if value is None else int(value)
+
+    return Learns(
+        sources=tuple(map(str, found.get("sources") or ())),
+        num_files=whole("num_files"),
+        num_tokens=whole("num_tokens"),
+        num_samples=whole("num_samples"),
+        num_evaluation_samples=whole("num_evaluation_samples"),
+        epochs=None if found.get("epochs") is None else float(found["epochs"]),
+        num_parameters=whole("num_parameters"),
+        num_learning_parameters=whole("num_learning_parameters"),
+        tokenizer=str(found.get("tokenizer") or ""),
+        length=whole("length"),
+        loss_on=str(found.get("loss_on") or ""),
+    )

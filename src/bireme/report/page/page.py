@@ -13,16 +13,16 @@ from bireme.report.page.charts import (
     gradient_figure,
     loss_figure,
     rate_figure,
-    shares_figure,
+    replicas_figure,
     throughput_figure,
 )
 from bireme.report.page.cluster_map import cluster_figure
 from bireme.report.page.figures import StageFigures, headline, stage_figures, state
-from bireme.report.page.lanes import timeline_figure
+from bireme.report.page.lanes import stripes, timeline_figure
 from bireme.report.page.markup import tag, words
 from bireme.report.page.memory_bars import memory_figure
 from bireme.report.page.run import Run
-from bireme.report.page.tables import comparison_table, devices_text, schedule_text, stage_table, tiles
+from bireme.report.page.tables import comparison_table, facts, incomparable, stage_table, tiles
 
 __all__ = ["page"]
 
@@ -52,7 +52,7 @@ def page(runs: Sequence[Run], now: datetime, version: str) -> str:
     `now` tells whether a run still goes on, `version` is that of the program that makes the page.
     """
     assert 1 <= len(runs) <= MOST_RUNS
-    title = _title(runs[0])
+    names = [run.name for run in runs]
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -60,11 +60,11 @@ def page(runs: Sequence[Run], now: datetime, version: str) -> str:
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
         tag("meta", name="generator", content=f"Bireme {version}"),
-        tag("title", words(f"{title} · {runs[0].name}")),
+        tag("title", words(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} · Bireme")),
         tag("style", _resource("style.css")),
     )
     parts = (part for part in _parts(runs, now, version) if part)
-    body = tag("body", tag("main", *parts), tag("script", _resource("script.js")))
+    body = tag("body", stripes(), tag("main", *parts), tag("script", _resource("script.js")))
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 
 
@@ -75,10 +75,12 @@ def _resource(name: str) -> str:
 def _parts(runs: Sequence[Run], now: datetime, version: str) -> Iterator[str]:
     run = runs[0]
     stages = stage_figures(run)
-    yield _header(run, now)
+    yield _header(runs, now)
     yield tiles(run, headline(run))
     if len(runs) > 1:
-        yield _section("Comparison of the runs", "", comparison_table(runs, now.timestamp()))
+        yield _section(
+            "Comparison of the runs", "", tag("div", comparison_table(runs, now.timestamp()), class_="wide")
+        )
     yield _curves(runs)
     timelines = timeline_figure(run.predicted, run.measured)
     yield _section("Pipeline", _pipeline_lead(run), timelines or _missing(NO_TIMELINE))
@@ -90,27 +92,25 @@ def _parts(runs: Sequence[Run], now: datetime, version: str) -> Iterator[str]:
         "The plan over the cluster", "", cluster_figure(run, stages) or _missing(NO_PLAN), _list(why)
     )
     if stages:
-        yield _section("Stages, predicted and measured", "", stage_table(stages))
+        yield _section("Stages, predicted and measured", "", tag("div", stage_table(stages), class_="wide"))
     yield _warnings(run)
     yield _sample(run)
     yield _settings(run)
     yield _footer(now, version)
 
 
-def _title(run: Run) -> str:
-    return run.model or run.name
-
-
-def _header(run: Run, now: datetime) -> str:
+def _header(runs: Sequence[Run], now: datetime) -> str:
+    run = runs[0]
     found = state(run, now.timestamp())
     written = datetime.fromtimestamp(run.written_s, tz=now.tzinfo)
-    facts = [schedule_text(run), devices_text(run), f"last line {_date(written)}"]
-    about = " · ".join(fact for fact in facts if fact)
+    others = ", ".join(one.name for one in runs[1:])
     return tag(
         "header",
-        tag("h1", words(_title(run))),
-        tag("p", tag("span", words(found.text), class_=f"state {found.word}"), words(about)),
-        tag("p", words(run.folder), class_="note") if run.model else "",
+        tag("h1", words(run.name)),
+        tag("p", words(f"compared with {others}"), class_="others") if others else "",
+        tag("p", tag("span", words(found.text), class_=f"state {found.word}"), f"last line {_date(written)}"),
+        tag("p", words(run.folder), class_="note"),
+        facts(run),
     )
 
 
@@ -149,9 +149,10 @@ def _curves(runs: Sequence[Run]) -> str:
         "section",
         tag("h2", "Loss"),
         loss,
+        tag("p", words(why), class_="note") if (why := incomparable(runs)) else "",
         "" if is_evaluated else _missing(NO_EVALUATION),
         throughput_figure(runs),
-        *map(shares_figure, runs[:1] if len(runs) == 1 else ()),
+        *map(replicas_figure, runs if len(runs) == 1 else ()),
         tag("div", *small, class_="pair"),
     )
 
@@ -164,8 +165,11 @@ def _pipeline_lead(run: Run) -> str:
     if run.predicted is None and run.measured is None:
         return ""
     has_both = run.predicted is not None and run.measured is not None
-    both = "What was planned, above what was measured, on one axis. " if has_both else ""
-    return f"{both}Drag over a part to look at it closely; striped is idle.{_slowness(run)}"
+    both = "The prediction above the measurement, on one axis. " if has_both else ""
+    width = 1 if run.plan is None else run.plan.plan.width
+    is_one = width > 1 and run.measured is not None and not run.measured.others
+    which = f" Of {width} replicas one was measured." if is_one else ""
+    return f"{both}Drag over a part to look at it closely; striped is idle.{which}{_slowness(run)}"
 
 
 def _slowness(run: Run) -> str:

@@ -38,6 +38,7 @@ def recorded_document(timeline: Timeline) -> dict[str, Any]:
         row |= {"start_s": list(rank.start_s), "end_s": list(rank.end_s)}
     document |= {
         "source": timeline.source,
+        **({"others": _others(timeline)} if timeline.others else {}),
         "first_batch": timeline.program.first_batch,
         **({} if timeline.program.average_lag is None else {"average_lag": timeline.program.average_lag}),
         "transfers": [
@@ -49,8 +50,20 @@ def recorded_document(timeline: Timeline) -> dict[str, Any]:
     return document
 
 
+def _others(timeline: Timeline) -> list[list[dict[str, Any]]]:
+    """The moments of the other replicas' ranks."""
+    return [
+        [{"rank": rank.rank, "start_s": list(rank.start_s), "end_s": list(rank.end_s)} for rank in ranks]
+        for ranks in timeline.others
+    ]
+
+
 def read_recorded(path: Path, plan: Plan) -> Timeline:
-    """The timeline in a file, of a window of that plan."""
+    """The timeline in a file, of a window of that plan.
+
+    A plan of one replica has no sync with replicas: such transfers of a prediction, in which the ranks of the
+    pipeline agree and sum tied gradients, are left out.
+    """
     document = read_json(path, _Document)
     lag = document.average_lag
     source = plan.source if lag is None else plan.averaging(lag).source
@@ -59,20 +72,30 @@ def read_recorded(path: Path, plan: Plan) -> Timeline:
         raise BiremeError(
             f"{path} does not say when each instruction started and ended, so nothing is drawn."
         )
-    lengths = [(len(rank.start_s), len(rank.end_s)) for rank in document.ranks]
-    if lengths != [(len(track), len(track)) for track in program.tracks]:
+    lengths = [(len(track), len(track)) for track in program.tracks]
+    if any(
+        [(len(rank.start_s), len(rank.end_s)) for rank in ranks] != lengths
+        for ranks in (document.ranks, *document.others)
+    ):
         raise BiremeError(f"{path} was recorded with another plan than the one in plan.json.")
     if not all(one.belongs_to(program) for one in document.transfers):
         raise BiremeError(f"{path} tells of messages that the plan in plan.json does not send.")
     return Timeline(
         program=program,
-        ranks=tuple(
-            RankTimeline(number, track, array("d", rank.start_s), array("d", rank.end_s))
-            for number, (track, rank) in enumerate(zip(program.tracks, document.ranks, strict=True))
+        ranks=_ranks(program, document.ranks),
+        transfers=tuple(
+            one.transfers() for one in document.transfers if plan.width > 1 or one.source != one.destination
         ),
-        transfers=tuple(one.transfers() for one in document.transfers),
         memory=tuple(rank.residency() for rank in document.ranks),
         source=document.source,
+        others=tuple(_ranks(program, ranks) for ranks in document.others),
+    )
+
+
+def _ranks(program: Program, ranks: "list[_Rank]") -> tuple[RankTimeline, ...]:
+    return tuple(
+        RankTimeline(number, track, array("d", rank.start_s), array("d", rank.end_s))
+        for number, (track, rank) in enumerate(zip(program.tracks, ranks, strict=True))
     )
 
 
@@ -135,4 +158,5 @@ class _Document(_Table):
     average_lag: int | None = Field(None, ge=0)
     source: str = "predicted"
     ranks: list[_Rank] = Field(description="each rank and when its instructions ran")
+    others: list[list[_Rank]] = Field(default_factory=list)
     transfers: list[_Transfers] = Field(default_factory=list)

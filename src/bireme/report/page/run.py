@@ -4,9 +4,10 @@ Only `metrics.jsonl` must be there. What else is missing is None, and what is th
 becomes a sentence in `notes`, so that a page comes out of every run.
 """
 
+import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +18,7 @@ from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.plan.plan_file import SavedPlan, load_plan
-from bireme.report.page.metrics import Metrics, read_metrics
+from bireme.report.page.metrics import Learns, Metrics, read_metrics
 from bireme.report.page.recorded import read_recorded
 from bireme.timeline.timeline import Timeline
 
@@ -72,6 +73,7 @@ class Summary(_Table):
     steps: int | None = None
     train_loss: float | None = None
     eval_loss: float | None = None
+    eval_bits_per_byte: float | None = None
     tokens_per_s: float | None = None
     predicted_batch_s: float | None = None
     measured_batch_s: float | None = None
@@ -85,6 +87,25 @@ class Summary(_Table):
     @classmethod
     def _sentences(cls, value: Any) -> Any:
         return () if value is None else (value,) if isinstance(value, str) else value
+
+
+class _Data(_Table):
+    """`data.json`, as far as the page uses it."""
+
+    source: str
+    num_samples: int | None = Field(None, ge=0)
+    num_tokens: int | None = Field(None, ge=0)
+
+
+class _Parameter(_Table):
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    trainable: bool = True
+
+
+class _Graph(_Table):
+    """The parameters of `graph.json`."""
+
+    parameters: tuple[_Parameter, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +124,7 @@ class Run:
     summary: Summary | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
+    learns: Learns = field(default_factory=Learns)
     notes: tuple[str, ...] = ()
 
     @property
@@ -131,10 +153,11 @@ def read_run(folder: Path) -> Run:
         plan = saved.plan
         predicted = reading.part("timeline-predicted.json", lambda path: read_recorded(path, plan))
         measured = reading.part("timeline-measured.json", lambda path: read_recorded(path, plan))
+    log = read_metrics(metrics)
     return Run(
         folder=folder,
         written_s=metrics.stat().st_mtime,
-        metrics=read_metrics(metrics),
+        metrics=log,
         settings=settings,
         model=_at(table, "model", "source", str, ""),
         planned_steps=_at(table, "training", "steps", int, 0) or None,
@@ -143,8 +166,36 @@ def read_run(folder: Path) -> Run:
         summary=reading.part("summary.json", lambda path: read_json(path, Summary)),
         predicted=predicted,
         measured=measured,
+        learns=(log.starts[-1].learns if log.starts else None) or _learns(reading, table),
         notes=tuple(reading.notes),
     )
+
+
+def _learns(reading: "_Reading", table: dict[str, Any]) -> Learns:
+    """The data and parameters of a run whose log does not list them, from the other files of its folder."""
+    data = reading.part("data.json", lambda path: read_json(path, _Data))
+    graph = reading.part("graph.json", lambda path: read_json(path, _Graph))
+    source = _at(table, "data", "source", str, "") if data is None else data.source
+    samples = None if data is None else data.num_samples
+    trained = _at(table, "training", "steps", int, 0) * _at(table, "training", "batch_size", int, 0)
+    sizes = [] if graph is None else [(math.prod(one.shape), one.trainable) for one in graph.parameters]
+    tokens = None if data is None else data.num_tokens
+    return Learns(
+        sources=(source,) if source else (),
+        num_tokens=tokens,
+        num_samples=samples,
+        epochs=trained / samples if trained > 0 and samples else None,
+        num_parameters=sum(size for size, _ in sizes) if sizes else None,
+        num_learning_parameters=sum(size for size, learns in sizes if learns) if sizes else None,
+        tokenizer="" if tokens is None else _tokenizer(table),
+        length=None if tokens is None else _at(table, "data", "length", int, 0) or None,
+    )
+
+
+def _tokenizer(table: dict[str, Any]) -> str:
+    """The tokenizer that the run file names; `auto` stands for that of the model's folder."""
+    name = _at(table, "data", "tokenizer", str, "")
+    return f"auto, for {_at(table, 'model', 'source', str, 'the model')}" if name == "auto" else name
 
 
 class _Reading:

@@ -1,9 +1,10 @@
 "use strict";
-// What the page can do besides showing: a cross-hair with values, and a zoom along x. Without it nothing is lost.
+// A cross-hair with values and a zoom along x, by pointer and by keyboard. Without it the page shows all it has.
 (() => {
   const CLOCK_STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
-  const MOST_MARKS = 9;
+  const MARK_WIDTH = 90;
   const LEAST_DRAG = 6;
+  const MOST_ZOOM = 1e4;
   const NEAR = 0.03;
 
   const roundStep = (least) => {
@@ -56,16 +57,16 @@
     return low > 0 && x - values[low - 1] < values[low] - x ? low - 1 : low;
   };
 
+  // A chart. Places along x are shares of its width, from 0 to 1; `from` and `to` are the values at its ends.
   class Plot {
     constructor(svg) {
       this.svg = svg;
       this.along = svg.dataset.along;
-      [this.least, this.most, this.start, this.end] = JSON.parse(svg.dataset.range);
+      [this.least, this.most] = JSON.parse(svg.dataset.range);
       [this.from, this.to] = [this.least, this.most];
-      this.axis = svg.querySelector(".x-axis");
-      this.allMarks = this.axis.innerHTML;
-      // What is placed by a transform of its own keeps its shape when the rest is stretched.
-      this.rigid = [...svg.querySelectorAll(".zoomed [transform]")].map((one) => [one, one.getAttribute("transform")]);
+      this.moving = svg.querySelector(".moving");
+      this.marks = svg.querySelector(".x-axis");
+      this.texts = [...svg.querySelectorAll("[data-needed]")];
       const figure = svg.closest("figure");
       const data = figure.querySelector("script.data");
       this.curves = data ? JSON.parse(data.textContent) : [];
@@ -75,26 +76,37 @@
       svg.addEventListener("pointercancel", () => this.leave());
       svg.addEventListener("pointerleave", () => this.leave());
       svg.addEventListener("dblclick", () => this.showAll());
+      svg.addEventListener("keydown", (event) => this.key(event));
+      svg.addEventListener("blur", () => this.hideCross());
       figure.addEventListener("change", () => this.showAll());
+      const values = this.curves.length ? "left and right read values, " : "";
+      svg.tabIndex = 0;
+      svg.setAttribute("role", "application");
+      svg.setAttribute("aria-roledescription", "chart");
+      svg.setAttribute("aria-label", `${svg.getAttribute("aria-label")}: ${values}plus and minus zoom, escape shows all`);
     }
 
-    // Where the pointer is, in the picture's own pixels, kept within the plot.
+    get width() {
+      return this.svg.getBoundingClientRect().width;
+    }
+
+    // Where the pointer is, kept within the plot.
     at(event) {
       const box = this.svg.getBoundingClientRect();
-      const x = ((event.clientX - box.left) / box.width) * this.svg.viewBox.baseVal.width;
-      return Math.min(Math.max(x, this.start), this.end);
+      return Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
     }
 
     value(x) {
-      return this.from + ((x - this.start) / (this.end - this.start)) * (this.to - this.from);
+      return this.from + x * (this.to - this.from);
     }
 
     place(value) {
-      return this.start + ((value - this.from) / (this.to - this.from)) * (this.end - this.start);
+      return (value - this.from) / (this.to - this.from);
     }
 
     press(event) {
-      if (event.button !== 0 || event.pointerType === "touch") return;
+      if (event.button !== 0) return;
+      if (event.pointerType === "touch") return this.move(event);
       this.pressed = this.at(event);
       this.svg.setPointerCapture(event.pointerId);
     }
@@ -103,10 +115,9 @@
       const x = this.at(event);
       if (this.pressed !== undefined) {
         this.hideCross();
-        const height = Number(this.svg.dataset.bottom) || JSON.parse(this.svg.dataset.height)[2];
-        this.chosen ??= shape(this.svg, "rect", { class: "chosen", y: 0, height });
-        this.chosen.setAttribute("x", Math.min(x, this.pressed));
-        this.chosen.setAttribute("width", Math.abs(x - this.pressed));
+        this.chosen ??= shape(this.svg, "rect", { class: "chosen", y: 0, height: this.svg.dataset.bottom });
+        this.chosen.setAttribute("x", `${100 * Math.min(x, this.pressed)}%`);
+        this.chosen.setAttribute("width", `${100 * Math.abs(x - this.pressed)}%`);
       } else if (this.curves.length) {
         this.showCross(x);
       }
@@ -117,7 +128,7 @@
       this.pressed = undefined;
       this.chosen?.remove();
       this.chosen = undefined;
-      if (a !== undefined && Math.abs(a - b) > LEAST_DRAG) {
+      if (a !== undefined && Math.abs(a - b) * this.width > LEAST_DRAG) {
         this.zoom(this.value(Math.min(a, b)), this.value(Math.max(a, b)));
       }
     }
@@ -130,6 +141,46 @@
       this.chosen = undefined;
     }
 
+    key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const isRight = event.key === "ArrowRight";
+      if (isRight || event.key === "ArrowLeft") {
+        const step = (isRight ? 1 : -1) * (event.shiftKey ? 10 : 1);
+        if (this.curves.length) this.walk(step);
+        else this.shift(0.1 * step);
+      } else if (event.key === "+" || event.key === "=") this.scale(0.5);
+      else if (event.key === "-") this.scale(2);
+      else if (event.key === "Escape" || event.key === "0") this.showAll();
+      else if (event.key === "Home" && this.curves.length) this.showCross(0);
+      else if (event.key === "End" && this.curves.length) this.showCross(1);
+      else return;
+      event.preventDefault();
+    }
+
+    // The cross-hair to a value further along the curve that has most of them.
+    walk(step) {
+      const places = this.curves.map((curve) => curve[this.along]).reduce((a, b) => (b.length > a.length ? b : a));
+      const now = this.crossAt === undefined ? (step > 0 ? -1 : places.length) : nearest(places, this.crossAt);
+      const next = places[Math.min(Math.max(now + step, 0), places.length - 1)];
+      if (next < this.from || next > this.to) this.shift(this.place(next) - 0.5);
+      this.showCross(this.place(next));
+    }
+
+    // A smaller or larger part, around the cross-hair or the middle.
+    scale(factor) {
+      const middle = this.crossAt ?? (this.from + this.to) / 2;
+      const span = Math.max((this.to - this.from) * factor, (this.most - this.least) / MOST_ZOOM);
+      if (span >= this.most - this.least) return this.showAll();
+      const from = Math.min(Math.max(middle - span / 2, this.least), this.most - span);
+      this.zoom(from, from + span);
+    }
+
+    shift(share) {
+      const span = this.to - this.from;
+      const from = Math.min(Math.max(this.from + share * span, this.least), this.most - span);
+      if (span < this.most - this.least) this.zoom(from, from + span);
+    }
+
     showAll() {
       this.zoom(this.least, this.most);
     }
@@ -138,14 +189,14 @@
       [this.from, this.to] = [from, to];
       const factor = (this.most - this.least) / (to - from);
       const isWhole = from === this.least && to === this.most;
-      const begin = this.start + ((from - this.least) / (this.most - this.least)) * (this.end - this.start);
-      const moved = isWhole ? "" : `translate(${this.start - begin * factor} 0) scale(${factor} 1)`;
-      this.svg.querySelector(".zoomed").setAttribute("transform", moved);
-      for (const [one, known] of this.rigid) {
-        one.setAttribute("transform", isWhole ? known : `${known} scale(${1 / factor} 1)`);
+      this.svg.classList.toggle("near", !isWhole);
+      this.moving.setAttribute("x", `${(-100 * factor * (from - this.least)) / (this.most - this.least)}%`);
+      this.moving.setAttribute("width", `${100 * factor}%`);
+      const room = this.width * factor;
+      for (const text of this.texts) {
+        text.style.display = isWhole ? "" : room >= text.dataset.needed ? "inline" : "none";
       }
-      if (isWhole) this.axis.innerHTML = this.allMarks;
-      else this.mark();
+      if (!isWhole) this.mark();
       this.hideCross();
       if (!isWhole) this.button ??= this.wholeButton();
       if (this.button) this.button.hidden = isWhole;
@@ -154,28 +205,28 @@
     wholeButton() {
       const button = element("button", "whole", "show all");
       button.type = "button";
-      button.addEventListener("click", () => this.showAll());
+      button.addEventListener("click", () => {
+        this.showAll();
+        this.svg.focus({ preventScroll: true });
+      });
       return this.svg.parentElement.appendChild(button);
     }
 
-    // New marks in place of the old: each is a line with its text behind it.
+    // Marks of the part that is shown, like those of the whole.
     mark() {
-      const texts = [...this.axis.querySelectorAll("text")];
-      if (!texts.length) return;
-      const [line, text] = [texts[0].previousElementSibling.cloneNode(), texts[0].cloneNode(true)];
-      for (const old of texts) {
-        old.previousElementSibling.remove();
-        old.remove();
-      }
-      const step = stepFor[this.along]((this.to - this.from) / MOST_MARKS);
+      const [line, text] = ["line:not(:first-child)", "text"].map((name) => this.marks.querySelector(name));
+      if (!line || !text) return;
+      this.own ??= shape(this.svg, "g", { class: "x-axis own" });
+      this.own.replaceChildren(this.marks.firstChild.cloneNode());
+      const step = stepFor[this.along]((this.to - this.from) / Math.max(this.width / MARK_WIDTH, 2));
       for (let place = Math.ceil(this.from / step - 1e-9); place * step <= this.to; place += 1) {
-        const x = this.place(place * step);
+        const x = `${100 * this.place(place * step)}%`;
         const [newLine, newText] = [line.cloneNode(), text.cloneNode(true)];
         newLine.setAttribute("x1", x);
         newLine.setAttribute("x2", x);
         newText.setAttribute("x", x);
         newText.textContent = textFor[this.along](place * step);
-        this.axis.append(newLine, newText);
+        this.own.append(newLine, newText);
       }
     }
 
@@ -190,17 +241,20 @@
       if (!rows.length) return this.hideCross();
       const place = rows.reduce((a, b) => (Math.abs(a.place - value) <= Math.abs(b.place - value) ? a : b)).place;
       const [, , bottom, top] = JSON.parse(this.svg.dataset.height);
-      this.cross ??= shape(this.svg, "line", { class: "cross", y1: bottom, y2: top });
+      this.crossAt = place;
       const cross = this.place(place);
-      this.cross.setAttribute("x1", cross);
-      this.cross.setAttribute("x2", cross);
-      this.tip ??= this.svg.parentElement.appendChild(element("div", "tip"));
+      this.cross ??= shape(this.svg, "line", { class: "cross", y1: bottom, y2: top });
+      this.cross.setAttribute("x1", `${100 * cross}%`);
+      this.cross.setAttribute("x2", `${100 * cross}%`);
+      if (!this.tip) {
+        this.tip = this.svg.parentElement.appendChild(element("div", "tip"));
+        this.tip.setAttribute("role", "status");
+      }
       const head = this.along === "steps" ? `step ${textFor.steps(place)}` : textFor[this.along](place);
       this.tip.replaceChildren(element("div", "when", head), ...rows.map((row) => this.row(row)));
-      const width = this.svg.getBoundingClientRect().width;
-      const part = (cross / this.svg.viewBox.baseVal.width) * width;
-      const isRight = part + this.tip.offsetWidth + 24 > width;
-      this.tip.style.left = `${isRight ? part - this.tip.offsetWidth - 12 : part + 12}px`;
+      const [part, width, own] = [cross * this.width, this.width, this.tip.offsetWidth];
+      const left = part + own + 24 > width ? part - own - 12 : part + 12;
+      this.tip.style.left = `${Math.max(Math.min(left, width - own), 0)}px`;
     }
 
     row({ curve, value }) {
@@ -213,7 +267,7 @@
     hideCross() {
       this.cross?.remove();
       this.tip?.remove();
-      this.cross = this.tip = undefined;
+      this.cross = this.tip = this.crossAt = undefined;
     }
   }
 

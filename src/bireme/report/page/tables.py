@@ -1,18 +1,20 @@
 """The tables and tiles of a page."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bireme.plan.device_ranges import device_ranges
-from bireme.report.axes import clock_text, number_text, signed_percent
+from bireme.report.axes import clock_text, number_text
 from bireme.report.page.figures import Headline, StageFigures, headline, state
 from bireme.report.page.markup import tag, words
+from bireme.report.page.metrics import Learns
 from bireme.report.page.run import Run
-from bireme.report.units import bytes_text, counted, seconds_text
+from bireme.report.units import bytes_text, counted, pace_text, seconds_text
 
-__all__ = ["comparison_table", "devices_text", "schedule_text", "stage_table", "tiles"]
+__all__ = ["comparison_table", "facts", "incomparable", "stage_table", "tiles"]
 
 UNKNOWN = "–"
+GROUPS = ("computing, per batch", "busy", "memory")
 
 
 def tiles(run: Run, figures: Headline) -> str:
@@ -22,32 +24,109 @@ def tiles(run: Run, figures: Headline) -> str:
 
 def stage_table(stages: Sequence[StageFigures]) -> str:
     """A row for each stage, with prediction and measurement."""
-    groups = ("", "", "", "computing, per batch", "busy", "memory")
     head = tag(
-        "tr", *(tag("th", words(text), colspan=2 if place > 2 else None) for place, text in enumerate(groups))
+        "tr",
+        *(tag("th", words(text), scope="col", rowspan=2) for text in ("stage", "units", "device")),
+        *(tag("th", words(text), scope="colgroup", colspan=2) for text in GROUPS),
     )
-    names = ("stage", "units", "device") + ("predicted", "measured") * 3
-    sub = tag("tr", *(tag("th", words(text)) for text in names))
-    body = (tag("tr", *_stage_cells(stage)) for stage in stages)
-    table = tag("table", tag("thead", head, sub), tag("tbody", *body), class_="figures stages")
-    return tag("div", table, class_="scrolls")
+    sub = tag(
+        "tr", *(tag("th", words(text), scope="col") for text in ("predicted", "measured") * len(GROUPS))
+    )
+    body = (tag("tr", *_stage_cells(stage), role="row") for stage in stages)
+    return _table(tag("thead", head, sub), body, "stages")
+
+
+def _table(head: str, rows: Iterable[str], role: str) -> str:
+    """A table whose rows the style sheet turns into blocks where it is too narrow, with a name in each cell.
+
+    The roles are what such tables are for readers of screens: a display of blocks takes them away.
+    """
+    return tag("table", head, tag("tbody", *rows, role="rowgroup"), class_=f"figures {role}", role="table")
 
 
 def comparison_table(runs: Sequence[Run], now_s: float) -> str:
-    """A row for each figure, a column for each run; the best of a row stands out."""
+    """A row for each figure, a column for each run; the best of a row stands out.
+
+    Losses have no best where they are of different things, such as tokens of different tokenizers.
+    """
     figures = [headline(run) for run in runs]
-    names = [
-        tag("th", tag("i", class_=f"key-line c{place}"), words(run.name)) for place, run in enumerate(runs)
-    ]
+    names = [run.name for run in runs]
+    heads = (
+        tag("th", tag("i", class_=f"key-line c{place}"), words(name), scope="col")
+        for place, name in enumerate(names)
+    )
+    why = incomparable(runs)
     rows = [
-        _words_row("state", [state(run, now_s).word for run in runs]),
-        _words_row("model", [run.model or UNKNOWN for run in runs]),
-        _words_row("schedule", [schedule_text(run) for run in runs]),
-        _words_row("devices", [devices_text(run) or UNKNOWN for run in runs]),
-        *(_numbers_row(row, figures) for row in ROWS),
+        _words_row("state", [state(run, now_s).word for run in runs], names),
+        _words_row("model", [run.model or UNKNOWN for run in runs], names),
+        _words_row("tokenizer", [run.learns.tokenizer or UNKNOWN for run in runs], names),
+        _words_row("schedule", [schedule_text(run) for run in runs], names),
+        _words_row("devices", [devices_text(run) or UNKNOWN for run in runs], names),
+        *(_numbers_row(row, figures, names, has_best=not (why and row.is_loss)) for row in ROWS),
     ]
-    head = tag("thead", tag("tr", tag("th"), *names))
-    return tag("div", tag("table", head, tag("tbody", *rows), class_="figures"), class_="scrolls")
+    head = tag("thead", tag("tr", tag("td"), *heads))
+    return _table(head, rows, "comparison") + (tag("p", words(why), class_="note") if why else "")
+
+
+def incomparable(runs: Sequence[Run]) -> str:
+    """Why the losses of the runs cannot be compared; "" if they can be, as far as the runs say."""
+    tokenizers = list(dict.fromkeys(run.learns.tokenizer for run in runs if run.learns.tokenizer))
+    if len(tokenizers) > 1:
+        has_bits = sum(headline(run).eval_bits_per_byte is not None for run in runs) > 1
+        return (
+            f"Losses are per token, and the runs have different tokenizers ({', '.join(tokenizers)}): such "
+            f"losses cannot be compared.{' Compare bits per byte.' if has_bits else ''}"
+        )
+    targets = list(dict.fromkeys(run.learns.loss_on for run in runs if run.learns.loss_on))
+    if len(targets) > 1:
+        return f"The losses are of different things ({', '.join(targets)}), so they cannot be compared."
+    return ""
+
+
+def facts(run: Run) -> str:
+    """What the run trains and what it learns from, as far as is known."""
+    known = [(name, text) for name, text in _facts(run) if text]
+    pairs = (tag("div", tag("dt", words(name)), tag("dd", _breakable(text))) for name, text in known)
+    return tag("dl", *pairs, class_="facts") if known else ""
+
+
+def _breakable(text: str) -> str:
+    """Text that may be broken after a comma within a word, such as a model's name."""
+    return words(text).replace(",", ",<wbr>")
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    learns = run.learns
+    yield "Model", run.model
+    yield "Parameters", _parameters(learns)
+    files = "" if learns.num_files is None else f" ({counted(learns.num_files, 'file')})"
+    yield "Data", ", ".join(learns.sources) + files if learns.sources else ""
+    sizes = [
+        f"{number_text(learns.num_tokens)} tokens" if learns.num_tokens is not None else "",
+        counted(learns.num_samples, "sample") if learns.num_samples is not None else "",
+    ]
+    length = f" of {counted(learns.length, 'token')}" if learns.length is not None else ""
+    yield "Size", f"{', '.join(size for size in sizes if size)}{length if sizes[1] else ''}"
+    yield "Epochs", "" if learns.epochs is None else f"{learns.epochs:.3g} in {_planned(run)}"
+    yield "Tokenizer", learns.tokenizer
+    yield "Loss on", learns.loss_on
+    evaluated = learns.num_evaluation_samples
+    yield "Evaluated on", "" if evaluated is None else counted(evaluated, "sample")
+    yield "Schedule", schedule_text(run) if run.plan is not None or run.metrics.starts else ""
+    yield "Devices", devices_text(run)
+
+
+def _planned(run: Run) -> str:
+    return counted(run.planned_steps, "step") if run.planned_steps else "the whole run"
+
+
+def _parameters(learns: Learns) -> str:
+    whole, learning = learns.num_parameters, learns.num_learning_parameters
+    if whole is None:
+        return ""
+    if learning is None or learning == whole:
+        return number_text(whole)
+    return f"{number_text(whole)}, of which {number_text(learning)} learn"
 
 
 def devices_text(run: Run) -> str:
@@ -128,10 +207,14 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
         samples if unit == "tokens/s" else "",
         f"{_exact(rate)} {unit}" if rate else "",
     )
+    predicted, pace = (
+        _time(figures.predicted_batch_s),
+        pace_text(figures.measured_batch_s, figures.predicted_batch_s),
+    )
     yield _Tile(
         "Batch time",
         _time(figures.measured_batch_s),
-        f"predicted {_time(figures.predicted_batch_s)}{_error(figures)}",
+        f"{pace} ({predicted})" if pace else f"predicted {predicted}",
         f"measured {_exact(figures.measured_batch_s)} s, predicted {_exact(figures.predicted_batch_s)} s",
     )
     if figures.joules_per_sample is not None:
@@ -157,13 +240,8 @@ def _exchanged(name: str, num_bytes: float, predicted: float | None) -> _Tile:
     return _Tile(name, bytes_text(num_bytes), more, f"{num_bytes:,.0f} bytes")
 
 
-def _error(figures: Headline) -> str:
-    error = figures.prediction_error
-    return "" if error is None else f" ({signed_percent(error, 1)})"
-
-
 def _stage_cells(stage: StageFigures) -> Iterator[str]:
-    yield tag("td", str(stage.stage))
+    yield _cell(str(stage.stage), "stage")
     names = stage.unit_names
     which = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0] if names else ""
     span = (
@@ -171,23 +249,29 @@ def _stage_cells(stage: StageFigures) -> Iterator[str]:
         if stage.last_unit > stage.first_unit
         else f"{stage.first_unit}"
     )
-    yield tag("td", words(span), tag("span", words(which), class_="dim") if which else "", class_="text")
-    yield tag("td", words(device_ranges(stage.devices) if stage.devices else UNKNOWN), class_="text")
-    for seconds in (stage.predicted_s, stage.measured_s):
-        yield tag("td", words(_time(seconds)), title=f"{_exact(seconds)} s")
-    for share in (stage.predicted_share, stage.measured_share):
-        yield _share_cell(share)
+    more = tag("span", words(which), class_="dim") if which else ""
+    yield _cell(tag("span", words(span), more), "units", class_="text")
+    yield _cell(words(device_ranges(stage.devices) if stage.devices else UNKNOWN), "device", class_="text")
+    for which, seconds in (("predicted", stage.predicted_s), ("measured", stage.measured_s)):
+        yield _cell(words(_time(seconds)), f"{GROUPS[0]}, {which}", title=f"{_exact(seconds)} s")
+    for which, share in (("predicted", stage.predicted_share), ("measured", stage.measured_share)):
+        yield _share_cell(share, f"{GROUPS[1]}, {which}")
     limit = f", limit {stage.limit_bytes:,.0f} bytes" if stage.limit_bytes else ""
-    for num_bytes in (stage.predicted_bytes, stage.measured_bytes):
+    for which, num_bytes in (("predicted", stage.predicted_bytes), ("measured", stage.measured_bytes)):
         text = UNKNOWN if num_bytes is None else bytes_text(num_bytes)
-        yield tag("td", words(text), title=f"{_exact(num_bytes)} bytes{limit}")
+        yield _cell(words(text), f"{GROUPS[2]}, {which}", title=f"{_exact(num_bytes)} bytes{limit}")
 
 
-def _share_cell(share: float | None) -> str:
+def _cell(content: str, name: str, **attributes: str | None) -> str:
+    """A cell with the name that it has where there is no head above it."""
+    return tag("td", content, data_name=name, role="cell", **attributes)
+
+
+def _share_cell(share: float | None, name: str) -> str:
     if share is None:
-        return tag("td", UNKNOWN)
+        return _cell(UNKNOWN, name)
     bar = tag("span", tag("i", style=f"width:{min(share, 1):.1%}"), class_="share")
-    return tag("td", bar, words(f"{share:.0%}"), title=f"{share:.2%}", class_="with-bar")
+    return _cell(tag("span", bar, words(f"{share:.0%}")), name, title=f"{share:.2%}", class_="with-bar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,41 +282,54 @@ class _Row:
     value: Callable[[Headline], float | None]
     text: Callable[[float], str]
     best: Callable[[Sequence[float]], float] | None = None
+    is_loss: bool = False
 
 
 ROWS = (
     _Row("steps", lambda one: one.steps, lambda value: f"{value:,.0f}"),
-    _Row("training loss", lambda one: one.train_loss, number_text, min),
-    _Row("evaluation loss", lambda one: one.eval_loss, number_text, min),
-    _Row("lowest evaluation loss", lambda one: one.least_eval_loss, number_text, min),
+    _Row("training loss", lambda one: one.train_loss, number_text, min, is_loss=True),
+    _Row("evaluation loss", lambda one: one.eval_loss, number_text, min, is_loss=True),
+    _Row("lowest evaluation loss", lambda one: one.least_eval_loss, number_text, min, is_loss=True),
+    _Row("evaluation, bits per byte", lambda one: one.eval_bits_per_byte, number_text, min),
     _Row("tokens/s", lambda one: one.tokens_per_s, number_text, max),
     _Row("batch, measured", lambda one: one.measured_batch_s, seconds_text, min),
     _Row("batch, predicted", lambda one: one.predicted_batch_s, seconds_text),
-    _Row("error of the prediction", lambda one: one.prediction_error, lambda value: signed_percent(value, 1)),
+    _Row(
+        "batch, measured against predicted",
+        lambda one: 1 / (1 + one.prediction_error) if one.prediction_error is not None else None,
+        lambda ratio: pace_text(ratio, 1.0),
+    ),
     _Row("peak memory", lambda one: one.peak_bytes, bytes_text, min),
     _Row("joules per sample", lambda one: one.joules_per_sample, number_text, min),
     _Row("running for", lambda one: one.running_s, clock_text),
 )
 
 
-def _words_row(name: str, texts: Sequence[str]) -> str:
-    return tag("tr", tag("th", words(name)), *(tag("td", words(text), class_="words") for text in texts))
+def _words_row(name: str, texts: Sequence[str], names: Sequence[str]) -> str:
+    cells = (_cell(words(text), run, class_="words") for text, run in zip(texts, names, strict=True))
+    return tag("tr", _row_head(name), *cells, role="row")
 
 
-def _numbers_row(row: _Row, figures: Sequence[Headline]) -> str:
+def _row_head(name: str) -> str:
+    return tag("th", words(name), scope="row", role="rowheader")
+
+
+def _numbers_row(row: _Row, figures: Sequence[Headline], names: Sequence[str], *, has_best: bool) -> str:
     values = [row.value(one) for one in figures]
     known = [value for value in values if value is not None]
-    best = row.best(known) if row.best is not None and len(set(known)) > 1 else None
-    cells = [
-        tag(
-            "td",
+    best = row.best(known) if row.best is not None and has_best and len(set(known)) > 1 else None
+    if not known:
+        return ""
+    cells = (
+        _cell(
             words(UNKNOWN if value is None else row.text(value)),
+            run,
             title=_exact(value),
             class_="best" if value is not None and value == best else None,
         )
-        for value in values
-    ]
-    return tag("tr", tag("th", words(row.name)), *cells)
+        for value, run in zip(values, names, strict=True)
+    )
+    return tag("tr", _row_head(row.name), *cells, role="row")
 
 
 def _plain(value: float | None) -> str:
