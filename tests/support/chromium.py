@@ -15,6 +15,9 @@ from tests.support.patience import patience_s
 
 __all__ = ["Chromium", "chromium", "find_chromium"]
 
+KEY_CODES = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+"""What browsers go by for keys without a letter."""
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
 
 
@@ -100,6 +103,13 @@ class Chromium:
         """Move, press or release the mouse."""
         button = {"button": "left", "buttons": 1, "clickCount": clicks} if pressed else {}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    def press(self, key: str) -> None:
+        """Press and release a key, by its name or its letter."""
+        code = KEY_CODES.get(key, 0)
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A PNG of the page."""

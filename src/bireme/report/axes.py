@@ -93,8 +93,10 @@ def value_text(value: float, quantity: Quantity) -> str:
 
 
 def number_text(value: float) -> str:
-    """Such as `2.413`, `12,300`, `45.6 k`, `3.1e-05`: four digits at most."""
+    """Such as `2.413`, `1,230`, `45.6 k`, `7.2 B` (billions), `3.1e-05`: four digits at most."""
     size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.4g} B"
     if size >= 1e6:
         return f"{value / 1e6:.4g} M"
     if size >= 1e4:

@@ -17,7 +17,7 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
 from bireme.profile.stages import stage_cost
-from bireme.report.units import against_predicted, bytes_text, counted, pace_text, seconds_text
+from bireme.report.units import against_predicted, bytes_text, counted, seconds_text
 from bireme.schedule.rule import Rule
 
 __all__ = ["print_prepared", "print_summary"]
@@ -151,28 +151,35 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
     """Print the results of a run."""
     say, tell = console.print, partial(_tell, console)
     steps, folder = document["steps"], document["run_dir"]
-    table = Table("", "predicted", "measured", "difference", box=None, header_style="dim")
+    table = Table("", "predicted", "measured", "than predicted", box=None, header_style="dim")
     predicted, measured = document["predicted_batch_s"], document["measured_batch_s"]
-    table.add_row("a step", _seconds(predicted), _seconds(measured), pace_text(measured, predicted))
+    table.add_row(
+        "a step",
+        _seconds(predicted),
+        _seconds(measured),
+        against_predicted(measured, predicted, is_time=True),
+    )
     speed = _speed(document)
     if speed is not None and predicted is not None:
         table.add_row(
             "a step at that speed",
             _seconds(predicted / speed),
             _seconds(measured),
-            pace_text(measured, predicted / speed),
+            against_predicted(measured, predicted / speed, is_time=True),
         )
     for rank in document["ranks"]:
         table.add_row(
             f"rank {rank['rank']}, memory",
             _bytes(rank["predicted_peak_bytes"]),
             _bytes(rank["measured_peak_bytes"]),
-            against_predicted(rank["measured_peak_bytes"], rank["predicted_peak_bytes"]),
+            against_predicted(rank["measured_peak_bytes"], rank["predicted_peak_bytes"], is_time=False),
         )
     if shared := document.get("sync", {}).get("shared"):
         for name, key in (("weights gathered", "gathered_bytes"), ("gradients summed", "summed_bytes")):
             before, found = shared[f"predicted_{key}"], shared[key]
-            table.add_row(name, _bytes(before), _bytes(found), against_predicted(found, before))
+            table.add_row(
+                name, _bytes(before), _bytes(found), against_predicted(found, before, is_time=False)
+            )
     shown = set()
     for stage in document["stages"]:
         if stage["rank"] not in shown:

@@ -1,6 +1,6 @@
 """Numbers for people: seconds and bytes in the unit that fits."""
 
-__all__ = ["against_predicted", "bytes_text", "counted", "pace_text", "rate_text", "seconds_text"]
+__all__ = ["against_predicted", "bytes_text", "counted", "rate_text", "seconds_text"]
 
 
 def seconds_text(seconds: float) -> str:
@@ -29,25 +29,19 @@ def rate_text(bytes_per_s: float) -> str:
     return f"{bytes_per_s:.4g} B/s"
 
 
-def against_predicted(
-    measured: float | None, predicted: float | None, *, more: str = "more", less: str = "less"
-) -> str:
-    """Such as `+3.2% slower than predicted`: the measured value relative to the predicted one.
+def against_predicted(measured: float | None, predicted: float | None, *, is_time: bool) -> str:
+    """Such as `+3.2% slower`: the measured value relative to the predicted one; "" if one is unknown.
 
-    `more` and `less` are the words for a larger and a smaller measured value. "" if a value is unknown.
+    Everything that compares the two for people says it with this sign and these words.
     """
     if measured is None or not predicted:
         return ""
     change = measured / predicted - 1
     text = f"{change:+.{0 if abs(change) >= 0.0995 else 1}%}".replace("-", "−")
     if float(text[1:-1]) == 0:
-        return "as predicted"
-    return f"{text} {more if change > 0 else less} than predicted"
-
-
-def pace_text(measured_s: float | None, predicted_s: float | None) -> str:
-    """Measured seconds relative to predicted ones, as `against_predicted` has it."""
-    return against_predicted(measured_s, predicted_s, more="slower", less="faster")
+        return "equal"
+    more, less = ("slower", "faster") if is_time else ("more", "less")
+    return f"{text} {more if change > 0 else less}"
 
 
 def counted(number: int, what: str) -> str:

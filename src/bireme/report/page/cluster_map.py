@@ -173,7 +173,7 @@ def _num_unused(run: Run, server: str, used: Sequence[Post]) -> int:
 
 def _server(box: _Box) -> Iterator[str]:
     yield tag("rect", x=box.x, y=box.y, width=box.width, height=box.height, rx=10, class_="server")
-    name = fitted(box.name or "devices", 13, box.width - 2 * EDGE)
+    name = fitted(box.name or "devices", 13, box.width - 2 * EDGE - 30)
     yield tag("text", words(name), x=box.x + EDGE, y=box.y + 21, class_="name")
     if box.num_unused:
         ending = "s" if box.num_unused > 1 else ""
@@ -297,7 +297,7 @@ def _way(a: _Box, b: _Box, *, is_bow: bool) -> _Way:
             path = f"M{number(x)} {number(begin)}V{number(end)}"
             return _Way(path, x + 8, (begin + end) / 2, "start")
         # Between servers, to the right of the name of the lower one.
-        x = a.x + 0.85 * a.width
+        x = a.x + a.width - 14
         path = f"M{number(x)} {number(begin)}V{number(end)}"
         return _Way(path, x - 8, (begin + EDGE + end - HEAD) / 2, "end")
     if a.x == b.x:

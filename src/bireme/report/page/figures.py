@@ -138,6 +138,8 @@ def stage_figures(run: Run) -> tuple[StageFigures, ...]:
     """Each stage of the plan, with what is known of it."""
     forecast = run.plan.forecast if run.plan is not None else None
     stages = run.summary.stages if run.summary is not None else ()
+    if run.plan is not None and len(stages) != run.plan.plan.num_stages:
+        stages = ()  # of an earlier plan of the run, or of another run
     foretold: tuple[StageForecast, ...] = () if forecast is None else forecast.stages
     batch_s = headline(run).measured_batch_s
     return tuple(

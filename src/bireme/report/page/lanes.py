@@ -93,7 +93,7 @@ def _told(drawn: Sequence[Lanes], names: Sequence[str]) -> str:
         more = timeline.program.num_batches - lanes.num_batches
         cut = f", {counted(more, 'more batch')} recorded" if more else ""
         text = f": {seconds_text(batch_s)} a batch, devices idle {idle_share(timeline):.0%} of it{cut}"
-        lines.append(tag("span", tag("b", words(name)), words(text), class_="key-text"))
+        lines.append(tag("span", tag("strong", words(name)), words(text), class_="key-text"))
     return tag("div", *lines, class_="legend")
 
 

@@ -61,13 +61,13 @@ def _row(stage: StageFigures, whole: float) -> Iterator[str]:
     units = f"unit{'s' if last else ''} {stage.first_unit}{last}"
     yield tag(
         "div",
-        tag("b", words(f"stage {stage.stage}")),
+        tag("strong", words(f"stage {stage.stage}")),
         tag("span", words(units)),
         tag("span", words(devices), title=", ".join(stage.devices)) if devices else "",
         class_="bars-name",
     )
-    against = against_predicted(stage.measured_bytes, stage.predicted_bytes)
-    measured = f"{_bytes(stage.measured_bytes)} measured" + (f": {against}" if against else "")
+    against = against_predicted(stage.measured_bytes, stage.predicted_bytes, is_time=False)
+    measured = f"{_bytes(stage.measured_bytes)} measured" + (f": {against} than predicted" if against else "")
     texts = [f"{_bytes(stage.predicted_bytes)} predicted", measured]
     limit = f"limit {bytes_text(stage.limit_bytes)}" if stage.limit_bytes else ""
     bars = tag("div", *_segments(stage, whole), class_="bar") + tag(

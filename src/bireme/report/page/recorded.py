@@ -9,7 +9,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from bireme.documents import read_json
 from bireme.errors import BiremeError
@@ -59,11 +59,7 @@ def _others(timeline: Timeline) -> list[list[dict[str, Any]]]:
 
 
 def read_recorded(path: Path, plan: Plan) -> Timeline:
-    """The timeline in a file, of a window of that plan.
-
-    A plan of one replica has no sync with replicas: such transfers of a prediction, in which the ranks of the
-    pipeline agree and sum tied gradients, are left out.
-    """
+    """The timeline in a file, of a window of that plan."""
     document = read_json(path, _Document)
     lag = document.average_lag
     source = plan.source if lag is None else plan.averaging(lag).source
@@ -83,9 +79,7 @@ def read_recorded(path: Path, plan: Plan) -> Timeline:
     return Timeline(
         program=program,
         ranks=_ranks(program, document.ranks),
-        transfers=tuple(
-            one.transfers() for one in document.transfers if plan.width > 1 or one.source != one.destination
-        ),
+        transfers=tuple(one.transfers() for one in document.transfers),
         memory=tuple(rank.residency() for rank in document.ranks),
         source=document.source,
         others=tuple(_ranks(program, ranks) for ranks in document.others),
@@ -105,13 +99,13 @@ class _Table(BaseModel):
 
 class _Rank(_Table):
     rank: int
-    peak_bytes: float = 0.0
-    at_peak_bytes: dict[str, float] = Field(default_factory=dict)
+    peak_bytes: FiniteFloat = 0.0
+    at_peak_bytes: dict[str, FiniteFloat] = Field(default_factory=dict)
     peak_stashed_microbatches: int = 0
     weight_versions: int = 1
     receive_buffers: int = 0
-    start_s: list[float] = Field(default_factory=list)
-    end_s: list[float] = Field(default_factory=list)
+    start_s: list[FiniteFloat] = Field(default_factory=list)
+    end_s: list[FiniteFloat] = Field(default_factory=list)
 
     def residency(self) -> Residency:
         return Residency(
@@ -127,9 +121,9 @@ class _Rank(_Table):
 class _Transfers(_Table):
     source: int
     destination: int
-    start_s: list[float]
-    end_s: list[float]
-    num_bytes: list[float]
+    start_s: list[FiniteFloat]
+    end_s: list[FiniteFloat]
+    num_bytes: list[FiniteFloat]
     sent_by: list[int]
     received_by: list[int]
 

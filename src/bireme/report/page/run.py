@@ -7,7 +7,7 @@ becomes a sentence in `notes`, so that a page comes out of every run.
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,9 +17,11 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import read_json
 from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.report.page.metrics import Learns, Metrics, read_metrics
 from bireme.report.page.recorded import read_recorded
+from bireme.report.units import counted
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Run", "StageSummary", "Summary", "read_run"]
@@ -147,13 +149,15 @@ def read_run(folder: Path) -> Run:
     reading = _Reading(folder)
     settings = reading.part("run.toml", _text) or ""
     table = _tables(settings)
-    saved = reading.part("plan.json", load_plan)
+    log = read_metrics(metrics)
+    saved = _of_run(reading, reading.part("plan.json", load_plan), log)
     predicted = measured = None
     if saved is not None:
         plan = saved.plan
-        predicted = reading.part("timeline-predicted.json", lambda path: read_recorded(path, plan))
+        predicted = reading.part(
+            "timeline-predicted.json", lambda path: _alone(read_recorded(path, plan), plan)
+        )
         measured = reading.part("timeline-measured.json", lambda path: read_recorded(path, plan))
-    log = read_metrics(metrics)
     return Run(
         folder=folder,
         written_s=metrics.stat().st_mtime,
@@ -169,6 +173,35 @@ def read_run(folder: Path) -> Run:
         learns=(log.starts[-1].learns if log.starts else None) or _learns(reading, table),
         notes=tuple(reading.notes),
     )
+
+
+def _of_run(reading: "_Reading", saved: SavedPlan | None, log: Metrics) -> SavedPlan | None:
+    """The plan, unless the log says that the run has another shape: then plan.json is not of this run."""
+    start = log.starts[-1] if log.starts else None
+    if saved is None or start is None or start.num_stages < 1:
+        return saved
+    plan = saved.plan
+    if (plan.num_stages, plan.width) == (start.num_stages, start.width):
+        return saved
+    shapes = [
+        f"{counted(stages, 'stage')} × {counted(width, 'replica')}"
+        for stages, width in ((plan.num_stages, plan.width), (start.num_stages, start.width))
+    ]
+    reading.notes.append(
+        f"{reading.folder / 'plan.json'} is the plan of another run: it has {shapes[0]}, but {METRICS} says "
+        f"{shapes[1]}. The plan and the timelines are left out."
+    )
+    return None
+
+
+def _alone(timeline: Timeline, plan: Plan) -> Timeline:
+    """The timeline without syncs with replicas, if the plan has one replica.
+
+    A prediction lists as such that the ranks of the pipeline agree, and sums of gradients of tied weights.
+    """
+    if plan.width > 1:
+        return timeline
+    return replace(timeline, transfers=tuple(one for one in timeline.transfers if not one.is_sync))
 
 
 def _learns(reading: "_Reading", table: dict[str, Any]) -> Learns:

@@ -9,7 +9,7 @@ from bireme.report.page.figures import Headline, StageFigures, headline, state
 from bireme.report.page.markup import tag, words
 from bireme.report.page.metrics import Learns
 from bireme.report.page.run import Run
-from bireme.report.units import bytes_text, counted, pace_text, seconds_text
+from bireme.report.units import against_predicted, bytes_text, counted, seconds_text
 
 __all__ = ["comparison_table", "facts", "incomparable", "stage_table", "tiles"]
 
@@ -207,14 +207,12 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
         samples if unit == "tokens/s" else "",
         f"{_exact(rate)} {unit}" if rate else "",
     )
-    predicted, pace = (
-        _time(figures.predicted_batch_s),
-        pace_text(figures.measured_batch_s, figures.predicted_batch_s),
-    )
+    predicted = _time(figures.predicted_batch_s)
+    pace = against_predicted(figures.measured_batch_s, figures.predicted_batch_s, is_time=True)
     yield _Tile(
         "Batch time",
         _time(figures.measured_batch_s),
-        f"{pace} ({predicted})" if pace else f"predicted {predicted}",
+        f"{pace} than predicted ({predicted})" if pace else f"predicted {predicted}",
         f"measured {_exact(figures.measured_batch_s)} s, predicted {_exact(figures.predicted_batch_s)} s",
     )
     if figures.joules_per_sample is not None:
@@ -250,7 +248,7 @@ def _stage_cells(stage: StageFigures) -> Iterator[str]:
         else f"{stage.first_unit}"
     )
     more = tag("span", words(which), class_="dim") if which else ""
-    yield _cell(tag("span", words(span), more), "units", class_="text")
+    yield _cell(tag("span", tag("span", words(span), class_="whole-word"), more), "units", class_="text")
     yield _cell(words(device_ranges(stage.devices) if stage.devices else UNKNOWN), "device", class_="text")
     for which, seconds in (("predicted", stage.predicted_s), ("measured", stage.measured_s)):
         yield _cell(words(_time(seconds)), f"{GROUPS[0]}, {which}", title=f"{_exact(seconds)} s")
@@ -295,9 +293,9 @@ ROWS = (
     _Row("batch, measured", lambda one: one.measured_batch_s, seconds_text, min),
     _Row("batch, predicted", lambda one: one.predicted_batch_s, seconds_text),
     _Row(
-        "batch, measured against predicted",
+        "batch, than predicted",
         lambda one: 1 / (1 + one.prediction_error) if one.prediction_error is not None else None,
-        lambda ratio: pace_text(ratio, 1.0),
+        lambda ratio: against_predicted(ratio, 1.0, is_time=True),
     ),
     _Row("peak memory", lambda one: one.peak_bytes, bytes_text, min),
     _Row("joules per sample", lambda one: one.joules_per_sample, number_text, min),
