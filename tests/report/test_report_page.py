@@ -4,14 +4,12 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from bireme.plan.plan_file import write_plan
 from bireme.report import palette
 from bireme.report.page.figures import headline
 from bireme.report.page.lanes import themed
@@ -22,11 +20,10 @@ from bireme.schedule.instruction import Kind
 from tests.support.chromium import Chromium, chromium, find_chromium
 from tests.support.command import bireme
 from tests.support.run_folders import (
-    DEVICES,
     WRITTEN_S,
     lines_of,
     make_run,
-    plan_of,
+    run_with_replicas,
     timelines_of,
     write_lines,
 )
@@ -228,6 +225,7 @@ def test_the_document_has_the_numbers_of_every_run(
     assert one["prediction_error"] == pytest.approx(1 / 1.04 - 1)
     assert one["num_skipped"] == 2
     assert len(one["stages"]) == 4
+    assert (one["absences"], one["learns"]["num_tokens"]) == ([], None)
     assert two["eval_loss"] is None
     assert two["measured_timeline"] is None
     assert document["page"] is None
@@ -363,36 +361,6 @@ def test_the_keyboard_reads_values_and_zooms(run: Path, tmp_path: Path, browser:
     browser.press("Escape")
     assert not browser.value(f"{SHOWN}[0].classList.contains('near')")
 
-
-def run_with_replicas(folder: Path) -> Path:
-    """Two replicas of a pipeline of four stages, of which one was lost and came back, and one was lost."""
-    make_run(folder, recorded=False)
-    saved = plan_of()
-    devices = tuple((first, f"a-server-with-a-long-name/{first[5:]}") for first in DEVICES)
-    write_plan(folder / "plan.json", replace(saved, plan=replace(saved.plan, devices=devices, width=2)))
-    start, *lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    start |= {"width": 2, "devices": [names[replica] for replica in range(2) for names in devices]}
-    shares = [(0, [16, 16]), (100, [32, 0]), (160, [20, 12]), (250, [0, 32])]
-    changed = [
-        {"kind": "shares", "step": step, "time_s": step / 4 + 0.1, "shares": own} for step, own in shares
-    ]
-    write_lines(folder, [start | {"learns": LEARNS}, *changed, *lines])
-    return folder
-
-
-LEARNS = {
-    "sources": ["texts/of/the/run.txt", "hf:owner/name"],
-    "num_files": 12,
-    "num_tokens": 123_456_789,
-    "num_samples": 98_765,
-    "num_evaluation_samples": 1234,
-    "epochs": 1.25,
-    "num_parameters": 7_000_000_000,
-    "num_learning_parameters": 20_000_000,
-    "tokenizer": "owner/tokenizer",
-    "length": 1024,
-    "loss_on": "answers only",
-}
 
 SHOWN = "[...document.querySelectorAll('svg.plot')].filter((one) => one.clientHeight > 0)"
 

@@ -5,28 +5,38 @@ import math
 import random
 from array import array
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bireme.errors import BiremeError
+from bireme.plan.plan_file import write_plan
 from bireme.report.axes import Quantity, Scale, clock_text, number_text
+from bireme.report.page.document import runs_document
 from bireme.report.page.figures import headline, stage_figures, state
 from bireme.report.page.flows import flows
+from bireme.report.page.memory_bars import memory_figure
 from bireme.report.page.metrics import read_metrics
+from bireme.report.page.page import page
 from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
-from bireme.report.page.tables import tiles
+from bireme.report.page.tables import comparison_table, facts, tiles
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
+from bireme.report.units import against_predicted
 from bireme.runtime.recorder import timeline_of
 from bireme.train.metrics import Metrics
+from tests.support.extent import draws
 from tests.support.run_folders import (
     DEVICES,
+    LEARNS,
     WRITTEN_S,
     lines_of,
     make_run,
     plan_of,
+    run_with_replicas,
     timelines_of,
     write_lines,
 )
@@ -291,7 +301,171 @@ def test_a_timeline_without_moments_is_said_to_have_none(tmp_path: Path) -> None
     assert "started and ended" in read_run(folder).notes[0]
 
 
+def test_the_ranks_of_other_replicas_are_recorded_too(tmp_path: Path) -> None:
+    program = plan_of().plan.source.program(2, 0)
+    times = [
+        array("d", (rank + place for place in range(len(track)))) for rank, track in enumerate(program.tracks)
+    ]
+    later = [array("d", (moment + 5 for moment in own)) for own in times]
+    timeline = timeline_of(program, [(one, one) for one in (*times, *later)])
+    assert [rank.start_s for rank in timeline.ranks] == times
+    write_recorded(timeline, tmp_path / "measured.json")
+    back = read_recorded(tmp_path / "measured.json", plan_of().plan)
+    assert [[rank.start_s for rank in ranks] for ranks in back.others] == [later]
+
+
+def test_a_plan_of_one_replica_has_no_sync_with_replicas(tmp_path: Path) -> None:
+    """The lane of a gradient sync once showed how the ranks of the only pipeline agree."""
+    folder = make_run(tmp_path / "run")
+    predicted, _ = timelines_of()
+    assert any(one.is_sync for one in predicted.transfers)
+    found = read_run(folder).predicted
+    assert found is not None
+    assert found.transfers
+    assert not any(one.is_sync for one in found.transfers)
+
+
+def test_a_plan_of_another_run_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """A placement once overwrote plan.json, and the page was an IndexError."""
+    folder = make_run(tmp_path / "run")
+    other = replace(plan_of().plan, cuts=(4,), devices=(("fast/gpu0",), ("fast/gpu1",)))
+    write_plan(folder / "plan.json", replace(plan_of(), plan=other, forecast=None))
+    found = read_run(folder)
+    assert "plan of another run: it has 2 stages × 1 replica" in found.notes[0]
+    assert [stage.devices for stage in stage_figures(found)] == [(name,) for name in DEVICES]
+    summary = json.loads((folder / "summary.json").read_text())
+    write_plan(folder / "plan.json", plan_of())
+    (folder / "summary.json").write_text(json.dumps(summary | {"stages": summary["stages"] * 3}))
+    assert len(stage_figures(read_run(folder))) == 4
+
+
+@pytest.mark.slow
+def test_a_page_or_a_sentence_comes_of_every_damaged_folder(tmp_path: Path) -> None:
+    """Every file is cut, emptied, changed for another one, or has a value that no run writes."""
+    folder = make_run(tmp_path / "run", steps=20)
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".jsonl", ".toml"))
+    refusals = []
+    for number in range(draws(800, 40)):
+        draw = random.Random(number)
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        path.write_bytes(damaged(draw, whole, files))
+        now_s = WRITTEN_S + 60
+        try:
+            runs = [read_run(folder)]
+            text = page(runs, datetime.fromtimestamp(now_s, tz=UTC), "0.1.0")
+            json.dumps(runs_document(runs, now_s), allow_nan=False)
+            assert text.startswith("<!DOCTYPE html>")
+        except BiremeError as error:
+            refusals.append((str(path), str(error)))
+        path.write_bytes(whole)
+    assert refusals
+    assert all(path in sentence for path, sentence in refusals)
+
+
+ODD = (None, True, -1, 0, 10**30, 1.5, math.nan, math.inf, "", "x" * 50, [], {}, [1], {"a": 1}, [[]], ["x"])
+
+
+def damaged(draw: random.Random, whole: bytes, files: list[Path]) -> bytes:
+    """What may have come of a file."""
+    match draw.randrange(8):
+        case 0:
+            return whole[: draw.randrange(len(whole))]
+        case 1:
+            return draw.choice(files).read_bytes()
+        case 2:
+            return draw.choice((b"", b"\0" * 100, b"\xff\xfe", b"[]", b"null", b'{"format":1}'))
+    lines = whole.splitlines()
+    place = draw.randrange(len(lines))
+    try:
+        lines[place] = json.dumps(changed(draw, json.loads(lines[place]))).encode()
+    except ValueError:
+        lines[place] = draw.choice((b"", b"x", b"[", b"steps = []", lines[0]))
+    return b"\n".join(lines)
+
+
+def changed(draw: random.Random, value: Any) -> Any:
+    """A value of JSON of which one part is another one, or is missing."""
+    if draw.random() < 0.3 or not isinstance(value, dict | list) or not value:
+        return draw.choice(ODD)
+    key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
+    if draw.random() < 0.2:
+        del value[key]
+    else:
+        value[key] = changed(draw, value[key])
+    return value
+
+
 # Figures
+
+
+def test_measured_values_are_told_relative_to_predicted_ones_with_one_sign_everywhere(run: Path) -> None:
+    """A slower run was -4 % at the top of the page, and more memory +3 % below."""
+    assert against_predicted(1.04, 1.0, is_time=True) == "+4.0% slower"
+    assert against_predicted(0.5, 1.0, is_time=True) == "−50% faster"
+    assert against_predicted(2.0, 1.0, is_time=False) == "+100% more"
+    assert against_predicted(9.7, 10.0, is_time=False) == "−3.0% less"
+    assert against_predicted(1.0001, 1.0, is_time=True) == "equal"
+    assert against_predicted(None, 1.0, is_time=True) == against_predicted(1.0, None, is_time=True) == ""
+    found = read_run(run)
+    assert "+4.0% slower than predicted (240 ms)" in tiles(found, headline(found))
+    assert "6.40 GiB measured: +3.2% more than predicted" in memory_figure(stage_figures(found))
+    assert comparison_table([found, found], WRITTEN_S).count("+4.0% slower") == 2
+
+
+def test_losses_of_different_tokenizers_have_no_best(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other")
+    start, *lines = map(json.loads, (other / "metrics.jsonl").read_text().splitlines())
+    one = read_run(run)
+    for tokenizer, has_best in (("", True), ("bytes", True), ("owner/tokenizer", False)):
+        learns = LEARNS | {"tokenizer": tokenizer}
+        for line in lines:
+            if line["kind"] == "evaluation":
+                line["bits_per_byte"] = 2.5 + line["step"] / 1000
+        write_lines(other, [start | {"learns": learns}, *lines])
+        summary = json.loads((other / "summary.json").read_text()) | {"eval_loss": 1.2, "train_loss": 1.1}
+        (other / "summary.json").write_text(json.dumps(summary))
+        runs = [replace(one, learns=replace(one.learns, tokenizer="bytes")), read_run(other)]
+        table = comparison_table(runs, WRITTEN_S)
+        row = table[table.index("evaluation loss") :].split("</tr>")[0]
+        assert ("best" in row) == has_best
+        assert ("cannot be compared" in table) != has_best
+    assert "2.8" in table[table.index("bits per byte") :].split("</tr>")[0]
+
+
+def test_replicas_that_were_lost_are_told_with_when_they_came_back(tmp_path: Path) -> None:
+    metrics = read_run(run_with_replicas(tmp_path / "run")).metrics
+    lost = metrics.absences()
+    assert [(one.replicas, one.begin.step, one.end and one.end.step) for one in lost] == [
+        ((1,), 100, 160),
+        ((0,), 250, None),
+    ]
+    assert lost[0].name == "host a-server-with-a-long-name (replica 1)"
+    assert lost[1].name.startswith("replica 0 (fast/gpu0, ") or lost[1].name.startswith("host ")
+
+
+def test_the_top_of_a_page_lists_what_a_run_learns_from(run: Path, tmp_path: Path) -> None:
+    text = facts(read_run(run_with_replicas(tmp_path / "run")))
+    for words in (
+        "7 B, of which 20 M learn",
+        "12 files",
+        "123.5 M tokens",
+        "98,765 samples",
+        "1.25 in 300 steps",
+    ):
+        assert words in text
+    for words in ("owner/tokenizer", "answers only", "1,234 samples"):
+        assert words in text
+    older = make_run(tmp_path / "older")
+    (older / "data.json").write_text(
+        '{"source": "texts/", "num_samples": 4800, "num_tokens": 9600, "sha256": ""}'
+    )
+    parameters = [{"shape": [10, 20], "trainable": True}, {"shape": [5], "trainable": False}]
+    (older / "graph.json").write_text(json.dumps({"parameters": parameters}))
+    text = facts(read_run(older))
+    for words in ("205, of which 200 learn", "texts/", "9,600 tokens, 4,800 samples", "2 in 300 steps"):
+        assert words in text
+    assert "Data" not in facts(read_run(run))
 
 
 def test_a_run_that_ended_has_the_figures_of_its_summary(run: Path) -> None:

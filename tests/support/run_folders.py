@@ -22,7 +22,17 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import RankTimeline, Timeline
 
-__all__ = ["DEVICES", "WRITTEN_S", "lines_of", "make_run", "plan_of", "timelines_of", "write_lines"]
+__all__ = [
+    "DEVICES",
+    "LEARNS",
+    "WRITTEN_S",
+    "lines_of",
+    "make_run",
+    "plan_of",
+    "run_with_replicas",
+    "timelines_of",
+    "write_lines",
+]
 
 GIB = 2**30
 WRITTEN_S = 1_790_000_000.0
@@ -33,6 +43,21 @@ NUM_UNITS = 12
 BATCH_S = 0.24
 STAGES = ((0, 4, 0.21), (4, 8, 0.19), (8, 10, 0.22), (10, 12, 0.16))
 """First unit, end, and the busy seconds of a batch."""
+
+LEARNS: dict[str, Any] = {
+    "sources": ["texts/of/the/run.txt", "hf:owner/name"],
+    "num_files": 12,
+    "num_tokens": 123_456_789,
+    "num_samples": 98_765,
+    "num_evaluation_samples": 1234,
+    "epochs": 1.25,
+    "num_parameters": 7_000_000_000,
+    "num_learning_parameters": 20_000_000,
+    "tokenizer": "owner/tokenizer",
+    "length": 1024,
+    "loss_on": "answers only",
+}
+"""What a run learns from, as its start lists it."""
 
 RUN_FILE = """format = 1
 
@@ -71,6 +96,22 @@ def make_run(
         write_recorded(measured, folder / "timeline-measured.json")
     if not killed:
         (folder / "summary.json").write_text(json.dumps(_summary(folder, steps, evaluated=evaluated)))
+    return folder
+
+
+def run_with_replicas(folder: Path) -> Path:
+    """Two replicas of a pipeline of four stages, of which one was lost and came back, and one was lost."""
+    make_run(folder, recorded=False)
+    saved = plan_of()
+    devices = tuple((first, f"a-server-with-a-long-name/{first[5:]}") for first in DEVICES)
+    write_plan(folder / "plan.json", replace(saved, plan=replace(saved.plan, devices=devices, width=2)))
+    start, *lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    start |= {"width": 2, "devices": [names[replica] for replica in range(2) for names in devices]}
+    shares = [(0, [16, 16]), (100, [32, 0]), (160, [20, 12]), (250, [0, 32])]
+    changed = [
+        {"kind": "shares", "step": step, "time_s": step / 4 + 0.1, "shares": own} for step, own in shares
+    ]
+    write_lines(folder, [start | {"learns": LEARNS}, *changed, *lines])
     return folder
 
 

@@ -35,6 +35,8 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches if plan else None,
         **_plain(asdict(figures)),
         "prediction_error": figures.prediction_error,
+        "learns": asdict(run.learns),
+        "absences": [_plain(asdict(one)) for one in metrics.absences()],
         "num_lines": len(metrics.training),
         "num_skipped": int(sum(count for count in metrics.training.num_skipped if count > 0)),
         "num_resumed": max(len(metrics.starts) - 1, 0),

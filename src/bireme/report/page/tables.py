@@ -1,5 +1,6 @@
 """The tables and tiles of a page."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ def facts(run: Run) -> str:
 
 def _breakable(text: str) -> str:
     """Text that may be broken after a comma within a word, such as a model's name."""
-    return words(text).replace(",", ",<wbr>")
+    return re.sub(r",(?=[^\W\d])", ",<wbr>", words(text))
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
