@@ -356,6 +356,7 @@ def test_the_keyboard_reads_values_and_zooms(run: Path, tmp_path: Path, browser:
     browser.press("ArrowLeft")
     assert browser.value(tip).startswith("step 299")
     browser.press("+")
+    assert browser.value(tip).startswith("step 299")
     assert browser.value(f"{SHOWN}[0].classList.contains('near')")
     assert browser.value(FLAWS) == []
     browser.press("Escape")

@@ -363,7 +363,24 @@ def test_a_page_or_a_sentence_comes_of_every_damaged_folder(tmp_path: Path) -> N
     assert all(path in sentence for path, sentence in refusals)
 
 
-ODD = (None, True, -1, 0, 10**30, 1.5, math.nan, math.inf, "", "x" * 50, [], {}, [1], {"a": 1}, [[]], ["x"])
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "x" * 50,
+    [],
+    {},
+    [1],
+    {"a": 1},
+    [[]],
+    ["x"],
+)
 
 
 def damaged(draw: random.Random, whole: bytes, files: list[Path]) -> bytes:

@@ -17,7 +17,7 @@ from bireme.report.page.curves import (
     framed,
     share,
 )
-from bireme.report.page.markup import tag, titled, words
+from bireme.report.page.markup import number, tag, titled, words
 from bireme.report.page.metrics import Absence, Shared, TrainingLines
 from bireme.report.page.run import Run
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
@@ -140,7 +140,7 @@ def replicas_figure(run: Run) -> str:
             height = LANE if count is None else LANE * max(count / most, LEAST_LANE)
             what = "away" if count is None else f"{counted(count, 'sample')} of a batch"
             title = titled(f"{names[replica]}: {what} from step {begin:,} to {end:,}")
-            place = {"x": share(left), "width": share(right - left), "y": top + LANE - height}
+            place = {"x": share(left), "width": share(right - left), "y": number(top + LANE - height)}
             role = "idle" if count is None else f"part c{replica % MOST_RUNS}"
             moving.append(tag("rect", title, **place, height=height, class_=role))
     bottom = LANE_HEAD + min(width, MOST_LANES) * (LANE + LANE_HEAD) - 8

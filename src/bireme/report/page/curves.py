@@ -238,8 +238,9 @@ def _ticks(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
 def _spans(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
     for span in chart.spans:
         left, right = _at(x, span.begin, along), _at(x, span.end, along)
-        size = {"x": share(left), "y": y.end, "width": share(right - left), "height": y.start - y.end}
-        yield tag("rect", titled(span.text), **size, class_=f"span {span.role}")
+        place = {"x": share(left), "width": share(right - left)}
+        height, role = y.start - y.end, f"span {span.role}"
+        yield tag("rect", titled(span.text), **place, y=y.end, height=height, class_=role)
 
 
 def _points(curve: Curve, along: Along, x: Scale, y: Scale) -> list[tuple[float, float]]:

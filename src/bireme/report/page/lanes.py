@@ -111,7 +111,7 @@ def _beyond(lanes: Lanes, top: float) -> Iterator[str]:
     left = lanes.scale.at(lanes.timeline.makespan_s)
     for row in lanes.rows(top):
         height = lanes.height_of(row.rank.rank) - HEAD
-        place = {"x": share(left), "y": row.y, "width": share(ACROSS - left)}
+        place = {"x": share(left), "y": number(row.y), "width": share(ACROSS - left)}
         yield tag("rect", **place, height=height, class_="beyond")
 
 

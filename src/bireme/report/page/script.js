@@ -168,11 +168,13 @@
 
     // A smaller or larger part, around the cross-hair or the middle.
     scale(factor) {
-      const middle = this.crossAt ?? (this.from + this.to) / 2;
+      const read = this.crossAt;
+      const middle = read ?? (this.from + this.to) / 2;
       const span = Math.max((this.to - this.from) * factor, (this.most - this.least) / MOST_ZOOM);
       if (span >= this.most - this.least) return this.showAll();
       const from = Math.min(Math.max(middle - span / 2, this.least), this.most - span);
       this.zoom(from, from + span);
+      if (read !== undefined) this.showCross(this.place(read));
     }
 
     shift(share) {
