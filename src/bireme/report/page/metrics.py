@@ -416,7 +416,7 @@ def _learns(found: object) -> Learns | None:
         num_tokens=whole("num_tokens"),
         num_samples=whole("num_samples"),
         num_evaluation_samples=whole("num_evaluation_samples"),
-        epochs=None if found.get("epochs") is None else float(found["epochs"]),
+        epochs=epochs if math.isfinite(epochs := _value(found, "epochs")) else None,
         num_parameters=whole("num_parameters"),
         num_learning_parameters=whole("num_learning_parameters"),
         tokenizer=str(found.get("tokenizer") or ""),
