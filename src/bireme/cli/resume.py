@@ -42,6 +42,7 @@ def resume(
     from bireme.cli.train import begin, run_to_end
     from bireme.train.folder import RunFolder
 
+    RunFolder(run_dir).restore(_tell)
     folder = RunFolder.of(run_dir)
     run = folder.load_run(set_ or ())
     begin()

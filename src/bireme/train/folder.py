@@ -1,16 +1,24 @@
-"""The folder of a run and the paths in it."""
+"""The folder of a run, the paths in it, and the record of its files.
+
+The record is one file with a copy of every file that a resume reads, sealed with its own checksum and written
+after them. So after a power cut the files are those of one start: of the last one, or of the one before.
+"""
 
 import os
 import re
 import shlex
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
+from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.sync.coordinator.ledger_line import LEDGER
+from bireme.train.checkpoint.manifest import RECORD, read_manifest, sealed, unsealed
 from bireme.train.run_file import (
     RunFile,
     load_run_file,
@@ -21,6 +29,23 @@ from bireme.train.run_file import (
 )
 
 __all__ = ["RunFolder", "load_asked"]
+
+RECORDED = (
+    "run.toml",
+    "plan.json",
+    "windows.json",
+    "profile.json",
+    "cluster.toml",
+    "graph.json",
+    "evaluation-graph.json",
+    "data.json",
+    "base.json",
+    "private.json",
+)
+"""The files that a resume reads."""
+RECORD_KEY = "record_sha256"
+MOST_CHANGES = 3
+"""Keys of `run.toml` that a sentence lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +130,101 @@ class RunFolder:
     def write_run(self, run: RunFile) -> None:
         """Write the run file, all keys and their values; it can be read when the folder has been moved."""
         write_text_atomically(self.run_file, to_toml(with_paths_within(run, self.path)))
+
+    def record(self) -> None:
+        """Write the record of the files that a resume reads, as they are now."""
+        files = {name: found.decode() for name in RECORDED if (found := self._found(name)) is not None}
+        write_bytes_atomically(self.path / RECORD, sealed({"format": 1, "files": files}, RECORD_KEY))
+
+    def recorded(self) -> bytes | None:
+        """The content of the record, for the checkpoints of the run; None if there is no intact one."""
+        with suppress(OSError, BiremeError):
+            content = (self.path / RECORD).read_bytes()
+            _files_in(content, self.path / RECORD)
+            return content
+        return None
+
+    def restore(self, tell: Callable[[str], None]) -> None:
+        """Put back the files that a resume reads as the run recorded them. Only one process may do so.
+
+        `tell` gets a sentence for each file that differs: damaged files, and files that were changed by hand.
+        If the record itself is lost, the copy of it in the newest checkpoint counts.
+        """
+        if not self.path.is_dir():
+            return
+        source = self.path / RECORD
+        try:
+            files = _files_in(source.read_bytes(), source)
+        except (OSError, BiremeError) as error:
+            what = str(error) if isinstance(error, BiremeError) else f"{source} is missing."
+            copy = self._copy_of_record()
+            if copy is None:
+                if self.run_file.exists():
+                    tell(f"{what} No checkpoint has a copy, so the files of the run are used unchecked.")
+                return
+            source, files = copy, _files_in(copy.read_bytes(), copy)
+            tell(
+                f"{what} The copy in {copy.parent.name} is used. Settings that were changed after that "
+                "checkpoint are lost: give them again with --set."
+            )
+        for name in RECORDED:
+            if (found := self._found(name)) != files.get(name):
+                self._put_back(name, found, files.get(name), source, tell)
+        if source != self.path / RECORD:
+            self.record()
+
+    def check_recorded(self) -> None:
+        """Refuse files that differ from the record, for a process that starts in the middle of a run."""
+        content = self.recorded()
+        files = {} if content is None else _files_in(content, self.path / RECORD)
+        for name in RECORDED if files else ():
+            if self._found(name) != files.get(name):
+                raise BiremeError(
+                    f"{self.path / name} is not as this run wrote it. Stop the run; `bireme resume "
+                    f"{shlex.quote(str(self.path))}` puts the recorded copy back."
+                )
+
+    def _found(self, name: str) -> bytes | None:
+        """The content of a file in this folder; None if there is no such file."""
+        try:
+            return (self.path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise BiremeError(f"{self.path / name} cannot be read: {error.strerror or error}.") from error
+
+    def _copy_of_record(self) -> Path | None:
+        """The record in the newest checkpoint that has an intact one."""
+        from bireme.train.checkpoint.checkpoint import find_checkpoints  # imports torch
+
+        folders = [path for path in self.path.iterdir() if path.is_dir()]
+        found = [path for folder in folders for path in find_checkpoints(folder)]
+        for path in sorted(found, key=lambda path: path.name, reverse=True):
+            with suppress(BiremeError, OSError):
+                if read_manifest(path).record is not None:
+                    _files_in((path / RECORD).read_bytes(), path / RECORD)
+                    return path / RECORD
+        return None
+
+    def _put_back(
+        self, name: str, found: bytes | None, kept: bytes | None, source: Path, tell: Callable[[str], None]
+    ) -> None:
+        path, where = self.path / name, source.relative_to(self.path)
+        if found is not None:
+            path.replace(path.with_name(f"{name}.found"))
+        if kept is not None:
+            write_bytes_atomically(path, kept)
+        if found is None:
+            tell(f"{path} is missing. The copy in {where} is used and put back.")
+            return
+        is_kept = f"what was found is kept as {name}.found"
+        if kept is None:
+            tell(f"{path} is not a file of this run: it is not used, and {is_kept}.")
+            return
+        changes = _changes(found, kept) if path == self.run_file else []
+        what = f"damaged, or changed by hand: {', '.join(changes)}" if changes else "damaged"
+        how = " To change settings of a run, use `bireme resume --set`." if changes else ""
+        tell(f"{path} is {what}. The copy in {where} is used and put back; {is_kept}.{how}")
 
     @property
     def run_file(self) -> Path:
@@ -209,3 +329,33 @@ def load_asked(path: Path | None, sets: Sequence[str]) -> RunFile:
     if path is not None and (folder := RunFolder(path.parent)).is_begun and path.name == folder.run_file.name:
         return folder.load_run(sets)
     return with_absolute_paths(load_run_file(path, sets), Path.cwd())
+
+
+def _files_in(record: bytes, path: Path) -> dict[str, bytes]:
+    """The content of each file in a record; a `BiremeError` if the record is damaged."""
+    files = unsealed(record, RECORD_KEY, path)["files"]
+    return {str(name): str(text).encode() for name, text in files.items()}
+
+
+def _changes(found: bytes, kept: bytes) -> list[str]:
+    """Which settings of a run file differ from those in another one, in words; none if it cannot be read."""
+    try:
+        now, before = (dict(_settings(tomllib.loads(text.decode()))) for text in (found, kept))
+    except ValueError:
+        return []
+    differing = [name for name in {**before, **now} if now.get(name) != before.get(name)]
+    told = [
+        f"{name} is {now[name]!r} instead of {before.get(name)!r}" if name in now else f"{name} is missing"
+        for name in differing[:MOST_CHANGES]
+    ]
+    more = [f"{len(differing) - MOST_CHANGES} more settings differ"] if differing[MOST_CHANGES:] else []
+    return told + more
+
+
+def _settings(table: Mapping[str, Any], beginning: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a run file with their tables, and the values."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{beginning}{name}.")
+        else:
+            yield f"{beginning}{name}", value

@@ -178,6 +178,7 @@ class _Joined:
         if led.checkpoint is not None:
             check_same_census(load_census(led.folder.private), census, str(led.folder.path), _tell)
         write_census(led.folder.private, census)
+        led.folder.record()
         self._talk.say("census", plain_census(census))
         return replace(led, prepared=replace(led.prepared, census=census))
 

@@ -33,6 +33,7 @@ from bireme.report.plan_document import plan_document, plan_notes, saved_plan_do
 from bireme.train.base_weights import has_base, keep_base
 from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.checkpoint.manifest import RECORD
 from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
 from bireme.train.data.prepare import RunData
 from bireme.train.delay_warmup import plans_of
@@ -257,7 +258,7 @@ def _machines(run: RunFile) -> Machines:
 
 
 def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
-    """Write what the processes of a run read, and what people may want to look up."""
+    """Write what the processes of a run read, and what people may want to look up; then the record of it."""
     keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
     write_windows(folder.windows, plans_of(prepared.run, prepared.plan))
@@ -269,6 +270,7 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
     write_census(folder.private, prepared.census)
     if prepared.profile is not None:
         save_profile(prepared.profile, folder.profile)
+    folder.record()
 
 
 def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
@@ -286,6 +288,7 @@ def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
         folder.data: True,
         folder.base: has_base(run),
         folder.private: bool(prepared.census),
+        folder.path / RECORD: True,
         folder.metrics: True,
         folder.ledger: run.sync.mode != "all",
         folder.path / "tensorboard": log.tensorboard,

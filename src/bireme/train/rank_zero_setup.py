@@ -75,6 +75,7 @@ def set_up_run(
     named = _named(asked, environment)
     begun = _begun(named, environment)
     if begun is not None:
+        begun.restore(tell)
         check_finds_checkpoints(named, begun)
     checkpoint = None if begun is None else newest_good(begun.checkpoints(named), on_bad=tell)
     if begun is not None:
@@ -97,6 +98,7 @@ def set_up_run(
         prepared = _on_hosts(found)
         if prepared.plan != found.plan:
             write_plan(folder.plan, prepared.plan)
+            folder.record()
     else:
         prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint, tell)
     if begun is not None:
@@ -200,7 +202,7 @@ def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
     if run.log.name is None:
         return None
     folder = RunFolder((Path(run.log.folder) / run.log.name).resolve())
-    is_own = environment.is_restart or folder.run_file.is_file()
+    is_own = environment.is_restart or folder.run_file.is_file() or folder.recorded() is not None
     return folder if folder.path.is_dir() and is_own else None
 
 

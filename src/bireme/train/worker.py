@@ -68,6 +68,8 @@ def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
     One that is started after others have trained gets all from them. What the run was resumed from may be
     deleted by then.
     """
+    if order.life.life:
+        RunFolder(start.folder).check_recorded()
     if order.is_empty:
         start = replace(start, checkpoint=None, passed_over=())
     return train_rank(world, start, order)
@@ -139,6 +141,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
             keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
             on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
             resumed_from=resumed_from,
+            record=None if world.rank else folder.recorded(),
         )
 
     writer: CheckpointWriter | LeaderWriter
@@ -236,6 +239,7 @@ def _grown(part: RankPart, saved: SavedPlan, batch_size: int) -> RankPart:
     run = grown(part.run, batch_size)
     if part.world.rank == 0:
         part.folder.write_run(run)
+        part.folder.record()
     part = replace(part, run=run)
     return replace(part, home=_home(part, saved))
 

@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.piece_sections import joined
 from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint.manifest import SHARES, FileEntry, Manifest, read_manifest
+from bireme.train.checkpoint.manifest import SHARES, FileEntry, Manifest, RecordEntry, read_manifest
 from bireme.train.checkpoint.shard import SavedTensors
 
 __all__ = ["Checkpoint", "find_checkpoints", "newest_good", "open_checkpoint", "step_folder", "step_of"]
@@ -45,7 +45,9 @@ class Checkpoint:
 
     def damage(self) -> tuple[str, ...]:
         """Read all files; return a sentence for each that is not as written; none if all are intact."""
-        files = self.manifest.files
+        files: list[FileEntry | RecordEntry] = [*self.manifest.files]
+        if self.manifest.record is not None:
+            files.append(self.manifest.record)
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(files))) as threads:
             found = threads.map(lambda entry: _damage(self.folder / entry.name, entry), files)
             return tuple(sentence for sentence in found if sentence is not None)
@@ -116,13 +118,13 @@ def newest_good(folder: Path, on_bad: Callable[[str], None] | None = None) -> Ch
     return None
 
 
-def _damage(path: Path, entry: FileEntry) -> str | None:
+def _damage(path: Path, entry: FileEntry | RecordEntry) -> str | None:
     """What is wrong with a file, in a sentence."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes != entry.num_bytes:
             what = "truncated" if num_bytes < entry.num_bytes else "too long"
-            return f"{path} is {what}: it has {num_bytes} bytes, and the manifest says {entry.num_bytes}."
+            return f"{path} is {what}: it has {num_bytes:,} bytes, and the manifest says {entry.num_bytes:,}."
         found = disk.digest_of(path)
     except FileNotFoundError:
         return f"{path} is missing, but the manifest lists it."

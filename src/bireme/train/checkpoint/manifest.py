@@ -1,7 +1,7 @@
 """`manifest.json`: what one checkpoint is, its files, and how to know that they are what they were.
 
 Its last line is the SHA-256 of the file itself, with zeros in its own place; so a changed byte in it is
-found like one in any other file.
+found like one in any other file. The record of a run's files (`../folder.py`) is sealed in the same way.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -20,14 +20,19 @@ from bireme.train.checkpoint import disk
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "RECORD",
     "SHARES",
     "CheckpointMeta",
     "FileEntry",
     "Manifest",
+    "RecordEntry",
     "TensorEntry",
     "plain_extra",
     "read_manifest",
+    "sealed",
+    "unsealed",
     "write_manifest",
+    "write_new",
 ]
 
 FORMAT = 1
@@ -35,11 +40,12 @@ SHARES = "shares"
 """Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
 
 MANIFEST = "manifest.json"
+RECORD = "run-files.json"
+"""The copies of the files of a run that a resume reads, in the folder of the run and in each checkpoint."""
 LARGEST_EXTRA_BYTES = 1 << 20
 
 KEY = "manifest_sha256"
 NO_DIGEST = "0" * 64
-LAST_LINE = re.compile(rb',\n "' + KEY.encode() + rb'": "([0-9a-f]{64})"\n}\n\Z')
 
 Count = Annotated[int, Field(ge=1)]
 Place = Annotated[int, Field(ge=0)]
@@ -83,6 +89,14 @@ class FileEntry(_Document):
     tensors: list[TensorEntry]
 
 
+class RecordEntry(_Document):
+    """The record of the run's files that a checkpoint has a copy of."""
+
+    name: Literal["run-files.json"] = RECORD
+    num_bytes: Place
+    sha256: Sha256
+
+
 class Manifest(_Document):
     """The whole of what is known about a checkpoint without looking into its files."""
 
@@ -99,6 +113,7 @@ class Manifest(_Document):
     bireme_version: str
     extra: dict[str, JsonValue]
     files: list[FileEntry] = Field(min_length=1)
+    record: RecordEntry | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -123,12 +138,13 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder that has none yet; return when it is on the disk."""
-    text = json.dumps(manifest.model_dump(mode="json"), allow_nan=False, indent=1).removesuffix("\n}")
-    unsigned = f'{text},\n "{KEY}": "{NO_DIGEST}"\n}}\n'.encode()
-    digest = hashlib.sha256(unsigned).hexdigest()
-    signed = LAST_LINE.sub(f',\n "{KEY}": "{digest}"\n}}\n'.encode(), unsigned)
-    with disk.create(folder / MANIFEST) as file:
-        disk.write(file, memoryview(signed))
+    write_new(folder / MANIFEST, sealed(manifest.model_dump(mode="json"), KEY))
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet; return when it is on the disk."""
+    with disk.create(path) as file:
+        disk.write(file, memoryview(data))
         disk.sync(file)
 
 
@@ -141,12 +157,29 @@ def read_manifest(folder: Path) -> Manifest:
         raise BiremeError(f"{path} is missing: without it {folder.name} is not a checkpoint.") from None
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
-    last = LAST_LINE.search(signed)
+    return validated(unsealed(signed, KEY, path), Manifest, source=str(path))
+
+
+def sealed(document: dict[str, Any], key: str) -> bytes:
+    """A document as JSON whose last line has, under `key`, the SHA-256 of all of it."""
+    text = json.dumps(document, allow_nan=False, indent=1).removesuffix("\n}")
+    unsigned = f'{text},\n "{key}": "{NO_DIGEST}"\n}}\n'.encode()
+    digest = hashlib.sha256(unsigned).hexdigest()
+    return _last_line(key).sub(f',\n "{key}": "{digest}"\n}}\n'.encode(), unsigned)
+
+
+def unsealed(signed: bytes, key: str, path: Path) -> dict[str, Any]:
+    """The document that `sealed` was given; a `BiremeError` if a byte of it differs."""
+    last = _last_line(key).search(signed)
     if last is None:
         raise BiremeError(f"{path} is damaged or truncated: it does not end with its own checksum.")
     unsigned = signed[: last.start(1)] + NO_DIGEST.encode() + signed[last.end(1) :]
     if hashlib.sha256(unsigned).hexdigest().encode() != last[1]:
         raise BiremeError(f"{path} is damaged: its bytes do not match the checksum in its last line.")
-    data = json.loads(signed)
-    del data[KEY]
-    return validated(data, Manifest, source=str(path))
+    document: dict[str, Any] = json.loads(signed)
+    del document[key]
+    return document
+
+
+def _last_line(key: str) -> re.Pattern[bytes]:
+    return re.compile(rb',\n "' + key.encode() + rb'": "([0-9a-f]{64})"\n}\n\Z')

@@ -3,6 +3,7 @@
 The name `step-…` is given last, when all of the draft is on the disk and was read back.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ from bireme.train.checkpoint.manifest import (
     CheckpointMeta,
     FileEntry,
     Manifest,
+    RecordEntry,
     read_manifest,
     write_manifest,
+    write_new,
 )
 
 __all__ = ["Draft", "delete_old", "keepable", "publish", "refuse_foreign"]
@@ -28,13 +31,16 @@ __all__ = ["Draft", "delete_old", "keepable", "publish", "refuse_foreign"]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint on its way. `name` is its own among all of a run's, failed ones too."""
+    """A checkpoint on its way. `name` is its own among all of a run's, failed ones too; `record` is the
+    content of the record of the run's files, of which it has a copy.
+    """
 
     step: int
     clip_scale: float
     name: str
     folder: Path
     meta: CheckpointMeta
+    record: bytes | None = None
 
 
 def refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[Path]) -> None:
@@ -59,6 +65,8 @@ def publish(draft: Draft, reports: Sequence[Report], folder: Path, damaged: Coll
     One of the same step is in the way, unless it is among the `damaged`. If anything fails, there is none.
     """
     manifest = _manifest(draft, _matching_files(draft, reports))
+    if draft.record is not None and manifest.record is not None:
+        write_new(draft.folder / manifest.record.name, draft.record)
     write_manifest(draft.folder, manifest)
     disk.sync_folder(draft.folder)
     if read_manifest(draft.folder) != manifest:
@@ -111,6 +119,9 @@ def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path
 
 
 def _manifest(draft: Draft, files: list[FileEntry]) -> Manifest:
+    record = None
+    if draft.record is not None:
+        record = RecordEntry(num_bytes=len(draft.record), sha256=hashlib.sha256(draft.record).hexdigest())
     return Manifest(
         step=draft.step,
         next_batch=draft.meta.next_batch,
@@ -124,6 +135,7 @@ def _manifest(draft: Draft, files: list[FileEntry]) -> Manifest:
         bireme_version=bireme.__version__,
         extra=draft.meta.extra,
         files=files,
+        record=record,
     )
 
 

@@ -40,7 +40,8 @@ class CheckpointWriter:
     """Writes this rank's part of every checkpoint into `folder`, which all ranks share, in the background.
 
     All ranks must make one, with a `store` that serves nothing else of this kind, and save the same steps.
-    `resumed_from` is what the run goes on from: only rank 0 needs it. A folder that another run writes to,
+    `resumed_from` is what the run goes on from, `record` the content of the record of the run's files, which
+    each checkpoint gets a copy of: only rank 0 needs them. A folder that another run writes to,
     or that holds checkpoints this run does not go on from, is refused with a `BiremeError` on every rank.
 
     `on_event` is called in the writer's thread; an exception of it comes out of the next call of a method.
@@ -59,6 +60,7 @@ class CheckpointWriter:
         keep: int = 2,
         on_event: Callable[[CheckpointEvent], None],
         resumed_from: Checkpoint | None = None,
+        record: bytes | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         if keep < LEAST_KEPT:
@@ -69,7 +71,7 @@ class CheckpointWriter:
         self.folder = folder
         self.rank = rank
         self.keep = keep
-        self._on_event = on_event
+        self._on_event, self._record = on_event, record
         self._agreement = Agreement(store, rank, num_ranks, timeout_s=timeout_s)
         self._damaged = () if resumed_from is None else resumed_from.passed_over
         self._good: list[int] = []
@@ -122,7 +124,7 @@ class CheckpointWriter:
         attempt = self._num_attempts[step] = self._num_attempts.get(step, 0) + 1
         name = f"{step}-{attempt}"
         path = draft_folder(self.folder, f"{name}-{self._token}")
-        draft = Draft(step, snapshot.clip_scale, name, path, meta)
+        draft = Draft(step, snapshot.clip_scale, name, path, meta, self._record)
         self._tensors = snapshot.tensors
         stall_s = copied_s + time.monotonic() - called_s
         self._start(lambda: self._work(draft, stall_s), "checkpoint")
