@@ -10,7 +10,13 @@ from pathlib import Path
 
 from bireme.errors import BiremeError
 
-__all__ = ["new_folder", "write_bytes_atomically", "write_chunks_atomically", "write_text_atomically"]
+__all__ = [
+    "free_bytes",
+    "new_folder",
+    "write_bytes_atomically",
+    "write_chunks_atomically",
+    "write_text_atomically",
+]
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -87,6 +93,16 @@ def new_folder(path: Path) -> Iterator[Path]:
             before.replace(path)
         for leftover in (draft, before):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def free_bytes(path: Path) -> int | None:
+    """The bytes that this user may write at a path, which need not exist; None if that is not known."""
+    there = next((one for one in (path, *path.absolute().parents) if one.is_dir()), None)
+    try:
+        usage = None if there is None else shutil.disk_usage(there)
+    except OSError:
+        return None
+    return usage.free if usage is not None and usage.total else None  # some file systems count nothing
 
 
 def _tidy_up(path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
     by_hand = bireme(capsys, "train", str(path), "--steps", "3", "--dry-run", "--json").document
     planned = ["--model", GPT, "--measure-on", "meta", "-B", "8", "--cluster", "laptop", "--depth", "1"]
     fields = set(bireme(capsys, "plan", *planned, "--json").document)
-    assert set(document) == set(by_hand) == fields | {"writes"}
+    assert set(document) == set(by_hand) == fields | {"writes", "disk", "taken"}
     assert (by_hand["schedule"], by_hand["num_stages"], by_hand["predicted_batch_s"]) == ("2bw", 2, None)
 
     shown = bireme(capsys, "train", str(path), "--dry-run")

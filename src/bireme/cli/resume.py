@@ -29,7 +29,11 @@ def resume(
     ] = None,
     anyway: Annotated[
         bool,
-        typer.Option("--anyway", help="Resume although the last starts reached no new checkpoint."),
+        typer.Option(
+            "--anyway",
+            help="Resume although the last starts reached no new checkpoint, or the disk has no room for "
+            "what the run saves.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -48,6 +52,7 @@ def resume(
     begin()
     from bireme.report.progress import progress_bar
     from bireme.train.checkpoint.checkpoint import newest_good
+    from bireme.train.disk_room import check_room
     from bireme.train.export import has_ended
     from bireme.train.prepare import prepared_again
     from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
@@ -71,6 +76,8 @@ def resume(
         raise typer.Exit(NO_PROGRESS_STATUS) from None
     with progress_bar("preparing") as progress:
         prepared = prepared_again(run, folder, progress, checkpoint, _tell)
+    if not anyway:
+        check_room(prepared, folder, at)
     count_start(folder, at)
     begins = "" if checkpoint else ", because there is no checkpoint yet"
     typer.echo(f"bireme: resuming after step {at} of {run.training.steps}{begins}.", err=True)

@@ -44,6 +44,10 @@ def train(
             "--dry-run", help="Show the plan, its time and memory, and what would be written; write nothing."
         ),
     ] = False,
+    anyway: Annotated[
+        bool,
+        typer.Option("--anyway", help="Train although the disk has no room for what the run saves."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model over a pipeline. Without a run file: a small language model on Python's sources.
@@ -54,15 +58,17 @@ def train(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if dry_run:
             raise BiremeError("--dry-run plans in one process: call it without torchrun.")
-        _train_with_others(run_file, sets, as_json=as_json)
+        _train_with_others(run_file, sets, anyway=anyway, as_json=as_json)
         return
     from bireme.train.folder import RunFolder, load_asked
 
     run = load_asked(run_file, sets)
 
-    RunFolder.check_new(run)  # now too, for what comes next may take long
+    if not dry_run:
+        RunFolder.check_new(run)  # now too, for what comes next may take long
     begin()
     from bireme.report.progress import progress_bar
+    from bireme.train.disk_room import check_room
     from bireme.train.prepare import prepare, write_prepared
 
     with progress_bar("preparing") as progress:
@@ -70,6 +76,8 @@ def train(
     if dry_run:
         _show_dry(prepared, RunFolder.named(run, datetime.now()), as_json=as_json)
         return
+    if not anyway:
+        check_room(prepared, RunFolder.named(run, datetime.now()))
     folder = RunFolder.new(run, datetime.now())
     write_prepared(prepared, folder)
     run_to_end(prepared, folder, None, as_json=as_json)
@@ -77,16 +85,24 @@ def train(
 
 def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
+    from bireme.train.disk_room import disk_room
     from bireme.train.prepare import prepared_document, written_paths
 
     paths = [str(path) for path in written_paths(prepared, folder)]
+    room, taken = disk_room(prepared, folder), folder.taken(prepared.run)
     if as_json:
-        print_json(prepared_document(prepared) | {"writes": paths})
+        disk = None if room is None else room.document()
+        print_json(prepared_document(prepared) | {"writes": paths, "disk": disk, "taken": taken or None})
         return
     show_prepared(prepared, folder, as_json=False)
     typer.echo("Nothing was written. The run would write:")
     for path in paths:
         typer.echo(f"  {path}")
+    if room is not None:
+        short = ": too little, so that the run would be refused" if room.is_short else ""
+        typer.echo(f"On the disk, {room.sentence}{short}.")
+    if taken:
+        typer.echo(f"The run itself would be refused: {taken}")
 
 
 def begin() -> None:
@@ -114,15 +130,19 @@ def run_to_end(
         typer.echo(f"bireme: {error}\n{_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(1) from None
     show_finished(finished, as_json=as_json)
+    if finished.lost:
+        raise typer.Exit(1)
 
 
-def _train_with_others(run_file: Path | None, sets: Sequence[str], *, as_json: bool) -> None:
+def _train_with_others(run_file: Path | None, sets: Sequence[str], *, anyway: bool, as_json: bool) -> None:
     """Join the run as one of torchrun's processes."""
     from bireme.train.launched_rank import join
 
-    finished = join(run_file, sets, partial(show_prepared, as_json=as_json))
+    finished = join(run_file, sets, partial(show_prepared, as_json=as_json), anyway=anyway)
     if finished is not None:
         show_finished(finished, as_json=as_json)
+    if finished is not None and finished.lost:
+        raise typer.Exit(1)
 
 
 def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
@@ -159,12 +179,15 @@ def show_finished(finished: "Finished", *, as_json: bool) -> None:
         if finished.is_stopped:
             how = _how_to_go_on(finished.summary.run_dir)
             typer.echo(f"bireme: stopped ({finished.reason}). {how}", err=True)
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    from bireme.report.train_table import print_summary
+        from bireme.report.train_table import print_summary
 
-    print_summary(finished.summary.document(), Console(), is_stopped=finished.is_stopped)
+        document = finished.summary.document()
+        print_summary(document, Console(), is_stopped=finished.is_stopped, is_lost=bool(finished.lost))
+    if finished.lost:
+        typer.echo(f"bireme: {finished.lost}", err=True)
 
 
 def _how_to_go_on(folder: "Path | str") -> str:

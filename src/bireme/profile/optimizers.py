@@ -10,6 +10,7 @@ from bireme.model.graph import State
 
 __all__ = [
     "OPTIMIZERS",
+    "SHORT",
     "check_optimizer",
     "frozen_bytes",
     "gradient_bytes",

@@ -147,8 +147,10 @@ def _about_delay(first_delayed_step: int) -> str:
     )
 
 
-def print_summary(document: dict[str, Any], console: Console, *, is_stopped: bool) -> None:
-    """Print the results of a run."""
+def print_summary(
+    document: dict[str, Any], console: Console, *, is_stopped: bool, is_lost: bool = False
+) -> None:
+    """Print the results of a run; of one whose result `is_lost`, nothing about a model."""
     say, tell = console.print, partial(_tell, console)
     steps, folder = document["steps"], document["run_dir"]
     table = Table("", "predicted", "measured", "than predicted", box=None, header_style="dim")
@@ -210,14 +212,24 @@ def print_summary(document: dict[str, Any], console: Console, *, is_stopped: boo
         tell(f"Warning: {warning}")
     if is_stopped:
         tell(f"Stopped ({document['reason']}). To resume: bireme resume {shlex.quote(folder)}")
-    elif Path(folder, "model").is_dir():
-        tell(f"The model is in {folder}/model.")
-    else:
-        tell("There is no checkpoint and so no model, because checkpoint.at_end is false.")
+    elif not is_lost:
+        tell(_about_model(folder, steps, document.get("checkpoint")))
     tell(f"For a page with all results: bireme report {shlex.quote(folder)}")
     if document["sample"]:
         say("\n[dim]A sample of its text:[/dim]")
         say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
+
+
+def _about_model(folder: str, steps: int, checkpoint: int | None) -> str:
+    """Where the model of a run is that has done its steps."""
+    if Path(folder, "model").is_dir():
+        is_older = checkpoint is not None and checkpoint < steps
+        older = f" It is that of step {checkpoint}, because checkpoint.at_end is false." if is_older else ""
+        return f"The model is in {folder}/model.{older}"
+    if checkpoint is not None:
+        export = f"bireme export {shlex.quote(folder)} --to FOLDER"
+        return f"No model was written, because export.at_end is false. To write it: {export}"
+    return "There is no checkpoint and so no model, because checkpoint.at_end is false."
 
 
 def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:

@@ -59,19 +59,23 @@ class RunFolder:
         """Refuse a run whose folder cannot be a new one; nothing is made yet."""
         parent = Path(run.log.folder)
         path = parent if run.log.name is None else parent / run.log.name
-        if run.log.name is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
-            folder = shlex.quote(str(path))
-            is_run = cls(path).run_file.is_file()
-            remedy = f"Resume it with `bireme resume {folder}`, or give" if is_run else "Give"
-            raise BiremeError(
-                f"{path} already exists. {remedy} the new run another name with --set log.name=NAME."
-            )
+        if taken := cls(path).taken(run):
+            raise BiremeError(taken)
         there = next(one for one in (path, *path.absolute().parents) if one.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is not a folder"
             raise BiremeError(
                 f"The folder {path} of the run cannot be created: {there} {why}. Set another log.folder."
             )
+
+    def taken(self, run: RunFile) -> str:
+        """Why a new run of this name cannot have this folder, in a sentence; empty if it can."""
+        path = self.path
+        if run.log.name is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return ""
+        is_run = self.run_file.is_file()
+        remedy = f"Resume it with `bireme resume {shlex.quote(str(path))}`, or give" if is_run else "Give"
+        return f"{path} already exists. {remedy} the new run another name with --set log.name=NAME."
 
     @classmethod
     def named(cls, run: RunFile, now: datetime) -> "RunFolder":

@@ -29,6 +29,7 @@ from bireme.runtime.failures import RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
+from bireme.train.disk_room import check_room
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import host_orders, meet_hosts, train_on_host, under_way
 from bireme.train.launching import DONE, Finished, finish
@@ -71,8 +72,9 @@ PARTING_S = 30.0
 Show = Callable[[Prepared, RunFolder], None]
 
 
-def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
-    """Take part in the run that the environment places this process in, to its end.
+def join(run_file: Path | None, sets: Sequence[str], show: Show, *, anyway: bool = False) -> Finished | None:
+    """Take part in the run that the environment places this process in, to its end; with `anyway` although
+    the disk has no room for what the run saves.
 
     Rank 0 has the result, and `show` is called there once the run is ready. On other ranks, and where the
     run had done all its steps before, it is None. A mistake that shows before the run begins is said by rank
@@ -83,7 +85,7 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | N
         return train_on_host(*back, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
     store = rendezvous(environment)
-    joined = _Joined(environment, store)
+    joined = _Joined(environment, store, anyway=anyway)
     try:
         return joined.go(run_file, sets, show)
     except RankFailed as failure:
@@ -98,8 +100,9 @@ class _Joined:
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
     """
 
-    def __init__(self, environment: Environment, store: Store) -> None:
+    def __init__(self, environment: Environment, store: Store, *, anyway: bool) -> None:
         self.place = environment.rank
+        self._anyway = anyway
         self._environment = environment
         self._store = store
         self._talk = Talk(store)
@@ -155,6 +158,8 @@ class _Joined:
             asked = load_asked(run_file, sets)
             led = set_up_run(self._environment, asked, nodes, self._servers(nodes), _tell)
             if led is not None:
+                if not self._anyway:
+                    check_room(led.prepared, led.folder, led.step)
                 orders = _orders(led)
                 talk.say("orders", asdict(orders))
                 self._take(orders, nodes)

@@ -5,6 +5,7 @@ processes are ended the hard way only if somebody asks a second time.
 """
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -15,6 +16,9 @@ from types import FrameType
 from typing import Any
 
 from bireme.devices import num_accelerators
+from bireme.errors import BiremeError
+from bireme.files import free_bytes
+from bireme.report.units import bytes_text, counted
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.chosen_batch import chooses_batch, with_batch_of
@@ -28,6 +32,7 @@ from bireme.train.rank_part import Start
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
+from bireme.train.run_file import RunFile
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
 from bireme.train.worker import train_rank
@@ -46,6 +51,8 @@ class Finished:
 
     summary: Summary
     reason: str
+    lost: str = ""
+    """Why the result that was asked for is not on the disk, and what to do; empty if it is."""
 
     @property
     def is_stopped(self) -> bool:
@@ -104,17 +111,57 @@ def _run(
 
 def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Finished:
     """Export the model, let it write a sample, and write down what came of the run."""
-    own = first_of(outcomes)
-    sample = ""
-    newest = newest_good(folder.checkpoints(prepared.run))
-    if own.reason in DONE and newest is not None:
-        if prepared.run.export.at_end:
-            export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
-        with NewestWeights(prepared.run, prepared.graph, newest) as weights:
-            sample = written(prepared.run, weights, prepared.data.tokenizer)
+    own, run = first_of(outcomes), prepared.run
+    sample = lost = ""
+    newest = newest_good(folder.checkpoints(run))
+    if own.reason in DONE:
+        lost = _without_checkpoint(run, folder, own.steps, newest)
+    if own.reason in DONE and newest is not None and not lost:
+        if run.export.at_end:
+            lost = _exported(prepared, folder, newest)
+        with NewestWeights(run, prepared.graph, newest) as weights:
+            sample = written(run, weights, prepared.data.tokenizer)
     summary = summary_of(prepared, folder, outcomes, sample)
-    summary.write(folder.summary)
-    return Finished(summary, own.reason)
+    try:
+        summary.write(folder.summary)
+    except BiremeError as error:  # what it says is shown all the same
+        summary = replace(summary, warnings=(*summary.warnings, str(error)))
+    return Finished(summary, own.reason, lost)
+
+
+def _without_checkpoint(run: RunFile, folder: RunFolder, steps: int, newest: Checkpoint | None) -> str:
+    """Why a run that has done its steps has no result, in sentences; empty if the checkpoint is there."""
+    every = run.checkpoint.every_steps
+    due = (
+        steps if run.checkpoint.at_end else (steps - 1) // every * every if every and run.export.at_end else 0
+    )
+    found = 0 if newest is None else newest.manifest.step
+    if found >= due:
+        return ""
+    free = free_bytes(folder.path)
+    room = "" if free is None else f" {bytes_text(free)} is free there."
+    kept = f"The newest checkpoint is that of step {found}" if found else "There is no checkpoint"
+    again = f"repeats steps {found + 1} to {steps}"
+    return (
+        f"The run has done {counted(steps, 'step')}, but the checkpoint of step {due} could not be written "
+        f"to {folder.checkpoints(run)}, so there is no trained model.{room} {kept}. Free space; then "
+        f"`bireme resume {shlex.quote(str(folder.path))}` {again}."
+    )
+
+
+def _exported(prepared: Prepared, folder: RunFolder, newest: Checkpoint) -> str:
+    """Export the model; what went wrong, in sentences, empty if nothing did."""
+    try:
+        export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
+    except BiremeError as error:
+        own, free = shlex.quote(str(folder.path)), free_bytes(folder.path)
+        room = "" if free is None else f" {bytes_text(free)} is free there."
+        return (
+            f"The model could not be exported: {error}{room} The checkpoint of step {newest.manifest.step} "
+            f"is whole: `bireme export {own} --to FOLDER` writes the model to any disk; or free space, and "
+            f"`bireme resume {own}`."
+        )
+    return ""
 
 
 def first_words(prepared: Prepared) -> dict[str, Any]:

@@ -143,6 +143,8 @@ class Loop:
         if self.run.checkpoint.at_end if is_done else is_whole:
             self._save()
         self._checkpoints.finish(self.pipeline, self.step)
+        if is_done and self.run.checkpoint.at_end:
+            self._checkpoints.insist(self.pipeline, self.step, self.warn)
         if self.timeline is None and self.pipeline.recording is not None:
             self.timeline = self.pipeline.timeline()
         return self._outcome()
@@ -158,7 +160,7 @@ class Loop:
                 write_s=event.write_s,
                 num_bytes=event.num_bytes,
             )
-        else:
+        elif not self._checkpoints.tries_again:  # else the same is said many times
             self.warn(event.text, event.step)
 
     def warn(self, text: str, step: int | None = None) -> None:

@@ -57,6 +57,11 @@ class RunSetup:
     words: dict[str, Any]
     nodes: Nodes
 
+    @property
+    def step(self) -> int:
+        """The step to go on after."""
+        return 0 if self.checkpoint is None else self.checkpoint.manifest.step
+
 
 def set_up_run(
     environment: Environment,

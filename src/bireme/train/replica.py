@@ -234,7 +234,7 @@ class LeaderWriter:
     def __init__(
         self, folder: Path, make: Callable[[int], CheckpointWriter], warn: Callable[[str], None]
     ) -> None:
-        self._folder, self._make, self._warn = folder, make, warn
+        self.folder, self._make, self._warn = folder, make, warn
         self._num_tried = 0
         self._writer: CheckpointWriter | None = None
 
@@ -251,7 +251,7 @@ class LeaderWriter:
 
     def has(self, step: int) -> bool:
         """Whether some replica has written the checkpoint of that step."""
-        return step_folder(self._folder, step).is_dir()
+        return step_folder(self.folder, step).is_dir()
 
     def close(self) -> None:
         """Let another replica write, if this one did. One that leads again opens a writer again."""

@@ -101,6 +101,10 @@ class CheckpointWriter:
         """The step of the newest checkpoint that this run knows to be whole; at first its start."""
         return self._good[-1] if self._good else None
 
+    def has(self, step: int) -> bool:
+        """Whether this run knows of a whole checkpoint of that step."""
+        return step in self._good
+
     def save(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float = 0.0) -> None:
         """Start writing the checkpoint of this snapshot, and return at once.
 

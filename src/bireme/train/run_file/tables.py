@@ -257,6 +257,11 @@ class Checkpoints(Table):
     )
     background: bool = Field(default=True, description="Write in the background while training continues")
     at_end: bool = Field(default=True, description="Write a checkpoint after the last step")
+    wait_for_room_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(
+        default=43200.0,
+        description="Most seconds that the processes wait, with what they have learned, if the checkpoint "
+        "after the last step cannot be written, for example because the disk is full",
+    )
 
 
 class Export(Table):
