@@ -2,10 +2,15 @@
 
 import time
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from bireme.balance.shares import Limits
 from bireme.errors import BiremeError
+from bireme.runtime import coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_server import CoordinatorServer, listener
 from bireme.runtime.ledger import Ledger
@@ -41,3 +46,26 @@ def test_a_ledger_that_cannot_be_written_ends_the_coordinator_with_its_reason(tm
         ledger.close()
 
     assert str(server.failure) == "No space left on device."
+
+
+def test_time_in_which_the_coordinator_was_stopped_does_not_count_against_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A laptop that was closed for longer than the lease lost all replicas at once."""
+    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
+    server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", None)
+    clock, oversleeps_s = [1000.0], [0.0, 45.0, 0.0, 3600.0]
+
+    def select(wait_s: float) -> list[object]:
+        clock[0] += wait_s + oversleeps_s.pop(0)
+        return []
+
+    monkeypatch.setattr(coordinator_server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(server, "_selector", SimpleNamespace(select=select))
+    times = [server._now_s()]
+    while oversleeps_s:
+        server._serve()
+        times.append(server._now_s())
+    steps = [after - before for before, after in pairwise(times)]
+    assert all(0 < step <= coordinator_server.LONGEST_S + 1e-6 for step in steps)
+    server._listening.close()

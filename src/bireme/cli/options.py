@@ -21,6 +21,7 @@ __all__ = [
     "Json",
     "Microbatches",
     "Recompute",
+    "Restarts",
     "Sets",
     "Slices",
     "Stages",
@@ -78,6 +79,16 @@ From = Annotated[
     typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Restarts = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Restarts from the newest checkpoint after a failure, in a row without a new checkpoint. By "
+        "default 3 with sync.mode quorum, groups and outer, and 0 with all.",
+        show_default=False,
+    ),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file. Repeatable."),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json
+from bireme.cli.options import Json, Restarts
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def resume(
             help="Set a key for the rest of the run, such as its steps or its plan. Repeatable.",
         ),
     ] = None,
+    restarts: Restarts = None,
     anyway: Annotated[
         bool,
         typer.Option(
@@ -81,7 +82,7 @@ def resume(
     count_start(folder, at)
     begins = "" if checkpoint else ", because there is no checkpoint yet"
     typer.echo(f"bireme: resuming after step {at} of {run.training.steps}{begins}.", err=True)
-    run_to_end(prepared, folder, checkpoint, as_json=as_json)
+    run_to_end(prepared, folder, checkpoint, restarts=restarts, as_json=as_json)
 
 
 def _rate_of(run: "RunFile", steps: int) -> str:

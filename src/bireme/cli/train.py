@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Sets, print_json, settings_of
+from bireme.cli.options import Json, Restarts, Sets, print_json, settings_of
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ __all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
 INTERRUPTED_STATUS = 130
 """Exit status that shells use for a command ended by Ctrl-C."""
+USUAL_RESTARTS = 3
+"""Of a run whose replicas may die."""
 
 
 def train(
@@ -44,6 +46,7 @@ def train(
             "--dry-run", help="Show the plan, its time and memory, and what would be written; write nothing."
         ),
     ] = False,
+    restarts: Restarts = None,
     anyway: Annotated[
         bool,
         typer.Option("--anyway", help="Train although the disk has no room for what the run saves."),
@@ -58,6 +61,11 @@ def train(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if dry_run:
             raise BiremeError("--dry-run plans in one process: call it without torchrun.")
+        if restarts is not None:
+            raise BiremeError(
+                "--restarts is for processes that bireme starts. A launcher restarts its own: leave out "
+                "--restarts, and set torchrun's --max-restarts."
+            )
         _train_with_others(run_file, sets, anyway=anyway, as_json=as_json)
         return
     from bireme.train.folder import RunFolder, load_asked
@@ -80,7 +88,7 @@ def train(
         check_room(prepared, RunFolder.named(run, datetime.now()))
     folder = RunFolder.new(run, datetime.now())
     write_prepared(prepared, folder)
-    run_to_end(prepared, folder, None, as_json=as_json)
+    run_to_end(prepared, folder, None, restarts=restarts, as_json=as_json)
 
 
 def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
@@ -114,15 +122,22 @@ def begin() -> None:
 
 
 def run_to_end(
-    prepared: "Prepared", folder: "RunFolder", checkpoint: "Checkpoint | None", *, as_json: bool
+    prepared: "Prepared",
+    folder: "RunFolder",
+    checkpoint: "Checkpoint | None",
+    *,
+    restarts: int | None,
+    as_json: bool,
 ) -> None:
-    """Show the plan, run it, and show the results."""
+    """Show the plan, run it, and show the results. None is the usual number of restarts."""
     from bireme.runtime.failures import RunFailed
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
+    if restarts is None:
+        restarts = USUAL_RESTARTS if prepared.run.sync.is_coordinated else 0
     try:
-        finished = start(prepared, folder, checkpoint, is_shown=True)
+        finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
     except KeyboardInterrupt:
         typer.echo(f"bireme: interrupted before a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(INTERRUPTED_STATUS) from None

@@ -30,6 +30,8 @@ NOTICE = b'{"ended"'
 NOBODY = RankId(-1, 0, 0)
 SHORTEST_S = 0.001
 LONGEST_S = 1.0
+LATE_S = 0.5
+"""A process that looks so much later than it wanted to was stopped, as on a laptop that was closed."""
 
 
 def listener(address: str = "", port: int = 0) -> socket.socket:
@@ -99,6 +101,8 @@ class CoordinatorServer:
         self._ended: deque[Life] = deque()
         self._answer = answer
         self._is_asked = self._is_closing = False
+        self._stopped_s = 0.0
+        """How long this process was stopped. That does not count against ranks, which it did not hear."""
         self._thread = threading.Thread(target=self._run, name="bireme coordinator", daemon=True)
 
     @property
@@ -149,9 +153,13 @@ class CoordinatorServer:
 
     def _serve(self) -> None:
         """Wait for the next event, and do what follows."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         wait_s = min(max(host_wake_s(self._host, now_s) - now_s, SHORTEST_S), LONGEST_S)
-        for key, _ in self._selector.select(wait_s):
+        ready = self._selector.select(wait_s)
+        late_s = self._now_s() - now_s - wait_s
+        if late_s > LATE_S:
+            self._stopped_s += late_s
+        for key, _ in ready:
             if key.fileobj is self._listening:
                 self._accept()
             elif key.fileobj == self._wake_read:
@@ -163,10 +171,14 @@ class CoordinatorServer:
             self._answer()
         while self._ended:
             self._step(Ended(self._ended.popleft()))
-        if time.monotonic() >= host_wake_s(self._host, now_s):
+        if self._now_s() >= host_wake_s(self._host, now_s):
             self._step(Tick())
         for caller in list(self._callers.values()):
             self._flush(caller)
+
+    def _now_s(self) -> float:
+        """Seconds by a clock that stands while this process is stopped."""
+        return time.monotonic() - self._stopped_s
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -206,7 +218,7 @@ class CoordinatorServer:
         return found
 
     def _step(self, event: Event) -> None:
-        done = host_step(self._host, event, time.monotonic())
+        done = host_step(self._host, event, self._now_s())
         if self._ledger is not None:
             self._ledger.append(done.lines, is_lasting=done.is_lasting)
         self._host = done.host

@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.report.units import bytes_text, counted
+from bireme.runtime.failures import RankFailed, RunFailed
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.chosen_batch import chooses_batch, with_batch_of
@@ -32,6 +34,7 @@ from bireme.train.rank_part import Start
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
+from bireme.train.restart_limit import count_start
 from bireme.train.run_file import RunFile
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
@@ -61,13 +64,20 @@ class Finished:
 
 
 def start(
-    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool
+    prepared: Prepared,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    *,
+    is_shown: bool,
+    restarts: int = 0,
 ) -> Finished:
     """Run the processes of a prepared run to their end, then write what came of it.
 
-    One that ends because a stage has become slow goes on with a new plan, once.
+    One that ends because a stage has become slow goes on with a new plan, once. One that fails goes on from
+    its newest checkpoint, unless so many `restarts` in a row have reached no new one: then the failure is
+    raised.
     """
-    outcomes = _run(prepared, folder, checkpoint, is_shown=is_shown, may_replan=True)
+    outcomes = _run_through(prepared, folder, checkpoint, is_shown=is_shown, restarts=restarts)
     if first_of(outcomes).reason == REPLAN:
         if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
             prepared = replace(prepared, run=with_batch_of(prepared.run, folder.load_run()))
@@ -76,6 +86,41 @@ def start(
         newest = newest_good(folder.checkpoints(prepared.run))
         outcomes = _run(prepared, folder, newest, is_shown=is_shown, may_replan=False)
     return finish(prepared, folder, outcomes)
+
+
+def _run_through(
+    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool, restarts: int
+) -> list[Outcome]:
+    """What the ranks of a run come to, after as many restarts as it takes and may take."""
+    num_in_vain = 0
+    while True:
+        step, num_ledger_bytes = _step_of(checkpoint), _size_of(folder.ledger)
+        try:
+            return _run(prepared, folder, checkpoint, is_shown=is_shown, may_replan=True)
+        except (BiremeError, RunFailed) as failure:
+            # A user's mistake shows before anything is trained, and would only show again.
+            if isinstance(failure, BiremeError) and _size_of(folder.ledger) == num_ledger_bytes:
+                raise
+            with suppress(BiremeError):  # if all checkpoints are damaged, the failure says more
+                checkpoint = newest_good(folder.checkpoints(prepared.run))
+            num_in_vain = 0 if _step_of(checkpoint) > step else num_in_vain
+            if num_in_vain >= restarts:
+                raise
+            num_in_vain += 1
+            count_start(folder, _step_of(checkpoint))
+            why = failure.line if isinstance(failure, RankFailed) else str(failure)
+            at = f"after step {_step_of(checkpoint)}" if checkpoint else "from its beginning"
+            count = f"restart {num_in_vain} of at most {restarts} in a row without a new checkpoint"
+            print(f"bireme: {why} The run continues {at} ({count}).", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+
+
+def _step_of(checkpoint: Checkpoint | None) -> int:
+    return 0 if checkpoint is None else checkpoint.manifest.step
+
+
+def _size_of(path: Path) -> int:
+    """Of a file, in bytes; 0 if there is none. A ledger grows with every batch that counts."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _run(
