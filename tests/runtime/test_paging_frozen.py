@@ -93,7 +93,7 @@ def test_a_snapshot_without_frozen_weights_leaves_those_of_the_pipeline(tmp_path
 def test_a_plan_that_does_not_count_frozen_weights_is_refused(tmp_path: Path) -> None:
     whole, plan = tiny_text(), Plan((2, 4, 6), 3, "1f1b", stages_per_rank=4)
     within = paged(plan, sizes_of(whole, plan, stash=STASH), 0.1, host=0.0, disk=True)
-    with pytest.raises(BiremeError, match=r"Rank 0 has \d+ bytes of frozen weights that the plan leaves"):
+    with pytest.raises(BiremeError, match=r"Rank 0 has [\d.,]+ \w+ of frozen weights that the plan leaves"):
         pipeline_of(part_of_a_model(), Setting(within, paging=PagingSettings(tmp_path)), None)
 
 

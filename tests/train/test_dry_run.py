@@ -57,7 +57,11 @@ def test_a_dry_run_lists_what_the_run_then_writes(tmp_path: Path, capsys: Captur
     with alone():
         listed = bireme(capsys, *words, "--dry-run", "--json").document["writes"]
         assert bireme(capsys, *words).status == 0
+        again = bireme(capsys, *words, "--dry-run")
     assert {*map(Path, listed)} == {*(tmp_path / "runs" / "run").iterdir()}
+    assert again.status == 0, "a dry run of a name that is taken says so, and is not refused"
+    assert "The run itself would be refused" in again.out
+    assert "already exists. Resume it with" in again.out
     asked = load_run_file(Path(words[1]), ["training.steps=5", "log.trace=true"])
     plan = load_plan(tmp_path / "runs" / "run" / "plan.json")
     assert is_recorded(asked, plan)

@@ -27,8 +27,8 @@ def _ended(
     ends: Sequence[tuple[Exception | None, int]],
     restarts: int = 3,
 ) -> tuple[object, list[int]]:
-    """How a run ends, and the steps that it was started from. `ends` has the error of each start, and the step
-    of the newest checkpoint after it.
+    """How a run ends, and the steps that it was started from. `ends` has the error of each start, and the
+    step of the newest checkpoint after it.
     """
     left, starts, newest = list(ends), list[int](), [0]
 

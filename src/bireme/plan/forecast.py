@@ -8,6 +8,7 @@ from typing import Annotated
 from annotated_types import MinLen
 
 from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share
+from bireme.errors import size_text
 from bireme.plan.energy import joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal
@@ -181,19 +182,11 @@ class NothingFits:
         worst = self.stages[self.stage]
         if self.missing_bytes == math.inf:
             return "No plan keeps all pinned units on their devices. Pin fewer of them."
-        needs, has = _bytes(worst.peak_bytes), _bytes(worst.limit_bytes)
+        needs, has = size_text(worst.peak_bytes), size_text(worst.limit_bytes)
         text = (
             f"No plan fits. The nearest one ({self.schedule}, depth {self.depth}, micro-batches of "
             f"{self.micro_batch}) needs {needs} for stage {self.stage} (units {worst.begin} to "
-            f"{worst.end - 1}) on {self.device}, which has only {has}: {_bytes(self.missing_bytes)} are "
+            f"{worst.end - 1}) on {self.device}, which has only {has}: {size_text(self.missing_bytes)} are "
             "missing."
         )
         return f"{text} What would make one fit: {'; or '.join(self.remedies)}." if self.remedies else text
-
-
-def _bytes(num_bytes: float) -> str:
-    """A number of bytes as people read it; all digits where it is small."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= 10 * size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes:,.0f} bytes"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, size_text
 from bireme.schedule.chunks import MOST_CHUNKS, best_chunk_bytes, is_paged, num_chunks
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
@@ -59,7 +59,7 @@ class TierTooSmallError(BiremeError):
         what = "disk" if tier.name == "disk" else f"{tier.name} memory"
         super().__init__(
             f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
-            f"({needed_bytes / 1e9:.3g} GB) and is given {tier.budget_bytes}. Give it {advice}."
+            f"({needed_bytes / 1e9:.3g} GB) and is given {size_text(tier.budget_bytes)}. Give it {advice}."
         )
         self.tier = tier.name
         self.needed_bytes = needed_bytes

@@ -9,12 +9,12 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from bireme.documents import validated
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, size_text
 from bireme.train.checkpoint import disk
 
 __all__ = [
@@ -40,7 +40,7 @@ SHARES = "shares"
 """Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
 
 MANIFEST = "manifest.json"
-RECORD = "run-files.json"
+RECORD: Final = "run-files.json"
 """The copies of the files of a run that a resume reads, in the folder of the run and in each checkpoint."""
 LARGEST_EXTRA_BYTES = 1 << 20
 
@@ -129,8 +129,8 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
         raise BiremeError(f"Extra data in a checkpoint must be JSON: {error}.") from error
     if len(text) > LARGEST_EXTRA_BYTES:
         raise BiremeError(
-            f"Extra data in a checkpoint takes {len(text)} bytes of JSON, but at most "
-            f"{LARGEST_EXTRA_BYTES} are allowed. Put large data into tensors or separate files."
+            f"Extra data in a checkpoint takes {size_text(len(text))} of JSON, but at most "
+            f"{size_text(LARGEST_EXTRA_BYTES)} are allowed. Put large data into tensors or separate files."
         )
     copied: dict[str, JsonValue] = json.loads(text)
     return copied
