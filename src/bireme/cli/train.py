@@ -22,8 +22,6 @@ __all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
 INTERRUPTED_STATUS = 130
 """Exit status that shells use for a command ended by Ctrl-C."""
-USUAL_RESTARTS = 3
-"""Of a run whose replicas may die."""
 
 
 def train(
@@ -126,16 +124,14 @@ def run_to_end(
     folder: "RunFolder",
     checkpoint: "Checkpoint | None",
     *,
-    restarts: int | None,
+    restarts: int | None = None,
     as_json: bool,
 ) -> None:
-    """Show the plan, run it, and show the results. None is the usual number of restarts."""
+    """Show the plan, run it, and show the results."""
     from bireme.runtime.failures import RunFailed
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
-    if restarts is None:
-        restarts = USUAL_RESTARTS if prepared.run.sync.is_coordinated else 0
     try:
         finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
     except KeyboardInterrupt:

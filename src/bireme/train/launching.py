@@ -44,6 +44,8 @@ __all__ = ["DONE", "VISIBLE", "Finished", "finish", "first_words", "signals_pass
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
+USUAL_RESTARTS = 3
+
 DONE = ("finished", "time limit")
 """The reasons to stop that leave a trained model."""
 
@@ -69,14 +71,16 @@ def start(
     checkpoint: Checkpoint | None,
     *,
     is_shown: bool,
-    restarts: int = 0,
+    restarts: int | None = None,
 ) -> Finished:
     """Run the processes of a prepared run to their end, then write what came of it.
 
     One that ends because a stage has become slow goes on with a new plan, once. One that fails goes on from
     its newest checkpoint, unless so many `restarts` in a row have reached no new one: then the failure is
-    raised.
+    raised. By default there are `USUAL_RESTARTS` if replicas may die, and none otherwise.
     """
+    if restarts is None:
+        restarts = USUAL_RESTARTS if prepared.run.sync.is_coordinated else 0
     outcomes = _run_through(prepared, folder, checkpoint, is_shown=is_shown, restarts=restarts)
     if first_of(outcomes).reason == REPLAN:
         if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
