@@ -59,7 +59,7 @@ class TierTooSmallError(BiremeError):
         what = "disk" if tier.name == "disk" else f"{tier.name} memory"
         super().__init__(
             f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
-            f"({needed_bytes / 1e9:.3g} GB) and is given {size_text(tier.budget_bytes)}. Give it {advice}."
+            f"({needed_bytes / 1e9:.3g} GB) and is given {size_text(tier.budget_bytes or 0)}. Give it {advice}."
         )
         self.tier = tier.name
         self.needed_bytes = needed_bytes
