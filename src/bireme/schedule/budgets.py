@@ -57,9 +57,10 @@ class TierTooSmallError(BiremeError):
 
     def __init__(self, rank: int, tier: Tier, needed_bytes: float, advice: str) -> None:
         what = "disk" if tier.name == "disk" else f"{tier.name} memory"
+        given = size_text(tier.budget_bytes or 0)
         super().__init__(
             f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
-            f"({needed_bytes / 1e9:.3g} GB) and is given {size_text(tier.budget_bytes or 0)}. Give it {advice}."
+            f"({needed_bytes / 1e9:.3g} GB) and is given {given}. Give it {advice}."
         )
         self.tier = tier.name
         self.needed_bytes = needed_bytes
