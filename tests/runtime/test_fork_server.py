@@ -12,7 +12,7 @@ import pytest
 from bireme.runtime.launch import launch
 from bireme.runtime.processes import CAN_FORK
 from bireme.runtime.world import World
-from tests.support.ranks import run_script
+from tests.support.ranks import pids_in, run_script, sign_in, start_script, until, wait_until_gone
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,26 +49,73 @@ def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_starte
 LOSES_ITS_SERVER = """
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import launch
-from tests.runtime.test_fork_server import kill_the_server, report
+from tests.runtime.test_fork_server import lose_the_server, report
 
 if __name__ == "__main__":
+    print(launch(lose_the_server, 2))
     try:
-        launch(kill_the_server, 2, timeout_s=60.0)
+        launch(lose_the_server, 2, True)
     except RankFailed as error:
         print(error)
     print([one[0] for one in launch(report, 1)])
 """
 
 
-def test_ranks_end_with_the_server_and_the_next_launch_has_another(tmp_path: Path) -> None:
-    """A script has a server of its own; that of the tests has imported more than another would."""
+def test_ranks_outlive_their_server_their_ends_are_noticed_and_the_next_launch_has_another(
+    tmp_path: Path,
+) -> None:
+    """All ranks were killed with it. A script has a server of its own; that of the tests has imported more
+    than another would.
+    """
     done = run_script(LOSES_ITS_SERVER, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "killed by signal 9" in done.stdout
-    assert done.stdout.endswith("[None]\n")
+    returned, ended, *_, next_launch = done.stdout.splitlines()
+    assert returned == "[0, 1]"
+    assert ended.startswith("Rank 1 failed: its process ended after the fork server, so its exit status")
+    assert next_launch == "[None]"
 
 
-def kill_the_server(world: World) -> None:
+def lose_the_server(world: World, is_killed: bool = False) -> int:
+    """Kill the server of this rank, and go on once it is gone."""
+    server = os.getppid()
     if world.rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    signal.pause()
+        os.kill(server, signal.SIGKILL)
+    until(lambda: os.getppid() != server)
+    if is_killed and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return world.rank
+
+
+LEAVES_ALL = """
+import sys
+from pathlib import Path
+from bireme.runtime.launch import launch
+from tests.runtime.test_fork_server import stop_without_the_server
+
+if __name__ == "__main__":
+    launch(stop_without_the_server, 2, Path(sys.argv[1]))
+"""
+
+
+def test_ranks_whose_server_was_killed_end_with_their_launcher_even_if_they_are_stopped(
+    tmp_path: Path,
+) -> None:
+    launcher = start_script(LEAVES_ALL, tmp_path, str(tmp_path))
+    try:
+        ranks = pids_in(tmp_path, 2)
+        until(
+            lambda: all(
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid in ranks
+            )
+        )
+        launcher.kill()
+        wait_until_gone(ranks)
+    finally:
+        launcher.close()
+
+
+def stop_without_the_server(world: World, folder: Path) -> None:
+    """Lose the server, and stop."""
+    lose_the_server(world)
+    sign_in(folder, world.rank)
+    os.kill(os.getpid(), signal.SIGSTOP)

@@ -3,8 +3,9 @@
 It does nothing but wait: it runs no operator, starts no thread and touches no device, so a copy of it is as
 good as a new process. Its clients ask over a socket; each copy has a socket to it too, and may ask for more.
 
-A copy lives no longer than the socket that its client holds about it, and no longer than the server. The
-server ends when its owner, the first client, does. So whatever ends the owner ends all.
+A copy lives no longer than the pipe that its client holds, its lifeline. The server ends when its owner, the
+first client, does. So whatever ends the owner ends all. A server that is killed ends no copy: each goes on,
+and its client learns of its end by the socket that they share.
 """
 
 import atexit
@@ -25,14 +26,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bireme.runtime.parent_watch import die_with_parent
+from bireme.runtime.parent_watch import die_with_holder
 
 __all__ = ["FORK", "HELD", "IMPORT", "Preparation", "inherited", "kept_for_good", "serve", "told"]
 
 FORK, IMPORT = b"fork", b"import "
-"""What a client may ask: for a copy, together with four files; and to import a module for all copies."""
+"""What a client may ask: for a copy, together with five files; and to import a module for all copies."""
 
-NUM_FILES = 4
+NUM_FILES = 5
 MESSAGE_BYTES = 4096
 NUMBER_BYTES = 8
 
@@ -128,11 +129,10 @@ class _Server:
     def _fork(self, files: list[int]) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         holder, *others = files
-        server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._leave_to_the_server(here, holder)
-            _live(server_pid, there, *others)
+            self._leave_to_the_server(here)
+            _live(there, socket.socket(fileno=holder), *others)
         there.close()
         for file in others:
             os.close(file)
@@ -142,7 +142,7 @@ class _Server:
         if copy.holder is not None:
             self._watch(copy.holder, lambda: self._let_go(pid))
 
-    def _leave_to_the_server(self, *more: socket.socket | int) -> None:
+    def _leave_to_the_server(self, here: socket.socket) -> None:
         """In a copy: give up what is the server's alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -151,11 +151,7 @@ class _Server:
             key.fileobj.close()
         self._waker.close()
         self._selector.close()
-        for one in more:
-            if isinstance(one, int):
-                os.close(one)
-            else:
-                one.close()
+        here.close()
 
     def _note_ends(self) -> None:
         """Some copies may have ended: tell who asked for them. They stay known to the system until then."""
@@ -228,12 +224,16 @@ def inherited() -> socket.socket | None:
     return _inherited
 
 
-def _live(server_pid: int, server: socket.socket, talk: int, output: int, errors: int) -> NoReturn:
+def _live(
+    server: socket.socket, holder: socket.socket, talk: int, lifeline: int, output: int, errors: int
+) -> NoReturn:
     """The life of a copy, from the fork to its end."""
     global _inherited  # noqa: PLW0603 (a process has one server)
     status = 1
     try:
-        die_with_parent(server_pid)
+        die_with_holder(lifeline)
+        # It stays open as long as this process lives, and no process that this one forks holds it too.
+        os.register_at_fork(after_in_child=holder.close)
         for file, number in ((output, 1), (errors, 2)):
             os.dup2(file, number)
             os.close(file)

@@ -22,7 +22,7 @@ from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import Failure, FailureKind, grace_s
-from bireme.runtime.processes import Process, preload, start_process
+from bireme.runtime.processes import UNREPORTED, Process, preload, start_process
 from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, Order, run_rank
 
 if TYPE_CHECKING:
@@ -190,6 +190,9 @@ class Crew:
             return Failure.of(BiremeError(UNGUARDED), rank.number, None)
         if status < 0:
             return Failure.told(f"its process was killed by {_signal_name(-status)}.", rank.number, doing)
+        if status == UNREPORTED:
+            sentence = "its process ended after the fork server, so its exit status is not known."
+            return Failure.told(sentence, rank.number, doing)
         when = " before it could start its work" if pulse is None else ""
         return Failure.told(
             f"its process ended with status {status}{when}; its output may say why.", rank.number, doing

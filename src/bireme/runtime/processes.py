@@ -32,7 +32,7 @@ from bireme.runtime.fork_server import (
 )
 from bireme.runtime.parent_watch import die_with_parent
 
-__all__ = ["Process", "has_server", "preload", "serve_from_here", "start_process"]
+__all__ = ["UNREPORTED", "Process", "has_server", "preload", "serve_from_here", "start_process"]
 
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a copy of a process that has loaded much is no good one, or there are none."""
@@ -51,8 +51,11 @@ SERVER = (
 THREADS = Path("/proc/self/task")
 THREADS_OF_NUMPY = "OPENBLAS_NUM_THREADS"
 
-SERVER_ENDED = -signal.SIGKILL
-"""The status of a process whose server is gone, for it ends with that."""
+UNREPORTED = 256
+"""In the place of the status of a process that ended after its server, so that no status was reported."""
+
+TRIES = 2
+"""Servers that may end before they have made a copy."""
 
 ALWAYS = "bireme.runtime.pipeline"
 """What a new server imports: nearly all that it starts need it."""
@@ -71,7 +74,7 @@ class Process(Protocol):
 
     @property
     def status(self) -> int | None:
-        """How it ended, negative for a signal; None while it lives."""
+        """How it ended, negative for a signal, or `UNREPORTED`; None while it lives."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it lives."""
@@ -141,28 +144,34 @@ def be_server(file: int, owner_pid: int) -> None:
 def _copied(
     name: str, function: Callable[..., None], arguments: tuple[object, ...]
 ) -> tuple[Process, Connection]:
-    near, far = connection.Pipe()
-    here, there = socket.socketpair()
-    with far, there:
-        _ask(FORK, there.fileno(), far.fileno(), 1, 2)
-    pid = told(here)
-    if pid is None:
+    for _ in range(TRIES):
+        near, far = connection.Pipe()
+        here, there = socket.socketpair()
+        far_lifeline, lifeline = connection.Pipe(duplex=False)
+        with far, there, far_lifeline:
+            _ask(FORK, there.fileno(), far.fileno(), far_lifeline.fileno(), 1, 2)
+        if (pid := told(here)) is not None:
+            break
+        for end in (near, here, lifeline):
+            end.close()
+    else:
         raise RuntimeError("The process that starts others has ended; what it printed may say why.")
     held = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     main = spawn.get_preparation_data(name)
     del main["authkey"]  # nobody here uses it, and it cannot be pickled
     near.send(Preparation(name, main, dict(os.environ), held))
     near.send((function, arguments))
-    return _Copy(pid, here), near
+    return _Copy(pid, here, lifeline), near
 
 
 class _Copy:
     """A copy of the server, as long as this object is kept."""
 
-    def __init__(self, pid: int, holder: socket.socket) -> None:
+    def __init__(self, pid: int, holder: socket.socket, lifeline: Connection) -> None:
         holder.setblocking(False)
         self.pid = pid
         self.sentinel = holder
+        self._lifeline = lifeline
         self._status: int | None = None
 
     @property
@@ -181,13 +190,14 @@ class _Copy:
         if self._status is None and connection.wait([self.sentinel], limit_s):
             found = told(self.sentinel)
             if self._status is None:  # a handler of signals may have asked meanwhile
-                self._status = SERVER_ENDED if found is None else found
+                self._status = UNREPORTED if found is None else found
 
     def close(self) -> None:
         """End it, if it lives, and let its number go."""
         self.send_signal(signal.SIGKILL)
         self.join()
         self.sentinel.close()
+        self._lifeline.close()
 
 
 class _Server:
