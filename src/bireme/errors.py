@@ -7,11 +7,19 @@ the person who has to act on it: what went wrong, the values, why it matters, wh
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BiremeError", "closest", "size_text"]
+__all__ = ["BiremeError", "SampleError", "closest", "size_text"]
 
 
 class BiremeError(Exception):
     """Something the user can put right: a wrong file, flag, model, cluster, checkpoint."""
+
+
+class SampleError(BiremeError):
+    """Samples of the data that cannot be read or made, on one machine at least. `samples` are their names."""
+
+    def __init__(self, text: str, samples: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.samples = samples
 
 
 def closest(name: str, known: Iterable[str]) -> str:

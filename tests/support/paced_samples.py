@@ -1,6 +1,8 @@
 """Datasets for whole runs: tokens that come when a test wants them, and numbers of which some are none."""
 
+import fcntl
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ __all__ = [
     "broken",
     "broken_at_its_end",
     "broken_for_ever",
+    "failing_always",
+    "failing_once",
     "gated",
     "no_loss",
     "of_each",
@@ -30,6 +34,9 @@ PACE = "BIREME_TEST_PACE_S"
 
 GATE = "BIREME_TEST_GATE"
 """Names the variable with the file of a gate."""
+
+LOADER = "bireme data"
+"""The thread that reads ahead in a rank."""
 
 NUM_SAMPLES, LENGTH, VOCABULARY = 400, 32, 257
 
@@ -65,6 +72,35 @@ class Gated(Paced):
 
 def gated() -> Gated:
     return Gated()
+
+
+class Failing(Gated):
+    """Rows of which one cannot be read: the first that the loader of a rank asks for after a test has made
+    the file of a mark. Its number is noted there; if it fails `always`, no rank can read it from then on.
+    """
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self._always = always
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        sample, mark = super().__getitem__(number), Path(os.environ["BIREME_TEST_MARK"])
+        if threading.current_thread().name == LOADER and mark.exists():
+            with mark.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                noted = file.read()
+                file.write("" if noted else str(number))
+            if not noted or (self._always and noted == str(number)):
+                raise OSError("the disk does not answer")
+        return sample
+
+
+def failing_once() -> Failing:
+    return Failing(always=False)
+
+
+def failing_always() -> Failing:
+    return Failing(always=True)
 
 
 class Uncounted(Paced):

@@ -1,4 +1,4 @@
-"""Datasets for worker processes: one that draws, one that fails, one that hangs, one that dies."""
+"""Datasets for worker processes: one that draws, and others that fail, hang or die, once or always."""
 
 import os
 import random
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["dying", "failing", "hanging", "noting", "numbered"]
+__all__ = ["dying", "dying_once", "failing", "hanging", "hanging_once", "is_first", "noting", "numbered"]
 
 NUM_SAMPLES = 40
 
@@ -58,6 +58,33 @@ class Hanging(Numbered):
         return super().__getitem__(number)
 
 
+class DyingOnce(Numbered):
+    """Sample 7 kills the first process that makes it."""
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 7 and is_first():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(number)
+
+
+class HangingOnce(Numbered):
+    """Sample 7 is never made by the first process that is to."""
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 7 and is_first():
+            time.sleep(1000)
+        return super().__getitem__(number)
+
+
+def is_first() -> bool:
+    """Whether no process has asked before, in a test that names the file of a mark."""
+    try:
+        Path(os.environ["BIREME_TEST_MARK"]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 class Noting(Hanging):
     """Like one that hangs; each process that makes a sample leaves its number in a folder."""
 
@@ -76,6 +103,14 @@ def failing() -> Failing:
 
 def dying() -> Dying:
     return Dying()
+
+
+def dying_once() -> DyingOnce:
+    return DyingOnce()
+
+
+def hanging_once() -> HangingOnce:
+    return HangingOnce()
 
 
 def hanging() -> Hanging:

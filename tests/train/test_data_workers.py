@@ -1,6 +1,7 @@
 """Worker processes make the batches that a thread would, and none of them outlives its parent."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, SampleError
 from bireme.runtime.batches import Rows
 from bireme.runtime.launch import launch
 from bireme.runtime.processes import start_process
@@ -27,8 +28,12 @@ from bireme.train.replica import DealtBatches
 from tests.support.copies import Copy
 from tests.support.patience import patience_s
 from tests.support.ranks import until, wait_until_gone
+from tests.support.together import run_threads
 
 pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 9.0
+"""A worker may take a third of it for a batch."""
 
 
 def made_by(num_workers: int, name: str, first: int = 0, count: int = 6) -> list[Batch]:
@@ -65,9 +70,54 @@ def test_an_error_in_a_worker_names_the_sample_and_keeps_its_trace() -> None:
     assert "in __getitem__" in "".join(caught.value.__notes__)
 
 
-def test_a_worker_that_is_killed_is_missed() -> None:
-    with pytest.raises(BiremeError, match=r"data worker \d of 2 was killed by signal 9 while it made batch"):
+def test_a_worker_that_is_killed_is_started_again_and_makes_the_same_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its end was the end of the run."""
+    undisturbed = made_by(2, "numbered")
+    monkeypatch.setenv("BIREME_TEST_MARK", str(tmp_path / "mark"))
+    for one, other in zip(undisturbed, made_by(2, "dying_once"), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert re.search(
+        r"bireme: The data worker \d of 2 was killed by signal 9 while it made batch \d; it is started",
+        capfd.readouterr().err,
+    )
+
+
+def test_a_sample_that_kills_every_worker_is_named() -> None:
+    with pytest.raises(
+        SampleError,
+        match=r"worker \d of 2 was killed by signal 9 while it made batch \d\. Started again, it was killed "
+        r"by signal 9 at training sample 7\. If memory ran out, lower data\.num_workers",
+    ) as caught:
         made_by(2, "dying")
+    assert caught.value.samples == ("training sample 7",)
+
+
+def test_a_worker_that_hangs_is_started_again_and_a_sample_at_which_all_hang_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both held the run until ranks gave up waiting for each other, or for ever where no rank did."""
+    monkeypatch.setenv("BIREME_TEST_MARK", str(tmp_path / "mark"))
+
+    def numbers_or_error(rank: int) -> list[int] | SampleError:
+        samples = own_samples(f"tests.support.slow_samples:{('hanging_once', 'hanging')[rank]}")
+        order = Order(len(samples), shuffled=False)
+        try:
+            with Batches(samples, order, 5, num_batches=3, num_workers=2, timeout_s=TIMEOUT_S) as batches:
+                return [number for batch in batches for number in batch["number"].tolist()]
+        except SampleError as error:
+            return error
+
+    once, always = run_threads(2, numbers_or_error)
+    assert once == list(range(15))
+    assert isinstance(always, SampleError)
+    assert always.samples == ("training sample 7",)
+    assert re.fullmatch(
+        r"The data worker 2 of 2 took more than \d+ s while it made batch 1\. Started again, it took more "
+        r"than \d+ s at training sample 7\. If a sample does take that long, raise cluster\.timeout_s\.",
+        str(always),
+    )
 
 
 def test_closing_ends_workers_that_hang() -> None:

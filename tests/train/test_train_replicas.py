@@ -1,16 +1,22 @@
 """`sync.mode = "quorum"` with real processes: one is killed, one is stopped, and the run goes on."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from benchmarks.killing.mortal_run import Started, mortal_run
 from benchmarks.kills import LEASE_S, MOST_DIFFERENCE, PACE_S, Walk, ended, row_of, walk_through
+from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.command import bireme
 from tests.support.copies import Copy
-from tests.support.training import settings, write_run
+from tests.support.training import Gate, Running, running, settings, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -23,14 +29,14 @@ def copied(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> 
     return Copy(words, folder, variables=variables)
 
 
-def write_quorum(folder: Path) -> Path:
-    """A run file of two replicas of two stages."""
-    path = write_run(folder, "2bw", DEPTH, data=PACED)
-    plan = folder / "plan-2bw-2.json"
+def write_quorum(folder: Path, schedule: str = "2bw", depth: int = DEPTH, data: str = PACED) -> Path:
+    """A run file of two replicas."""
+    path = write_run(folder, schedule, depth, data=data)
+    plan = folder / f"plan-{schedule}-{depth}.json"
     document = json.loads(plan.read_text())
     document["plan"]["width"] = WIDTH
     plan.write_text(json.dumps(document))
-    text = path.read_text().replace(f"workers = {DEPTH}", f"workers = {DEPTH * WIDTH}")
+    text = path.read_text().replace(f"workers = {depth}", f"workers = {depth * WIDTH}")
     path.write_text(f'{text}\n[sync]\nmode = "quorum"\n')
     return path
 
@@ -72,6 +78,68 @@ def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_lea
     assert len(set(places)) == len(places) == sync["samples_committed"]
     assert sync["samples_redone"] == rounds[-1]["returned"] > 0
     assert sync["epochs"] >= 5
+
+
+ENDLESS = settings(training__steps=100_000, checkpoint__every_steps=1_000)
+FAILS = "tests.support.paced_samples:failing_"
+NUM_READ, ALL = 40, 1_000_000
+"""Samples that each process may read before the test does anything, and when it has done all."""
+
+
+@contextmanager
+def failing_run(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, Gate]]:
+    """A run of two replicas of one stage that waits at its gate; a sample fails once it may continue."""
+    mark, gate = folder / "mark", Gate(folder / "gate", NUM_READ)
+    monkeypatch.setenv("BIREME_TEST_MARK", str(mark))
+    path = write_quorum(folder, "1f1b", 1, FAILS + how)
+    with running(folder / "runs" / "run", "train", str(path), "--json", *ENDLESS, gate=gate) as run:
+        run.wait_for_step(1)
+        mark.touch()
+        yield run, gate
+
+
+def test_a_replica_whose_data_fails_starts_again_even_if_the_fork_server_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either of them ended the run."""
+    with failing_run(tmp_path, "once", monkeypatch) as (run, gate):
+        ranks = run.ranks
+        [server] = {
+            int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks
+        }
+        os.kill(server, signal.SIGKILL)
+        while "is back after" not in run.said:
+            assert run.process.poll() is None, run.said
+            gate.let_in(1)
+            time.sleep(0.05)
+        run.process.send_signal(signal.SIGTERM)
+        gate.let_in(ALL)
+        end = run.ended()
+    said = end.err
+    assert re.search(
+        rf"Replica (\d) ended: rank \d, Sample \d+ of {FAILS}once fails: OSError: the disk does not answer\. "
+        r"The run continues with replica \d; replica \1 starts again\.",
+        said,
+    ), said
+    assert said.count(" ended: ") == 1, "the other replica has not noticed that the server is gone"
+    assert end.document["reason"] == "signal"
+    assert check_ledger(run.run / "ledger.jsonl").is_whole
+
+
+def test_a_sample_that_fails_again_after_a_replica_failed_with_it_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing_run(tmp_path, "always", monkeypatch) as (run, gate):
+        gate.let_in(ALL)
+        end = run.ended()
+    number = (tmp_path / "mark").read_text()
+    assert end.status == 2
+    assert re.search(
+        rf"Sample {number} of {FAILS}always fails: OSError: the disk does not answer\. Replica \d failed "
+        r"with the same samples before replica \d did, so the data is at fault\.",
+        end.err.replace("\n", " "),
+    ), end.err
+    assert end.err.count("starts again") == 1
 
 
 @pytest.mark.parametrize(

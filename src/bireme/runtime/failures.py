@@ -8,7 +8,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, SampleError
 
 __all__ = ["Failure", "FailureKind", "RankFailed", "RunFailed", "grace_s"]
 
@@ -61,20 +61,24 @@ class RankFailed(RunFailed):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure, as it is written where all ranks can read it."""
+    """One failure, as it is written where all ranks can read it. `samples` are those that a `SampleError`
+    names.
+    """
 
     rank: int
     instruction: str | None
     summary: str
     text: str
     blame: FailureKind = FailureKind.PROGRAM
+    samples: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, error: BaseException, rank: int, instruction: str | None) -> "Failure":
         """The failure that an exception is."""
         what = str(error)
         if isinstance(error, BiremeError):
-            return cls(rank, instruction, _first_line(what), what, FailureKind.USER)
+            samples = error.samples if isinstance(error, SampleError) else ()
+            return cls(rank, instruction, _first_line(what), what, FailureKind.USER, samples)
         if isinstance(error, RunFailed):
             return cls(rank, instruction, _first_line(what), what, FailureKind.RUN)
         if isinstance(error, KeyboardInterrupt):
@@ -98,7 +102,8 @@ class Failure:
     def decode(cls, text: str | bytes) -> "Failure":
         """What `encode` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "blame": FailureKind(fields["blame"])})
+        fields["blame"], fields["samples"] = FailureKind(fields["blame"]), tuple(fields["samples"])
+        return cls(**fields)
 
     def to_others(self) -> RankFailed:
         """The exception that the other ranks end with."""

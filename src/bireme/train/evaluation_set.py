@@ -99,11 +99,14 @@ class EvaluationSet:
             self._num_batches,
             wanted=wanted,
             num_workers=self._num_workers,
+            data="evaluation",
         ) as batches:
             yield from batches
         if self._rest is not None:
             order = Order(len(self._rest), shuffled=False)
-            with RankBatches(self._rest, order, len(self._rest), 0, 1, wanted=wanted) as batches:
+            with RankBatches(
+                self._rest, order, len(self._rest), 0, 1, wanted=wanted, data="evaluation"
+            ) as batches:
                 yield from batches
 
     def figures(self, found: Evaluation, seconds: float, tokenizer: Tokenizer | None) -> Figures:

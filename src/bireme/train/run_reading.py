@@ -78,6 +78,7 @@ class RunReading:
                 self._run.training.steps - first,
                 prefetch=asked.prefetch,
                 num_workers=asked.num_workers,
+                timeout_s=self._run.cluster.timeout_s,
                 wanted=pipeline.cutter.wanted,
             )
             self._open.enter_context(self._loader)

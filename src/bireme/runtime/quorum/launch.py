@@ -3,7 +3,7 @@
 A rank's death ends its replica, which is started again as long as another one goes on: that one gives it what
 it needs. Each crew has a store of its own, in names, so that the ranks of a replica know only each other. A
 mistake of the user ends all where a first start meets it, as do a failure of the run itself and the death of
-the last replica.
+the last replica. A sample that cannot be read ends its replica; if it fails again, the run ends.
 """
 
 import pickle
@@ -240,6 +240,8 @@ class _Supervision:
         self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
         self._coordinator = site.coordinator
         self._observer, self._has_begun = observer, has_begun
+        self._failed: dict[str, int] = {}
+        """The samples that replicas failed with, and which replica that was."""
 
     def results(self) -> Launched:
         """What the replicas have come to, once one is done and the others that train have ended. It is
@@ -308,9 +310,10 @@ class _Supervision:
 
     def _after_death(self, one: _Replica, cause: Failure) -> None:
         """What follows from a replica's death: it begins again, or nothing goes on."""
+        self._check_samples(one, cause)
         others = self._others(one)
         # What stops one that was started again, as a full disk there, need not stop the others.
-        is_mistake = cause.blame is FailureKind.USER
+        is_mistake = cause.blame is FailureKind.USER and not cause.samples
         is_of_all = cause.blame in (FailureKind.INTERRUPT, FailureKind.RUN)
         has_ended = is_of_all or (self._has_begun() and not others)
         if has_ended or (is_mistake and not one.life.life):
@@ -331,6 +334,16 @@ class _Supervision:
         self._tell(f"{what} {rest}; replica {one.number} starts again.")
         self._tail.read()  # what counted before this life does not say that it trains
         one.begin()
+
+    def _check_samples(self, one: _Replica, cause: Failure) -> None:
+        """Raise if a replica here failed with one of these samples before: the data is at fault then."""
+        before = next((self._failed[sample] for sample in cause.samples if sample in self._failed), None)
+        if before is not None:
+            raise BiremeError(
+                f"{cause.text} Replica {before} failed with the same samples before replica {one.number} "
+                "did, so the data is at fault."
+            )
+        self._failed |= dict.fromkeys(cause.samples, one.number)
 
     def _others(self, one: _Replica) -> list[int]:
         """The replicas that may go on without this one, here and elsewhere: those that train, or all that are

@@ -34,7 +34,8 @@ class Loader(Generic[Given]):
     A background thread keeps up to `prefetch` of them ready; with 0, and no workers, each is made when it is
     asked for. Samples that are not quick are made by `num_workers` processes, if there are to be some: a
     batch by each, in turns. `wanted` says what to read of a batch, by its number and how many samples it has;
-    without it that is all.
+    without it that is all. `data` is what errors call the data. With `timeout_s`, that for which ranks wait
+    for each other, a worker that hangs is started again.
 
     It can be iterated more than once, one iteration at a time: each begins where the last one was left, and
     makes batches ahead from then on. The end of an iteration, `close` and the end of a `with` block end
@@ -55,6 +56,8 @@ class Loader(Generic[Given]):
         prefetch: int = 2,
         num_workers: int = 0,
         wanted: Callable[[int, int], tuple[Rows, ...]] | None = None,
+        data: str = "training",
+        timeout_s: float | None = None,
     ) -> None:
         for what, number, least in (
             ("batch size", batch_size, 1),
@@ -80,7 +83,8 @@ class Loader(Generic[Given]):
         self._has_workers = num_workers > 0 and not samples.is_quick
         # Who wants nothing of a batch has it at once.
         self._num_workers = num_workers if self._has_workers and self._wanted(first_batch) != () else 0
-        self._workers = Workers(samples, self._num_workers)
+        self._data = data
+        self._workers = Workers(samples, self._num_workers, data, timeout_s)
         self._ahead: _Ahead[Given] | None = None
 
     def state(self) -> int:
@@ -131,7 +135,7 @@ class Loader(Generic[Given]):
 
     def _source(self, is_wanted: Callable[[], bool]) -> Iterator[Given]:
         if not self._num_workers:
-            yield from (self._given(made(self._samples, task)) for task in self._tasks())
+            yield from (self._given(made(self._samples, task, self._data)) for task in self._tasks())
             return
         try:
             with closing(self._workers.batches(self._tasks(), is_wanted)) as batches:
