@@ -151,7 +151,7 @@ def _run(
         )
         contenders.append(Ours(one.plan.schedule, pipeline, model.batch(one.batch_size)))
     with closing(contenders):
-        seconds = take_turns(contenders, counted=effort.counted, rounds=effort.rounds)
+        seconds = take_turns(contenders, counted=effort.counted, rounds=effort.rounds).seconds
     for lanes in all_lanes:
         lanes.close()
     return seconds

@@ -8,6 +8,7 @@ from dataclasses import astuple, replace
 import pytest
 
 from bireme.bench import hosts
+from bireme.bench.document import Cause, at_most, exactly
 from bireme.bench.effort import Effort, Shape
 from bireme.bench.emulated import Pace
 from bireme.bench.emulation import SCHEDULES, Row, limit_s, predicted_s
@@ -90,6 +91,7 @@ def test_a_small_run_compares_every_schedule_with_torch_and_the_limits() -> None
         assert one["measured_s"] > 0.99 * one["limit_s"]
         assert one["torch_s"] > 0
     assert document["verdicts"]
+    assert all(verdict["ok"] or verdict["cause"] in ("machine", "bireme") for verdict in document["verdicts"])
     assert document["overhead_s"] > 0
     assert document["torch_overhead_s"] > 0
     ours, theirs = document["receive_buffer_bytes"], document["torch_receive_buffer_bytes"]
@@ -149,6 +151,35 @@ def test_every_claim_has_a_verdict() -> None:
     assert unmet[f"1f1b, {where}: times as fast as torch's Schedule1F1B"] == 1.02
     assert unmet["overhead of a micro-batch / torch's"] == 0.3
     assert unmet["small GPT, 2bw, 4 micro-batches: times torch's Schedule1F1B"] == 1.35
+
+
+def test_a_miss_is_the_machine_s_if_the_best_round_is_good_or_other_programs_ran_and_else_bireme_s() -> None:
+    shape = Shape(4, 4)
+    quick, slow = row("1f1b", 0.211, 0.30, shape), row("1f1b", 0.25, 0.25, shape)
+    once = replace(slow, measured_s=Spread(0.25, 0.211, 0.26), lead=Spread(1.0, 0.9, 1.1))
+
+    def causes(*rows: Row) -> set[Cause | None]:
+        return {verdict.cause for verdict in verdicts(report(*rows))}
+
+    assert causes(quick) == {None}
+    assert causes(replace(slow, others_share=0.01)) == {None, Cause.BIREME}
+    assert causes(replace(slow, others_share=0.90)) == {None, Cause.MACHINE}
+    assert causes(replace(once, others_share=0.01)) == {None, Cause.MACHINE}
+    assert exactly("messages", 5, 4).cause is Cause.BIREME
+    assert at_most("seconds", 2.0, 1.5).cause is None, "nothing is known of the machine"
+
+
+def test_the_tables_name_the_cause_of_each_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    slow = row("2bw", 0.30, 0.45, Shape(4, 4))
+    for one in (replace(slow, others_share=0.9), replace(slow, others_share=0.0)):
+        print_engine_report(report(one), Console(width=120))
+    busy, quiet = capsys.readouterr().out.split("Emulated devices")[1:]
+    assert "(at least 0.93)\n  The machine: other programs had 90% of the cores.\n" in busy
+    assert "2 of 2 ✗ are the machine's: repeat them when no other program runs." in busy
+    assert "(at least 0.93)\n  Bireme: the best round has 0.4, other programs had 0% of the cores.\n" in quiet
+    assert "are the machine's" not in quiet
 
 
 def test_the_tables_show_all_that_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,13 @@ A contender gives the moments at which batches were over. What a batch takes is 
 so that filling and draining the pipeline counts where it happens in every batch, and not where once in a run.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.bench.torch_pipelining import torch_schedule
+from bireme.profile.waits import core_time
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.program import Program
@@ -31,6 +33,7 @@ __all__ = [
     "Feed",
     "Ours",
     "TorchRun",
+    "Turns",
     "Window",
     "closing",
     "say",
@@ -152,17 +155,35 @@ def torch_run(
     return TorchRun(name, schedule, tuple(stages), make(parameters, lr=LR), feed)
 
 
-def take_turns(contenders: Sequence[Contender], *, counted: int, rounds: int) -> list[list[float]]:
-    """For each contender what a batch took on this rank, round by round. Each warms up before."""
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """For each contender what a batch took on this rank, round by round, and the share of this machine's
+    cores that other programs, or other guests of its host, had meanwhile; None if the system does not say.
+    """
+
+    seconds: list[list[float]]
+    others_share: float | None
+
+
+def take_turns(contenders: Sequence[Contender], *, counted: int, rounds: int) -> Turns:
+    """Time the contenders in turns. Each warms up before."""
     found: list[list[float]] = [[] for _ in contenders]
     for contender in contenders:
         contender.ends_s(2)
+    dist.barrier()
+    began_s, own_began_s, before = perf_counter(), process_time(), core_time()
     for _ in range(rounds):
         for contender, seconds in zip(contenders, found, strict=True):
             window = contender.window(counted)
             dist.barrier()
             seconds.append(window.batch_s(contender.ends_s(window.num_batches)))
-    return found
+    own_s = torch.tensor([process_time() - own_began_s], dtype=torch.float64)
+    dist.all_reduce(own_s)
+    now, passed_s = core_time(), perf_counter() - began_s
+    if before is None or now is None:
+        return Turns(found, None)
+    busy_s = now.busy_s + now.stolen_s - before.busy_s - before.stolen_s
+    return Turns(found, max(0.0, busy_s - own_s.item()) / (passed_s * (os.cpu_count() or 1)))
 
 
 @contextmanager

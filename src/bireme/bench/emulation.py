@@ -61,7 +61,7 @@ class Row:
 
     `predicted_s` is the simulator's, told what the engine itself took in a recorded run of 1f1b.
     `torch_s` is that of the fastest of torch's schedules of the same kind. `lead` is torch's time over ours,
-    of the same round.
+    of the same round. Other programs had `others_share` of the cores.
     """
 
     schedule: str
@@ -73,6 +73,7 @@ class Row:
     torch_s: Spread
     torch_schedule: str
     lead: Spread
+    others_share: float | None = None
 
     @property
     def share_of_limit(self) -> float:
@@ -84,6 +85,12 @@ class Row:
         """By which part of the measured time the prediction misses it."""
         return self.predicted_s / self.measured_s.median - 1
 
+    @property
+    def best_error(self) -> float:
+        """The error at the time nearest to the prediction, between those of the fastest and slowest round."""
+        nearest_s = min(max(self.predicted_s, self.measured_s.least), self.measured_s.greatest)
+        return self.predicted_s / nearest_s - 1
+
 
 def measure_emulated(effort: Effort) -> list[Row]:
     """All schedules at all shapes; one launch of processes for each number of devices."""
@@ -92,8 +99,7 @@ def measure_emulated(effort: Effort) -> list[Row]:
         shapes = [shape for shape in effort.shapes if shape.num_ranks == num_ranks]
         by_rank = launch(_measure, num_ranks, shapes, effort, threads_per_process=1)
         for place, shape in enumerate(shapes):
-            own = by_rank[0][place].own
-            rows += _rows(shape, effort.pace, own, [found[place].measured for found in by_rank])
+            rows += _rows(shape, effort.pace, [found[place] for found in by_rank])
     return rows
 
 
@@ -137,6 +143,7 @@ class _Shaped:
 
     own: EngineOverhead
     measured: list[_Measured]
+    others_share: float | None
 
 
 def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[_Shaped]:
@@ -162,10 +169,10 @@ def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[_Sha
         for peer in dict.fromkeys(peer for peers in PEERS.values() for peer in peers):
             contenders.append(_torch(peer, world, models, m))
         with closing(contenders):
-            seconds = take_turns(contenders, counted=effort.counted, rounds=effort.rounds)
+            turns = take_turns(contenders, counted=effort.counted, rounds=effort.rounds)
             own = own_cost(_recorded(contenders), effort.pace)
-        measured = [_Measured(one.name, own_s) for one, own_s in zip(contenders, seconds, strict=True)]
-        found.append(_Shaped(own, measured))
+        measured = [_Measured(one.name, own_s) for one, own_s in zip(contenders, turns.seconds, strict=True)]
+        found.append(_Shaped(own, measured, turns.others_share))
     return found
 
 
@@ -203,11 +210,11 @@ def _torch_stage(model: EmulatedModel, stage: int) -> "PipelineStage":
     )
 
 
-def _rows(shape: Shape, pace: Pace, own: EngineOverhead, by_rank: Sequence[Sequence[_Measured]]) -> list[Row]:
+def _rows(shape: Shape, pace: Pace, by_rank: Sequence[_Shaped]) -> list[Row]:
     # The slowest rank's batch is the pipeline's.
     slowest = {
         same[0].name: [max(seconds) for seconds in zip(*(one.seconds for one in same), strict=True)]
-        for same in zip(*by_rank, strict=True)
+        for same in zip(*(rank.measured for rank in by_rank), strict=True)
     }
     rows = []
     for schedule in SCHEDULES:
@@ -220,11 +227,12 @@ def _rows(shape: Shape, pace: Pace, own: EngineOverhead, by_rank: Sequence[Seque
                 stages=shape.num_ranks * stages_per_rank(schedule),
                 microbatches=shape.num_microbatches,
                 measured_s=Spread.of(ours),
-                predicted_s=predicted_s(schedule, shape, pace, own),
+                predicted_s=predicted_s(schedule, shape, pace, by_rank[0].own),
                 limit_s=limit_s(schedule, shape, pace),
                 torch_s=Spread.of(slowest[best]),
                 torch_schedule=best,
                 lead=ratios(ours, slowest[best]),
+                others_share=by_rank[0].others_share,
             )
         )
     return rows

@@ -13,7 +13,9 @@ __all__ = ["engine_document"]
 
 
 def engine_document(report: EngineReport) -> dict[str, Any]:
-    """Medians under plain names; `..._spread` has the least and the greatest."""
+    """Medians under plain names; `..._spread` has the least and the greatest, `others_share` the share of the
+    cores that other programs had.
+    """
     overhead, counts = report.overhead, report.counts
     document: dict[str, Any] = {
         "rows": [_row(row) for row in report.rows],
@@ -25,6 +27,7 @@ def engine_document(report: EngineReport) -> dict[str, Any]:
         "torch_overheads_s": {name: spread.median for name, spread in overhead.peers_s.items()},
         "overhead_share": overhead.share.median,
         "overhead_share_spread": _spread(overhead.share),
+        "overhead_others_share": overhead.others_share,
         "receive_buffer_bytes": counts.receive_bytes,
         "torch_receive_buffer_bytes": counts.torch_receive_bytes,
         "weight_bytes": {"1f1b": counts.flush_weight_bytes, "2bw": counts.delayed_weight_bytes},
@@ -42,6 +45,7 @@ def engine_document(report: EngineReport) -> dict[str, Any]:
                 "over_torch_1f1b": row.over_1f1b.median,
                 "over_torch_1f1b_spread": _spread(row.over_1f1b),
                 "over_one_process": row.over_alone.median,
+                "others_share": row.others_share,
             }
             for row in report.gpt
         ]
@@ -67,6 +71,7 @@ def _row(row: Row) -> dict[str, Any]:
         "torch_over_ours_spread": _spread(row.lead),
         "share_of_limit": row.share_of_limit,
         "prediction_error": row.error,
+        "others_share": row.others_share,
     }
 
 

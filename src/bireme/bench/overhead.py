@@ -28,16 +28,20 @@ class OverheadTimes:
 
     names: tuple[str, ...]
     seconds: tuple[tuple[float, ...], ...]
+    others_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds for a micro-batch, on the slower rank; `peers` are torch's, `share` ours over torch's best."""
+    """Seconds for a micro-batch, on the slower rank; `peers` are torch's, `share` ours over torch's best.
+    Other programs had `others_share` of the cores.
+    """
 
     ours_s: Spread
     peers_s: dict[str, Spread]
     best_peer: str
     share: Spread
+    others_share: float | None = None
 
 
 class _Tiny(nn.Module):
@@ -92,10 +96,11 @@ def measure_overhead(world: World, effort: Effort, graph: Graph) -> OverheadTime
     for kind in ("Schedule1F1B", plan.program(1)):
         contenders.append(torch_run(kind, [stage()], m, nn.functional.mse_loss, feed))
     with closing(contenders):
-        seconds = take_turns(contenders, counted=effort.overhead_batches, rounds=effort.overhead_rounds)
+        turns = take_turns(contenders, counted=effort.overhead_batches, rounds=effort.overhead_rounds)
     return OverheadTimes(
         tuple(contender.name for contender in contenders),
-        tuple(tuple(one / m for one in own) for own in seconds),
+        tuple(tuple(one / m for one in own) for own in turns.seconds),
+        turns.others_share,
     )
 
 
@@ -113,4 +118,5 @@ def overhead_of(times: OverheadTimes, other: OverheadTimes) -> Overhead:
         peers_s={name: Spread.of(seconds) for name, seconds in peers.items()},
         best_peer=best,
         share=ratios(peers[best], ours),
+        others_share=times.others_share,
     )

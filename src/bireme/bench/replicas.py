@@ -161,7 +161,7 @@ def _measure(world: World) -> _Times:
             contenders.append(Ours(_name(schedule, is_heavy=is_heavy), pipeline, batch))
     with closing(contenders):
         sums = _sums_alone(world)
-        seconds = take_turns(contenders, counted=COUNTED, rounds=ROUNDS)
+        seconds = take_turns(contenders, counted=COUNTED, rounds=ROUNDS).seconds
     named = {one.name: own for one, own in zip(contenders, seconds, strict=True)}
     return _Times(sums, named)
 

@@ -72,12 +72,13 @@ class GptTimes:
     num_microbatches: int
     names: tuple[str, ...]
     seconds: tuple[tuple[float, ...], ...]
+    others_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class GptRow:
     """Tokens a second of a contender, and as multiples of torch's best schedule, of its 1F1B and of one
-    process.
+    process. Other programs had `others_share` of the cores.
     """
 
     name: str
@@ -86,6 +87,7 @@ class GptRow:
     over_torch: Spread
     over_1f1b: Spread
     over_alone: Spread
+    others_share: float | None = None
 
 
 def load_small_gpt() -> SmallGpt:
@@ -116,9 +118,9 @@ def measure_gpt(world: World, effort: Effort) -> list[GptTimes]:
             contenders.append(_torch(peer, world, gpt, m))
         contenders.append(_Alone(ALONE, world, _OneStage(gpt, 0, len(gpt.units)), m, batch))
         with closing(contenders):
-            seconds = take_turns(contenders, counted=COUNTED, rounds=ROUNDS)
+            turns = take_turns(contenders, counted=COUNTED, rounds=ROUNDS)
         names = tuple(contender.name for contender in contenders)
-        found.append(GptTimes(m, names, tuple(map(tuple, seconds))))
+        found.append(GptTimes(m, names, tuple(map(tuple, turns.seconds)), turns.others_share))
     return found
 
 
@@ -141,6 +143,7 @@ def gpt_rows(first: Sequence[GptTimes], second: Sequence[GptTimes]) -> list[GptR
                 ratios(seconds, slower[best]),
                 ratios(seconds, slower[PEERS[0]]),
                 ratios(seconds, slower[ALONE]),
+                one.others_share,
             )
             for name, seconds in slower.items()
         ]

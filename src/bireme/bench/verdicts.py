@@ -31,7 +31,14 @@ def verdicts(report: EngineReport) -> Iterator[Verdict]:
     """All claims that this report has figures for."""
     for row in report.rows:
         yield from _of_row(row)
-    yield at_most("overhead of a micro-batch / torch's", report.overhead.share.median, MOST_OVERHEAD)
+    overhead = report.overhead
+    yield at_most(
+        "overhead of a micro-batch / torch's",
+        overhead.share.median,
+        MOST_OVERHEAD,
+        overhead.share.least,
+        overhead.others_share,
+    )
     received = list(report.counts.receive_bytes.values())
     yield exactly("receive buffers, most / least micro-batches", max(received) / min(received), 1.0)
     yield exactly("copies of the weights that 2bw keeps more than 1f1b", report.counts.extra_copies, 1.0)
@@ -40,16 +47,20 @@ def verdicts(report: EngineReport) -> Iterator[Verdict]:
 
 def _of_row(row: Row) -> Iterator[Verdict]:
     where = f"{row.schedule}, {row.stages} stages, {row.microbatches} micro-batches"
+    best_share, lead, others = row.limit_s / row.measured_s.least, row.lead, row.others_share
     if row.schedule == "2bw":
         least = LEAST_SHARES.get(row.stages, LEAST_SHARE)
-        yield at_least(f"{where}: share of the limit", row.share_of_limit, least)
+        yield at_least(f"{where}: share of the limit", row.share_of_limit, least, best_share, others)
         if row.stages == row.microbatches == DEVICES_OF_LEAD:
-            yield at_least(f"{where}: times as fast as torch's 1F1B", row.lead.median, LEAST_LEAD)
+            name = f"{where}: times as fast as torch's 1F1B"
+            yield at_least(name, lead.median, LEAST_LEAD, lead.greatest, others)
     if row.schedule == "1f1b":
-        yield at_most(f"{where}: times the limit", 1 / row.share_of_limit, MOST_OVER_FLUSH)
+        name = f"{where}: times the limit"
+        yield at_most(name, 1 / row.share_of_limit, MOST_OVER_FLUSH, 1 / best_share, others)
         name = f"{where}: times as fast as torch's {row.torch_schedule}"
-        yield at_least(name, row.lead.median, LEAST_OVER_TORCH)
-    yield at_most(f"{where}: error of the prediction", abs(row.error), MOST_ERROR)
+        yield at_least(name, lead.median, LEAST_OVER_TORCH, lead.greatest, others)
+    name = f"{where}: error of the prediction"
+    yield at_most(name, abs(row.error), MOST_ERROR, abs(row.best_error), others)
 
 
 def _of_gpt(rows: Sequence[GptRow]) -> Iterator[Verdict]:
@@ -57,4 +68,5 @@ def _of_gpt(rows: Sequence[GptRow]) -> Iterator[Verdict]:
         limit = LEAST_GPT_LEADS.get((row.name, row.num_microbatches))
         if limit is not None:
             name = f"small GPT, {row.name}, {row.num_microbatches} micro-batches: times torch's {GPT_PEER}"
-            yield at_least(name, row.over_1f1b.median, limit)
+            lead = row.over_1f1b
+            yield at_least(name, lead.median, limit, lead.greatest, row.others_share)
