@@ -285,8 +285,9 @@ class _Worker:
         except (EOFError, OSError):
             raise _LostError(self._ending(), ENDS) from None
         if isinstance(answer, _Failure):
-            is_bug = answer.samples is None
-            error = RuntimeError(answer.sentence) if is_bug else SampleError(answer.sentence, answer.samples)
+            error: Exception = RuntimeError(answer.sentence)
+            if answer.samples is not None:
+                error = SampleError(answer.sentence, answer.samples)
             error.add_note(f"In {self._name}:\n{answer.trace}")
             raise error
         if task is self._task:
