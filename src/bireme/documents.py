@@ -169,7 +169,10 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise BiremeError(f"{path} cannot be read: {error}.") from error
+        byte = f"byte {error.start + 1:,} is 0x{error.object[error.start]:02x}"
+        raise BiremeError(
+            f"{path} is not a text in UTF-8: {byte}. Name another file, or save this one as UTF-8."
+        ) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

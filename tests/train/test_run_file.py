@@ -207,6 +207,16 @@ def test_a_wrong_key_gets_one_sentence(text: str, expected: str, tmp_path: Path)
     assert expected in sentence(text, tmp_path)
 
 
+def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path) -> None:
+    """The message was Python's: 'utf-8' codec can't decode byte 0x89 in position 0."""
+    image = tmp_path / "image.toml"
+    image.write_bytes(b"format = 1\n\x89PNG")
+    with pytest.raises(
+        BiremeError, match=r"image\.toml is not a text in UTF-8: byte 12 is 0x89\. Name"
+    ):
+        load_run_file(image)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BiremeError, match=r"There is no file .*none\.toml\. `bireme init .*none\.toml`"):
         load_run_file(tmp_path / "none.toml")
