@@ -211,9 +211,7 @@ def test_a_file_that_is_no_text_is_said_to_be_none(tmp_path: Path) -> None:
     """The message was Python's: 'utf-8' codec can't decode byte 0x89 in position 0."""
     image = tmp_path / "image.toml"
     image.write_bytes(b"format = 1\n\x89PNG")
-    with pytest.raises(
-        BiremeError, match=r"image\.toml is not a text in UTF-8: byte 12 is 0x89\. Name"
-    ):
+    with pytest.raises(BiremeError, match=r"image\.toml is not a text in UTF-8: byte 12 is 0x89\. Name"):
         load_run_file(image)
 
 
