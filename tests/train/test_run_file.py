@@ -85,7 +85,7 @@ def test_a_run_cannot_be_changed() -> None:
 def test_an_empty_file_is_the_demonstration(tmp_path: Path) -> None:
     run = loaded("", tmp_path)
     assert run == RunFile() == load_run_file()
-    assert (run.data.source, run.data.tokenizer, run.training.steps) == ("stdlib", "bytes", 300)
+    assert (run.data.source, run.data.tokenizer, run.training.steps) == ("stdlib", "auto", 300)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ from bireme.train.recorded_batches import is_recorded
 from bireme.train.replica_checks import check_paged, check_replicas, check_tied
 from bireme.train.resume_checks import check_same_run
 from bireme.train.run_data import data_of
-from bireme.train.run_file import RunFile
+from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.links import AUTO
 from bireme.train.run_length import is_short
 from bireme.train.same_data import DataIdentity, data_identity, write_identity
@@ -107,6 +107,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     With `is_alone` all servers are this machine, which reads their private samples too.
     """
     check_trackers(run.log.trackers)
+    run = with_model_defaults(run)  # a run file made in Python has not got them yet
     given = None if run.plan.file is None else load_plan(Path(run.plan.file))
     progress(0.0, "loading the model")
     machines = with_tiers_here(run, _machines(run))

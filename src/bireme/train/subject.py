@@ -26,11 +26,6 @@ from bireme.train.run_file.text import toml_value
 
 __all__ = ["Subject", "subject_of"]
 
-LONGEST = 1024
-"""Tokens of a sample where a transformers model takes as many and nobody says otherwise."""
-
-LENGTHS = ("max_position_embeddings", "n_positions")
-
 BATCH_SIZE = 8
 
 Tell = Callable[[str], None]
@@ -152,17 +147,6 @@ def _exported_source(path: Path) -> str:
         return str(json.loads(path.read_text(encoding="utf-8"))["model"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BiremeError(f"{path} does not say which model this is. Export the model again.") from error
-
-
-def _length_of_config(folder: Path) -> int:
-    """As many tokens as the model takes, up to a number that fits most machines."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return LONGEST  # who loads the model says what is wrong with it
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    known = [int(part[name]) for part in parts for name in LENGTHS if isinstance(part.get(name), int)]
-    return max(2, min([LONGEST, *known]))
 
 
 def _length_of_source(source: str) -> int:

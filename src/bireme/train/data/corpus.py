@@ -34,6 +34,9 @@ Progress = Callable[[float, str], None]
 
 FORMAT = 1
 
+MOST_NAMED = 3
+"""Files or rows without text that are named in a warning."""
+
 
 class _Record(BaseModel):
     """What the folder holds; it is written last, so without it there is nothing."""
@@ -45,6 +48,8 @@ class _Record(BaseModel):
     num_tokens: int = Field(ge=1)
     num_documents: int = Field(ge=1)
     num_skipped: int = Field(ge=0)
+    skipped: tuple[str, ...] = ()
+    """The first few files or rows that were left out."""
 
 
 def tokenised(
@@ -100,7 +105,9 @@ def _kept(folder: Path, source: TextFiles | SavedRows) -> Tokens | None:
     if (len(ids), len(ends)) != (record.num_tokens, record.num_documents):
         return None
     num_skipped = record.num_skipped + (len(source.skipped) if isinstance(source, TextFiles) else 0)
-    return Tokens(source.origin, ids, ends, ids.dtype.kind == "i", num_skipped)
+    return Tokens(
+        source.origin, ids, ends, ids.dtype.kind == "i", num_skipped, record.num_skipped, record.skipped
+    )
 
 
 def _wait_for(lock: TextIO) -> None:
@@ -128,6 +135,7 @@ def _write(
         num_tokens=writer.num_tokens,
         num_documents=len(writer.ends),
         num_skipped=len(skipped),
+        skipped=tuple(skipped[:MOST_NAMED]),
     )
     write_text_atomically(folder / RECORD, record.model_dump_json(indent=2) + "\n")
 

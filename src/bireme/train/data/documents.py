@@ -61,6 +61,16 @@ class DocumentSamples:
         return only(batch, names)
 
     @property
+    def num_tokens(self) -> int:
+        """The tokens of all samples, without padding."""
+        return int((self.pieces.ends - self.pieces.begins).sum())
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest piece of a document in a sample."""
+        return int((self.pieces.ends - self.pieces.begins).max(initial=0))
+
+    @property
     def num_cut_off(self) -> int:
         """How many documents lose what is beyond the length of a sample."""
         if self.is_shared:

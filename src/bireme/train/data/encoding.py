@@ -1,4 +1,4 @@
-"""From documents to token ids: of text, of conversations, and of ids that somebody made before.
+"""From documents to token ids: of text, of conversations and other answers, and of ids that somebody made before.
 
 Ids are signed: a negative number n stands for the id -1-n of a token that is read but does not count in the
 loss.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.train.data.chat import ChatTemplate
+from bireme.train.data.chat import AnswerRows
 from bireme.train.data.saved_rows import Content, IdRow, SavedRows
 from bireme.train.data.text_files import Passage, TextFiles
 from bireme.train.data.tokenizer import Ids, Tokenizer
@@ -44,10 +44,8 @@ def encoded(source: TextFiles | SavedRows, tokenizer: Tokenizer | None, skip: Sk
     content = source.content if isinstance(source, SavedRows) else Content.TEXT
     if isinstance(source, SavedRows) and content is Content.IDS:
         return _of_rows(source.id_rows(), source.origin, tokenizer)
-    if isinstance(source, SavedRows) and content is Content.CHATS:
-        template = ChatTemplate(tokenizer, source.origin)
-        chats = source.chats(skip)
-        return _of_rows((template.encode(messages, where) for where, messages in chats), source.origin, None)
+    if isinstance(source, SavedRows) and source.has_answers:
+        return _of_rows(AnswerRows(tokenizer, source).encoded(skip), source.origin, None)
     if tokenizer is None:
         raise BiremeError(f"{source.origin} holds text, but there is no tokenizer for it.")
     return _of_text(source, tokenizer, skip)
@@ -56,15 +54,15 @@ def encoded(source: TextFiles | SavedRows, tokenizer: Tokenizer | None, skip: Sk
 def dtype_of(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
     """The type of number that holds the ids of a source."""
     if isinstance(source, SavedRows) and source.content is not Content.TEXT:
-        return "int32" if source.has_labels or source.content is Content.CHATS else "uint32"
+        return "int32" if source.has_labels or source.has_answers else "uint32"
     return "uint16" if tokenizer is not None and tokenizer.num_tokens <= MOST_UINT16 else "uint32"
 
 
 def encoding_identity(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
     """Words that differ when the ids of a source may differ."""
     words = f"{source.identity} {'ids' if tokenizer is None else tokenizer.identity}"
-    if isinstance(source, SavedRows) and source.content is Content.CHATS:
-        words += f" {ChatTemplate(tokenizer, source.origin).identity}"
+    if isinstance(source, SavedRows) and source.has_answers:
+        words += f" {AnswerRows(tokenizer, source).identity}"
     return words
 
 

@@ -8,7 +8,7 @@ Code that lies with a dataset is never run.
 
 import importlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from bireme.errors import BiremeError, closest
-from bireme.train.data.saved_rows import SavedRows, rows_of_dataset
+from bireme.train.data.saved_rows import SavedRows, broken_line, rows_of_dataset
 
 __all__ = ["is_hub", "is_saved_folder", "library_rows"]
 
@@ -56,8 +56,11 @@ def is_saved_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def library_rows(text: str, column: str | None = None) -> SavedRows:
-    """The rows of a dataset, from a source that begins with hf:, or a folder that the library saved."""
+def library_rows(text: str, column: str | None = None, files: Sequence[Path] = ()) -> SavedRows:
+    """The rows of a dataset, from a source that begins with hf:, or the path of a file or folder.
+
+    Of a folder only `files` are read, if there are any.
+    """
     asked = _asked(text)
     column = asked.column or column
     try:
@@ -70,7 +73,7 @@ def library_rows(text: str, column: str | None = None) -> SavedRows:
     if path.is_dir() and is_saved_folder(path):
         return _saved(datasets, asked, path, column)
     if path.exists():
-        return _opened(datasets, asked, path, column)
+        return _opened(datasets, asked, path, column, files)
     if not _is_name(asked.name):
         raise BiremeError(
             f"There is no file or folder {asked.name} to take a dataset from, and a name on the Hugging "
@@ -150,7 +153,9 @@ def _saved(datasets: Any, asked: _Asked, folder: Path, column: str | None) -> Sa
     return rows_of_dataset(dataset, str(folder), identity, column)
 
 
-def _opened(datasets: Any, asked: _Asked, path: Path | None, column: str | None) -> SavedRows:
+def _opened(
+    datasets: Any, asked: _Asked, path: Path | None, column: str | None, files: Sequence[Path] = ()
+) -> SavedRows:
     """What the library loads: of the Hub, of a folder of files, or one file."""
     words: dict[str, Any] = {"name": asked.config, "split": asked.split, "revision": asked.revision}
     where = asked.name
@@ -162,6 +167,8 @@ def _opened(datasets: Any, asked: _Asked, path: Path | None, column: str | None)
                     f"{path} cannot be read as rows: its name ends with none of {', '.join(READERS)}."
                 )
             where, words["data_files"] = READERS[path.suffix], where
+        elif files:
+            where, words["data_files"] = READERS[files[0].suffix], [str(one) for one in files]
     datasets.disable_progress_bars()
     try:
         with _as_the_network_is(datasets):
@@ -174,8 +181,8 @@ def _opened(datasets: Any, asked: _Asked, path: Path | None, column: str | None)
         raise
     except Exception as error:  # of the network, of the Hub, of files: each comes as something else
         raise _failure(asked, path, error) from error
-    files = [Path(one["filename"]) for one in dataset.cache_files]
-    return rows_of_dataset(dataset, asked.name, f"{asked.split} {len(dataset)} {_identity(files)}", column)
+    kept = [Path(one["filename"]) for one in dataset.cache_files]
+    return rows_of_dataset(dataset, asked.name, f"{asked.split} {len(dataset)} {_identity(kept)}", column)
 
 
 @contextmanager
@@ -215,7 +222,8 @@ def _identity(paths: "Iterator[Path] | list[Path]") -> str:
 
 def _failure(asked: _Asked, path: Path | None, error: BaseException) -> BiremeError:
     if path is not None:
-        return BiremeError(f"The dataset in {path} cannot be read: {_reason(error)}.")
+        wrong = broken_line(path) if path.suffix == ".jsonl" else None
+        return wrong or BiremeError(f"The dataset in {path} cannot be read: {_reason(error)}.")
     chain: BaseException | None = error
     while chain is not None:
         if type(chain).__name__ in UNREACHED:

@@ -2,32 +2,78 @@
 
 from collections.abc import Iterator
 
+from bireme.report.units import counted
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData
-from bireme.train.data.samples import PackedSamples
+from bireme.train.data.samples import PackedSamples, Samples
+from bireme.train.data.tokens import Tokens
 
-__all__ = ["data_notes"]
+__all__ = ["data_notes", "sample_notes"]
+
+BUILT_IN = "stdlib"
+"""The source whose files nobody chose, so that nobody needs to hear of those that are left out."""
+
+MOST_PADDING = 0.5
+"""Share of padding in samples above which packing is suggested."""
 
 
 def data_notes(data: RunData) -> tuple[str, ...]:
-    """A sentence for each thing that loses data: documents cut off, samples without anything that counts."""
-    return tuple(note for samples in sources_of(data.training).values() for note in _notes(samples))
+    """A sentence for each thing that loses data, or time: files and rows that are no text, documents cut off,
+    samples in which nothing counts, or with more padding than tokens.
+    """
+    padded = (note for one in sources_of(data.training).values() for note in _padding(one))
+    held = () if data.held is None else _unread(data.held)
+    return (*sample_notes(data.training), *padded, *held)
 
 
-def _notes(samples: object) -> Iterator[str]:
-    if isinstance(samples, DocumentSamples):
-        num_cut = samples.num_cut_off
-        if num_cut:
-            yield (
-                f"{num_cut} of {len(samples)} documents of {samples.tokens.origin} are longer than "
-                f"data.length = {samples.length} and lose their ends."
-            )
-    if isinstance(samples, DocumentSamples | PackedSamples) and samples.tokens.has_uncounted:
-        num_idle = samples.num_without_targets()
-        if num_idle:
-            yield (
-                f"{num_idle} of {len(samples)} samples of {samples.tokens.origin} hold no answer, or no "
-                "other token that counts in the loss, and have weight zero. A larger data.length may leave "
-                "fewer."
-            )
+def sample_notes(samples: Samples) -> tuple[str, ...]:
+    """A sentence for each thing that loses some of the data that samples are made of."""
+    return tuple(note for one in sources_of(samples).values() for note in _losses(one))
+
+
+def _losses(samples: Samples) -> Iterator[str]:
+    if not isinstance(samples, DocumentSamples | PackedSamples):
+        return
+    yield from _unread(samples.tokens)
+    if isinstance(samples, DocumentSamples) and samples.num_cut_off:
+        yield (
+            f"{samples.num_cut_off} of {len(samples)} documents of {samples.tokens.origin} are longer than "
+            f"data.length = {samples.length} and lose their ends."
+        )
+    if samples.tokens.has_uncounted and (num_idle := samples.num_without_targets()):
+        yield (
+            f"{num_idle} of {len(samples)} samples of {samples.tokens.origin} hold no answer, or no other token "
+            "that counts in the loss, and have weight zero. A larger data.length may leave fewer."
+        )
+
+
+def _unread(tokens: Tokens) -> Iterator[str]:
+    """A sentence on files that are no text, and on rows without any."""
+    if not tokens.num_unread or tokens.origin == BUILT_IN:
+        return
+    num_more = tokens.num_unread - len(tokens.unread)
+    named = ", ".join(tokens.unread) + (f" and {num_more} more" if num_more else "")
+    if named.startswith("row "):
+        yield f"{counted(tokens.num_unread, 'row')} without text left out: {named}."
+        return
+    yield (
+        f"{counted(tokens.num_unread, 'file')} of {tokens.origin} left out, as not text in UTF-8: {named}. Convert "
+        "such files to UTF-8, or choose the files to read with data.pattern."
+    )
+
+
+def _padding(samples: Samples) -> Iterator[str]:
+    """A sentence on samples of one document each that are mostly padding."""
+    if not isinstance(samples, DocumentSamples) or samples.is_shared or not len(samples):
+        return
+    share = 1 - samples.num_tokens / (len(samples) * samples.length)
+    if share <= MOST_PADDING:
+        return
+    longest = -(-samples.longest // 8) * 8
+    shorter = f", or data.length = {longest}, which is enough for all" if longest < samples.length else ""
+    yield (
+        f"{share:.0%} of the samples of {samples.tokens.origin} is padding: a document has "
+        f"{samples.num_tokens / len(samples):.0f} tokens in the mean, and data.length is {samples.length}. Set "
+        f'data.packing = "documents", which puts several into a sample{shorter}.'
+    )

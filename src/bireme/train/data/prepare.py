@@ -6,6 +6,7 @@ which then finds the tokens in the cache.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from torch import Tensor
@@ -18,14 +19,14 @@ from bireme.train.data.order import SampleOrder
 from bireme.train.data.own import OwnSamples
 from bireme.train.data.packing import Packing
 from bireme.train.data.samples import Samples, Split, split_samples, split_tokens
-from bireme.train.data.saved_rows import Content, SavedRows
+from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import Source, open_source
 from bireme.train.data.stream import Held, StreamCut, StreamSamples, held_apart
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from bireme.train.data.tokens import Tokens
 
-__all__ = ["DataRequest", "ModelSide", "RunData", "prepare_data"]
+__all__ = ["Counted", "DataRequest", "ModelSide", "RunData", "prepare_data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class DataRequest:
     evaluation_samples: int = 256
     seed: int = 0
     shuffle_buffer: int = 1000
+    keeps_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,23 @@ class ModelSide:
     folder: Path | None = None
 
 
+class Counted(StrEnum):
+    """The tokens that the loss is the mean of."""
+
+    ALL = "all tokens"
+    ANSWERS = "answers only"
+    LABELED = "tokens whose label is not -100"
+    OWN = "the model's own loss"
+
+
 @dataclass(frozen=True, slots=True)
 class RunData:
     """The samples of a run.
 
     `is_text` says that they are cut from tokens. `tokenizer` is None where there is no text. The numbers of
-    tokens and documents are None where nobody knows them, as of a stream. `num_skipped` counts files and rows
-    that were left out, of all sources.
+    tokens, documents and files are None where nobody knows them, as of a stream. `num_skipped` counts files and
+    rows that were left out, of all sources. `held` is the corpus of the evaluation source. `counted` says for
+    each source which tokens count in the loss.
     """
 
     training: Samples
@@ -82,6 +94,9 @@ class RunData:
     num_documents: int | None
     num_skipped: int
     is_text: bool
+    num_files: int | None = None
+    held: Tokens | None = None
+    counted: tuple["Counted", ...] = ()
 
     def order(self, seed: int) -> SampleOrder:
         """The order in which a run goes through the samples to train on."""
@@ -123,6 +138,7 @@ def prepare_data(
                 check_inputs(one, model.inputs, purpose)
     corpora = [one.data for one in made if isinstance(one.data, Tokens)]
     ends = [one.document_ends for one in corpora if one.document_ends is not None]
+    files = [_num_files(source) for source in sources]
     return RunData(
         training=training,
         evaluation=evaluation,
@@ -133,6 +149,9 @@ def prepare_data(
             one.data.num_skipped for one in (*made, held) if one and isinstance(one.data, Tokens)
         ),
         is_text=not any(isinstance(one.data, OwnSamples) for one in made),
+        num_files=None if None in files else sum(one or 0 for one in files),
+        held=held.data if held is not None and isinstance(held.data, Tokens) else None,
+        counted=tuple(_counted(source) for source in sources),
     )
 
 
@@ -148,6 +167,23 @@ def _mixed(request: DataRequest, samples: Sequence[Samples]) -> MixedSamples:
 
 def _opened(request: DataRequest, text: str) -> Source:
     return open_source(text, pattern=request.pattern, text_column=request.text_column, dtype=request.dtype)
+
+
+def _num_files(source: Source) -> int | None:
+    match source:
+        case TextFiles():
+            return len(source.files)
+        case SavedRows():
+            return source.num_files
+    return 1 if isinstance(source, Tokens) else None
+
+
+def _counted(source: Source) -> Counted:
+    if isinstance(source, OwnSamples):
+        return Counted.OWN
+    if isinstance(source, SavedRows) and source.has_answers:
+        return Counted.ANSWERS
+    return Counted.LABELED if isinstance(source, SavedRows) and source.has_labels else Counted.ALL
 
 
 def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) -> Tokenizer | None:
@@ -188,8 +224,8 @@ class _Maker:
 
     def made(self, source: Source) -> _Made:
         """A source with its tokens, if they can be had at once."""
-        is_chat = isinstance(source, SavedRows) and source.content is Content.CHATS
-        packing = self.request.packing or ("none" if is_chat else "stream")
+        has_answers = isinstance(source, SavedRows) and source.has_answers
+        packing = self.request.packing or ("none" if has_answers else "stream")
         if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
             return _Made(source, packing)
         tokens = source if isinstance(source, Tokens) else tokenised(source, self.tokenizer, self.progress)
@@ -208,8 +244,11 @@ class _Maker:
                 stream = self._stream(made.data, made.packing, 0 if held is None else held.num_rows)
                 return Split(stream, None if held is None else OwnSamples(made.data.origin, held.samples))
         if made.packing == "stream":
+            padding = self._padding if self.request.keeps_rest else None
             vocabulary, length = self.model.vocabulary, self.request.length
-            return split_tokens(made.data, length, fraction, least=least, vocabulary=vocabulary)
+            return split_tokens(
+                made.data, length, fraction, least=least, vocabulary=vocabulary, padding=padding
+            )
         return self._cut(made.packing).split(made.data, fraction, least=least)
 
     def all_to_evaluate(self, made: _Made) -> Samples:

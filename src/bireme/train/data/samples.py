@@ -66,7 +66,8 @@ class PackedSamples:
 
     A sample has `input_ids` and `labels`, which are the same ids in the same places: the model shifts them.
     Where a token does not count its label is -100. An id of `vocabulary` or more is an error, for it would
-    read beyond the model's embedding; None leaves ids unchecked.
+    read beyond the model's embedding; None leaves ids unchecked. With `padding`, the id of a token, the tokens
+    left over at the end are a sample too, filled up with it; without, they are left out.
     """
 
     tokens: Tokens
@@ -74,6 +75,7 @@ class PackedSamples:
     begin: int
     end: int
     vocabulary: int | None = None
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         if self.length < 2:
@@ -92,7 +94,8 @@ class PackedSamples:
         return True
 
     def __len__(self) -> int:
-        return max(self.end - self.begin, 0) // self.length
+        num_tokens = max(self.end - self.begin, 0)
+        return num_tokens // self.length if self.padding is None else -(-num_tokens // self.length)
 
     def take(
         self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
@@ -101,9 +104,12 @@ class PackedSamples:
         rows = np.empty((len(numbers), self.length), np.int64)
         for row, number in zip(rows, numbers, strict=True):
             first = self.begin + int(number) * self.length
-            row[:] = self.tokens.ids[first : first + self.length]
+            own = self.tokens.ids[first : min(first + self.length, self.end)]
+            row[: len(own)] = own
+            if len(own) < self.length:
+                row[len(own) :] = -1 - (self.padding or 0)
         self.tokens.let_go()
-        uncounted = rows < 0 if self.tokens.has_uncounted else None
+        uncounted = rows < 0 if self.tokens.has_uncounted or self.padding is not None else None
         ids = rows if uncounted is None else np.where(uncounted, -1 - rows, rows)
         check_ids(ids, numbers, self.vocabulary, self.tokens.origin)
         labels = ids.copy() if uncounted is None else np.where(uncounted, IGNORED, ids)
@@ -112,7 +118,8 @@ class PackedSamples:
     def num_without_targets(self) -> int:
         """How many samples hold no token that counts and has one before it to be predicted from."""
         firsts = range(self.begin, self.begin + len(self) * self.length, self.length)
-        counted = sum(bool((self.tokens.ids[one + 1 : one + self.length] >= 0).any()) for one in firsts)
+        ends = ((one, min(one + self.length, self.end)) for one in firsts)
+        counted = sum(bool((self.tokens.ids[one + 1 : end] >= 0).any()) for one, end in ends)
         self.tokens.let_go()
         return len(self) - counted
 
@@ -192,22 +199,31 @@ def take_rows(
     }
 
 
-def packed(tokens: Tokens, length: int, vocabulary: int | None = None) -> PackedSamples:
-    """All of a corpus as samples of `length` tokens; what is left over at its end is not used."""
-    return PackedSamples(tokens, length, 0, len(tokens), vocabulary)
+def packed(
+    tokens: Tokens, length: int, vocabulary: int | None = None, padding: int | None = None
+) -> PackedSamples:
+    """All of a corpus as samples of `length` tokens; `padding` is as in `PackedSamples`."""
+    return PackedSamples(tokens, length, 0, len(tokens), vocabulary, padding)
 
 
 def split_tokens(
-    tokens: Tokens, length: int, fraction: float, *, least: int = 1, vocabulary: int | None = None
+    tokens: Tokens,
+    length: int,
+    fraction: float,
+    *,
+    least: int = 1,
+    vocabulary: int | None = None,
+    padding: int | None = None,
 ) -> Split:
     """The last fraction of a corpus apart, for evaluation: of whole documents, where they end near there.
 
-    It is as long as `least` samples at least, and nothing if the fraction is 0.
+    It is as long as `least` samples at least, and nothing if the fraction is 0. `padding` is for the samples to
+    evaluate with, which all are if there is no such fraction.
     """
     check_fraction(fraction)
     end = len(tokens)
     if not fraction:
-        return Split(packed(tokens, length, vocabulary), None)
+        return Split(packed(tokens, length, vocabulary, padding), None)
     wanted = max(round(end * fraction), least * length)
     if wanted > end - length:
         raise BiremeError(
@@ -217,7 +233,7 @@ def split_tokens(
         )
     cut = document_end_near(tokens, end - wanted, length, least * length)
     training = PackedSamples(tokens, length, 0, cut, vocabulary)
-    return Split(training, PackedSamples(tokens, length, cut, end, vocabulary))
+    return Split(training, PackedSamples(tokens, length, cut, end, vocabulary, padding))
 
 
 def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split:

@@ -1,9 +1,9 @@
 """Where data comes from, in one notation for the run file and the command line.
 
-`stdlib` are the sources of Python's standard library; a path is a text file, a folder of them, a folder that
-the `datasets` library saved, or an array of token ids (.npy, .bin); `hf:NAME,split=…` and `hf:FOLDER` are
-whatever that library loads; `file.py:function` is a function of the user's. What a source names must be there
-when it is opened; its text is read later.
+`stdlib` are the sources of Python's standard library; a path is a text file, a file of rows (.jsonl, .json,
+.parquet, .csv), a folder of either, a folder that the `datasets` library saved, or an array of token ids (.npy,
+.bin); `hf:NAME,split=…` and `hf:FOLDER` are whatever that library loads; `file.py:function` is a function of the
+user's. What a source names must be there when it is opened; its text is read later.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from bireme.errors import BiremeError
 from bireme.train.data.hub import is_hub, is_saved_folder, library_rows
 from bireme.train.data.own import OwnSamples, is_own, own_samples
-from bireme.train.data.saved_rows import SavedRows
+from bireme.train.data.saved_rows import SavedRows, rows_of_json_lines
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.tokens import Tokens, load_tokens
 
@@ -20,6 +20,7 @@ __all__ = ["NOTATIONS", "Source", "open_source"]
 NOTATIONS = (
     "stdlib",
     "book.txt",
+    "rows.jsonl",
     "FOLDER",
     "tokens.npy",
     "tokens.bin",
@@ -33,6 +34,11 @@ NOTATIONS = (
 Source = TextFiles | SavedRows | Tokens | OwnSamples
 
 ARRAYS = (".npy", ".bin")
+
+LINES = ".jsonl"
+ROWS = (LINES, ".json", ".parquet", ".csv")
+NEVER_TEXT = (LINES, ".parquet")
+"""Files of rows that nobody means as text; the others may lie among texts."""
 
 
 def open_source(
@@ -51,10 +57,40 @@ def open_source(
     if is_own(text):
         return own_samples(text)
     if path.is_dir():
-        return library_rows(text, text_column) if is_saved_folder(path) else text_folder(path, pattern)
+        return library_rows(text, text_column) if is_saved_folder(path) else _folder(path, pattern, text_column)
     if not path.exists():
         raise BiremeError(
             f"There is no file or folder {text!r} to take data from. A source is one of: "
             f"{', '.join(NOTATIONS)}."
         )
+    if path.suffix == LINES:
+        return rows_of_json_lines(path, text_column)
+    if path.suffix in ROWS:
+        return library_rows(text, text_column)
     return load_tokens(path, dtype) if path.suffix in ARRAYS else one_file(path)
+
+
+def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
+    """The files of a folder that match the pattern: texts, or files of rows of one kind."""
+    found = text_folder(folder, pattern)
+    paths = [file.path for file in found.files]
+    rows = [path for path in paths if path.suffix in ROWS]
+    if len(rows) < len(paths):
+        wrong = [path for path in rows if path.suffix in NEVER_TEXT]
+        if not wrong:
+            return found
+        raise BiremeError(
+            f"The folder {folder} holds {len(wrong)} files of rows, such as {wrong[0].name}, among "
+            f"{len(paths) - len(wrong)} other files. Say which to read with data.pattern, such as "
+            f'"*{wrong[0].suffix}" or "*.txt".'
+        )
+    kinds = sorted({path.suffix for path in rows})
+    if len(kinds) > 1:
+        raise BiremeError(
+            f"The folder {folder} holds files of rows of several kinds: {', '.join(kinds)}. Say which to read "
+            f'with data.pattern, such as "*{kinds[0]}".'
+        )
+    if len(rows) == 1 and kinds[0] == LINES:
+        return rows_of_json_lines(rows[0], text_column)
+    # The library knows the splits of a whole folder by the names of its files.
+    return library_rows(str(folder), text_column, () if pattern == "*" else paths)

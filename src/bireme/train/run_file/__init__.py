@@ -2,7 +2,7 @@
 
 from bireme.train.run_file.paths import settings_within, with_absolute_paths, with_paths_within
 from bireme.train.run_file.reference import reference_markdown
-from bireme.train.run_file.run import RunFile, load_run_file
+from bireme.train.run_file.run import RunFile, load_run_file, with_model_defaults
 from bireme.train.run_file.tables import (
     LOSSES,
     Balancing,
@@ -43,5 +43,6 @@ __all__ = [
     "settings_within",
     "to_toml",
     "with_absolute_paths",
+    "with_model_defaults",
     "with_paths_within",
 ]

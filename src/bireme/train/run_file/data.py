@@ -55,11 +55,15 @@ class Data(Table):
         examples=[{"server0": "/data/own"}],
     )
     tokenizer: Text = Field(
-        default="bytes",
-        description="How text becomes tokens: bytes, the folder of a transformers tokenizer, or auto, "
-        "which is the model's folder if it has a tokenizer, else bytes",
+        default="auto",
+        description="How text becomes tokens: auto is the tokenizer in the model's folder if there is one, "
+        "else bytes; or bytes, or the folder of another transformers tokenizer",
     )
-    length: Annotated[int, Field(ge=2, le=2**24)] = Field(default=128, description="Tokens of a sample")
+    length: Annotated[int, Field(ge=2, le=2**24)] = Field(
+        default=128,
+        description="Tokens of a sample. By default the context of a gpt: model, and for an hf: model its "
+        "context, at most 1,024",
+    )
     packing: Literal["stream", "documents", "none"] | None = Field(
         default=None,
         description="How documents become samples: stream puts one after the other and cuts anywhere, "

@@ -1,11 +1,14 @@
 """`RunFile`: a whole run file, checked; and how it is read together with `--set` options.
 
-The same object comes of a file, of settings alone and of Python.
+The same object comes of a file, of settings alone and of Python. A few defaults follow from the model:
+`with_model_defaults` is the only function of this package that looks at the files that a key names.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -16,7 +19,19 @@ from bireme.train.run_file.synonyms import advice
 from bireme.train.run_file.tables import Tables
 from bireme.train.settings import with_settings
 
-__all__ = ["RunFile", "load_run_file"]
+__all__ = ["RunFile", "load_run_file", "with_model_defaults"]
+
+FINE_TUNING_RATE, ADAPTER_RATE = 2e-5, 2e-4
+"""Learning rates of a model that starts from the weights in its folder, and of an adapter on such a model."""
+
+LONGEST = 1024
+"""Largest default of data.length for a model of transformers."""
+
+SHORT = 128
+"""Up to this context a model takes exactly as many tokens as its configuration gives."""
+
+CONTEXTS = ("max_position_embeddings", "n_positions")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 class RunFile(Tables):
@@ -55,8 +70,55 @@ def load_run_file(path: Path | None = None, sets: Sequence[str] = ()) -> RunFile
         given = read_toml(path, Tables, advice).model_dump(exclude_unset=True, exclude_none=True)
     merged = with_settings(given, sets, Tables, advice)
     try:
-        return validated(merged, RunFile, source="The run")
+        return with_model_defaults(validated(merged, RunFile, source="The run"))
     except BiremeError as error:
         settings = " ".join(f"--set {text}" for text in sets)
         sources = [source for source in (str(path) if path is not None else "", settings) if source]
         raise BiremeError(f"{' with '.join(sources)}: {error}") from None
+
+
+def with_model_defaults(run: RunFile) -> RunFile:
+    """The run with the defaults that follow from its model, in the keys that were left out.
+
+    The samples of the built-in GPT have its context as their length, those of a transformers model its
+    context up to LONGEST. A model that starts from weights in its folder gets a learning rate for fine-tuning,
+    and one whose folder holds bfloat16 computes in it, as weights in float32 would take twice the memory.
+    """
+    kind, _, rest = run.model.source.partition(":")
+    found: dict[str, dict[str, Any]] = {}
+    if kind == "gpt" and (context := re.search(r"\bcontext\s*=\s*(\d{1,7})\b", rest)):
+        found["data"] = {"length": max(2, int(context[1]))}
+    if kind == "hf":
+        folder = Path(rest).expanduser()
+        config = _config(folder)
+        found["data"] = {"length": _context(config)}
+        if config.get("dtype", config.get("torch_dtype")) == "bfloat16":
+            found["model"] = {"dtype": "bfloat16"}
+        if not run.model.from_scratch and any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+            rate = FINE_TUNING_RATE if run.model.lora.rank is None else ADAPTER_RATE
+            found["training"] = {"learning_rate": rate}
+    for name, values in found.items():
+        table = getattr(run, name)
+        new = {key: one for key, one in values.items() if one and key not in table.model_fields_set}
+        run = run.model_copy(update={name: table.model_copy(update=new)})
+    return run
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The configuration of a transformers model, empty if it cannot be read: loading the model says why."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    """The default length of the samples of a transformers model; None if its configuration has no context."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    known = [part[name] for part in parts for name in CONTEXTS if isinstance(part.get(name), int)]
+    context = min([LONGEST, *(one for one in known if one >= 2)])
+    if not known:
+        return None
+    # Some families count two positions that no token has, such as 514 for 512 tokens.
+    return context if context <= SHORT else context // 8 * 8

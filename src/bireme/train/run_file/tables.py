@@ -99,7 +99,9 @@ class Model(Table):
         "python:module:function what your function returns",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Number format of the computation; bfloat16 also keeps float32 weights"
+        default="float32",
+        description="Number format of the computation; bfloat16 also keeps float32 weights. By default "
+        "bfloat16 for an hf: model whose config.json says so",
     )
     seed: Seed = Field(default=0, description="Random seed of new weights")
     loss: Annotated[str, AfterValidator(_loss)] | None = Field(

@@ -44,7 +44,11 @@ class Training(Table):
         default="adamw",
         description="Optimiser; sgd has momentum, muon leaves all but the matrices inside layers to adamw",
     )
-    learning_rate: Rate = Field(default=3e-3, description="Highest learning rate of the schedule")
+    learning_rate: Rate = Field(
+        default=3e-3,
+        description="Highest learning rate of the schedule. By default 2e-5 for an hf: model that starts "
+        "from the weights in its folder, and 2e-4 for an adapter (model.lora) on one",
+    )
     rest_learning_rate: Rate | None = Field(
         default=None,
         description="Only with muon: the learning rate of adamw's parameters; by default learning_rate",
