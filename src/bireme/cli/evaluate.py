@@ -28,7 +28,11 @@ def evaluate(
         ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per sample; by default as in training.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Tokens per sample; by default as in training, else the model's context, at most 1,024.",
+            show_default=False,
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FOLDER|bytes", help="Tokenizer; by default the model's own.")
@@ -39,8 +43,9 @@ def evaluate(
     batches: Annotated[
         int | None,
         typer.Option(
-            help="Most batches, 0 for all; by default as many as the run evaluates of its own data.",
-            show_default="all",
+            help="Most batches, 0 for all; by default all of --data, and of a run's own data as many as it "
+            "evaluates itself.",
+            show_default=False,
             min=0,
         ),
     ] = None,
@@ -77,6 +82,8 @@ def evaluate(
     except RankFailed as error:
         typer.echo(f"bireme: {error}", err=True)
         raise typer.Exit(1) from None
+    for warning in found.warnings:
+        typer.echo(f"bireme: {warning}", err=True)
     if as_json:
         print_json(found.document())
     else:
@@ -93,7 +100,12 @@ def _show(found: "Evaluated") -> None:
     if figures.bits_per_byte is not None:
         parts.append(f"{figures.bits_per_byte:.4f} bits per byte")
     typer.echo(", ".join(parts))
-    counted = f"{found.num_samples:,} samples"
+    of_samples = "" if found.samples_given in (None, found.num_samples) else f" of {found.samples_given:,}"
+    counted = f"{found.num_samples:,}{of_samples} samples"
     if figures.tokens is not None and figures.tokens_per_s is not None:
-        counted = f"{figures.tokens:,} tokens in {counted}, {figures.tokens_per_s:,.0f} tokens/s"
+        given = "" if found.tokens_given is None else f" of {found.tokens_given:,}"
+        counted = f"{figures.tokens:,}{given} tokens in {counted}, {figures.tokens_per_s:,.0f} tokens/s"
     typer.echo(counted)
+    words = [] if found.tokenizer is None else [f"tokenizer: {found.tokenizer}"]
+    words += [] if found.length is None else [f"{found.length:,} tokens in a sample"]
+    typer.echo("; ".join([*words, f"loss on {found.loss_on}"]))

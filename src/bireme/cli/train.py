@@ -91,16 +91,28 @@ def train(
 
 def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
+    from bireme.train.data.notes import data_notes
     from bireme.train.disk_room import disk_room
     from bireme.train.prepare import prepared_document, written_paths
+    from bireme.train.run_data import learns
 
     paths = [str(path) for path in written_paths(prepared, folder)]
     room, taken = disk_room(prepared, folder), folder.taken(prepared.run)
+    notes = data_notes(prepared.data)
     if as_json:
-        disk = None if room is None else room.document()
-        print_json(prepared_document(prepared) | {"writes": paths, "disk": disk, "taken": taken or None})
+        found = prepared_document(prepared)
+        more = {
+            "notes": [*found["notes"], *notes],
+            "learns": learns(prepared.run, prepared.data, prepared.graph).document(),
+            "writes": paths,
+            "disk": None if room is None else room.document(),
+            "taken": taken or None,
+        }
+        print_json(found | more)
         return
     show_prepared(prepared, folder, as_json=False)
+    for note in notes:
+        typer.echo(note)
     typer.echo("Nothing was written. The run would write:")
     for path in paths:
         typer.echo(f"  {path}")
@@ -163,6 +175,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
     from bireme.report.train_table import print_prepared
     from bireme.train.delay_warmup import first_delayed_step
     from bireme.train.link_codecs import idle_codec
+    from bireme.train.run_data import learns
     from bireme.train.run_length import is_short
     from bireme.train.sums import idle_keys
 
@@ -176,6 +189,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         console,
         answer=prepared.answer,
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan),
+        learns=learns(prepared.run, prepared.data, prepared.graph).document(),
         is_brief=is_short(prepared.run, prepared.graph),
     )
     run, plan = prepared.run, prepared.plan.plan

@@ -1,7 +1,7 @@
 """A run of training for people: what it will do, and at its end predictions and measurements."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
-from bireme.profile.stages import stage_cost
 from bireme.report.units import against_predicted, bytes_text, counted, seconds_text
 from bireme.schedule.rule import Rule
 
@@ -41,17 +40,16 @@ def print_prepared(
     *,
     answer: Answer | None,
     first_delayed_step: int,
+    learns: Mapping[str, Any],
     is_brief: bool = False,
 ) -> None:
-    """Print the devices and the plan with its predictions."""
+    """Print what the run `learns` from, in the words of its document, the devices, and the plan with its
+    predictions.
+    """
     say = console.print
     say(f"[bold]{escape(model)}[/bold]", highlight=False, soft_wrap=True)
-    if profile is not None and (learning := _learning_bytes(profile)) < profile.parameter_bytes:
-        say(
-            f"{bytes_text(learning)} of {bytes_text(profile.parameter_bytes)} of weights learn; the rest is "
-            "frozen.",
-            highlight=False,
-        )
+    for line in _about_learning(learns):
+        say(escape(line), highlight=False, soft_wrap=True)
     devices = list(cluster.devices())
     for name in dict.fromkeys(placed.device.name for placed in devices):
         own = [placed for placed in devices if placed.device.name == name]
@@ -125,9 +123,27 @@ def print_prepared(
     _tell(console, f"Run: {folder}\n")
 
 
-def _learning_bytes(profile: Profile) -> int:
-    """The weights of which a step makes new ones, tied ones once."""
-    return stage_cost(profile, 0, len(profile.units), profile.micro_batches[0]).parameter_bytes
+def _about_learning(learns: Mapping[str, Any]) -> Iterator[str]:
+    """What a run learns from, how it is made into samples, and how much of the model learns."""
+    samples, evaluation = learns["num_samples"], learns["num_evaluation_samples"]
+    nouns = {"num_files": "file", "num_tokens": "token"}
+    sizes = [counted(learns[key], noun) for key, noun in nouns.items() if learns[key] is not None]
+    if samples is not None:
+        sizes.append(f"{counted(samples, 'sample')} to train on")
+    if evaluation is not None:
+        sizes.append(f"{evaluation:,} to evaluate with")
+    yield f"Learns from {', '.join(learns['sources'])}: {', '.join(sizes) or 'a stream'}"
+    words = [] if learns["tokenizer"] is None else [f"tokenizer: {learns['tokenizer']}"]
+    words += [] if learns["length"] is None else [f"{learns['length']:,} tokens in a sample"]
+    words.append(f"loss on {learns['loss_on']}")
+    words += [] if learns["epochs"] is None else [f"{learns['epochs']:.3g} epochs in all steps"]
+    yield "; ".join(words)
+    whole, part = learns["num_parameters"], learns["num_learning_parameters"]
+    share = "all of which learn" if part == whole else f"of which {part:,} learn ({part / whole:.2%})"
+    yield (
+        f"{counted(whole, 'parameter')}, {share}; {learns['dtype']}, learning rate "
+        f"{learns['learning_rate']:g}"
+    )
 
 
 def _units(begin: int, end: int, names: Sequence[str]) -> str:

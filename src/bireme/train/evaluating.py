@@ -25,13 +25,16 @@ from bireme.runtime.forward_pipeline import ForwardPipeline
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
 from bireme.train.data.checks import check_sizes
-from bireme.train.data.mixture import shares_of
-from bireme.train.data.samples import Samples
+from bireme.train.data.documents import DocumentSamples
+from bireme.train.data.mixture import shares_of, sources_of
+from bireme.train.data.notes import sample_notes
+from bireme.train.data.samples import PackedSamples, Samples
+from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.evaluation_set import EvaluationSet, Figures, combined, sets_of_run
 from bireme.train.machines import Machines, machines_of
 from bireme.train.model import RunModel
-from bireme.train.run_data import data_of
+from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
 from bireme.train.subject import Subject
 
@@ -48,7 +51,11 @@ FILLED = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What came of an evaluation, and of what."""
+    """The result of an evaluation, and of what it is.
+
+    `tokens_given` and `samples_given` are those of all the data, None if nobody knows them. Losses may be
+    compared if their `tokenizer`, `length` and `loss_on` are equal; these are as in `Learns`.
+    """
 
     model: str
     step: int | None
@@ -58,12 +65,23 @@ class Evaluated:
     seconds: float
     num_workers: int
     device: str
+    tokens_given: int | None
+    samples_given: int | None
+    tokenizer: str | None
+    length: int | None
+    loss_on: str
+    warnings: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON."""
         about = {name: getattr(self, name) for name in ("model", "step", "data")}
-        rest = {name: getattr(self, name) for name in ("num_samples", "seconds", "num_workers", "device")}
-        return about | asdict(self.figures) | rest
+        return about | asdict(self.figures) | self._rest()
+
+    def _rest(self) -> dict[str, Any]:
+        done = ("num_samples", "seconds", "num_workers", "device")
+        given = ("tokens_given", "samples_given", "tokenizer", "length", "loss_on")
+        found = {name: getattr(self, name) for name in (*done, *given)}
+        return found | {"warnings": list(self.warnings)}
 
 
 def evaluate(
@@ -80,11 +98,15 @@ def evaluate(
     found = _found(job, model, progress)
     progress(0.0, "capturing the model")
     graph = model.evaluation.graph() if subject.graph is None else load_graph(subject.graph)
+    if not graph.any_batch and not job.is_as_in_run:
+        # It takes batches of one size alone, and no sample is to be left over.
+        size = _divisor(len(found.samples), model.run.training.batch_size)
+        graph, job = model.evaluation.graph(size), job.with_batch(size)
     model.check_loss(graph)
     check_sizes(found.samples, graph.inputs, "evaluation", is_text=found.is_text)
     subject.check(model, graph)
     machines, num_stages = _machines(job.run, graph, workers)
-    job = replace(job, num_stages=num_stages, device=machines.device, with_rest=graph.any_batch)
+    job = replace(job, num_stages=num_stages, device=machines.device)
     with TemporaryDirectory() as scratch:
         job = replace(job, graph=Path(scratch) / "graph.json")
         save_graph(graph, job.graph)
@@ -107,7 +129,28 @@ def evaluate(
         measured.seconds,
         num_stages,
         job.device,
+        tokens_given=_num_tokens(found.samples),
+        samples_given=len(found.samples),
+        tokenizer=tokenizer_name(found.tokenizer),
+        length=job.run.data.length if found.is_text else None,
+        loss_on=found.loss_on,
+        warnings=sample_notes(found.samples),
     )
+
+
+def _divisor(count: int, most: int) -> int:
+    """The largest number up to `most` that divides a count."""
+    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
+
+
+def _num_tokens(samples: Samples) -> int | None:
+    """The tokens of all samples, without padding but with those that no sample has room for."""
+    counts = [
+        one.num_tokens_given
+        for one in sources_of(samples).values()
+        if isinstance(one, PackedSamples | DocumentSamples)
+    ]
+    return sum(counts) if len(counts) == len(sources_of(samples)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +170,12 @@ class _Job:
     graph: Path = Path()
     num_stages: int = 1
     device: str = "cpu"
-    with_rest: bool = True
+
+    def with_batch(self, size: int) -> "_Job":
+        """The same with batches of so many samples, which go through the model at once."""
+        training = self.run.training.model_copy(update={"batch_size": size})
+        run = self.run.model_copy(update={"training": training})
+        return replace(self, run=run, subject=replace(self.subject, num_microbatches=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +186,20 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The samples to evaluate with, and the tokenizer they were made by."""
+    """The samples to evaluate with, the tokenizer they were made by, and what counts in their loss."""
 
     samples: Samples
     tokenizer: Tokenizer | None
     is_text: bool
+    loss_on: str
 
 
 def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
-    """Which data to take; a run that evaluates on the data named keeps to how it does."""
+    """Which data to take: all that is given, else what the run takes itself of the data that it held out."""
     run, asked = subject.run, subject.run.data
     if data is None and not subject.is_run:
         raise BiremeError(f"{subject.name} is a model without data. Name some to evaluate with: --data FILE.")
-    is_apart = data is None or (subject.is_run and data == asked.evaluation_source)
+    is_apart = data is None
     if is_apart and most_batches:
         limited = run.training.model_copy(update={"evaluation_batches": most_batches})
         run = run.model_copy(update={"training": limited})
@@ -167,11 +216,19 @@ def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Fou
     run = job.run
     if not job.is_apart:  # so that a single sample is enough
         run = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 1})})
-    data = data_of(run, model, progress, what="training" if job.is_apart else "evaluation")
+    what = "training" if job.is_apart else "evaluation"
+    data = data_of(run, model, progress, what=what, keeps_rest=not job.is_as_in_run)
     samples = data.evaluation if job.is_apart else data.training
     if samples is None:
         raise BiremeError(f"{job.subject.name} held out no data for evaluation. Name some: --data FILE.")
-    return _Found(samples, data.tokenizer, data.num_tokens is not None)
+    if job.most_batches is None and any(
+        isinstance(one, StreamSamples) for one in sources_of(samples).values()
+    ):
+        raise BiremeError(
+            f"{job.data} is a stream, which may have no end. Say how many batches to take of it, such as "
+            "--batches 100."
+        )
+    return _Found(samples, data.tokenizer, data.is_text, data.loss_on)
 
 
 def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
@@ -182,7 +239,6 @@ def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
         samples,
         job.run.training.batch_size,
         job.most_batches,
-        with_rest=job.with_rest,
         num_workers=job.run.data.num_workers,
     )
     return {WHOLE: everything}

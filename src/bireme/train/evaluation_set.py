@@ -70,7 +70,7 @@ class EvaluationSet:
 
     @classmethod
     def of_all(
-        cls, samples: Samples, batch_size: int, most_batches: int | None, *, with_rest: bool, num_workers: int
+        cls, samples: Samples, batch_size: int, most_batches: int | None, *, num_workers: int
     ) -> "EvaluationSet":
         """All samples as they come, or the first `most_batches` batches of them."""
         size = min(batch_size, len(samples))
@@ -81,7 +81,7 @@ class EvaluationSet:
             Order(len(samples), shuffled=False),
             size,
             count if most_batches is None else min(count, most_batches),
-            with_rest=with_rest and is_all,
+            with_rest=is_all,
             num_workers=num_workers,
         )
 

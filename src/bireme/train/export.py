@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bireme.files import new_folder
 from bireme.model.graph import Graph, State
+from bireme.model.length import evaluate
 from bireme.model.sources import load_source
 from bireme.train.base_weights import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from bireme.train.checkpoint.shard import element_bytes, write_tensors
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 
-__all__ = ["NewestWeights", "export_checkpoint", "exported_step", "has_ended"]
+__all__ = ["NewestWeights", "export_checkpoint", "exported_length", "exported_step", "has_ended"]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ABOUT = "bireme.json"
@@ -85,6 +86,14 @@ def exported_step(folder: Path) -> int | None:
         return None
 
 
+def exported_length(folder: Path) -> int | None:
+    """The tokens of the samples that the model in a folder was trained on, if the folder has the number."""
+    try:
+        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["length"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:
     """Whether a run with a checkpoint of this step has done all: its steps, and what comes after them."""
     if step < run.training.steps:
@@ -123,8 +132,14 @@ def _export(
             states = (*graph.parameters, *graph.buffers)
             entries = [_entry(state) for state in states if state.name in weights]
             _write_weights(entries, weights, run.export.shard_bytes, draft)
-        about = {"format": 1, "model": run.model.source, "step": step}
+        about = {"format": 1, "model": run.model.source, "step": step, **_length(graph)}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def _length(graph: Graph) -> dict[str, int]:
+    """The tokens of the samples that a model of token ids was trained on."""
+    ids = next((value for value in graph.inputs if value.name == "input_ids" and len(value.shape) == 2), None)
+    return {} if ids is None else {"length": evaluate(ids.shape[1], 1)}
 
 
 def _base_of(run: RunFile) -> str:

@@ -35,6 +35,7 @@ from bireme.train.recorded_batches import RECORDED
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
 from bireme.train.restart_limit import count_start
+from bireme.train.run_data import learns
 from bireme.train.run_file import RunFile
 from bireme.train.summary import Summary, summary_of
 from bireme.train.text_sample import written
@@ -169,7 +170,7 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
         if run.export.at_end:
             lost = _exported(prepared, folder, newest)
         with NewestWeights(run, prepared.graph, newest) as weights:
-            sample = written(run, weights, prepared.data.tokenizer)
+            sample = written(run, weights, prepared.data)
     summary = summary_of(prepared, folder, outcomes, sample)
     try:
         summary.write(folder.summary)
@@ -228,6 +229,7 @@ def first_words(prepared: Prepared) -> dict[str, Any]:
         "width": plan.width,
         "devices": [name for row in plan.devices for name in row],
         "predicted_batch_s": None if forecast is None else forecast.batch_s,
+        "learns": learns(prepared.run, prepared.data, prepared.graph).document(),
     }
 
 

@@ -1,30 +1,105 @@
-"""The data of a run: what its run file asks for, cut for its model."""
+"""The data of a run: what its run file asks for, cut for its model, and what there is to say about it."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.train.data.checks import vocabulary_of
+from bireme.train.data.mixture import MixedSamples, sources_of
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
 from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
+from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
 
-__all__ = ["data_of", "private_samples_of"]
+__all__ = ["Learns", "data_of", "learns", "private_samples_of", "tokenizer_name"]
 
 Progress = Callable[[float, str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Learns:
+    """What a run learns from, and how much of the model learns. Numbers that nobody knows are None, such as
+    the samples of a stream; so are the epochs of a mixture, whose sources have different ones.
+
+    `tokenizer` is equal for equal tokenizers, so that losses per token may be compared if it is equal; it is
+    None, as `length` is, if the samples are not made of tokens.
+    """
+
+    sources: tuple[str, ...]
+    num_files: int | None
+    num_tokens: int | None
+    num_samples: int | None
+    num_evaluation_samples: int | None
+    epochs: float | None
+    num_parameters: int
+    num_learning_parameters: int
+    tokenizer: str | None
+    length: int | None
+    loss_on: str
+    dtype: str
+    learning_rate: float
+
+    def document(self) -> dict[str, Any]:
+        """In the words of JSON."""
+        return asdict(self) | {"sources": list(self.sources)}
+
+
+def learns(run: RunFile, data: RunData, graph: Graph) -> Learns:
+    """What a prepared run learns from; `graph` is that of its model in training."""
+    sizes = {state.name: (math.prod(state.shape), state.trainable) for state in graph.parameters}
+    num_samples = _num_samples(data.training)
+    is_mixture = isinstance(data.training, MixedSamples)
+    trained = run.training.steps * run.training.batch_size
+    return Learns(
+        sources=tuple(one.source for one in run.data.mixture or ()) or (run.data.named,),
+        num_files=data.num_files,
+        num_tokens=data.num_tokens,
+        num_samples=num_samples,
+        num_evaluation_samples=None if data.evaluation is None else _num_samples(data.evaluation),
+        epochs=None if is_mixture or not num_samples else trained / num_samples,
+        num_parameters=sum(size for size, _ in sizes.values()),
+        num_learning_parameters=sum(size for size, is_learning in sizes.values() if is_learning),
+        tokenizer=tokenizer_name(data.tokenizer),
+        length=run.data.length if data.is_text else None,
+        loss_on=data.loss_on,
+        dtype=run.model.dtype,
+        learning_rate=run.training.learning_rate,
+    )
+
+
+def tokenizer_name(tokenizer: Tokenizer | None) -> str | None:
+    """Such as `bytes`, or the class of a tokenizer with its size and the first digits of its digest."""
+    if not isinstance(tokenizer, FolderTokenizer):
+        return None if tokenizer is None else "bytes"
+    digest = tokenizer.identity.split()[-1]
+    return f"{type(tokenizer.backend).__name__} of {tokenizer.num_tokens:,} tokens, {digest[:8]}"
+
+
+def _num_samples(samples: Samples) -> int | None:
+    every = sources_of(samples).values()
+    return None if any(isinstance(one, StreamSamples) for one in every) else len(samples)
+
+
 def data_of(
-    run: RunFile, model: RunModel, progress: Progress | None = None, *, what: str = "training"
+    run: RunFile,
+    model: RunModel,
+    progress: Progress | None = None,
+    *,
+    what: str = "training",
+    keeps_rest: bool = False,
 ) -> RunData:
     """The samples of a run; the first time may take long, and later the cache has them.
 
-    `what` says what the data of `data.source` are for.
+    `what` says what the data of `data.source` are for; `keeps_rest` is as in `DataRequest`.
     """
-    return prepare_data(_request(run), _side(model), run.training.batch_size, progress, what=what)
+    request = replace(_request(run), keeps_rest=keeps_rest)
+    return prepare_data(request, _side(model), run.training.batch_size, progress, what=what)
 
 
 def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:

@@ -18,7 +18,7 @@ from bireme.plan.plan_file import load_plan
 from bireme.runtime.prepared import Weights
 from bireme.train.base_weights import base_of_checkpoint, check_same_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
-from bireme.train.export import ABOUT, exported_step
+from bireme.train.export import ABOUT, exported_length, exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile, load_run_file
@@ -88,13 +88,12 @@ def subject_of(text: str, sets: Sequence[str], tell: Tell) -> Subject:
     if RunFolder(path).run_file.is_file():
         return _of_run(RunFolder.of(path), sets, tell)
     if (path / "config.json").is_file():
-        source = f"hf:{path.resolve()}"
-        usual = {"source": source, "length": _length_of_config(path), "tokenizer": "auto"}
-        return Subject(str(path), _run_of(usual, sets), step=exported_step(path))
+        run = _run_of(f"hf:{path.resolve()}", exported_length(path), sets)
+        return Subject(str(path), run, step=exported_step(path))
     if (path / ABOUT).is_file():
         source = _exported_source(path / ABOUT)
-        usual = {"source": source, "length": _length_of_source(source), "tokenizer": "auto"}
-        return Subject(str(path), _run_of(usual, sets), exported_step(path), folder=path.resolve())
+        run = _run_of(source, exported_length(path) or _length_of_source(source), sets)
+        return Subject(str(path), run, exported_step(path), folder=path.resolve())
     raise BiremeError(
         f"{path} is neither the folder of a run nor that of a model: it has no run.toml, no config.json and "
         f"no {ABOUT}. Name one that `bireme train` made, or a folder that transformers can load."
@@ -131,15 +130,13 @@ def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
     )
 
 
-def _run_of(usual: dict[str, object], sets: Sequence[str]) -> RunFile:
-    """The run file that makes a model of a folder, as far as `sets` do not change it."""
-    own = {
-        "model.source": usual["source"],
-        "data.length": usual["length"],
-        "data.tokenizer": usual["tokenizer"],
-        "training.batch_size": BATCH_SIZE,
-    }
-    return load_run_file(None, [*(f"{key}={toml_value(value)}" for key, value in own.items()), *sets])
+def _run_of(source: str, length: int | None, sets: Sequence[str]) -> RunFile:
+    """The run file that makes a model of a folder, as far as `sets` do not change it; without a length the
+    samples are as long as those of a run that trains the model.
+    """
+    own = {"model.source": source, "data.length": length, "training.batch_size": BATCH_SIZE}
+    given = [f"{key}={toml_value(value)}" for key, value in own.items() if value is not None]
+    return load_run_file(None, [*given, *sets])
 
 
 def _exported_source(path: Path) -> str:

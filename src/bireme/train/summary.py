@@ -19,6 +19,7 @@ from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import idle_codec, main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared
+from bireme.train.run_data import learns
 from bireme.train.shared_bytes import SharedSummary, shared_summary
 from bireme.train.slow_tiers import slow_tiers
 from bireme.train.sums import idle_keys
@@ -175,6 +176,8 @@ class Summary:
     checkpoint: int | None
     sample: str
     warnings: tuple[str, ...]
+    learns: Mapping[str, Any] = field(default_factory=dict)
+    """What the run learns from; see `Learns`."""
     shares: tuple[ShareSummary, ...] = ()
     membership: tuple[MembershipSummary, ...] = ()
     """How that changed, where replicas may die."""
@@ -248,6 +251,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
             *slow_tiers(saved.plan, prepared.machines.cluster, outcomes),
             *_diverged(own),
         ),
+        learns=learns(prepared.run, prepared.data, prepared.graph).document(),
         shares=tuple(ShareSummary(one.step, one.shares) for one in shared),
         membership=() if own.sync is None else _membership(shared),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},

@@ -1,14 +1,20 @@
 """A sample of what a trained language model writes."""
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bireme.model.sources import load_source
-from bireme.train.data.tokenizer import Tokenizer
+from bireme.train.data.chat import ChatTemplate
+from bireme.train.data.prepare import RunData
+from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
+from bireme.train.data.tokens import IGNORED
 from bireme.train.export import NewestWeights
-from bireme.train.run_file import RunFile
+from bireme.train.run_file import Log, RunFile
 
 __all__ = ["written"]
 
@@ -17,24 +23,86 @@ TEMPERATURE = 0.8
 LEAST_SHARED_BYTES = 64 * 2**20
 """Of a model whose products are worth several threads: in a smaller one these mostly wait."""
 
+NUM_TRIED = 64
+"""Samples in which an answer is looked for: those that are cut off may have none."""
+
 LARGEST_BYTES = 8 * 2**30
 """Of a model that is loaded whole only to write a sample."""
 
 
 @torch.no_grad()
-def written(run: RunFile, weights: NewestWeights, tokenizer: Tokenizer | None) -> str:
-    """What the model writes after the run's prompt; nothing where it does not write text, or is large."""
+def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
+    """What the model writes after the run's prompt; nothing where it does not write text, or is large.
+
+    A model that has learned answers gets a question, in the form in which it has learned them: the prompt as
+    a user's message, or the first question of its data if the run file has no prompt of its own.
+    """
+    tokenizer = data.tokenizer
     if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > LARGEST_BYTES:
         return ""
-    model = _model(run, weights)
+    example = _example(data) if data.has_answers else None
     first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
+    if example is not None:
+        first = _question(run, data, tokenizer, example)
+    ends = _ends(run, tokenizer, example)
+    model = _model(run, weights)
     before = torch.get_num_threads()
     if weights.num_bytes < LEAST_SHARED_BYTES:
         torch.set_num_threads(1)
     try:
-        return tokenizer.decode(_continued(model, first, run.log.sample_tokens, run.data.length, tokenizer))
+        return tokenizer.decode(_continued(model, first, run, tokenizer.num_tokens, ends))
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A sample's ids up to its first answer, and those of the answer."""
+
+    question: list[int]
+    answer: list[int]
+
+
+def _example(data: RunData) -> _Example | None:
+    """The first sample with an answer, of those to evaluate with if there are any."""
+    samples = data.training if data.evaluation is None else data.evaluation
+    for number in range(min(len(samples), NUM_TRIED)):
+        sample = samples.take([number])
+        ids, counts = sample["input_ids"][0], sample["labels"][0] != IGNORED
+        if counts.any():
+            begin = int(counts.int().argmax())
+            end = begin + int((~counts[begin:]).int().argmax())
+            return _Example(ids[:begin].tolist(), ids[begin : end if end > begin else len(ids)].tolist())
+    return None
+
+
+def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Example) -> list[int]:
+    """The ids of the run's own prompt, in the data's form; those of the example if the run has none."""
+    prompt = run.log.prompt
+    if prompt == Log().prompt:
+        return example.question
+    if data.uses_template:
+        return ChatTemplate(tokenizer, run.data.named).question(prompt)
+    return tokenizer.encode(prompt) or example.question
+
+
+def _ends(run: RunFile, tokenizer: Tokenizer, example: _Example | None) -> frozenset[int]:
+    """The ids after which a text is over: the tokenizer's end, those of the model's folder, and the special
+    token at the end of an answer.
+    """
+    found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
+    if run.model.source.startswith("hf:"):
+        for name in ("config.json", "generation_config.json"):
+            try:
+                path = Path(run.model.source.removeprefix("hf:")) / name
+                own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (OSError, ValueError, AttributeError):
+                continue
+            found.update(one for one in (own if isinstance(own, list) else [own]) if isinstance(one, int))
+    if example is not None and isinstance(tokenizer, FolderTokenizer):
+        special = set(tokenizer.backend.all_special_ids)
+        found.update([one for one in example.answer if one in special][-1:])
+    return frozenset(found)
 
 
 def _model(run: RunFile, weights: NewestWeights) -> Any:
@@ -49,17 +117,21 @@ def _model(run: RunFile, weights: NewestWeights) -> Any:
     return model
 
 
-def _continued(model: Any, first: list[int], count: int, context: int, tokenizer: Tokenizer) -> list[int]:
-    """Samples token by token from the model's prediction after the last `context` tokens."""
+def _continued(
+    model: Any, first: list[int], run: RunFile, num_tokens: int, ends: frozenset[int]
+) -> list[int]:
+    """Samples ids below `num_tokens` one by one from the model's prediction after the last of the context, up
+    to one of the `ends`.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = list(first)
-    for _ in range(count):
-        outputs = model(input_ids=torch.tensor([ids[-context:]]))
+    for _ in range(run.log.sample_tokens):
+        outputs = model(input_ids=torch.tensor([ids[-run.data.length :]]))
         logits: Tensor = outputs["logits"][0, -1].float()
-        logits[tokenizer.num_tokens :] = -torch.inf
+        logits[num_tokens:] = -torch.inf
         shares = torch.softmax(logits / TEMPERATURE, dim=-1)
         chosen = int(torch.multinomial(shares, 1, generator=generator))
-        if chosen == tokenizer.end_of_text:
+        if chosen in ends:
             break
         ids.append(chosen)
     return ids

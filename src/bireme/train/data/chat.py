@@ -123,6 +123,11 @@ class AnswerRows:
         self._template = ChatTemplate(tokenizer, source.origin) if uses_template else None
 
     @property
+    def uses_template(self) -> bool:
+        """Whether rows become text by the tokenizer's chat template."""
+        return self._template is not None
+
+    @property
     def identity(self) -> str:
         """Words that differ when the same row may give other ids."""
         return f"answers {FORMAT}" if self._template is None else self._template.identity
@@ -152,7 +157,9 @@ class AnswerRows:
 
     @property
     def _pair(self) -> tuple[str, str]:
-        return (ALPACA[0], ALPACA[1]) if self._is_alpaca else (self._source.columns[0], self._source.columns[1])
+        return (
+            (ALPACA[0], ALPACA[1]) if self._is_alpaca else (self._source.columns[0], self._source.columns[1])
+        )
 
     def _messages(self, row: Row, where: str) -> Messages:
         """The messages of a conversation; those of a prompt and of its completion are one."""
@@ -216,6 +223,6 @@ def _role(speaker: object, where: str) -> str:
 
 def _no_messages(where: str, column: str) -> BiremeError:
     return BiremeError(
-        f"In {where} the column {column!r} is not a list of messages. A message is a role and a content, such "
-        'as {"role": "user", "content": "Hello"}, or {"from": "human", "value": "Hello"}.'
+        f"In {where} the column {column!r} is not a list of messages. A message is a role and a content, "
+        'such as {"role": "user", "content": "Hello"}, or {"from": "human", "value": "Hello"}.'
     )

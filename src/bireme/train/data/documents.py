@@ -33,6 +33,8 @@ class DocumentSamples:
     padding: int
     is_shared: bool
     vocabulary: int | None = None
+    num_tokens_given: int = 0
+    """The tokens of the documents, with those that are cut off."""
 
     @property
     def is_quick(self) -> bool:
@@ -169,7 +171,9 @@ class Cut:
         inside = (begins < last) & (ends > first)
         index = best_fit if self.is_shared else cut_off
         pieces = index(np.maximum(begins[inside], first), np.minimum(ends[inside], last), self.length)
-        return DocumentSamples(tokens, self.length, pieces, self.padding, self.is_shared, self.vocabulary)
+        return DocumentSamples(
+            tokens, self.length, pieces, self.padding, self.is_shared, self.vocabulary, last - first
+        )
 
     def _ends(self, tokens: Tokens) -> Places:
         if tokens.document_ends is None:

@@ -43,8 +43,8 @@ def _losses(samples: Samples) -> Iterator[str]:
         )
     if samples.tokens.has_uncounted and (num_idle := samples.num_without_targets()):
         yield (
-            f"{num_idle} of {len(samples)} samples of {samples.tokens.origin} hold no answer, or no other token "
-            "that counts in the loss, and have weight zero. A larger data.length may leave fewer."
+            f"{num_idle} of {len(samples)} samples of {samples.tokens.origin} hold no answer, or no other "
+            "token that counts in the loss, and have weight zero. A larger data.length may leave fewer."
         )
 
 
@@ -55,11 +55,11 @@ def _unread(tokens: Tokens) -> Iterator[str]:
     num_more = tokens.num_unread - len(tokens.unread)
     named = ", ".join(tokens.unread) + (f" and {num_more} more" if num_more else "")
     if named.startswith("row "):
-        yield f"{counted(tokens.num_unread, 'row')} without text left out: {named}."
+        yield f"Left out of {tokens.origin}: {counted(tokens.num_unread, 'row')} without text, {named}."
         return
     yield (
-        f"{counted(tokens.num_unread, 'file')} of {tokens.origin} left out, as not text in UTF-8: {named}. Convert "
-        "such files to UTF-8, or choose the files to read with data.pattern."
+        f"Left out of {tokens.origin}: {counted(tokens.num_unread, 'file')} that are not text in UTF-8, "
+        f"{named}. Convert them to UTF-8, or choose the files to read with data.pattern."
     )
 
 
@@ -74,6 +74,6 @@ def _padding(samples: Samples) -> Iterator[str]:
     shorter = f", or data.length = {longest}, which is enough for all" if longest < samples.length else ""
     yield (
         f"{share:.0%} of the samples of {samples.tokens.origin} is padding: a document has "
-        f"{samples.num_tokens / len(samples):.0f} tokens in the mean, and data.length is {samples.length}. Set "
-        f'data.packing = "documents", which puts several into a sample{shorter}.'
+        f"{samples.num_tokens / len(samples):.0f} tokens in the mean, and data.length is {samples.length}. "
+        f'Set data.packing = "documents", which puts several into a sample{shorter}.'
     )

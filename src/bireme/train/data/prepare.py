@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from bireme.train.data.chat import AnswerRows
 from bireme.train.data.checks import check_batch, check_inputs, check_token_ids, check_tokenizer
 from bireme.train.data.corpus import Progress, tokenised
 from bireme.train.data.documents import Cut
@@ -82,9 +83,9 @@ class RunData:
     """The samples of a run.
 
     `is_text` says that they are cut from tokens. `tokenizer` is None where there is no text. The numbers of
-    tokens, documents and files are None where nobody knows them, as of a stream. `num_skipped` counts files and
-    rows that were left out, of all sources. `held` is the corpus of the evaluation source. `counted` says for
-    each source which tokens count in the loss.
+    tokens, documents and files are None where nobody knows them, as of a stream. `num_skipped` counts files
+    and rows that were left out, of all sources. `held` is the corpus of the evaluation source. `counted` has
+    the tokens that count in the loss of each source.
     """
 
     training: Samples
@@ -97,6 +98,18 @@ class RunData:
     num_files: int | None = None
     held: Tokens | None = None
     counted: tuple["Counted", ...] = ()
+    uses_template: bool = False
+    """Whether conversations are among the data, which a chat template made text of."""
+
+    @property
+    def loss_on(self) -> str:
+        """Which tokens count in the loss, those of several sources one after the other."""
+        return ", ".join(dict.fromkeys(self.counted))
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether some source holds conversations, or prompts with answers."""
+        return Counted.ANSWERS in self.counted
 
     def order(self, seed: int) -> SampleOrder:
         """The order in which a run goes through the samples to train on."""
@@ -152,6 +165,7 @@ def prepare_data(
         num_files=None if None in files else sum(one or 0 for one in files),
         held=held.data if held is not None and isinstance(held.data, Tokens) else None,
         counted=tuple(_counted(source) for source in sources),
+        uses_template=any(_uses_template(source, maker.tokenizer) for source in sources),
     )
 
 
@@ -184,6 +198,12 @@ def _counted(source: Source) -> Counted:
     if isinstance(source, SavedRows) and source.has_answers:
         return Counted.ANSWERS
     return Counted.LABELED if isinstance(source, SavedRows) and source.has_labels else Counted.ALL
+
+
+def _uses_template(source: Source, tokenizer: Tokenizer | None) -> bool:
+    if not isinstance(source, SavedRows) or not source.has_answers:
+        return False
+    return AnswerRows(tokenizer, source).uses_template
 
 
 def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) -> Tokenizer | None:

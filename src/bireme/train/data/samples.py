@@ -66,8 +66,8 @@ class PackedSamples:
 
     A sample has `input_ids` and `labels`, which are the same ids in the same places: the model shifts them.
     Where a token does not count its label is -100. An id of `vocabulary` or more is an error, for it would
-    read beyond the model's embedding; None leaves ids unchecked. With `padding`, the id of a token, the tokens
-    left over at the end are a sample too, filled up with it; without, they are left out.
+    read beyond the model's embedding; None leaves ids unchecked. With `padding`, the id of a token, the
+    tokens left over at the end are a sample too, filled up with it; without, they are left out.
     """
 
     tokens: Tokens
@@ -94,8 +94,8 @@ class PackedSamples:
         return True
 
     def __len__(self) -> int:
-        num_tokens = max(self.end - self.begin, 0)
-        return num_tokens // self.length if self.padding is None else -(-num_tokens // self.length)
+        num_tokens, length = self.num_tokens_given, self.length
+        return num_tokens // length if self.padding is None else -(-num_tokens // length)
 
     def take(
         self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
@@ -114,6 +114,11 @@ class PackedSamples:
         check_ids(ids, numbers, self.vocabulary, self.tokens.origin)
         labels = ids.copy() if uncounted is None else np.where(uncounted, IGNORED, ids)
         return only({"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}, names)
+
+    @property
+    def num_tokens_given(self) -> int:
+        """The tokens that samples are cut from, with those at the end that no sample has."""
+        return max(self.end - self.begin, 0)
 
     def num_without_targets(self) -> int:
         """How many samples hold no token that counts and has one before it to be predicted from."""
@@ -217,8 +222,8 @@ def split_tokens(
 ) -> Split:
     """The last fraction of a corpus apart, for evaluation: of whole documents, where they end near there.
 
-    It is as long as `least` samples at least, and nothing if the fraction is 0. `padding` is for the samples to
-    evaluate with, which all are if there is no such fraction.
+    It is as long as `least` samples at least, and nothing if the fraction is 0. `padding` is for the samples
+    to evaluate with, which all are if there is no such fraction.
     """
     check_fraction(fraction)
     end = len(tokens)

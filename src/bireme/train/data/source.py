@@ -1,9 +1,9 @@
 """Where data comes from, in one notation for the run file and the command line.
 
 `stdlib` are the sources of Python's standard library; a path is a text file, a file of rows (.jsonl, .json,
-.parquet, .csv), a folder of either, a folder that the `datasets` library saved, or an array of token ids (.npy,
-.bin); `hf:NAME,split=…` and `hf:FOLDER` are whatever that library loads; `file.py:function` is a function of the
-user's. What a source names must be there when it is opened; its text is read later.
+.parquet, .csv), a folder of either, a folder that the `datasets` library saved, or an array of token ids
+(.npy, .bin); `hf:NAME,split=…` and `hf:FOLDER` are whatever that library loads; `file.py:function` is a
+function of the user's. What a source names must be there when it is opened; its text is read later.
 """
 
 from pathlib import Path
@@ -57,7 +57,9 @@ def open_source(
     if is_own(text):
         return own_samples(text)
     if path.is_dir():
-        return library_rows(text, text_column) if is_saved_folder(path) else _folder(path, pattern, text_column)
+        return (
+            library_rows(text, text_column) if is_saved_folder(path) else _folder(path, pattern, text_column)
+        )
     if not path.exists():
         raise BiremeError(
             f"There is no file or folder {text!r} to take data from. A source is one of: "
@@ -87,8 +89,8 @@ def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
     kinds = sorted({path.suffix for path in rows})
     if len(kinds) > 1:
         raise BiremeError(
-            f"The folder {folder} holds files of rows of several kinds: {', '.join(kinds)}. Say which to read "
-            f'with data.pattern, such as "*{kinds[0]}".'
+            f"The folder {folder} holds files of rows of several kinds: {', '.join(kinds)}. Say which to "
+            f'read with data.pattern, such as "*{kinds[0]}".'
         )
     if len(rows) == 1 and kinds[0] == LINES:
         return rows_of_json_lines(rows[0], text_column)

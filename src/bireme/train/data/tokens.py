@@ -33,7 +33,7 @@ class Tokens:
     `document_ends` are where documents end, where that is known: the number of tokens up to and with the last
     of each. Where `has_uncounted` is set, a negative number n stands for the id -1-n of a token that is read
     but does not count in the loss. `origin` is what to call it all in a message; `num_skipped` says how many
-    files or rows were left out, of which `num_unread` hold no text, and `unread` names the first few of those.
+    files or rows were left out, of which `num_unread` hold no text; `unread` names the first few of these.
     """
 
     origin: str

@@ -81,8 +81,8 @@ def with_model_defaults(run: RunFile) -> RunFile:
     """The run with the defaults that follow from its model, in the keys that were left out.
 
     The samples of the built-in GPT have its context as their length, those of a transformers model its
-    context up to LONGEST. A model that starts from weights in its folder gets a learning rate for fine-tuning,
-    and one whose folder holds bfloat16 computes in it, as weights in float32 would take twice the memory.
+    context up to LONGEST. A model that starts from weights in its folder gets a learning rate for
+    fine-tuning. One whose folder holds bfloat16 computes in it: float32 takes twice the memory.
     """
     kind, _, rest = run.model.source.partition(":")
     found: dict[str, dict[str, Any]] = {}

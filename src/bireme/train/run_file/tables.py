@@ -312,7 +312,11 @@ class Log(Table):
     sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
         default=200, description="Tokens that the model writes as a sample at the end; 0 for none"
     )
-    prompt: str = Field(default="def ", description="Prompt of that sample")
+    prompt: str = Field(
+        default="def ",
+        description="Prompt of that sample; a user's message if the data have answers, else by default a "
+        "question of theirs",
+    )
 
     @property
     def trackers(self) -> dict[str, bool]:
