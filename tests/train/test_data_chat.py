@@ -1,18 +1,25 @@
 """Conversations: only what the assistant says counts, whichever way its tokens are found."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bireme.errors import BiremeError
-from bireme.train.data.chat import ChatTemplate
+from bireme.train import text_sample
+from bireme.train.data.chat import AnswerRows, ChatTemplate
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.notes import data_notes
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
+from bireme.train.data.saved_rows import SavedRows
+from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
+from bireme.train.run_file import load_run_file
 from tests.support.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -61,6 +68,105 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path) -> No
 def test_bytes_have_no_chat_template() -> None:
     with pytest.raises(BiremeError, match=r"no chat template .* Set data\.tokenizer"):
         ChatTemplate(ByteTokenizer(), "chats")
+
+
+def _encoded(folder: Path, made: Any, *rows: dict[str, Any]) -> list[Any]:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(str(folder / "rows.jsonl"))
+    assert isinstance(source, SavedRows)
+    assert source.has_answers
+    return list(AnswerRows(made, source).encoded(lambda _where: None))
+
+
+def test_conversations_of_other_forms_are_those_of_messages(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path, PLAIN)
+    asked = [{"role": "user", "content": "self?\n\n1"}, {"role": "assistant", "content": "value"}]
+    [wanted] = _encoded(tmp_path, made, {"messages": asked})
+    shared = [{"from": "human", "value": "self?\n\n1"}, {"from": "gpt", "value": "value"}]
+    for row in (
+        {"conversations": shared},
+        {"instruction": "self?", "output": "value", "input": "1", "text": "all of it"},
+        {"instruction": "self?\n\n1", "output": "value"},
+        {"prompt": asked[:1], "completion": asked[1:]},
+    ):
+        [found] = _encoded(tmp_path, made, row)
+        assert found.ids.tolist() == wanted.ids.tolist(), row
+        assert found.counts.tolist() == wanted.counts.tolist(), row
+
+
+def test_answers_need_no_chat_template_if_they_follow_a_text(tmp_path: Path) -> None:
+    made = ByteTokenizer()
+
+    def answer(row: dict[str, Any]) -> tuple[str, str]:
+        [found] = _encoded(tmp_path, made, row)
+        assert found.ids[-1] == made.end_of_text, "the model learns where to stop"
+        return made.decode(found.ids[~found.counts]), made.decode(found.ids[found.counts])
+
+    assert answer({"prompt": "2 + 2 =", "completion": " 4"}) == ("2 + 2 =", " 4")
+    begin = "### Instruction:\nAdd.\n\n"
+    assert answer({"instruction": "Add.", "output": "4"}) == (f"{begin}### Response:\n", "4")
+    given = {"instruction": "Add.", "input": "2, 2", "output": "4"}
+    assert answer(given) == (f"{begin}### Input:\n2, 2\n\n### Response:\n", "4")
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "a message is from 'narrator'"),
+        ({"messages": [{"text": "a"}]}, "'messages' is not a list of messages"),
+        ({"prompt": "a", "completion": 4}, "'completion' holds a int and not a text"),
+    ],
+)
+def test_a_row_in_no_known_form_is_named(row: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(BiremeError, match=rf"In row 0 of .*rows\.jsonl .*{wrong}"):
+        _encoded(tmp_path, tokenizer(tmp_path / "tokenizer", PLAIN), row)
+
+
+def test_packing_is_suggested_if_samples_are_mostly_padding(tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * size, "completion": "2"} for size in (8, 10, 30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    request = DataRequest(str(tmp_path / "rows.jsonl"), length=100, evaluation_fraction=0.0)
+    (note,) = data_notes(prepare_data(request, ModelSide({}), 1))
+    assert note.startswith("82% of the samples of ")
+    assert 'data.packing = "documents", which puts several into a sample, or data.length = 32' in note
+    assert data_notes(prepare_data(replace(request, length=32), ModelSide({}), 1)) == ()
+
+
+class _Speaker(torch.nn.Module):
+    """Writes these ids, whatever it is asked, and remembers the first question."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.ids, self.asked = iter(ids), list[int]()
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.asked = self.asked or input_ids[0].tolist()
+        scores = torch.full((1, 1, 400), -1e9)
+        scores[0, 0, next(self.ids)] = 0.0
+        return {"logits": scores}
+
+
+def test_the_closing_sample_answers_a_question_and_stops_at_the_end_of_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It continued "def ", past the end of the answer."""
+    made = tokenizer(tmp_path / "tokenizer", PLAIN)
+    made.backend.save_pretrained(str(tmp_path / "tokenizer"))
+    chat = [{"role": "user", "content": "value?"}, {"role": "assistant", "content": "self"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
+    request = DataRequest(
+        str(tmp_path / "rows.jsonl"), str(tmp_path / "tokenizer"), length=80, evaluation_fraction=0.0
+    )
+    data = prepare_data(request, ModelSide({}), 1)
+    answer = made.encode("return")
+    for prompt, question in (("", "value?"), ("class?", "class?")):
+        speaker = _Speaker([*answer, *made.encode("<end>"), *answer])
+        monkeypatch.setattr(text_sample, "_model", lambda _run, _weights, found=speaker: found)
+        run = load_run_file(None, [f"log.prompt={prompt}"] if prompt else [])
+        weights: Any = SimpleNamespace(num_bytes=1)
+        text = text_sample.written(run, weights, data)
+        assert text == f"[user]{question}[assistant]return"
+        assert made.backend.decode(speaker.asked) == f"[user]{question}<end>[assistant]"
 
 
 def test_each_conversation_is_a_sample_and_lost_answers_are_told(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 from bireme.train.data import text_files
+from bireme.train.data.notes import data_notes
 from bireme.train.data.own import OwnSamples, is_own
+from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
+from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import open_source
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.tokens import Tokens, load_tokens
@@ -250,3 +253,64 @@ def test_a_file_that_goes_away_before_it_is_read_is_an_error_and_not_left_out(tm
     (tmp_path / "b.txt").unlink()
     with pytest.raises(BiremeError, match=r"b\.txt could not be read"):
         texts_of(source)
+
+
+# --- files of rows ------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_json_lines_is_read_as_rows_and_not_as_text(tmp_path: Path) -> None:
+    """It was trained on as raw text, with its braces and quotes, unless hf: was before it."""
+    write(tmp_path, {"rows.jsonl": '{"id": 1, "text": "one"}\n\n{"text": "two"}\n{"id": 3}\n'})
+    for source in (open_source(str(tmp_path / "rows.jsonl")), open_source(str(tmp_path))):
+        assert isinstance(source, SavedRows)
+        skipped: list[str] = []
+        assert [passage.text for passage in source.passages(skipped.append)] == ["one", "two"]
+        assert (source.size, source.num_files, len(skipped)) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ('{"text": "a"}\n{"text": \n', r"rows\.jsonl, line 2, is not JSON: Expecting value"),
+        ('{"text": "a"}\n\n["b"]\n', r"rows\.jsonl, line 3, holds a list and not a JSON object"),
+        ("", r"rows\.jsonl has no rows"),
+        ('{"a": "a", "b": "b"}\n', "has the columns a, b; none is named input_ids or text or messages"),
+    ],
+)
+def test_a_wrong_line_of_json_is_named(lines: str, wrong: str, tmp_path: Path) -> None:
+    write(tmp_path, {"rows.jsonl": lines})
+    with pytest.raises(BiremeError, match=wrong):
+        prepare_data(DataRequest(str(tmp_path / "rows.jsonl"), length=8), ModelSide({}), 1)
+
+
+def test_rows_among_texts_are_not_taken_for_text(tmp_path: Path) -> None:
+    write(tmp_path, {"train.jsonl": '{"text": "one"}\n', "README.md": "two", "settings.json": "{}"})
+    with pytest.raises(BiremeError, match=r'1 files of rows, such as train\.jsonl, .* such as "\*\.jsonl"'):
+        open_source(str(tmp_path))
+    chosen = open_source(str(tmp_path), pattern="*.jsonl")
+    assert isinstance(chosen, SavedRows)
+    (tmp_path / "train.jsonl").unlink()
+    texts = open_source(str(tmp_path))
+    assert isinstance(texts, TextFiles)
+    assert names_of(texts) == ["README.md", "settings.json"]
+
+
+def test_rows_that_only_the_library_reads_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    write(tmp_path, {"rows.csv": "text\none\n"})
+    for text in (tmp_path, tmp_path / "rows.csv"):
+        with pytest.raises(BiremeError, match=r"install bireme\[hf\]"):
+            open_source(str(text))
+
+
+def test_files_that_are_not_utf_8_are_named_in_a_warning(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "text\n" * 40})
+    for name in ("b.txt", "c.txt", "d.txt", "e.txt"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+    data = prepare_data(DataRequest(str(tmp_path), length=8, evaluation_fraction=0.0), ModelSide({}), 1)
+    (note,) = data_notes(data)
+    assert note == (
+        f"Left out of {tmp_path}: 4 files that are not text in UTF-8, {tmp_path}/b.txt, {tmp_path}/c.txt, "
+        f"{tmp_path}/d.txt and 1 more. Convert them to UTF-8, or choose the files to read with data.pattern."
+    )
+    assert (data.num_files, data.loss_on) == (5, "all tokens")

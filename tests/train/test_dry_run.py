@@ -1,16 +1,18 @@
 """`bireme train --dry-run`, and what a run file asks of its plan: seen before anything is trained."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from bireme.model.sources import load_source
 from bireme.plan.plan_file import load_plan
 from bireme.train.machines import machines_of
 from bireme.train.recorded_batches import is_recorded
 from bireme.train.run_file import load_run_file
 from tests.support.alone import alone
 from tests.support.command import bireme
-from tests.support.training import GPT, settings, write_run
+from tests.support.training import GPT, metrics, settings, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -43,7 +45,7 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
     by_hand = bireme(capsys, "train", str(path), "--steps", "3", "--dry-run", "--json").document
     planned = ["--model", GPT, "--measure-on", "meta", "-B", "8", "--cluster", "laptop", "--depth", "1"]
     fields = set(bireme(capsys, "plan", *planned, "--json").document)
-    assert set(document) == set(by_hand) == fields | {"writes", "disk", "taken"}
+    assert set(document) == set(by_hand) == fields | {"learns", "writes", "disk", "taken"}
     assert (by_hand["schedule"], by_hand["num_stages"], by_hand["predicted_batch_s"]) == ("2bw", 2, None)
 
     shown = bireme(capsys, "train", str(path), "--dry-run")
@@ -55,13 +57,33 @@ def test_a_dry_run_lists_what_the_run_then_writes(tmp_path: Path, capsys: Captur
     """No measured timeline, for which it is too short unless one is asked for."""
     words = ["train", str(write_run(tmp_path, "1f1b", 1)), "--steps", "5"]
     with alone():
-        listed = bireme(capsys, *words, "--dry-run", "--json").document["writes"]
-        assert bireme(capsys, *words).status == 0
+        document = bireme(capsys, *words, "--dry-run", "--json").document
+        trained = bireme(capsys, *words)
         again = bireme(capsys, *words, "--dry-run")
-    assert {*map(Path, listed)} == {*(tmp_path / "runs" / "run").iterdir()}
+    assert trained.status == 0
     assert again.status == 0, "a dry run of a name that is taken says so, and is not refused"
     assert "The run itself would be refused" in again.out
     assert "already exists. Resume it with" in again.out
+    run = tmp_path / "runs" / "run"
+    assert {*map(Path, document["writes"])} == {*run.iterdir()}
+    learns = document["learns"]
+    samples = learns["num_samples"], learns["num_evaluation_samples"]
+    assert learns["epochs"] == 5 * 8 / samples[0]
+    assert sum(samples) <= learns["num_tokens"] // 32 <= sum(samples) + 1
+    source = load_source(GPT).model
+    num_parameters = sum(one.numel() for one in source.parameters())
+    assert learns["num_parameters"] == learns["num_learning_parameters"] == num_parameters
+    assert (learns["sources"], learns["num_files"]) == ([str(tmp_path / "texts")], 1)
+    assert (learns["tokenizer"], learns["length"], learns["loss_on"]) == ("bytes", 32, "all tokens")
+    assert metrics(run, "start")[0]["learns"] == learns
+    assert json.loads((run / "summary.json").read_text())["learns"] == learns
+    header = " ".join(trained.out.split())
+    assert (
+        f"Learns from {tmp_path}/texts: 1 file, {learns['num_tokens']:,} tokens, {samples[0]} samples"
+        in header
+    )
+    assert "tokenizer: bytes; 32 tokens in a sample; loss on all tokens;" in header
+    assert f"{num_parameters:,} parameters, all of which learn; float32, learning rate 0.01" in header
     asked = load_run_file(Path(words[1]), ["training.steps=5", "log.trace=true"])
     plan = load_plan(tmp_path / "runs" / "run" / "plan.json")
     assert is_recorded(asked, plan)

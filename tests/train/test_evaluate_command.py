@@ -150,20 +150,76 @@ def test_a_transformers_folder_has_the_perplexity_that_transformers_finds(
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     text = tmp_path / "text.txt"
-    text.write_text("".join(TOKENIZED) * 20)
+    text.write_text("".join(TOKENIZED) * 20 + "value")
     found = bireme(capsys, "evaluate", f"hf:{folder}", "--data", str(text), "-B", "4", "--json").document
     tokenizer = FolderTokenizer(folder)
     ids = [*tokenizer.encode(text.read_text()), tokenizer.end_of_text or 0]
-    rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+    rows = torch.tensor(ids).split(LENGTH)
+    assert len(rows[-1]) not in (1, LENGTH), "the last sample is shorter than the others"
     assert len(rows) % 4, "the last batch is smaller than the others"
     with torch.no_grad():
-        loss = float(model(input_ids=rows, labels=rows).loss)
+        losses = [float(model(input_ids=row[None], labels=row[None]).loss) * (len(row) - 1) for row in rows]
+    num_scored = sum(len(row) - 1 for row in rows)
+    loss = sum(losses) / num_scored
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-    assert found["tokens"] == rows[:, 1:].numel()
-    num_bytes = sum(len(tokenizer.decode([token]).encode()) for token in rows[:, 1:].flatten().tolist())
-    bits = loss * rows[:, 1:].numel() / num_bytes / math.log(2)
+    assert (found["tokens"], found["tokens_given"]) == (num_scored, len(ids))
+    assert (found["num_samples"], found["samples_given"], found["length"]) == (len(rows), len(rows), LENGTH)
+    num_bytes = sum(len(tokenizer.decode([token]).encode()) for row in rows for token in row[1:].tolist())
+    bits = loss * num_scored / num_bytes / math.log(2)
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+ONE_SIZE = """
+import torch
+from torch import nn
+
+class OneSize(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(257, 8)
+        self.head = nn.Linear(8, 257)
+
+    def forward(self, input_ids, labels):
+        hidden = self.tokens(input_ids).reshape(int(input_ids.shape[0]), -1, 8)
+        logits = self.head(hidden)[:, :-1].flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)}
+
+def made():
+    ids = torch.zeros(4, 40, dtype=torch.long)
+    return OneSize(), {"input_ids": ids, "labels": ids}
+"""
+
+
+def test_nothing_is_left_over_by_a_model_that_takes_batches_of_one_size(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples beyond the last whole batch were left out; and a folder did not have their length."""
+    from safetensors.torch import save_file
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "one_size_model.py").write_text(ONE_SIZE)
+    torch.manual_seed(0)
+    model = load_source("python:one_size_model:made", device="cpu").model
+    (tmp_path / "model").mkdir()
+    save_file(
+        {name: one.detach().clone() for name, one in model.named_parameters()},
+        tmp_path / "model/model.safetensors",
+    )
+    about = '{"format": 1, "model": "python:one_size_model:made", "step": 3, "length": 40}'
+    (tmp_path / "model" / "bireme.json").write_text(about)
+    text = (HELD * 2)[: 40 * 10 + 7]
+    (tmp_path / "text.txt").write_text(text)
+    found = bireme(
+        capsys, "evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--json"
+    )
+    assert found.status == 0, found.err
+    rows = torch.tensor([*text.encode(), 256]).split(40)
+    with torch.no_grad():
+        losses = [float(model(row[None], row[None])["loss"]) * (len(row) - 1) for row in rows]
+    document = found.document
+    assert (document["tokens"], document["num_samples"], document["length"]) == (10 * 39 + 7, 11, 40)
+    assert document["loss"] == pytest.approx(sum(losses) / (10 * 39 + 7), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -196,7 +252,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["texts"], "neither the folder of a run nor that of a model"),
     (["model"], "is a model without data. Name some to evaluate with: --data FILE"),
     (["model", "--data", "nothing.txt"], "has no text in it"),
-    (["model", "--data", "short.txt"], "The data for evaluation has 0 samples"),
+    (["model", "--data", "short.txt", "--set", "data.tokenizer=nowhere"], "There is no tokenizer 'nowhere'"),
     (["model", "--data", "nowhere.txt"], "There is no file or folder 'nowhere.txt'"),
     (["model", "--data", "ids.npy"], "holds the token id 300, but the model has 257 tokens"),
     (["model", "--data", "texts", "--length", "64"], "Set data.length to 32"),

@@ -1,5 +1,6 @@
 """`run.toml`: what is written is read back, nothing is the demonstration, every mistake is one sentence."""
 
+import json
 import pickle
 import re
 import tomllib
@@ -22,6 +23,7 @@ from bireme.train.run_file import (
     reference_markdown,
     to_toml,
     with_absolute_paths,
+    with_model_defaults,
 )
 from bireme.train.run_file.text import toml_value
 from tests.support.extent import examples
@@ -86,6 +88,53 @@ def test_an_empty_file_is_the_demonstration(tmp_path: Path) -> None:
     run = loaded("", tmp_path)
     assert run == RunFile() == load_run_file()
     assert (run.data.source, run.data.tokenizer, run.training.steps) == ("stdlib", "auto", 300)
+
+
+def test_a_folder_with_weights_brings_the_defaults_of_fine_tuning(tmp_path: Path) -> None:
+    """Such a model was trained at 3e-3 in float32, on 128 bytes a sample."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    config = {"max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def defaults(*sets: str) -> tuple[float, int, str]:
+        run = load_run_file(None, [f"model.source=hf:{folder}", *sets])
+        return run.training.learning_rate, run.data.length, run.model.dtype
+
+    assert defaults() == (3e-3, 1024, "bfloat16"), "without weights there is nothing to tune"
+    (folder / "model.safetensors").touch()
+    assert defaults() == (2e-5, 1024, "bfloat16")
+    assert defaults("model.lora.rank=4") == (2e-4, 1024, "bfloat16")
+    assert defaults("model.from_scratch=true") == (3e-3, 1024, "bfloat16")
+    own = ("training.learning_rate=3e-3", "data.length=128", "model.dtype=float32")
+    assert defaults(*own) == (3e-3, 128, "float32"), "they are the usual defaults, but were asked for"
+    run = load_run_file(None, [f"model.source=hf:{folder}"])
+    assert "learning_rate = 2e-05\n" in to_toml(run)
+    assert with_model_defaults(RunFile.model_validate({"model": {"source": f"hf:{folder}"}})) == run
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"n_positions": 40}, 40),
+        ({"max_position_embeddings": 514}, 512),
+        ({"text_config": {"max_position_embeddings": 77}}, 77),
+        ({"image_size": 224}, 128),
+        ([], 128),
+    ],
+)
+def test_samples_are_as_long_as_the_context_of_a_folder_s_model(
+    config: object, length: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_run_file(None, [f"model.source=hf:{tmp_path}"]).data.length == length
+
+
+def test_samples_are_as_long_as_the_context_of_the_built_in_model() -> None:
+    sizes = "gpt:layers=1,width=8,heads=1,vocab=257,context"
+    assert load_run_file(None, [f"model.source={sizes}=40"]).data.length == 40
+    assert load_run_file(None, [f"model.source={sizes}=40", "data.length=20"]).data.length == 20
+    assert load_run_file(None, ["model.source=hf:nowhere"]).data.length == RunFile().data.length == 128
 
 
 @pytest.mark.slow
