@@ -285,7 +285,9 @@ def test_a_wrong_line_of_json_is_named(lines: str, wrong: str, tmp_path: Path) -
 
 def test_rows_among_texts_are_not_taken_for_text(tmp_path: Path) -> None:
     write(tmp_path, {"train.jsonl": '{"text": "one"}\n', "README.md": "two", "settings.json": "{}"})
-    with pytest.raises(BiremeError, match=r'1 files of rows, such as train\.jsonl, .* such as "\*\.jsonl"'):
+    with pytest.raises(
+        BiremeError, match=r'rows in 1 file, such as train\.jsonl, among 2 other files.* "\*\.jsonl"'
+    ):
         open_source(str(tmp_path))
     chosen = open_source(str(tmp_path), pattern="*.jsonl")
     assert isinstance(chosen, SavedRows)

@@ -9,6 +9,7 @@ function of the user's. What a source names must be there when it is opened; its
 from pathlib import Path
 
 from bireme.errors import BiremeError
+from bireme.report.units import counted
 from bireme.train.data.hub import is_hub, is_saved_folder, library_rows
 from bireme.train.data.own import OwnSamples, is_own, own_samples
 from bireme.train.data.saved_rows import SavedRows, rows_of_json_lines
@@ -82,8 +83,8 @@ def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
         if not wrong:
             return found
         raise BiremeError(
-            f"The folder {folder} holds {len(wrong)} files of rows, such as {wrong[0].name}, among "
-            f"{len(paths) - len(wrong)} other files. Say which to read with data.pattern, such as "
+            f"The folder {folder} holds rows in {counted(len(wrong), 'file')}, such as {wrong[0].name}, among "
+            f"{counted(len(paths) - len(wrong), 'other file')}. Say which to read with data.pattern, such as "
             f'"*{wrong[0].suffix}" or "*.txt".'
         )
     kinds = sorted({path.suffix for path in rows})
