@@ -83,9 +83,9 @@ def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
         if not wrong:
             return found
         raise BiremeError(
-            f"The folder {folder} holds rows in {counted(len(wrong), 'file')}, such as {wrong[0].name}, among "
-            f"{counted(len(paths) - len(wrong), 'other file')}. Say which to read with data.pattern, such as "
-            f'"*{wrong[0].suffix}" or "*.txt".'
+            f"The folder {folder} holds rows in {counted(len(wrong), 'file')}, such as {wrong[0].name}, "
+            f"among {counted(len(paths) - len(wrong), 'other file')}. Say which to read with data.pattern, "
+            f'such as "*{wrong[0].suffix}" or "*.txt".'
         )
     kinds = sorted({path.suffix for path in rows})
     if len(kinds) > 1:
