@@ -116,7 +116,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 def _context(config: Mapping[str, Any]) -> int | None:
     """The default length of the samples of a transformers model; None if its configuration has no context."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    known = [part[name] for part in parts for name in CONTEXTS if isinstance(part.get(name), int)]
+    known: list[int] = [part[name] for part in parts for name in CONTEXTS if isinstance(part.get(name), int)]
     context = min([LONGEST, *(one for one in known if one >= 2)])
     if not known:
         return None
