@@ -182,7 +182,7 @@ def test_the_same_source_always_has_the_same_inputs() -> None:
         ("python:", "names no function"),
         ("python:math", "names no function"),
         ("python:no_such_module:make", "no Python module no_such_module"),
-        ("python:math:sqrd", "math has no 'sqrd'. Did you mean 'sqrt'"),
+        ("python:math:sqrd", "math has no function 'sqrd'. Did you mean 'sqrt'"),
         ("python:math:pi", "math:pi is a float, not a function"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_function_brings_its_own_model_and_inputs(own_module: str, function: s
         ("too_many", "tensors whose first axis is the batch"),
         ("fails", "fails: ValueError: the dog ate it"),
         ("leaves", "fails: SystemExit: 7"),
-        ("reads_numbers", 'hold no numbers; make those .* with device="cpu"'),
+        ("reads_numbers", "returns a float. It must return a torch.nn.Module"),
     ],
 )
 def test_a_function_that_gives_no_model_is_refused(own_module: str, function: str, sentence: str) -> None:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.train.data import text_files
 from bireme.train.data.notes import data_notes
-from bireme.train.data.own import OwnSamples, is_own
+from bireme.train.data.own import OwnSamples
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
 from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import open_source
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.tokens import Tokens, load_tokens
+from bireme.user_code import names_function
 
 
 def texts_of(source: TextFiles) -> list[str]:
@@ -215,14 +216,14 @@ def test_a_source_is_what_it_looks_like(tmp_path: Path) -> None:
 
 
 def test_functions_are_told_from_files(tmp_path: Path) -> None:
-    assert is_own("package.module:function")
-    assert is_own("python:package.module:function")
-    assert is_own("some folder/file.py:function")
-    assert not is_own("stdlib")
-    assert not is_own("C:\\texts")
+    assert names_function("package.module:function")
+    assert names_function("python:package.module:function")
+    assert names_function("some folder/file.py:function")
+    assert not names_function("stdlib")
+    assert not names_function("C:\\texts")
     odd = tmp_path / "odd.py:name"
     odd.write_text("")
-    assert not is_own(str(odd))
+    assert not names_function(str(odd))
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -6,13 +6,26 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NetworkCard", "host_name", "memory_bytes", "network_cards", "num_cores", "processor_name"]
+__all__ = [
+    "NetworkCard",
+    "available_bytes",
+    "host_name",
+    "memory_bytes",
+    "network_cards",
+    "num_cores",
+    "processor_name",
+]
 
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Where Linux says how much memory a container may use."""
 
 CORES_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Where it says how much of the processor, as microseconds in a period."""
+
+MEMORY_USED, MEMORY_DETAILS = Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory.stat")
+"""Where it says how much a container uses, and for what."""
+
+MEMORY_HERE = Path("/proc/meminfo")
 
 CARDS = Path("/sys/class/net")
 
@@ -54,6 +67,19 @@ def memory_bytes() -> int:
     all_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(MEMORY_LIMIT).strip()
     return min(all_bytes, int(limit)) if limit.isdecimal() else all_bytes
+
+
+def available_bytes() -> int:
+    """The memory that this process could still get without swapping, as far as the system says it."""
+    limit, used = _read(MEMORY_LIMIT).strip(), _read(MEMORY_USED).strip()
+    free = memory_bytes()
+    if (found := re.search(r"^MemAvailable:\s+(\d+) kB", _read(MEMORY_HERE), re.MULTILINE)) is not None:
+        free = min(free, int(found[1]) * 1024)
+    if limit.isdecimal() and used.isdecimal():
+        # Pages of files that were not read lately are given back when memory is asked for.
+        idle = re.search(r"^inactive_file (\d+)$", _read(MEMORY_DETAILS), re.MULTILINE)
+        free = min(free, int(limit) - int(used) + (int(idle[1]) if idle else 0))
+    return max(free, 0)
 
 
 def network_cards() -> tuple[NetworkCard, ...]:

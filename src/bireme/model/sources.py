@@ -1,16 +1,15 @@
 """Where a model comes from, in one notation for files and the command line.
 
 `gpt:layers=8,width=256,heads=8,vocab=256,context=128` is the built-in GPT, `hf:FOLDER` any transformers model
-by its `config.json`, `python:package.module:function` whatever a function makes. A model is made on the meta
-device unless another is asked for, so that it costs no memory. The network is never used, and code that lies
-in a model's folder is never run.
+by its `config.json`, `python:package.module:function` and `file.py:function` the model that a function of the
+user returns. A model is made on the meta device unless another is asked for, so that it costs no memory. The
+network is never used, and code that lies in a model's folder is never run.
 """
 
 import dataclasses
 import importlib
-import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,14 @@ from torch import Tensor, nn
 
 from bireme.devices import device_called
 from bireme.errors import BiremeError, closest
-from bireme.model.capture import resized
 from bireme.model.examples import example_inputs
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
 from bireme.model.lora import Adapter, add_adapter
+from bireme.model.own_model import own_model
 from bireme.model.part import WHOLE, Part
 from bireme.model.trainable import choose_trainable
+from bireme.user_code import PREFIX, names_function, reason_of
 
 __all__ = ["NOTATIONS", "Source", "load_source"]
 
@@ -35,6 +35,7 @@ NOTATIONS = (
     "gpt:layers=8,width=256,heads=8,vocab=256,context=128",
     "hf:FOLDER",
     "python:package.module:function",
+    "file.py:function",
 )
 """How a model can be named, by example."""
 
@@ -50,16 +51,10 @@ FITTING = (
 )
 """Where transformers lists the models that a configuration can be of, by task, the likeliest task first."""
 
-ON_META = (
-    "It runs with meta as torch's default device, where tensors hold no numbers; make those whose numbers "
-    'the code reads with device="cpu".'
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model and what to call it with. `folder` is where its weights lie, None where there are none.
-    `adapter` is what was added to it, if a part of it is an adapter.
+    """A model and its example inputs. `folder` holds its weights, None if no folder does. `adapter` is the
+    adapter that was added to it, if there is one. `is_own` if a function of the user makes the model.
 
     The inputs are on the model's device. Where that is meta they are on the CPU, so that they hold numbers,
     but for those that a function of the user's made on meta.
@@ -70,6 +65,7 @@ class Source:
     example_inputs: dict[str, Tensor]
     folder: Path | None = None
     adapter: Adapter | None = None
+    is_own: bool = False
 
     @property
     def base(self) -> nn.Module:
@@ -90,28 +86,33 @@ def load_source(
     dtype: str | None = None,
     training: bool = True,
     part: Part = WHOLE,
+    weights: Path | None = None,
+    seed: int = 0,
 ) -> Source:
     """The model that `text` names, in training or evaluation mode, with inputs of `batch` samples.
 
     Of it `part` learns.
 
     `length` is that of made sequences where the source leaves it open, `dtype` that of parameters and of all
-    else that is not whole numbers. Weights in a folder are not read.
+    else that is not whole numbers. `weights` is a folder that holds them, in place of the source's own; no
+    weights in a folder are read here. A function of the user is called with random numbers from `seed`.
     """
     for name, number in (("batch", batch), ("length", length)):
         if number is not None and number < 1:
             raise BiremeError(f"The {name} is {number}; it must be at least 1.")
     where = device_called(device)
     kind, colon, rest = text.partition(":")
-    folder = None
+    folder, is_own = weights, False
     match kind if colon else "":
         case "gpt":
             model, inputs = _from_sizes(rest, batch, where)
         case "hf":
             model, inputs = _from_folder(Path(rest), batch, length, where)
-            folder = Path(rest) if _has_weights(Path(rest)) else None
-        case "python":
-            model, inputs = _from_function(rest, batch, length, where)
+            if folder is None and _has_weights(Path(rest)):
+                folder = Path(rest)
+        case _ if is_function(text):
+            model, inputs = own_model(text, batch, length, where, seed)
+            is_own = True
         case _:
             raise BiremeError(f"There is no model source {text!r}. Use one of: {', '.join(NOTATIONS)}.")
     if dtype is not None:
@@ -119,7 +120,12 @@ def load_source(
     if part.train is not None or part.freeze is not None:
         choose_trainable(model, train=part.train, freeze=part.freeze)
     adapter = None if part.lora is None else add_adapter(model, part.lora)
-    return Source(text, model.train(training), inputs, folder, adapter)
+    return Source(text, model.train(training), inputs, folder, adapter, is_own)
+
+
+def is_function(text: str) -> bool:
+    """Whether a source names a function of the user. Without `python:` its module must have a dot."""
+    return text.startswith(PREFIX) or (names_function(text) and "." in text.rpartition(":")[0])
 
 
 Made = tuple[nn.Module, dict[str, Tensor]]
@@ -184,7 +190,7 @@ def _from_folder(folder: Path, batch: int, length: int | None, device: torch.dev
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise BiremeError(
-            f"hf:{folder} needs the transformers package ({_reason(error)}); install bireme[hf]."
+            f"hf:{folder} needs the transformers package ({reason_of(error)}); install bireme[hf]."
         ) from error
     kind = content.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
@@ -202,7 +208,7 @@ def _from_folder(folder: Path, batch: int, length: int | None, device: torch.dev
             config = load(str(folder), local_files_only=True, trust_remote_code=False)
             model = _model_class(transformers, config)(config)
     except Exception as error:  # a configuration's mistakes come as whatever the model stumbles over
-        raise BiremeError(f"No model can be made from {folder}/config.json: {_reason(error)}.") from error
+        raise BiremeError(f"No model can be made from {folder}/config.json: {reason_of(error)}.") from error
     said = json.dumps([content, str(device)], sort_keys=True)
     return model, example_inputs(model, config, batch, length, known_as=said)
 
@@ -220,7 +226,7 @@ def _config_content(folder: Path) -> dict[str, Any]:
             f"The folder {folder} has no config.json, so it holds no transformers model. Name one that does."
         ) from None
     except (OSError, ValueError) as error:
-        raise BiremeError(f"{path} cannot be read: {_reason(error)}.") from error
+        raise BiremeError(f"{path} cannot be read: {reason_of(error)}.") from error
     if not isinstance(content, dict):
         raise BiremeError(f"{path} must hold one JSON object, not a {type(content).__name__}.")
     return content
@@ -255,89 +261,3 @@ def _offline() -> Iterator[None]:
 
 def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-
-
-def _from_function(path: str, batch: int, length: int | None, device: torch.device) -> Made:
-    function = _function(path)
-    try:
-        with device:
-            made = function()
-    except BiremeError:
-        raise
-    except (Exception, SystemExit) as error:  # a script's main() may leave Python
-        hint = f" {ON_META}" if device.type == "meta" and "meta" in str(error) else ""
-        raise BiremeError(f"{path} fails: {_reason(error)}.{hint}") from error
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise BiremeError(
-            f"{path} returns {_kind(made)}. It must return a torch.nn.Module, or (module, example inputs)."
-        )
-    try:
-        model = model.to(device)
-    except NotImplementedError as error:  # what torch raises when a tensor without numbers should get some
-        raise BiremeError(f"The model of {path} cannot be moved to {device}: {_reason(error)}.") from error
-    if inputs is not None:
-        return model, _own_inputs(path, model, inputs, batch, device)
-    if getattr(model, "config", None) is None:
-        raise BiremeError(
-            f"{path} returns a {type(model).__name__} without inputs, and without a config to make them "
-            "from. Return (module, example inputs)."
-        )
-    return model, example_inputs(model, model.config, batch, length)
-
-
-def _function(path: str) -> Callable[[], Any]:
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise BiremeError(f"python:{path} names no function. Write {NOTATIONS[2]}.")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            raise BiremeError(
-                f"There is no Python module {missing}. Install it, or put its folder on PYTHONPATH."
-            ) from None
-        raise BiremeError(f"The Python module {module_name} cannot be imported: {_reason(error)}.") from error
-    if not hasattr(module, name):
-        public = [word for word in vars(module) if not word.startswith("_")]
-        hint = closest(name, public) if public else "It has no public names."
-        raise BiremeError(f"The Python module {module_name} has no {name!r}. {hint}")
-    function: Callable[[], Any] = getattr(module, name)
-    if not callable(function):
-        raise BiremeError(
-            f"{path} is {_kind(function)}, not a function. Name a function that returns a torch.nn.Module."
-        )
-    return function
-
-
-def _own_inputs(
-    path: str, model: nn.Module, given: Any, batch: int, device: torch.device
-) -> dict[str, Tensor]:
-    """The function's inputs by name, their samples repeated or left out to make the batch."""
-    if isinstance(given, Tensor):
-        given = (given,)
-    names = list(inspect.signature(model.forward).parameters)
-    if isinstance(given, tuple | list) and len(given) <= len(names):
-        given = dict(zip(names, given, strict=False))
-    if not isinstance(given, Mapping) or not given or not all(_is_sample_tensor(v) for v in given.values()):
-        raise BiremeError(
-            f"The example inputs of {path} do not fit. They must be tensors whose first axis is the batch: "
-            "in a dict by the names of the model's forward, or in its order in a tuple."
-        )
-    own = resized(given, batch)
-    return own if device.type == "meta" else {name: value.to(device) for name, value in own.items()}
-
-
-def _is_sample_tensor(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) > 0
-
-
-def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line]
-    text = " ".join(line.strip() for line in lines[:2]).rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -30,6 +30,7 @@ def materialise(
     seed: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    guesses: bool = True,
 ) -> dict[str, Tensor]:
     """The parameters and buffers of these names, as the model's own code initialises them.
 
@@ -40,7 +41,8 @@ def materialise(
 
     A parameter that none of this code writes to is normal with a deviation of 0.02 where it has several axes,
     one where it has one and is called `weight`, and zero else. If the model holds numbers, its buffers that
-    nothing writes to keep theirs, and so does a parameter whose elements are all equal. `dtype` is for
+    nothing writes to keep theirs, and so does a parameter whose elements are all equal. Without `guesses`
+    a parameter on the meta device that none of this code writes to is refused. `dtype` is for
     parameters; without it, and for buffers, the model's own holds. The caller's random state is untouched.
     """
     parts = _Parts(model)
@@ -52,7 +54,7 @@ def materialise(
             fresh = parts.bring(module)
             draws = _initialised(model, module, seed)
             for first in (name for name in fresh if name in wanted):
-                tensor = _made(first, parts, draws)
+                tensor = _made(first, parts, draws, guesses=guesses)
                 converts = dtype is not None and parts.is_parameter(first) and tensor.is_floating_point()
                 made[first] = tensor.detach().to(device, dtype if converts else tensor.dtype)
             parts.take_away(fresh)
@@ -209,13 +211,19 @@ def _takes(function: Any, num_arguments: int) -> bool:
     return True
 
 
-def _made(name: str, parts: _Parts, draws: _Draws) -> Tensor:
+def _made(name: str, parts: _Parts, draws: _Draws, *, guesses: bool) -> Tensor:
     """What a wanted tensor has become."""
     own, now = parts.own[name], parts.now(name)
     is_written = now is not parts.fresh[name] or storage_id(now) in draws.written
     if parts.is_parameter(name):
         if not own.is_meta and (own.numel() > 1 or not is_written) and _is_constant(own):
             return own.detach().cpu().clone()
+        if not is_written and not guesses:
+            raise BiremeError(
+                f"New weights come from reset_parameters() and _init_weights() of the model's modules, and "
+                f"none of them writes {name}. Let a reset_parameters() of its module write it, or leave out "
+                "model.from_scratch to start with the weights that the function makes."
+            )
         return now if is_written else _by_default(name, now, draws)
     if is_written:
         return now

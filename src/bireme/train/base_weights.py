@@ -79,15 +79,17 @@ def base_identity(run: RunFile) -> BaseIdentity | None:
     words = sha256()
     for file, digest in zip(files, digests, strict=True):
         words.update(f"{file.name} {digest.sha256}\n".encode())
-    return BaseIdentity(run.model.source, sum(digest.num_bytes for digest in digests), words.hexdigest())
+    num_bytes = sum(digest.num_bytes for digest in digests)
+    return BaseIdentity(run.model.weights or run.model.source, num_bytes, words.hexdigest())
 
 
 def _base_folder(run: RunFile) -> Path | None:
     """The folder with the weights that a run begins with, if it trains only a part of them."""
     kind, _, rest = run.model.source.partition(":")
-    folder = Path(rest)
-    is_base = kind == "hf" and not run.model.from_scratch and run.model.part != WHOLE
-    return folder if is_base and any(folder.glob("*.safetensors")) else None
+    given = run.model.weights or (rest if kind == "hf" else None)
+    if given is None or run.model.from_scratch or run.model.part == WHOLE:
+        return None
+    return Path(given) if any(Path(given).glob("*.safetensors")) else None
 
 
 def names_in_base(graph: Graph) -> frozenset[str]:
@@ -128,18 +130,19 @@ def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
 def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
     """Refuse a run whose frozen weights are not those `before`; `where` is what needs them."""
     now = base_identity(run)
+    key = "model.source" if run.model.weights is None else "model.weights"
+    there = run.model.weights or run.model.source
     remedy = (
-        "Put the folder back, or set model.source to where it is now; to train on other weights, begin a new "
-        "run."
+        f"Put the folder back, or set {key} to where it is now; to train on other weights, begin a new run."
     )
     if now is None:
         raise BiremeError(
-            f"{where} needs the frozen weights of {before.source}, but model.source = {run.model.source} has "
-            f"no safetensors to read them from. {remedy}"
+            f"{where} needs the frozen weights of {before.source}, but {key} = {there} has no safetensors to "
+            f"read them from. {remedy}"
         )
     if now.sha256 != before.sha256:
         raise BiremeError(
-            f"{where} needs the frozen weights of {before.source}, but {run.model.source} holds others now: "
+            f"{where} needs the frozen weights of {before.source}, but {there} holds others now: "
             f"the SHA-256 of its files begins with {now.sha256[:12]}, and was {before.sha256[:12]}. {remedy}"
         )
 

@@ -276,6 +276,11 @@ class RunFolder:
         return self.path / "base.json"
 
     @property
+    def initial(self) -> Path:
+        """The weights that a function of the user made for the run's begin; removed when it has ended."""
+        return self.path / "initial"
+
+    @property
     def metrics(self) -> Path:
         """What happened, a line each."""
         return self.path / "metrics.jsonl"

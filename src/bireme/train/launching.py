@@ -26,6 +26,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.chosen_batch import chooses_batch, with_batch_of
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
+from bireme.train.initial_weights import remove_initial
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, first_of
 from bireme.train.predicted import write_predicted
@@ -86,9 +87,9 @@ def start(
     if first_of(outcomes).reason == REPLAN:
         if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
             prepared = replace(prepared, run=with_batch_of(prepared.run, folder.load_run()))
-        prepared = replanned(prepared, first_of(outcomes))
-        write_prepared(prepared, folder)
+        prepared = replace(replanned(prepared, first_of(outcomes)), initial=None)
         newest = newest_good(folder.checkpoints(prepared.run))
+        write_prepared(prepared, folder, newest)
         outcomes = _run(prepared, folder, newest, is_shown=is_shown, may_replan=False)
     return finish(prepared, folder, outcomes)
 
@@ -171,6 +172,8 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
             lost = _exported(prepared, folder, newest)
         with NewestWeights(run, prepared.graph, newest) as weights:
             sample = written(run, weights, prepared.data)
+    if not lost:
+        remove_initial(folder.initial)
     summary = summary_of(prepared, folder, outcomes, sample)
     try:
         summary.write(folder.summary)

@@ -1,25 +1,32 @@
 """The model of a run: where it comes from, its graphs, its loss, and the weights that it begins with."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bireme.cluster.machine import available_bytes
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.captures import Captures
-from bireme.model.graph import Graph, Reference
+from bireme.model.graph import Graph, Reference, State
 from bireme.model.learned import learned_values
 from bireme.model.modes import Modes, modes_of
+from bireme.model.own_model import made_states
 from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
+from bireme.runtime.prepared import Weights
 from bireme.train.documents_apart import check_documents_apart, with_positions
+from bireme.train.initial_weights import InitialWeights, read_initial
 from bireme.train.run_file import RunFile
+from bireme.user_code import reason_of, user_function
 
 __all__ = ["RunModel"]
 
@@ -51,6 +58,8 @@ class RunModel:
             length=run.data.length,
             dtype=run.model.dtype,
             part=run.model.part,
+            weights=None if run.model.weights is None else Path(run.model.weights),
+            seed=run.model.seed,
         )
         if run.data.packing == "documents":
             source = with_positions(source)
@@ -72,10 +81,20 @@ class RunModel:
         """Whether its folder's weights are what it begins with."""
         return self.source.folder is not None and not self.run.model.from_scratch
 
+    @property
+    def is_made(self) -> bool:
+        """Whether it begins with the weights that a function of the user makes."""
+        return self.source.is_own and self.source.folder is None and not self.run.model.from_scratch
+
     def check_weights(self, graph: Graph) -> None:
-        """Refuse a folder whose weights do not fit."""
+        """Refuse a folder whose weights do not fit, or lacks buffers that only the user's function makes."""
+        base = self.source.base_graph(graph)
         if self.reads_weights and self.source.folder is not None:
-            check_weights(self.source.base_graph(graph), self.source.folder, model=self.source.base)
+            check_weights(base, self.source.folder, model=self.source.base)
+            if self.source.is_own:
+                self._fresh([state.name for state in base.buffers if not state.persistent])
+        elif self.is_made:
+            return
         elif self.source.adapter is not None and not self.run.model.lora.merge:
             raise BiremeError(
                 "model.lora trains an adapter, which is useful only with the weights that it was trained "
@@ -114,21 +133,63 @@ class RunModel:
                 "with model.train or model.freeze, or see that the model leaves some trainable."
             )
 
-    def weights(self, graph: Graph) -> Callable[[Sequence[str]], dict[str, Tensor]]:
-        """Gives parameters and buffers by name: those of the folder, or new ones from the seed."""
-        seed, adapter, base = self.run.model.seed, self.source.adapter, self.source.base
+    def initial_weights(self, graph: Graph) -> InitialWeights | None:
+        """The weights that a function of the user makes, all of them; None if they come from elsewhere."""
+        return InitialWeights(self._made(graph)) if self.is_made else None
+
+    def weights(self, graph: Graph, kept: Path | None = None) -> Weights:
+        """Gives parameters and buffers by name: those of a folder, of the user's function, or new ones.
+
+        `kept` is the folder in which the run keeps those of the function; without it the function is called
+        when the first of them is asked for.
+        """
         base_graph = self.source.base_graph(graph)
+        make = cache(lambda: self._made(graph) if kept is None else {})
 
-        def fresh(names: Sequence[str]) -> dict[str, Tensor]:
-            return materialise(base, names, seed=seed, dtype=torch.float32)
+        def made(names: Sequence[str]) -> Mapping[str, Tensor]:
+            return {name: make()[name].clone() for name in names}
 
-        def read(names: Sequence[str]) -> dict[str, Tensor]:
+        def read(names: Sequence[str]) -> Mapping[str, Tensor]:
             assert self.source.folder is not None
+            base = self.source.base
             found = load_weights(base_graph, names, self.source.folder, dtype=torch.float32, model=base)
-            return found | fresh([name for name in names if name not in found])
+            return found | self._fresh([name for name in names if name not in found])
 
-        given = read if self.reads_weights else fresh
-        return given if adapter is None else adapter.weights(graph, given, seed)
+        given: Weights = read if self.reads_weights else self._fresh
+        if self.is_made:
+            given = made if kept is None else read_initial(kept)
+        adapter = self.source.adapter
+        return given if adapter is None else adapter.weights(graph, given, self.run.model.seed)
+
+    def _fresh(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """New weights from the seed, by the code of the model's modules alone."""
+        is_own, seed = self.source.is_own, self.run.model.seed
+        return materialise(self.source.base, names, seed=seed, dtype=torch.float32, guesses=not is_own)
+
+    def _made(self, graph: Graph) -> dict[str, Tensor]:
+        """All weights of the base, from the user's function, if this machine has the memory for them."""
+        base = self.source.base_graph(graph)
+        states = (*base.parameters, *base.buffers)
+        name, needed, free = self.run.model.source, sum(map(_made_bytes, states)), available_bytes()
+        if needed > free:
+            raise BiremeError(
+                f"The weights that {name} makes take {needed / 2**30:.1f} GiB, and this machine has "
+                f"{free / 2**30:.1f} GiB of free memory for them. Save them as safetensors in a folder and "
+                "name it in model.weights: each process then reads only its own stages. Or set "
+                "model.from_scratch = true for new weights from the initializers of the modules alone."
+            )
+        try:
+            return made_states(name, states, self.run.model.seed)
+        except (MemoryError, RuntimeError) as error:
+            raise BiremeError(
+                f"The weights that {name} makes cannot be taken to the CPU: {reason_of(error)}. Save them as "
+                "safetensors in a folder and name it in model.weights."
+            ) from error
+
+
+def _made_bytes(state: State) -> int:
+    """The bytes of a state as a function makes it: parameters in float32, whatever they are trained in."""
+    return max(state.num_bytes, 4 * prod(state.shape)) if state.is_parameter else state.num_bytes
 
 
 def _loss(text: str | None) -> Loss | None:
@@ -137,14 +198,10 @@ def _loss(text: str | None) -> Loss | None:
         return None
     if text in NAMED:
         return _Named(text)
-    module, _, name = text.rpartition(":")
     try:
-        function: Any = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
-        raise BiremeError(f"model.loss is {text}, which cannot be imported: {error}.") from error
-    if not callable(function):
-        raise BiremeError(f"model.loss is {text}, which is not a function.")
-    return function  # type: ignore[no-any-return]  # what a user's module holds is not known
+        return user_function(text, "a scalar loss")
+    except BiremeError as error:
+        raise BiremeError(f"model.loss is {text}. {error}") from error
 
 
 class _Named:

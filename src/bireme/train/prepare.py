@@ -40,6 +40,7 @@ from bireme.train.delay_warmup import plans_of
 from bireme.train.early_checks import check_depth, check_devices, check_samples
 from bireme.train.folder import RunFolder
 from bireme.train.home_data import readers_of
+from bireme.train.initial_weights import InitialWeights, remove_initial
 from bireme.train.kept_gradients import check_gradient, check_schedule, gradient_document, with_kept_gradients
 from bireme.train.link_codecs import check_borders, tell_changed_codecs, with_own_codecs
 from bireme.train.machines import Machines, machines_of
@@ -78,7 +79,8 @@ Progress = Callable[[float, str], None]
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A run that is ready to start. `answer`, `profile` and the seconds of planning are None where the plan
-    came from a file. `census` counts the private samples, as far as they are known here.
+    came from a file. `census` counts the private samples, as far as they are known here. `initial` are the
+    weights that a function of the user makes, for a run that does not resume from a checkpoint.
     """
 
     run: RunFile
@@ -92,6 +94,7 @@ class Prepared:
     identity: DataIdentity
     planning_s: float | None = None
     census: Census = field(default_factory=dict)
+    initial: InitialWeights | None = None
 
     def __post_init__(self) -> None:  # refuses replicas and shares that cannot be
         check_paged(self.run, self.plan.plan)
@@ -101,10 +104,11 @@ class Prepared:
         check_schedule(self.run, self.plan.plan)
 
 
-def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepared:
+def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: bool = True) -> Prepared:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`.
 
-    With `is_alone` all servers are this machine, which reads their private samples too.
+    With `is_alone` all servers are this machine, which reads their private samples too. A run that `begins`
+    has no checkpoint, and needs the weights that a function of the user makes.
     """
     check_trackers(run.log.trackers)
     run = with_model_defaults(run)  # a run file made in Python has not got them yet
@@ -124,6 +128,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
     check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
+    initial = _initial(model, graph, progress) if begins else None
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
     if given is not None:
@@ -131,7 +136,8 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
-        return Prepared(run, machines, graph, evaluation, plan, None, None, data, identity, census=census)
+        known = data, identity, None, census, initial
+        return Prepared(run, machines, graph, evaluation, plan, None, None, *known)
     check_depth(run, graph)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
@@ -147,8 +153,15 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True) -> Prepa
         run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
     identity = data_identity(run, data)
-    last = identity, planning_s, census
+    last = identity, planning_s, census, initial
     return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, *last)
+
+
+def _initial(model: RunModel, graph: Graph, progress: Progress) -> InitialWeights | None:
+    """The weights that a function of the user makes; None if they come from elsewhere."""
+    if model.is_made:
+        progress(0.0, "making the model's weights")
+    return model.initial_weights(graph)
 
 
 def prepared_again(
@@ -168,10 +181,10 @@ def prepared_again(
         run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
     if _keeps_plan(run, folder):
-        found = prepared_before(run, folder, progress, is_alone=is_alone)
+        found = prepared_before(run, folder, progress, is_alone=is_alone, begins=checkpoint is None)
     else:
         tell("What the plan was made from has changed, so a new one is made.")
-        found = prepare(run, progress, is_alone=is_alone)
+        found = prepare(run, progress, is_alone=is_alone, begins=checkpoint is None)
     check_borders(run, found.plan.plan)
     if checkpoint is not None:
         if is_alone:
@@ -184,9 +197,9 @@ def prepared_again(
 
 
 def prepared_before(
-    run: RunFile, folder: RunFolder, progress: Progress, *, is_alone: bool = True
+    run: RunFile, folder: RunFolder, progress: Progress, *, is_alone: bool = True, begins: bool = False
 ) -> Prepared:
-    """A run that was begun, as what its folder holds says it was prepared."""
+    """A run that was begun, as what its folder holds says it was prepared. `begins` is as for `prepare`."""
     machines = _machines(run)
     measured = load_profile(folder.profile) if folder.profile.is_file() else None
     graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
@@ -198,7 +211,9 @@ def prepared_before(
     check_samples(data, graph)
     census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
     identity = data_identity(run, data)
-    return Prepared(run, machines, graph, evaluation, plan, None, measured, data, identity, None, census)
+    initial = _initial(model, graph, progress) if begins else None
+    known = data, identity, None, census, initial
+    return Prepared(run, machines, graph, evaluation, plan, None, measured, *known)
 
 
 def _keeps_plan(run: RunFile, folder: RunFolder) -> bool:
@@ -260,6 +275,10 @@ def _machines(run: RunFile) -> Machines:
 
 def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
     """Write what the processes of a run read, and what people may want to look up; then the record of it."""
+    if prepared.initial is not None:
+        prepared.initial.write(folder.initial)
+    elif checkpoint is not None:
+        remove_initial(folder.initial)
     keep_base(folder.base, prepared.run, None if checkpoint is None else checkpoint.manifest)
     folder.write_run(prepared.run)
     write_windows(folder.windows, plans_of(prepared.run, prepared.plan))

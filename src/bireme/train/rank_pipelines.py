@@ -5,13 +5,15 @@ from pathlib import Path
 
 import torch
 
+from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.paging.settings import PagingSettings
-from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.pipeline import Pipeline, Weights
 from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.delay_warmup import flush_twin
+from bireme.train.initial_weights import placeholders
 from bireme.train.link_codecs import link_codecs
 from bireme.train.loop import ScheduleSwitch
 from bireme.train.optimizer import optimizer_of
@@ -43,7 +45,7 @@ def _pipeline(part: RankPart, plan: SavedPlan) -> Pipeline:
         graph,
         plan,
         world,
-        weights=part.model.weights(graph),
+        weights=_weights(part, graph),
         optimizer=optimizer_of(run.training),
         evaluation=load_graph(part.folder.evaluation_graph),
         clip_norm=run.training.clip_norm or None,
@@ -63,6 +65,17 @@ def _pipeline(part: RankPart, plan: SavedPlan) -> Pipeline:
         agreement=None if part.member is None else part.member.agreement,
         averaging=averaging,
     )
+
+
+def _weights(part: RankPart, graph: Graph) -> Weights:
+    """The weights to make the stages with. If a checkpoint or another replica gives them later, a function of
+    the user is not called for them again.
+    """
+    if not part.model.is_made:
+        return part.model.weights(graph)
+    if part.start.checkpoint is not None or (part.order is not None and part.order.is_empty):
+        return placeholders(graph)
+    return part.model.weights(graph, kept=part.folder.initial)
 
 
 def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:

@@ -223,7 +223,8 @@ def _prepared_anew(
         path = Path(scratch) / "cluster.toml"
         if cluster is not None:
             save_cluster(cluster, path)
-        prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False)
+        begins = checkpoint is None
+        prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False, begins=begins)
     prepared = _on_hosts(prepared)
     if checkpoint is not None and begun is not None:
         check_same_run(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)

@@ -5,24 +5,19 @@ tensors by the names of the model's inputs; or one dict of tensors whose first a
 process calls it for itself, so it must make the same dataset each time.
 """
 
-import importlib
-import importlib.util
 import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import sha256
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError
 from bireme.train.data.samples import Batch, only
+from bireme.user_code import reason_of, user_function
 
-__all__ = ["OwnSamples", "is_own", "own_samples"]
+__all__ = ["OwnSamples", "own_samples"]
 
 LAYOUT = (
     "It must return a dataset with a length whose items are dicts of tensors, named like the "
@@ -30,30 +25,15 @@ LAYOUT = (
 )
 
 
-def is_own(text: str) -> bool:
-    """Whether a source is written like a function, and not like a file that is there."""
-    place, _, name = text.removeprefix("python:").rpartition(":")
-    written = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-    return bool(place) and name.isidentifier() and written and not Path(text).exists()
-
-
 def own_samples(text: str) -> "OwnSamples":
     """The samples that a function makes; `text` names it."""
-    place, _, name = text.removeprefix("python:").rpartition(":")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    function: Callable[[], Any] | None = getattr(module, name, None)
-    if function is None:
-        public = [word for word in vars(module) if not word.startswith("_")]
-        hint = closest(name, public) if public else "It has no public names."
-        raise BiremeError(f"{place} has no function {name!r}. {hint}")
-    if not callable(function):
-        raise BiremeError(f"{text} is a {type(function).__name__}, not a function. {LAYOUT}")
+    function = user_function(text, "a dataset")
     try:
         dataset = function()
     except BiremeError:
         raise
     except (Exception, SystemExit) as error:  # a script's main() may leave Python
-        raise BiremeError(f"The data function {text} fails: {_reason(error)}.") from error
+        raise BiremeError(f"The data function {text} fails: {reason_of(error)}.") from error
     return OwnSamples(text, dataset, is_remade=True)
 
 
@@ -112,7 +92,7 @@ class OwnSamples:
         try:
             sample = self._dataset[number]
         except Exception as error:
-            raise BiremeError(f"Sample {number} of {self._origin} fails: {_reason(error)}.") from error
+            raise BiremeError(f"Sample {number} of {self._origin} fails: {reason_of(error)}.") from error
         if not isinstance(sample, Mapping) or not sample or not all(isinstance(name, str) for name in sample):
             kind = "nothing" if sample is None else f"a {type(sample).__name__}"
             raise BiremeError(
@@ -169,48 +149,10 @@ def _length_of(origin: str, dataset: Any) -> int:
     try:
         length = len(dataset)
     except Exception as error:
-        raise BiremeError(f"The length of the dataset of {origin} is unknown: {_reason(error)}.") from error
+        raise BiremeError(f"The length of the dataset of {origin} is unknown: {reason_of(error)}.") from error
     if not length:
         raise BiremeError(f"The dataset of {origin} has no samples, so there is nothing to train on.")
     return length
-
-
-def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise BiremeError(f"There is no file {path} with a function for the data.")
-    path = path.resolve()
-    name = f"bireme_data_{sha256(str(path).encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    specification = importlib.util.spec_from_file_location(name, path)
-    if specification is None or specification.loader is None:
-        raise BiremeError(f"{path} cannot be imported as Python.")
-    module = importlib.util.module_from_spec(specification)
-    # The file can import what is in its folder, as when Python runs it; last, so that it hides nothing.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    sys.modules[name] = module
-    try:
-        specification.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, Exception | SystemExit):
-            raise
-        raise BiremeError(f"{path} cannot be imported: {_reason(error)}.") from error
-    return module
-
-
-def _from_package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise BiremeError(
-                f"There is no Python module {missing}. Install it, put its folder on PYTHONPATH, or name "
-                "the file: file.py:function."
-            ) from None
-        raise BiremeError(f"The Python module {name} cannot be imported: {_reason(error)}.") from error
 
 
 def _seed(seed: int) -> None:
@@ -226,8 +168,3 @@ def _kinds(sample: Batch) -> dict[str, tuple[torch.dtype, torch.Size]]:
 def _shown(sample: Batch) -> str:
     kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in sample.items()}
     return ", ".join(f"{name} {kinds[name]} {list(tensor.shape)}" for name, tensor in sample.items())
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2]).rstrip('.')}" if lines else type(error).__name__

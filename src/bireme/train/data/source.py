@@ -11,10 +11,11 @@ from pathlib import Path
 from bireme.errors import BiremeError
 from bireme.report.units import counted
 from bireme.train.data.hub import is_hub, is_saved_folder, library_rows
-from bireme.train.data.own import OwnSamples, is_own, own_samples
+from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.saved_rows import SavedRows, rows_of_json_lines
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.tokens import Tokens, load_tokens
+from bireme.user_code import names_function
 
 __all__ = ["NOTATIONS", "Source", "open_source"]
 
@@ -55,7 +56,7 @@ def open_source(
         return python_sources()
     if is_hub(text):
         return library_rows(text, text_column)
-    if is_own(text):
+    if names_function(text):
         return own_samples(text)
     if path.is_dir():
         return (

@@ -64,6 +64,11 @@ def _check_model_and_data(tables: Tables) -> None:
         raise BiremeError(
             f'model.loss is "{model.loss}", but the built-in GPT returns its loss itself. Leave it out.'
         )
+    if model.weights is not None and model.from_scratch:
+        raise BiremeError(
+            f'model.weights is "{model.weights}", and model.from_scratch = true asks for new weights. Leave '
+            "out one of the two."
+        )
     if data.source is not None and data.mixture is not None:
         raise BiremeError(
             f'data.source is "{data.source}", and data.mixture names {len(data.mixture)} sources: data '

@@ -34,7 +34,12 @@ def _plain(text: str) -> _Place:
 
 
 def _of_model(text: str) -> _Place | None:
-    return _Place("hf:", text.removeprefix("hf:"), "") if text.startswith("hf:") else None
+    return _Place("hf:", text.removeprefix("hf:"), "") if text.startswith("hf:") else _of_function(text)
+
+
+def _of_function(text: str) -> _Place | None:
+    found = FUNCTION.fullmatch(text)
+    return None if found is None else _Place(found[1], found[2], found[3])
 
 
 def _of_data(text: str) -> _Place | None:
@@ -52,6 +57,8 @@ DATA_SOURCE = ("data", "source")
 
 KEYS: dict[tuple[str, str], Callable[[str], _Place | None]] = {
     ("model", "source"): _of_model,
+    ("model", "weights"): _plain,
+    ("model", "loss"): _of_function,
     DATA_SOURCE: _of_data,
     ("data", "evaluation_source"): _of_data,
     ("data", "tokenizer"): _of_tokenizer,

@@ -96,21 +96,30 @@ class Model(Table):
     source: Text = Field(
         default="gpt:layers=4,width=128,heads=4,vocab=257,context=128",
         description="What to train: gpt:layers=…,width=… is built in, hf:FOLDER is a transformers model, "
-        "python:module:function what your function returns",
+        "python:module:function or file.py:function the model that your function returns",
+    )
+    weights: Text | None = Field(
+        default=None,
+        description="Folder of safetensors to start from, by the model's own parameter names, in place of "
+        "the weights of source; each process reads only its own stages",
+        examples=["weights/"],
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Number format of the computation; bfloat16 also keeps float32 weights. By default "
         "bfloat16 for an hf: model whose config.json says so",
     )
-    seed: Seed = Field(default=0, description="Random seed of new weights")
+    seed: Seed = Field(default=0, description="Random seed of new weights; your function is called with it")
     loss: Annotated[str, AfterValidator(_loss)] | None = Field(
         default=None,
-        description=f"Loss of a model that returns none: {', '.join(LOSSES)}, or your own module:function",
+        description=f"Loss of a model that returns none: {', '.join(LOSSES)}, or your own module:function or "
+        "file.py:function",
         examples=["cross_entropy"],
     )
     from_scratch: bool = Field(
-        default=False, description="Start from new weights, even if the model's folder has some"
+        default=False,
+        description="Start from new weights, made stage by stage by the initializers of the modules "
+        "(reset_parameters, _init_weights), even if the source has weights",
     )
     compile: bool = Field(
         default=False, description="Compile the stages with torch: a slow start, then often faster steps"
