@@ -66,8 +66,8 @@ def made_states(text: str, states: Sequence[State], seed: int) -> dict[str, Tens
         model, _ = _called(text, user_function(text, RETURNS), seed)
     except BiremeError as error:
         raise BiremeError(
-            f"{error} It is called on the CPU once, for the initial weights. If it cannot run there, save the "
-            "weights as safetensors in a folder and name it in model.weights."
+            f"{error} It is called on the CPU once, for the initial weights. If it cannot run there, save "
+            "the weights as safetensors in a folder and name it in model.weights."
         ) from error
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     own: dict[str, Tensor] = dict(named)

@@ -51,6 +51,7 @@ FITTING = (
 )
 """Where transformers lists the models that a configuration can be of, by task, the likeliest task first."""
 
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model and its example inputs. `folder` holds its weights, None if no folder does. `adapter` is the
