@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 from bireme.errors import BiremeError
 from bireme.model.convert import converted
 from bireme.model.graph import Graph
-from bireme.model.torch_private import EXPORT
+from bireme.model.torch_private import EXPORT, masks_as_given
 
 __all__ = ["Inputs", "Loss", "Whole", "batch_size", "capture", "on_device_of", "resized"]
 
@@ -86,7 +86,12 @@ class Whole(torch.nn.Module):
     def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the module, and then the loss."""
         extra = _switched_off(self.model)
-        returned = self.model(**inputs, **extra) if isinstance(inputs, dict) else self.model(*inputs, **extra)
+        with masks_as_given():
+            if isinstance(inputs, dict):
+                taken = inputs if self.loss is None else _taken(self.model, inputs)
+                returned = self.model(**taken, **extra)
+            else:
+                returned = self.model(*inputs, **extra)
         named = _tensors(returned)
         if self.loss is not None:
             named = {"loss": self.loss(returned, inputs)} | {k: v for k, v in named.items() if k != "loss"}
@@ -98,6 +103,14 @@ def _switched_off(model: torch.nn.Module) -> dict[str, bool]:
     """Keep a generation cache out of the graph: it is made in every forward and used by none of training."""
     parameters = inspect.signature(model.forward).parameters
     return {"use_cache": False} if "use_cache" in parameters else {}
+
+
+def _taken(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that the forward of a model accepts. The others, such as labels, are for the loss alone."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return dict(inputs)
+    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def _tensors(returned: Any) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "compiler_errors",
     "cpp_compiler",
     "fake_tensors",
+    "masks_as_given",
     "own_buffers",
     "own_parameters",
     "schema_of",
@@ -72,6 +74,25 @@ def as_in_capture() -> Iterator[None]:
     """
     with EXPORT, _compiling_state_context():
         yield
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """A context in which torch's transformers do not compare the numbers of a mask with those of a causal one.
+
+    They compare to choose a faster kernel if no `is_causal` is given. Without the comparison they apply the
+    mask, which gives the same result. Hold `EXPORT`: the function is replaced for the whole process.
+    """
+    name = "_detect_is_causal_mask"
+    before = getattr(transformer, name, None)
+    if before is None:  # a torch that does not compare
+        yield
+        return
+    setattr(transformer, name, lambda _mask, is_causal=None, _size=None: is_causal is True)
+    try:
+        yield
+    finally:
+        setattr(transformer, name, before)
 
 
 def cpp_compiler() -> str | None:
