@@ -134,6 +134,32 @@ def test_a_loss_of_one_s_own_is_part_of_the_graph() -> None:
     assert torch.equal(found["loss"], (model(x) - x.sum()).square().mean())
 
 
+class CausalTransformer(nn.Module):
+    """A decoder and an encoder of torch with a causal mask, and without the flag that says that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.decoder, self.encoder = nn.TransformerDecoder(decoder, 1), nn.TransformerEncoder(encoder, 1)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        decoded: torch.Tensor = self.encoder(self.decoder(x, memory, tgt_mask=mask), mask=mask)
+        return decoded.square().mean()
+
+
+def test_torch_s_transformers_are_captured_with_a_causal_mask_and_without_its_flag() -> None:
+    torch.manual_seed(0)
+    model = CausalTransformer().double()
+    inputs = {"x": torch.randn(3, 5, 8).double(), "memory": torch.randn(3, 4, 8).double()}
+    graph = capture(model, inputs)
+    assert graph.any_batch
+    parameters = dict(model.named_parameters())
+    found = stage_function(graph, units_of(graph))(parameters, dict(model.named_buffers()), inputs)
+    assert torch.allclose(found["loss"], model(**inputs), rtol=1e-12)
+
+
 class Flattening(nn.Module):
     """The batch disappears into another axis, comes back, and meets a number of the model's own."""
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
+from bireme.model.stage import stage_function
+from bireme.model.units import units_of
 from bireme.train.folder import load_asked
 from bireme.train.initial_weights import InitialWeights, placeholders, read_initial
 from bireme.train.model import RunModel
@@ -85,6 +87,41 @@ def off_the_cpu():
     if not torch.empty(0).is_meta:
         raise RuntimeError("no card here")
     return Net(), inputs()
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def classifier():
+    return Classifier(), (torch.ones(2, 8, device="cpu"),)
+
+
+def classes():
+    x = samples()["x"]
+    return {"x": x, "y": x.argmax(1) % 3}
+
+
+def own_loss(outputs, inputs):
+    return functional.cross_entropy(outputs, inputs["y"])
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+
+    def forward(self, input_ids):
+        return self.head(self.tokens(input_ids))
+
+
+def reader():
+    return Reader(), {"input_ids": torch.ones(2, 32, dtype=torch.long, device="cpu")}
 
 
 def samples():
@@ -274,3 +311,34 @@ def test_weights_that_come_later_are_nan_until_then(home: Path) -> None:
     found = placeholders(graph)(["bare", "made"])
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"bare": (16, 3), "made": (16,)}
     assert all(tensor.isnan().all() for tensor in found.values())
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "{home}/own.py:own_loss"])
+def test_a_classifier_whose_forward_takes_no_labels_learns_from_those_of_the_samples(
+    home: Path, capsys: pytest.CaptureFixture[str], loss: str
+) -> None:
+    data = {"data__source": f"{home}/own.py:classes", "model__loss": loss.format(home=home)}
+    with alone():
+        result = train(capsys, home, "classifier", 1, plan__file="", **data)
+    assert result.status == 0, result.err
+    module, samples = plain(home, "classifier"), user_function(f"{home}/own.py:classes", "samples")()
+    first = nn.functional.cross_entropy(module(samples["x"]), samples["y"])
+    assert losses(home / "runs" / "run")[1] == pytest.approx(first.item(), rel=1e-5)
+
+
+def test_a_loss_by_name_on_tokens_is_that_of_the_next_token(home: Path) -> None:
+    model = model_of(home, "reader", model__loss="cross_entropy", data__length=32)
+    assert model.source.example_inputs.keys() == {"input_ids", "labels"}
+    module = plain(home, "reader")
+    graph = model.training.graph(2)
+    ids = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
+    wanted = nn.functional.cross_entropy(module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    weights = model.weights(graph)([state.name for state in graph.parameters])
+    outputs = stage_function(graph, units_of(graph))(weights, {}, {"input_ids": ids, "labels": ids})
+    assert torch.allclose(outputs["loss"], wanted)
+
+
+def test_a_target_of_another_shape_is_refused_and_not_broadcast(home: Path) -> None:
+    model = model_of(home, "classifier", model__loss="mse", data__source=f"{home}/own.py:classes")
+    with pytest.raises(BiremeError, match=r"same shape, but they are of the shapes \[b, 3\] and \[b\]"):
+        model.training.graph(2)

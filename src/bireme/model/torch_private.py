@@ -78,7 +78,7 @@ def as_in_capture() -> Iterator[None]:
 
 @contextmanager
 def masks_as_given() -> Iterator[None]:
-    """A context in which torch's transformers do not compare the numbers of a mask with those of a causal one.
+    """A context in which torch's transformers do not compare the numbers of a mask with a causal one's.
 
     They compare to choose a faster kernel if no `is_causal` is given. Without the comparison they apply the
     mask, which gives the same result. Hold `EXPORT`: the function is replaced for the whole process.

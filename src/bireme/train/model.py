@@ -1,7 +1,7 @@
 """The model of a run: where it comes from, its graphs, its loss, and the weights that it begins with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from bireme.cluster.machine import available_bytes
 from bireme.errors import BiremeError
-from bireme.model.capture import Inputs, Loss
+from bireme.model.capture import Inputs, Loss, batch_size, resized
 from bireme.model.captures import Captures
 from bireme.model.graph import Graph, Reference, State
 from bireme.model.learned import learned_values
@@ -23,10 +23,11 @@ from bireme.model.sources import Source, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
 from bireme.runtime.prepared import Weights
+from bireme.train.data.own import own_samples
 from bireme.train.documents_apart import check_documents_apart, with_positions
 from bireme.train.initial_weights import InitialWeights, read_initial
 from bireme.train.run_file import RunFile
-from bireme.user_code import reason_of, user_function
+from bireme.user_code import names_function, reason_of, user_function
 
 __all__ = ["RunModel"]
 
@@ -63,7 +64,8 @@ class RunModel:
         )
         if run.data.packing == "documents":
             source = with_positions(source)
-        loss = _loss(run.model.loss)
+        source = _with_target(source, run)
+        loss = _loss(run)
         name = run.model.source
         return cls(
             run,
@@ -74,7 +76,7 @@ class RunModel:
 
     def modes(self) -> Modes | None:
         """What it has in common in training and in evaluation; None where these are two programs."""
-        return modes_of(self.source.model, self.source.example_inputs, _loss(self.run.model.loss))
+        return modes_of(self.source.model, self.source.example_inputs, _loss(self.run))
 
     @property
     def reads_weights(self) -> bool:
@@ -119,7 +121,7 @@ class RunModel:
         if value is None:
             raise BiremeError(
                 f"The model {name} returns no loss. Make it return one, alone or as `loss`, or name "
-                f"one in model.loss: {', '.join(NAMED)}, or your own module:function."
+                f"one in model.loss: {', '.join(NAMED)}, or your own module:function or file.py:function."
             )
         if value.shape or not value.dtype.startswith(("float", "bfloat")):
             shape = ", ".join(map(str, value.shape))
@@ -192,12 +194,38 @@ def _made_bytes(state: State) -> int:
     return max(state.num_bytes, 4 * prod(state.shape)) if state.is_parameter else state.num_bytes
 
 
-def _loss(text: str | None) -> Loss | None:
+def _with_target(source: Source, run: RunFile) -> Source:
+    """The source with examples of what the loss needs, if the function of the model gives no target.
+
+    They are from the first of the run's own samples: the target of a loss by name, or all that a loss of the
+    user may read. The model gets only what its forward accepts.
+    """
+    inputs = source.example_inputs
+    if run.model.loss is None or any(name in inputs for name in TARGETS):
+        return source
+    found: dict[str, Tensor] = {}
+    if (data := _own_data(run)) is not None:
+        sample = own_samples(data).take([0])
+        wanted = [name for name in TARGETS if name in sample][:1] if run.model.loss in NAMED else [*sample]
+        found = {name: sample[name] for name in wanted if name not in inputs}
+    elif "input_ids" in inputs:
+        found = {TARGETS[0]: inputs["input_ids"].clone()}
+    return replace(source, example_inputs=inputs | resized(found, batch_size(inputs)))
+
+
+def _own_data(run: RunFile) -> str | None:
+    """The function that makes the run's samples; None if they are cut from tokens."""
+    first = run.data.mixture[0].source if run.data.mixture else run.data.source or ""
+    return first if names_function(first) else None
+
+
+def _loss(run: RunFile) -> Loss | None:
     """The loss by its name, or a function of the user's."""
+    text = run.model.loss
     if text is None:
         return None
     if text in NAMED:
-        return _Named(text)
+        return _Named(text, next_token=_own_data(run) is None)
     try:
         return user_function(text, "a scalar loss")
     except BiremeError as error:
@@ -205,10 +233,14 @@ def _loss(text: str | None) -> Loss | None:
 
 
 class _Named:
-    """A loss of what the model returns and the one input that is what is wanted."""
+    """A loss of what the model returns and the one input that is its target.
 
-    def __init__(self, name: str) -> None:
+    With `next_token` the labels are the tokens of the input, and each is the target of the place before it.
+    """
+
+    def __init__(self, name: str, *, next_token: bool) -> None:
         self.name = name
+        self.next_token = next_token
 
     def __call__(self, outputs: Any, inputs: Inputs) -> Tensor:
         """The mean loss."""
@@ -216,11 +248,22 @@ class _Named:
         target = next((given[name] for name in TARGETS if name in given), None)
         if target is None:
             raise BiremeError(
-                f"model.loss is {self.name}, which needs an input named {' or '.join(TARGETS)}, but the "
-                f"inputs are {', '.join(given)}. Rename it, or give a function of your own."
+                f"model.loss is {self.name}, which needs a target named {' or '.join(TARGETS)}, but the "
+                f"inputs are {', '.join(given)}. Give the samples of the data one, rename it, or give a "
+                "loss function of your own."
             )
         named: dict[str, Any] = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
         found = named["logits"] if "logits" in named else next(iter(named.values()))
         if self.name == "cross_entropy" and found.ndim > 2:
+            if self.next_token:
+                found, target = found[:, :-1], target[:, 1:]
             found, target = found.flatten(0, -2), target.flatten()
+        elif self.name != "cross_entropy" and found.shape != target.shape:
+            axes = (", ".join(["b", *map(str, one.shape[1:])]) for one in (found, target))
+            shapes = " and ".join(f"[{text}]" for text in axes)
+            raise BiremeError(
+                f"model.loss is {self.name}, which compares the output of the model with a target of the "
+                f"same shape, but they are of the shapes {shapes}, where b is the number of samples. Reshape "
+                "one of them."
+            )
         return NAMED[self.name](found, target)
