@@ -177,6 +177,9 @@ def test_the_same_source_always_has_the_same_inputs() -> None:
         (f"{SMALL},dropout=1.5", "dropout is 1.5"),
         ("gpt:layers=2.5,width=32,heads=4,vocab=64,context=16", "layers=2.5; layers must be a whole number"),
         ("gpt:layers=0,width=32,heads=4,vocab=64,context=16", "layers is 0; it must be at least 1"),
+        ("gpt:layers=999999999,width=32,heads=4,vocab=64,context=16", "and at most 1,000"),
+        (f"gpt:layers=1,width=32,heads=4,vocab=64,context={10**12}", "and at most 16,777,216"),
+        ("missing/own.py:make", "no file missing/own.py"),
         ("gpt:layers=2,width=30,heads=4,vocab=64,context=16", "width is 30 and its heads are 4.*such as 32"),
         ("hf:no/such/folder", "no folder no/such/folder"),
         ("python:", "names no function"),
@@ -191,7 +194,10 @@ def test_a_wrong_source_is_refused_in_a_sentence(text: str, sentence: str) -> No
         load_source(text)
 
 
-@pytest.mark.parametrize("options", [{"batch": 0}, {"length": 0}, {"device": "abacus"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"batch": 0}, {"length": 0}, {"batch": 10**9}, {"length": 10**9}, {"device": "abacus"}],
+)
 def test_a_wrong_option_is_refused_in_a_sentence(options: dict[str, Any]) -> None:
     with pytest.raises(BiremeError, match=str(next(iter(options.values())))):
         load_source(SMALL, **options)

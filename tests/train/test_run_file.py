@@ -403,6 +403,17 @@ def test_a_default_gives_way_to_the_key_that_says_it_otherwise() -> None:
     assert RunFile().data.evaluation_fraction is not None
 
 
+def test_functions_in_files_are_found_from_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    (tmp_path / "weights").mkdir()
+    asked = ["model.source=own.py:make", "model.loss=own.py:loss", "model.weights=weights"]
+    run = with_absolute_paths(load_run_file(None, [*asked, "data.source=python:own.py:samples"]), tmp_path)
+    assert run.model.source == f"{tmp_path}/own.py:make"
+    assert run.model.loss == f"{tmp_path}/own.py:loss"
+    assert run.model.weights == f"{tmp_path}/weights"
+    assert run.data.source == f"python:{tmp_path}/own.py:samples"
+
+
 def test_paths_have_no_dots_in_them_unless_a_link_would_then_lead_elsewhere(tmp_path: Path) -> None:
     """They are in messages, where nobody wants to read `a/../b`."""
     here = tmp_path / "here"

@@ -69,7 +69,7 @@ def test_a_setting_is_read_as_toml_or_else_as_a_string(
         ),
         ("training=5", "names a whole table. Set one of its keys, such as training.steps=…."),
         ("training.steps", "is not of the form table.key=value, such as model.source=…."),
-        ("=5", "is not of the form table.key=value"),
+        ("=5", "The key before the equals sign is missing."),
         ("training.steps=abc", ': training.steps is "abc"; it must be a valid integer.'),
         ("training.steps=0", ": training.steps is 0; it must be greater than or equal to 1."),
         ("plan.penalties.fresh=0", ": plan.penalties.fresh is 0; it must be greater than or equal to 1."),

@@ -27,6 +27,7 @@ def discover(
     cpus: Annotated[
         int | None,
         typer.Option(
+            max=4096,
             help="Number of devices to divide the CPU into; by default 1, or 0 if there are CUDA devices.",
             show_default=False,
         ),
@@ -89,12 +90,15 @@ def probe(
             show_default="a small GPT",
         ),
     ] = "",
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per timed micro-batch.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch", "-b", max=2**20, help="Samples per timed micro-batch.")
+    ] = 1,
     processes: Annotated[
         int | None,
         typer.Option(
             "--processes",
             "-n",
+            max=1024,
             help="Number of processes to start here, one per device; not under torchrun.",
             show_default="one per CUDA device, else 2",
         ),
@@ -102,7 +106,9 @@ def probe(
     device: Annotated[
         str | None, typer.Option(help="Kind of device: cpu or cuda.", show_default="cuda if there is one")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Approximate time for measuring the links.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(max=86_400.0, help="Approximate time for measuring the links.")
+    ] = 20.0,
     disk: Annotated[
         Path | None,
         typer.Option(

@@ -30,7 +30,8 @@ def memory(
     warmup: Annotated[
         int,
         typer.Option(
-            help="Iterations to run before tracing, such as the first, which creates the optimizer's state."
+            max=10_000,
+            help="Iterations to run before tracing, such as the first, which creates the optimizer's state.",
         ),
     ] = 1,
     bandwidth: Annotated[

@@ -18,6 +18,9 @@ __all__ = ["GPT", "GPTConfig"]
 DEVIATION = 0.02
 """The standard deviation of new weights; of those that write to the residual stream less."""
 
+LARGEST = {"layers": 1000, "width": 2**17, "heads": 2**17, "vocab": 2**24, "context": 2**24}
+"""The bounds of a GPT's sizes. Beyond them a capture would take minutes, or its examples the whole memory."""
+
 IGNORED = -100
 """A label that does not count in the loss."""
 
@@ -39,9 +42,9 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocab", "context"):
-            if getattr(self, name) < 1:
-                raise BiremeError(f"A GPT's {name} is {getattr(self, name)}; it must be at least 1.")
+        for name, largest in LARGEST.items():
+            if not 1 <= (size := getattr(self, name)) <= largest:
+                raise BiremeError(f"A GPT's {name} is {size}; it must be at least 1 and at most {largest:,}.")
         if self.width % self.heads:
             raise BiremeError(
                 f"A GPT's width is {self.width} and its heads are {self.heads}. Every head gets an equal "

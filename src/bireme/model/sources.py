@@ -52,6 +52,10 @@ FITTING = (
 """Where transformers lists the models that a configuration can be of, by task, the likeliest task first."""
 
 
+LARGEST_BATCH, LONGEST = 2**20, 2**24
+"""The bounds of the example inputs: samples, and tokens of a sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model and its example inputs. `folder` holds its weights, None if no folder does. `adapter` is the
@@ -98,9 +102,9 @@ def load_source(
     else that is not whole numbers. `weights` is a folder that holds them, in place of the source's own; no
     weights in a folder are read here. A function of the user is called with random numbers from `seed`.
     """
-    for name, number in (("batch", batch), ("length", length)):
-        if number is not None and number < 1:
-            raise BiremeError(f"The {name} is {number}; it must be at least 1.")
+    for name, number, largest in (("batch", batch, LARGEST_BATCH), ("length", length, LONGEST)):
+        if number is not None and not 1 <= number <= largest:
+            raise BiremeError(f"The {name} is {number}; it must be at least 1 and at most {largest:,}.")
     where = device_called(device)
     kind, colon, rest = text.partition(":")
     folder, is_own = weights, False

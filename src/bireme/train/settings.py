@@ -56,9 +56,10 @@ def _parsed(text: str, model: type[BaseModel], advise: Advise) -> _Setting:
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
+        missing = "key before the equals sign" if equals else "equals sign"
         raise BiremeError(
             f"--set {text} is not of the form table.key=value, such as {_key_names(model)[0]}=…. The "
-            "equals sign is missing."
+            f"{missing} is missing."
         )
     path = tuple(name.split("."))
     _check_known(path, model, text, advise)
