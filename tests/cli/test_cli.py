@@ -328,6 +328,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("frobnicate", "No such command 'frobnicate'"),
         ("schedule 1f1b --comms", "leave out --comms"),
         ("schedule 1f1b --microbatches 99999999999", "the most is 1,000,000"),
+        ("schedule 1f1b --batches 99999999999", "the most is 10,000,000. Ask for fewer batches."),
         ("simulate -s 1f1b --forward-s 1e300", "it must be less than or equal to 1000000000000000"),
         ("simulate -s 1f1b --trace /nowhere/x.json", "no folder /nowhere"),
         ("train --steps 0", "bireme: --steps 0: training.steps is 0; it must be greater than or equal to 1"),

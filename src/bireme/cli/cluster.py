@@ -86,7 +86,7 @@ def probe(
         str,
         typer.Option(
             metavar="MODEL",
-            help="Model to time the devices with: gpt:…, hf:FOLDER or python:….",
+            help="Model to time the devices with: gpt:…, hf:FOLDER or file.py:function.",
             show_default="a small GPT",
         ),
     ] = "",

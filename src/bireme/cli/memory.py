@@ -18,9 +18,7 @@ __all__ = ["memory"]
 def memory(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or python:package.module:function."
-        ),
+        typer.Argument(metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or file.py:function."),
     ],
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per iteration.")] = 1,
     length: Annotated[

@@ -34,24 +34,15 @@ __all__ = [
     "settings_of",
 ]
 
-LARGEST = 1_000_000
-"""The bound of a number in a schedule."""
-
-MOST_PASSES = 10_000_000
-"""Forwards of a schedule, over all stages and batches: a minute of work."""
-
-Stages = Annotated[int, typer.Option("--stages", "-d", max=4096, help="Number of pipeline stages.")]
+Stages = Annotated[int, typer.Option("--stages", "-d", help="Number of pipeline stages.")]
 Microbatches = Annotated[
     int | None,
-    typer.Option(
-        "--microbatches", "-m", max=LARGEST, help="Micro-batches per batch; by default as many as stages."
-    ),
+    typer.Option("--microbatches", "-m", help="Micro-batches per batch; by default as many as stages."),
 ]
-Batches = Annotated[int | None, typer.Option("--batches", "-n", max=LARGEST, help="Number of batches.")]
+Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Number of batches.")]
 StagesPerRank = Annotated[
     int | None,
     typer.Option(
-        max=4096,
         help="Stages per rank: 2 for interleaved and zbv, else 1 or several neighbouring stages.",
         show_default=False,
     ),
@@ -59,29 +50,22 @@ StagesPerRank = Annotated[
 Slices = Annotated[
     int | None,
     typer.Option(
-        max=LARGEST,
-        help="Number of micro-batches that 1f1b-sliced slices; by default the best.",
-        show_default=False,
+        help="Number of micro-batches that 1f1b-sliced slices; by default the best.", show_default=False
     ),
 ]
 AheadBy = Annotated[
     int,
     typer.Option(
-        "--lookahead",
-        max=LARGEST,
-        help="Extra forwards that 1f1b, 2bw and 2bw-fresh run ahead to hide slow links.",
+        "--lookahead", help="Extra forwards that 1f1b, 2bw and 2bw-fresh run ahead to hide slow links."
     ),
 ]
 Sweep = Annotated[
     int,
-    typer.Option(
-        max=LARGEST, help="Micro-batches that a rank takes through a stage before it turns to the next stage."
-    ),
+    typer.Option(help="Micro-batches that a rank takes through a stage before it turns to the next stage."),
 ]
 Average = Annotated[
     int | None,
     typer.Option(
-        max=LARGEST,
         metavar="LAG",
         help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for "
         "groups, 1 or more for outer steps.",
@@ -165,12 +149,6 @@ def build_program(
     if source is not None:
         return load(source, num_batches=batches)
     assert name is not None
-    passes = stages * (stages if microbatches is None else microbatches) * batches
-    if passes > MOST_PASSES:
-        raise BiremeError(
-            f"{stages} stages with {microbatches or stages} micro-batches in {batches} batches are "
-            f"{passes:,} forwards, and a schedule may have {MOST_PASSES:,}. Ask for fewer."
-        )
     return generate(
         name,
         num_stages=stages,

@@ -33,9 +33,7 @@ def profile(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or python:package.module:function."
-        ),
+        typer.Argument(metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or file.py:function."),
     ],
     batch: Annotated[
         list[int] | None,

@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 _known: dict[Hashable, Shape | None] = {}
 """The shapes of logits of models that ran before in this process."""
 
-OWN_INPUTS = "Write a function that returns (model, inputs) and give it as python:module:function."
+OWN_INPUTS = "Write a function that returns (model, inputs) and give it as file.py:function."
 
 
 def example_inputs(
