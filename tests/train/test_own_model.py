@@ -284,10 +284,13 @@ def test_a_folder_of_safetensors_takes_the_place_of_the_function_s_weights(home:
 
 def test_new_weights_are_refused_where_only_the_constructor_makes_them(home: Path) -> None:
     model = model_of(home, "initialized", model__from_scratch="true")
-    weights = model.weights(model.training.graph(2))
+    graph = model.training.graph(2)
+    weights = model.weights(graph)
     assert weights(["wide.weight"])["wide.weight"].std() < 1
     with pytest.raises(BiremeError, match=r"none of them writes bare.*leave out model\.from_scratch"):
         weights(["bare"])
+    with pytest.raises(BiremeError, match="none of them writes bare"):
+        model.check_weights(graph)
 
 
 def test_a_changed_byte_of_the_initial_weights_is_found_by_the_rank_that_reads_it(tmp_path: Path) -> None:

@@ -89,14 +89,14 @@ class RunModel:
         return self.source.is_own and self.source.folder is None and not self.run.model.from_scratch
 
     def check_weights(self, graph: Graph) -> None:
-        """Refuse a folder whose weights do not fit, or lacks buffers that only the user's function makes."""
+        """Refuse a folder whose weights do not fit, and states that only the user's function makes."""
         base = self.source.base_graph(graph)
+        if self.is_made:
+            return
+        states = [*base.parameters, *base.buffers]
         if self.reads_weights and self.source.folder is not None:
             check_weights(base, self.source.folder, model=self.source.base)
-            if self.source.is_own:
-                self._fresh([state.name for state in base.buffers if not state.persistent])
-        elif self.is_made:
-            return
+            states = [state for state in states if not state.persistent]
         elif self.source.adapter is not None and not self.run.model.lora.merge:
             raise BiremeError(
                 "model.lora trains an adapter, which is useful only with the weights that it was trained "
@@ -104,6 +104,13 @@ class RunModel:
                 "model.lora.merge = true to export the whole model, or name a folder with weights in "
                 "model.source."
             )
+        if self.source.is_own:
+            self._fresh([state.name for state in states if not self._is_reset(state)])
+
+    def _is_reset(self, state: State) -> bool:
+        """Whether the module of a state has code of its own to make it anew."""
+        module = self.source.base.get_submodule(state.name.rpartition(".")[0])
+        return hasattr(module, "reset_parameters")
 
     def check_documents(self, *graphs: Graph) -> None:
         """Refuse a captured model that does not keep documents apart, where it is to."""
