@@ -162,7 +162,7 @@ def test_the_file_holds_the_profile_whole(capsys: Capture, tmp_path: Path) -> No
             "python:profile_models:branching",
             "profile_models.py, line 10: Python there depends on the numbers",
         ),
-        ("python:profile_models:nothing", "has no 'nothing'"),
+        ("python:profile_models:nothing", "has no function 'nothing'"),
         (f"{ON_META} --batch 0", "The batch is 0; it must be at least 1"),
         (f"{ON_META} --length 0", "The length is 0; it must be at least 1"),
         (f"{ON_META} --optimizer adamm", "no optimiser 'adamm'. Did you mean 'adam"),
