@@ -1,7 +1,7 @@
 """A model that a function of the user makes begins with exactly what the function made, on any stages."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,8 @@ def plain_losses(home: Path, module: nn.Module, steps: int) -> Iterator[float]:
     """The losses of a loop in one process, which trains the module."""
     samples = user_function(f"{home}/own.py:samples", "samples")()
     run = load_asked(home / "runs" / "run" / "run.toml", ())
-    optimizers = optimizer_of(run.training)(list(module.named_parameters()))
+    made = optimizer_of(run.training)(list(module.named_parameters()))
+    optimizers = made if isinstance(made, Sequence) else [made]
     for _ in range(steps):
         loss = module(**samples)["loss"]
         for optimizer in optimizers:

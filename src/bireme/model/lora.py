@@ -34,7 +34,7 @@ PREFIX = "base_model.model."
 
 WRAPPED = ".base_layer."
 
-Weights = Callable[[Sequence[str]], dict[str, Tensor]]
+Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 def peft_library() -> Any:
