@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from bireme.errors import BiremeError
 
-__all__ = ["Bytes", "Count", "NumBytes", "Place", "Positive", "Seconds", "Share", "bytes_of"]
+__all__ = ["Bytes", "Count", "NumBytes", "Place", "Positive", "Seconds", "Share", "bytes_of", "bytes_text"]
 
 Count = Annotated[int, Ge(1)]
 """How many there are, of what there is at least one."""
@@ -48,3 +48,19 @@ def bytes_of(text: str, option: str) -> int:
     if found is None:
         raise BiremeError(f"{option} is {text!r}; write bytes as 6GB, 24GiB or 5e9.")
     return round(float(found[1]) * UNITS[found[2].lower()])
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as `1.50 GiB` or `286 MiB`, to three digits."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.{_decimals(size, unit)}f} {unit}"
+        size /= 1024
+    return f"{size:.{_decimals(size, 'TiB')}f} TiB"
+
+
+def _decimals(size: float, unit: str) -> int:
+    if unit == "B" or size >= 100:
+        return 0
+    return 1 if size >= 10 else 2

@@ -224,3 +224,23 @@ def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     kinds = [{Kind.of(one.plan) for one in answer.candidates} for answer in (full, brief)]
     assert kinds[0] == kinds[1]
     assert brief.best.forecast.cost_s_per_sample <= 1.2 * full.best.forecast.cost_s_per_sample
+
+
+@pytest.mark.slow
+@examples(60, suppress_health_check=list(HealthCheck))
+@given(small_profiles(most_units=4), small_clusters(most_devices=3), st.data())
+def test_another_device_makes_no_plan_infeasible_and_none_slower(
+    profile: Profile, cluster: Cluster, data: st.DataObject
+) -> None:
+    names = [placed.name for placed in cluster.devices()]
+    some = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    request = PlanRequest(2, schedule=data.draw(st.sampled_from(["1f1b", "2bw"])))
+    try:
+        fewer = find_plan(profile, cluster, replace(request, devices=tuple(some)), advises=False)
+    except BiremeError:
+        return
+    if isinstance(fewer, Answer):
+        all_devices = find_plan(profile, cluster, request)
+        assert isinstance(all_devices, Answer)
+        least = fewer.best.forecast.cost_s_per_sample
+        assert all_devices.best.forecast.cost_s_per_sample <= least * (1 + 1e-9)

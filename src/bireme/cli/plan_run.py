@@ -1,5 +1,6 @@
 """Run `bireme plan`: search, write, show."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,7 +120,8 @@ class PlanRun:
         from bireme.report.progress import progress_bar
 
         with progress_bar("planning again") as progress:
-            return explain(self.profile, self.cluster, self.request, answer, find_plan, tell=progress)
+            search = partial(find_plan, advises=False)
+            return explain(self.profile, self.cluster, self.request, answer, search, tell=progress)
 
     def _with_single_ways(self, answer: "Answer") -> "Answer":
         from bireme.plan.search.search import find_resident

@@ -1,14 +1,13 @@
 """What a plan promises: seconds, bytes, and what limits it; and the plans a search found, best first."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import MinLen
 
-from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share
-from bireme.errors import size_text
+from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share, bytes_text
+from bireme.errors import BiremeError
 from bireme.plan.energy import joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal
@@ -18,6 +17,7 @@ __all__ = [
     "Candidate",
     "Forecast",
     "MemoryWay",
+    "NoRoomError",
     "NothingFits",
     "Origin",
     "StageForecast",
@@ -153,6 +153,8 @@ class Answer:
     num_tried: int
     memory_ways: tuple[MemoryWay, ...] = ()
     """Where paging was allowed and not all fits: what each way to save memory would take."""
+    is_exhaustive: bool = False
+    """Whether all plans were considered."""
 
     @property
     def best(self) -> Candidate:
@@ -160,12 +162,16 @@ class Answer:
         return self.candidates[0]
 
 
+class NoRoomError(BiremeError):
+    """Nothing that was tried fits the devices, also with what may be paged or shared."""
+
+
 @dataclass(frozen=True, slots=True)
 class NothingFits:
     """That no plan fits, and why: of all plans the one whose worst device misses least.
 
-    Its `stage` misses most, `missing_bytes` on `device`. `remedies` are the least changes, with any of which
-    a plan would fit, as parts of a sentence.
+    Its `stage` misses most, `missing_bytes` on `device`. `advice` are sentences on the changes that would
+    make a plan fit, if they were asked for. `is_exhaustive` says whether all plans were considered.
     """
 
     schedule: str
@@ -176,17 +182,15 @@ class NothingFits:
     stage: int
     device: str
     missing_bytes: float
-    remedies: tuple[str, ...]
+    advice: str = ""
+    is_exhaustive: bool = False
 
     def __str__(self) -> str:
         worst = self.stages[self.stage]
-        if self.missing_bytes == math.inf:
-            return "No plan keeps all pinned units on their devices. Pin fewer of them."
-        needs, has = size_text(worst.peak_bytes), size_text(worst.limit_bytes)
-        text = (
+        needs, has = bytes_text(worst.peak_bytes), bytes_text(worst.limit_bytes)
+        return (
             f"No plan fits. The nearest one ({self.schedule}, depth {self.depth}, micro-batches of "
             f"{self.micro_batch}) needs {needs} for stage {self.stage} (units {worst.begin} to "
-            f"{worst.end - 1}) on {self.device}, which has only {has}: {size_text(self.missing_bytes)} are "
-            "missing."
+            f"{worst.end - 1}) on {self.device}, which has only {has}: {bytes_text(self.missing_bytes)} are "
+            f"missing.{self.advice}"
         )
-        return f"{text} What would make one fit: {'; or '.join(self.remedies)}." if self.remedies else text

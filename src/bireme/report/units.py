@@ -1,5 +1,7 @@
 """Numbers for people: seconds and bytes in the unit that fits."""
 
+from bireme.bounds import bytes_text
+
 __all__ = ["against_predicted", "bytes_text", "counted", "rate_text", "seconds_text"]
 
 
@@ -9,16 +11,6 @@ def seconds_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.4g} ns"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Such as `1.50 GiB` or `286 MiB`, to three digits."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.{_decimals(size, unit)}f} {unit}"
-        size /= 1024
-    return f"{size:.{_decimals(size, 'TiB')}f} TiB"
 
 
 def rate_text(bytes_per_s: float) -> str:
@@ -48,9 +40,3 @@ def counted(number: int, what: str) -> str:
     """Such as `1 stage`, `4 stages` or `1,024 batches`."""
     ending = "" if number == 1 else "es" if what.endswith("ch") else "s"
     return f"{number:,} {what}{ending}"
-
-
-def _decimals(size: float, unit: str) -> int:
-    if unit == "B" or size >= 100:
-        return 0
-    return 1 if size >= 10 else 2

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from bireme.errors import BiremeError, size_text
+from bireme.bounds import bytes_text
+from bireme.errors import BiremeError
 from bireme.schedule.chunks import MOST_CHUNKS, best_chunk_bytes, is_paged, num_chunks
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
@@ -57,10 +58,9 @@ class TierTooSmallError(BiremeError):
 
     def __init__(self, rank: int, tier: Tier, needed_bytes: float, advice: str) -> None:
         what = "disk" if tier.name == "disk" else f"{tier.name} memory"
-        given = size_text(tier.budget_bytes or 0)
         super().__init__(
-            f"Rank {rank} needs at least {needed_bytes:.0f} bytes of {what} "
-            f"({needed_bytes / 1e9:.3g} GB) and is given {given}. Give it {advice}."
+            f"Rank {rank} needs at least {bytes_text(needed_bytes)} of {what} ({needed_bytes:.0f} bytes) and "
+            f"is given {bytes_text(tier.budget_bytes or 0)}. Give it {advice}."
         )
         self.tier = tier.name
         self.needed_bytes = needed_bytes

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
 
+from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Candidate, Forecast
+from bireme.plan.forecast import Candidate, Forecast, NoRoomError
 from bireme.plan.paging import Paging
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.program_plan import even_cuts
@@ -101,10 +102,14 @@ class PagedWalk:
         best = min(found, key=self._cost, default=None)
         return None if best is None else self._candidate(self._fitting[best])
 
+    def can_fit(self, seed: Draft) -> bool:
+        """Whether a draft fits if it pages, is cut into parts, recomputes, or has smaller micro-batches."""
+        return any(self._forecast(one) is not None for one in self._first(seed))
+
     def refusal(self) -> BiremeError:
-        """Why nothing fits, with the device memory that would do."""
+        """Why nothing fits, with the device memory that would be enough."""
         if self._least is None:
-            return self._error or BiremeError("No plan can page: there is none to begin with.")
+            return self._error or NoRoomError("No plan can page: there is none to begin with.")
         num_bytes = math.ceil(self._least_bytes)
         request = self._problem.request
         assert request.memory is not None, "who pages may"
@@ -116,10 +121,9 @@ class PagedWalk:
                 _paging(PlanEvaluator(problem), self._least, host_updates=self._allowed[0])
             except TierTooSmallError as error:
                 return error
-        return BiremeError(
-            f"No plan fits, even with paging: the device memory of each process must be at least {num_bytes} "
-            f"bytes ({num_bytes / 1e9:.3g} GB), and is {given:.0f}. Give it so much, or use smaller "
-            "micro-batches."
+        return NoRoomError(
+            f"No plan fits, even with offloading: the device memory of each process must be at least "
+            f"{bytes_text(num_bytes)} ({num_bytes} bytes), and is {bytes_text(given)}."
         )
 
     def _first(self, seed: Draft) -> Iterator[Draft]:

@@ -6,12 +6,14 @@ could not be better, by bounds that hold (see docs/search.md). Else shapes, mapp
 ones, and a walk from neighbour to neighbour follows.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Forecast, NothingFits, Origin
+from bireme.plan.forecast import Answer, Forecast, NoRoomError, NothingFits, Origin
 from bireme.plan.hashes import profile_hash
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import AUTO, PlanRequest
@@ -22,11 +24,13 @@ from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
 from bireme.plan.search.gathered import with_gathering
 from bireme.plan.search.homes import why_homeless
-from bireme.plan.search.misfit import nearest_misfit
+from bireme.plan.search.misfit import Remedies, fitting_drafts, nearest_misfit
 from bireme.plan.search.paged import with_paging
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
+from bireme.plan.search.subsets import with_subsets
 from bireme.profile.profile import Profile
+from bireme.schedule.budgets import TierTooSmallError
 from bireme.timeline.timeline import Timeline
 
 __all__ = ["Progress", "find_plan", "find_resident", "forecast_of", "timeline_of"]
@@ -42,29 +46,48 @@ def find_plan(
     *,
     progress: Progress | None = None,
     is_brief: bool = False,
+    advises: bool = True,
 ) -> Answer | NothingFits:
     """The best plans for a model of that profile on that cluster, or why there is none.
 
     With `is_brief`, for a run that is over soon, the search stops early where it would go through all plans.
+    Without `advises` the changes that would make a plan fit are not looked for.
     """
     tell = progress or (lambda _share: None)
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
-        def share(done: float) -> None:
-            tell((place + done) / count)
+        def on_devices(asked: PlanRequest, most_cost: float) -> Answer | NothingFits:
+            def share(done: float) -> None:
+                if most_cost == math.inf:  # the first search takes longest
+                    tell((place + done) / count)
 
-        def on(machines: Cluster, request: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
-            return _found(profile, machines, request, share, is_brief=is_brief, is_tight=is_tight)
+            def on(machines: Cluster, asked: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
+                return _found(profile, machines, asked, share, is_brief=is_brief, is_tight=is_tight)
 
-        if asked.shares_weights:
-            return with_gathering(profile, cluster, asked, on, is_brief=is_brief)
-        if asked.memory is None:
-            return on(cluster, asked)
-        return with_paging(profile, cluster, asked, on, is_brief=is_brief)
+            walks_briefly = is_brief or most_cost < math.inf
+            if asked.shares_weights:
+                return with_gathering(profile, cluster, asked, on, is_brief=walks_briefly)
+            if asked.memory is None:
+                return on(cluster, asked)
+            return with_paging(profile, cluster, asked, on, most_cost, is_brief=walks_briefly)
 
-    if request.codec == AUTO:
-        return with_best_codecs(profile, cluster, request, search)
-    return search(request, 0, 1)
+        return with_subsets(PlanningProblem(profile, cluster, asked), on_devices, is_brief=is_brief)
+
+    try:
+        if request.codec == AUTO:
+            found = with_best_codecs(profile, cluster, request, search)
+        else:
+            found = search(request, 0, 1)
+    except (NoRoomError, TierTooSmallError) as error:
+        nearest = find_resident(profile, cluster, request) if advises else None
+        if not isinstance(nearest, NothingFits):
+            raise
+        advice = Remedies(PlanningProblem(profile, cluster, request), nearest).advice()
+        raise NoRoomError(f"{error}{advice}") from error
+    if advises and isinstance(found, NothingFits):
+        advice = Remedies(PlanningProblem(profile, cluster, request), found).advice()
+        return replace(found, advice=advice)
+    return found
 
 
 def find_resident(profile: Profile, cluster: Cluster, request: PlanRequest) -> Answer | NothingFits:
@@ -98,9 +121,14 @@ def _found(
     else:
         explorer = HeuristicExplorer(problem, outlines, ledger)
     explorer.explore(shapes)
+    is_exhaustive = isinstance(explorer, ExhaustiveExplorer)
     candidates = ledger.candidates()
     if not candidates:
-        return nearest_misfit(problem, shapes, ledger.misfits())
+        next((draft for draft in fitting_drafts(problem, shapes) if ledger.evaluated(draft).fits), None)
+        candidates = ledger.candidates()
+    if not candidates:
+        nearest = nearest_misfit(problem, shapes, ledger.misfits())
+        return replace(nearest, is_exhaustive=is_exhaustive)
     origin = Origin(
         graph=profile.graph,
         profile=profile_hash(profile),
@@ -108,7 +136,8 @@ def _found(
         batch_size=request.batch_size,
         how=explorer.how,
     )
-    return Answer(candidates, origin, ledger.num_evaluated)
+    is_exhaustive = is_exhaustive and not is_brief
+    return Answer(candidates, origin, ledger.num_evaluated, is_exhaustive=is_exhaustive)
 
 
 def forecast_of(plan: Plan, profile: Profile, cluster: Cluster, request: PlanRequest) -> Forecast:
