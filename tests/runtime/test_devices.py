@@ -12,8 +12,10 @@ from bireme.cluster.server import Server
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.report.cluster_table import link_notes
 from bireme.runtime.world import World
 from bireme.train import machines
+from bireme.train.machine_devices import cluster_of
 from bireme.train.machines import machines_of
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.ranks import run_script
@@ -108,3 +110,18 @@ def test_an_accelerator_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     """On a Mac torch's accelerator is mps: nothing may ask it for anything when Bireme is imported."""
     done = run_script(OTHER, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_cluster_file_of_gpus_is_refused_on_cpus_unless_processes_stand_for_them() -> None:
+    with pytest.raises(BiremeError, match=r"names 8 CUDA devices .*Set cluster.device to cpu"):
+        machines_of(asked(source="one-server-of-8"), num_cuda=0, num_cores=8)
+    found = machines_of(asked(source="one-server-of-8", device="cpu"), num_cuda=0, num_cores=8)
+    assert (found.cluster.num_devices, found.device) == (8, "cpu")
+
+
+def test_links_between_hosts_that_are_unknown_are_assumed_and_reported() -> None:
+    found, note = cluster_of([Server("one", (T4,)), Server("two", (T4,))])
+    assert found.bandwidth(0, 1) == 1.25e8
+    assert found.latency(0, 1) == 5e-4
+    assert "assumes 1 Gbit/s and 0.5 ms" in note
+    assert "one, two" in link_notes(found)[0]

@@ -72,7 +72,10 @@ def show(
     if names == bool(cluster):
         raise BiremeError("Name a cluster to show, or pass --list to see the ready ones.")
     if not names:
-        _show(load_cluster(cluster), (), None, as_json=as_json)
+        from bireme.report.cluster_table import link_notes
+
+        found = load_cluster(cluster)
+        _show(found, tuple(link_notes(found)), None, as_json=as_json)
     elif as_json:
         print_json({"clusters": list(example_names())})
     else:

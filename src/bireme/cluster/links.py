@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from bireme.errors import BiremeError
 
 __all__ = [
+    "ASSUMED_CARD",
+    "ASSUMED_LINK",
     "LONGEST_S",
     "MOST_BYTES_PER_S",
     "NAME",
@@ -141,3 +143,7 @@ def _check_group(name: str, kind: str, devices: tuple[int, ...], *, least: int) 
         raise BiremeError(f"{name} joins {len(devices)} devices; a {kind} has at least {least}.")
     if len(set(devices)) < len(devices):
         raise BiremeError(f"{name} names a device twice. Leave out one of the two.")
+
+
+ASSUMED_CARD, ASSUMED_LINK = "assumed", Link(1.25e8, latency_s=2.5e-4)
+"""The name and the link of a card of which nothing is known: 1 Gbit/s, and 0.5 ms between two hosts."""

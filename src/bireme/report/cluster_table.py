@@ -13,13 +13,13 @@ from rich.table import Table
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link, Mesh
+from bireme.cluster.links import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Link, Mesh
 from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
 from bireme.report.columns import columns
 from bireme.report.units import bytes_text, counted, rate_text, seconds_text
 
-__all__ = ["cluster_document", "print_cluster"]
+__all__ = ["cluster_document", "link_notes", "print_cluster"]
 
 
 DEVICES = (
@@ -84,6 +84,21 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         if rows:
             console.print()
             console.print(_table(headings, rows))
+
+
+def link_notes(cluster: Cluster) -> list[str]:
+    """A sentence on the servers whose links to other hosts are assumed; none if all are known."""
+    names = [
+        server.name
+        for server in cluster.servers
+        if any((card.name, card.link) == (ASSUMED_CARD, ASSUMED_LINK) for card in server.cards)
+    ]
+    if not names:
+        return []
+    return [
+        f"The links of {', '.join(names)} are unknown; plans assume 1 Gbit/s and 0.5 ms between hosts. "
+        "`bireme cluster probe` measures them."
+    ]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -15,6 +15,7 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.stage_memory import StageMemory
 from bireme.plan.summary import Summary, headroom_bytes, summarize
 from bireme.profile.profile import Profile
+from bireme.report.cluster_table import link_notes
 
 __all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document", "sync_document"]
 
@@ -152,6 +153,7 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
             f"{devices[0].speed:g}, so the plan treats them as equally fast. Set their speed in the "
             "cluster file; `bireme cluster probe` measures it."
         )
+    notes += link_notes(cluster)
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
     return notes

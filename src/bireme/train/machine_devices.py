@@ -1,6 +1,7 @@
 """The devices of a run on several machines: each machine says what it has, and all of it is the cluster.
 
-What joins the machines is not known here unless a cluster file says it: nothing is measured.
+What joins the machines is not known here unless a cluster file says it: nothing is measured. A machine that
+does not report the speed of its network card is assumed to have 1 Gbit/s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +11,13 @@ import torch
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.discover import discover
-from bireme.cluster.links import MOST_BYTES_PER_S, Card, Link
+from bireme.cluster.links import ASSUMED_CARD, ASSUMED_LINK, Card
 from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.here import device_here
 
 __all__ = ["Member", "cluster_of", "nodes_of", "places_in", "ranks_on", "server_here"]
-
-UNKNOWN_LINK = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,7 @@ def server_here(device: str, count: int) -> Server:
 def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
     """The cluster of these machines, and a sentence on what is not known about it.
 
-    Machines of one name get numbers. A machine that does not know its network card has one that is as fast
-    as anybody likes.
+    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`.
     """
     named, unknown = list[Server](), 0
     for server in servers:
@@ -70,10 +68,11 @@ def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
         cards = server.cards
         if not cards:
             everyone = tuple(range(len(server.devices)))
-            cards, unknown = (Card(UNKNOWN_LINK, everyone, Link(MOST_BYTES_PER_S)),), unknown + 1
+            cards, unknown = (Card(ASSUMED_CARD, everyone, ASSUMED_LINK),), unknown + 1
         named.append(replace(server, name=name, cards=cards))
     known = (
-        f"The links of {unknown} of {len(named)} machines are unknown; the plan treats them as unlimited"
+        f"The links of {unknown} of {len(named)} machines are unknown; the plan assumes 1 Gbit/s and 0.5 ms "
+        "between hosts"
         if unknown
         else "The plan uses the rated speed of the network cards for the links between machines"
     )

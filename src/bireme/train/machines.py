@@ -11,7 +11,7 @@ from bireme.plan.plan import Plan
 from bireme.train.machine_devices import server_here
 from bireme.train.run_file import RunFile
 
-__all__ = ["Machines", "machines_of", "shared", "visible_gpus"]
+__all__ = ["Machines", "check_kinds", "machines_of", "shared", "visible_gpus"]
 
 CPU_WORKERS = 2
 """Processes on a machine without a GPU, unless somebody says: as few as a pipeline has."""
@@ -54,6 +54,7 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
             f"cluster.source is {asked.source}, which has {cluster.num_devices} devices, but cluster.workers "
             f"is {asked.workers}: every device is a process. Leave cluster.workers out."
         )
+    check_kinds(run, cluster, device)
     backend = asked.backend if asked.backend != "auto" else ("gloo" if device == "cpu" else "nccl")
     if backend == "nccl" and device == "cpu":
         raise BiremeError(
@@ -63,6 +64,19 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
     if threads is None and device == "cpu":
         threads = max(1, num_cores // cluster.num_devices)
     return Machines(cluster, device, backend, threads)
+
+
+def check_kinds(run: RunFile, cluster: Cluster, device: str) -> None:
+    """Refuse a cluster file of GPUs whose processes would compute on CPUs, unless the run asks for CPUs."""
+    gpus = [placed for placed in cluster.devices() if placed.device.kind == ACCELERATOR]
+    if run.cluster.source is None or run.cluster.device == "cpu" or device == ACCELERATOR or not gpus:
+        return
+    raise BiremeError(
+        f"cluster.source is {run.cluster.source}, which names {len(gpus)} CUDA devices "
+        f"({gpus[0].name} is a {gpus[0].device.name}), but this run has no GPU for each of its "
+        f"{cluster.num_devices} processes: they would compute on CPUs. Set cluster.device to cpu to have "
+        "processes on CPUs stand for these GPUs, name another cluster, or plan for it with bireme plan."
+    )
 
 
 def visible_gpus(plan: Plan, machines: Machines, visible: str | None, *, num_cuda: int) -> str | None:

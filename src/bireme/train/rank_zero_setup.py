@@ -27,6 +27,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.hosts import check_launchers, processes_of, within_servers
 from bireme.train.launching import first_words
 from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
+from bireme.train.machines import check_kinds
 from bireme.train.predicted import write_predicted
 from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
 from bireme.train.recorded_batches import RECORDED
@@ -164,6 +165,7 @@ def _cluster(
                 f"cluster.source is {run.cluster.source}, which has {cluster.num_devices} devices, but "
                 f"{num_ranks} processes were started. Start one per device."
             )
+        check_kinds(run, cluster, device)
         return cluster
     if len(nodes) == 1 and device == "cpu":
         return None
