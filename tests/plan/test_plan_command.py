@@ -245,7 +245,9 @@ def test_the_plan_is_written_as_it_was_found(capsys: Capture) -> None:
     assert len(saved.others) == len(found["candidates"]) - 1
     assert saved.origin is not None
     assert saved.origin.profile == found["origin"]["profile"]
-    assert "Wrote plan.json." in plan(capsys, "--output plan.json").out
+    refused = plan(capsys, "--output plan.json")
+    assert (refused.status, "plan.json already exists" in refused.err) == (2, True)
+    assert "Wrote plan.json." in plan(capsys, "--output plan.json --force").out
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, check_writable, print_json, refuse
+from bireme.cli.options import Force, Json, check_writable, print_json, refuse
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ def discover(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.toml", help="Write the cluster to a file.")
+        Path | None,
+        typer.Option("--output", "--to", "-o", metavar="FILE.toml", help="Write the cluster to a file."),
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Find this machine's devices, memory and links, without measuring them.
@@ -43,7 +45,7 @@ def discover(
     """
     from bireme.cluster.discover import discover as find
 
-    _check_output(output)
+    _check_output(output, force=force)
     found = find(cpus)
     if output is not None:
         from bireme.cluster.cluster_file import save_cluster
@@ -119,8 +121,10 @@ def probe(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.toml", help="Write the cluster to a file.")
+        Path | None,
+        typer.Option("--output", "--to", "-o", metavar="FILE.toml", help="Write the cluster to a file."),
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure devices and links on this machine or, under torchrun, on several.
@@ -131,7 +135,7 @@ def probe(
 
     is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
-        _check_output(output)
+        _check_output(output, force=force)
         if is_started and processes is not None:
             refuse(context, "torchrun has already started the processes", "processes")
         setting = Setting(batch=batch, seconds=seconds, disk=disk, **({"model": model} if model else {}))
@@ -159,12 +163,12 @@ def probe(
         _show(cluster, notes, output, as_json=False)
 
 
-def _check_output(output: Path | None) -> None:
+def _check_output(output: Path | None, *, force: bool) -> None:
     if output is not None and output.suffix != ".toml":
         raise BiremeError(
             f"A cluster file must end in .toml, and {output} does not. Name it {output.stem}.toml."
         )
-    check_writable(output)
+    check_writable(output, force=force)
 
 
 def _backend_and_devices(device: str | None) -> "tuple[Backend, int]":

@@ -17,6 +17,7 @@ __all__ = [
     "AheadBy",
     "Average",
     "Batches",
+    "Force",
     "From",
     "Json",
     "Microbatches",
@@ -78,6 +79,7 @@ From = Annotated[
     Path | None,
     typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite output files that exist.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Restarts = Annotated[
     int | None,
@@ -112,14 +114,16 @@ def refuse(context: typer.Context, why: str, *options: str) -> None:
         raise BiremeError(f"{why}: leave out {shown}.")
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Refuse files that could not be written, before long work; None is no file."""
+def check_writable(*paths: Path | None, force: bool) -> None:
+    """Refuse files that could not be written, or exist if not `force`, before long work; None is no file."""
     files = [path for path in paths if path is not None]
     for path in files:
         if path.is_dir():
             raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
         if not path.resolve().parent.is_dir():
             raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+        if path.is_file() and not force:
+            raise BiremeError(f"{path} already exists. Name another file, or overwrite it with --force.")
     if len({path.resolve() for path in files}) < len(files):
         raise BiremeError("Two output files have the same name. Give each its own.")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.measuring import DataType, Fresh, Length, Like, MeasureOn, Measuring, Optimizer
-from bireme.cli.options import Json, check_writable, refuse
+from bireme.cli.options import Force, Json, check_writable, refuse
 from bireme.cli.words import word
 from bireme.errors import BiremeError
 from bireme.placement.request import Granularity, Method
@@ -31,13 +31,13 @@ OF_A_SEARCH = (
     "picture",
     "output",
     "split",
-    "plan",
+    "to",
     "workload_file",
 )
 """Options that have no effect on a check."""
 
 OF_A_MODEL = (
-    *("cluster", "micro_batch", "training", "granularity", "copy_tied", "workload_file", "plan"),
+    *("cluster", "micro_batch", "training", "granularity", "copy_tied", "workload_file", "to"),
     *("schedule", "microbatches", "measure_on", "like", "length", "dtype", "optimizer", "fresh"),
 )
 """Options that need a model."""
@@ -113,13 +113,15 @@ def place(
     workload_file: Annotated[
         Path | None, model_option(metavar="FILE.json", help="Write the model's workload to a file.")
     ] = None,
-    plan: Annotated[
+    to: Annotated[
         Path | None,
         model_option(
+            "--to",
             metavar="FILE.json",
-            help="Write the placement as a plan, with cuts moved to the nearest unit borders.",
+            help="Write the placement as a plan, with cuts moved to the nearest stage boundaries.",
         ),
     ] = None,
+    plan: Annotated[Path | None, model_option("--plan", hidden=True)] = None,
     schedule: Annotated[str, model_option("--schedule", "-s", help="Schedule of the plan.")] = "2bw",
     microbatches: Annotated[
         int | None,
@@ -143,13 +145,14 @@ def place(
     picture: Annotated[
         Path | None, output_option(metavar="FILE.svg|FILE.png|FILE.dot", help="Draw the placed graph.")
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Place the operators of a graph on accelerators and CPUs.
 
     [dim]bireme place examples/placement/branches.json --objective throughput[/dim]
 
-    [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --plan plan.json[/dim]
+    [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --to plan.json[/dim]
     """
     from bireme.cli.place_model import ModelPlacing, OfModel
     from bireme.placement.workload_file import Counts, ReadWorkload
@@ -160,7 +163,9 @@ def place(
         raise BiremeError("--method expert and --expert FILE.json belong together: give both or neither.")
     if check is not None:
         refuse(context, "--check does not search", *OF_A_SEARCH)
-    _check_files(picture, output, split, workload_file, plan)
+    if plan is not None:
+        raise BiremeError(f"place writes a plan and reads none: for --plan {plan}, say --to {plan}.")
+    _check_files(picture, output, split, workload_file, to, force=force)
     placing = None
     if model is None:
         refuse(context, "there is no --model", *OF_A_MODEL)
@@ -205,7 +210,7 @@ def place(
     if placing is None:
         run.show(files, as_json=as_json)
     else:
-        run.show(files, as_json=as_json, of_model=OfModel(placing, plan, schedule, microbatches))
+        run.show(files, as_json=as_json, of_model=OfModel(placing, to, schedule, microbatches))
 
 
 def _read(path: Path | None, counts: "Counts") -> "ReadWorkload":
@@ -218,7 +223,7 @@ def _read(path: Path | None, counts: "Counts") -> "ReadWorkload":
     return read_workload(path, counts)
 
 
-def _check_files(picture: Path | None, *documents: Path | None) -> None:
+def _check_files(picture: Path | None, *documents: Path | None, force: bool) -> None:
     """Refuse files that cannot be written, before a long search."""
     from bireme.placement.pages.picture import FORMATS, check_renderer
 
@@ -226,6 +231,6 @@ def _check_files(picture: Path | None, *documents: Path | None) -> None:
         endings = FORMATS if path is picture else (".json",)
         if path is not None and path.suffix.lower() not in endings:
             raise BiremeError(f"{path} must end in {' or '.join(endings)}. Name such a file.")
-    check_writable(picture, *documents)
+    check_writable(picture, *documents, force=force)
     if picture is not None:
         check_renderer(picture)

@@ -21,7 +21,7 @@ from bireme.cli.measuring import (
     Train,
     part_of,
 )
-from bireme.cli.options import Json, check_writable
+from bireme.cli.options import Force, Json, check_writable
 from bireme.cli.plan_inputs import cluster_of, measuring_of, profile_of, sizes_of
 from bireme.cli.plan_options import (
     exports_of,
@@ -225,8 +225,10 @@ def plan(
         ),
     ] = False,
     output: Annotated[
-        Path | None, output_option("--output", "-o", metavar="FILE.json", help="Write the plan to a file.")
+        Path | None,
+        output_option("--output", "--to", "-o", metavar="FILE.json", help="Write the plan to a file."),
     ] = None,
+    force: Force = False,
     export: Annotated[
         list[str] | None,
         output_option(
@@ -245,7 +247,7 @@ def plan(
         raise BiremeError(
             f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
         )
-    check_writable(output, *(export.path for export in exports))
+    check_writable(output, *(export.path for export in exports), force=force)
     asked = measuring_of(
         context,
         model,

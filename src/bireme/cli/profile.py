@@ -20,7 +20,7 @@ from bireme.cli.measuring import (
     measure,
     part_of,
 )
-from bireme.cli.options import Json, check_writable, print_json, refuse
+from bireme.cli.options import Force, Json, check_writable, print_json, refuse
 from bireme.codec.description import parse_codec
 
 if TYPE_CHECKING:
@@ -66,8 +66,10 @@ def profile(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the profile to a file.")
+        Path | None,
+        typer.Option("--output", "--to", "-o", metavar="FILE.json", help="Write the profile to a file."),
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure each unit of a model: seconds forward and backward, bytes kept and sent.
@@ -78,7 +80,7 @@ def profile(
         refuse(context, f"--device {device} measures and does not estimate", "like")
     else:
         refuse(context, "--device meta estimates and does not measure", "codec")
-    check_writable(output)
+    check_writable(output, force=force)
     asked = Measuring(
         model,
         batch or [1],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme import __version__
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Force, Json, check_writable, print_json
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -24,9 +24,14 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE.html", help="File for the page; by default RUN/report.html."
+            "--output",
+            "--to",
+            "-o",
+            metavar="FILE.html",
+            help="File for the page; by default RUN/report.html.",
         ),
     ] = None,
+    force: Force = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -45,6 +50,7 @@ def report(
 
     if len(folders) > MOST_RUNS:
         raise BiremeError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}.")
+    check_writable(output, trace, force=force)
     from bireme.report.page.run import read_run
 
     runs = [read_run(folder) for folder in folders]

@@ -12,6 +12,7 @@ from bireme.cli.options import (
     SHAPE,
     AheadBy,
     Batches,
+    Force,
     From,
     Json,
     Microbatches,
@@ -21,6 +22,7 @@ from bireme.cli.options import (
     StagesPerRank,
     Sweep,
     build_program,
+    check_writable,
     print_json,
     refuse,
 )
@@ -176,12 +178,14 @@ def simulate(
     picture: Annotated[
         Path | None, output_option(metavar="FILE.svg|FILE.png", help="Draw the timeline to a file.")
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Predict the time and memory of a schedule before anything runs.
 
     [dim]bireme simulate --schedule 2bw --stages 8 --microbatches 8 --forward-s 0.01 --backward-s 0.02[/dim]
     """
+    check_writable(trace, picture, force=force)
     given = {
         "forward_s": 1.0 if forward_s is None else forward_s,
         "backward_s": (2.0 if forward_s is None else 2 * forward_s) if backward_s is None else backward_s,
