@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster
@@ -33,6 +35,7 @@ from bireme.plan.single_ways import with_single_ways
 from bireme.plan.tier_limits import TierLimits
 from bireme.plan.window_file import read_windows, write_windows
 from bireme.profile.profile_file import save_profile
+from bireme.report.memory_ways import tiers_table, ways_table
 from bireme.schedule.budgets import Budgets, Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
@@ -377,6 +380,16 @@ def test_a_host_too_small_overflows_to_the_disk_or_is_refused_with_a_number() ->
     tiers = {tier.tier: tier for tier in answer.best.forecast.tiers if tier.rank == 0}
     assert tiers["disk"].peak_bytes > 0
     assert tiers["host"].peak_bytes <= 5 * MB
+
+
+def test_the_tables_of_paging_are_whole_at_80_columns() -> None:
+    answer = found(TierLimits(70 * MB, 5 * MB, 10**10))
+    console = Console(file=StringIO(), width=80)
+    for table in (tiers_table(answer.best), ways_table(answer)):
+        console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_saved_plans_with_paging_name_their_tiers() -> None:

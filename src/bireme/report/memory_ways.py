@@ -58,7 +58,7 @@ def stages_table(stages: Sequence[StageMemory]) -> Table:
 def ways_table(answer: Answer) -> Table:
     """What each way to live with the memory would take."""
     headings = ("memory", "schedule", "shape", "parts", "sweep", "again", "a batch", "cost")
-    table = columns(headings, words=("memory", "schedule"))
+    table = columns(headings, words=("memory", "schedule"), wrapped=("memory",))
     for way in answer.memory_ways:
         if way.candidate is None:
             table.add_row(escape(way.words), "none", style="dim")
