@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from bireme.bounds import bytes_text
 from bireme.codec.sum_words import DENSE_SUMS
@@ -294,7 +295,7 @@ def _changed(problem: PlanningProblem, profile: Profile | None, **changes: objec
     return PlanningProblem(profile or problem.profile, problem.cluster, request)
 
 
-def _given_up(request: PlanRequest) -> Iterator[tuple[str, dict[str, object]]]:
+def _given_up(request: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts of the request about a plan's shape, in words, and the request without each."""
     if request.schedule != "auto":
         yield "another schedule (auto)", {"schedule": "auto"}
