@@ -7,7 +7,7 @@ the person who has to act on it: what went wrong, the values, why it matters, wh
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BiremeError", "SampleError", "closest", "size_text"]
+__all__ = ["BiremeError", "SampleError", "closest"]
 
 
 class BiremeError(Exception):
@@ -29,11 +29,3 @@ def closest(name: str, known: Iterable[str]) -> str:
     if near:
         return f"Did you mean {near[0]!r}?"
     return f"Known are: {', '.join(words)}."
-
-
-def size_text(num_bytes: float) -> str:
-    """A number of bytes in a sentence; all digits where it is small."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= 10 * size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes:,.0f} bytes"

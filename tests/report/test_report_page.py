@@ -149,16 +149,6 @@ def test_missing_parts_say_how_to_get_them(tmp_path: Path) -> None:
         assert words in text
 
 
-def test_a_plan_of_another_run_is_named_and_left_out(tmp_path: Path) -> None:
-    """It once ended in an IndexError: bireme place had overwritten the plan.json of a run."""
-    folder = make_run(tmp_path / "overwritten")
-    document = json.loads((folder / "plan.json").read_text())
-    plan = document["plan"] | {"cuts": [], "devices": [], "recompute": [], "codecs": []}
-    (folder / "plan.json").write_text(json.dumps({"format": 1, "plan": plan | {"schedule": "sequential"}}))
-    assert any("plan of another run" in note for note in read_run(folder).notes)
-    assert Reader(made(folder)).open == []
-
-
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     write_lines(tmp_path, [next(lines_of(1))])
     assert "No step is logged yet" in made(tmp_path)

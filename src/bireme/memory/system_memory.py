@@ -14,7 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError, size_text
+from bireme.bounds import bytes_text
+from bireme.errors import BiremeError
 
 __all__ = [
     "PAGE_BYTES",
@@ -186,7 +187,7 @@ def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: 
     if found is None or found == FAILED:
         number = ctypes.get_errno()
         raise BiremeError(
-            f"{size_text(num_bytes)} of memory cannot be mapped for paging: {os.strerror(number)}. Lower "
+            f"{bytes_text(num_bytes)} of memory cannot be mapped for paging: {os.strerror(number)}. Lower "
             "memory.device or memory.host, or raise the limit of this process."
         )
     return int(found)

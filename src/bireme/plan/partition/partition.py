@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bireme.errors import size_text
+from bireme.bounds import bytes_text
 from bireme.plan.partition.loads import Loads
 
 __all__ = ["Misfit", "Partition", "StageLoad", "assess"]
@@ -81,8 +81,8 @@ class Misfit:
         one = self.nearest.stages[self.stage]
         return (
             f"No partition into {len(self.nearest.stages)} stages fits. Of the one that comes nearest, stage "
-            f"{self.stage} (units {one.begin} to {one.end - 1}) takes {size_text(one.peak_bytes)} on "
-            f"{one.device}, which has {size_text(one.limit_bytes)}: {size_text(one.missing_bytes)} are "
+            f"{self.stage} (units {one.begin} to {one.end - 1}) takes {bytes_text(one.peak_bytes)} on "
+            f"{one.device}, which has {bytes_text(one.limit_bytes)}: {bytes_text(one.missing_bytes)} are "
             "missing."
         )
 

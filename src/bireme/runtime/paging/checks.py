@@ -4,8 +4,9 @@ from collections import Counter
 
 import torch
 
+from bireme.bounds import bytes_text
 from bireme.devices import is_accelerator
-from bireme.errors import BiremeError, size_text
+from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import Unit
 from bireme.runtime.layout import Layout
@@ -49,8 +50,8 @@ def paging_of(
     frozen_bytes = _frozen_bytes(graph, layout, tiers)
     if frozen_bytes > tiers.unpaged_bytes:
         raise BiremeError(
-            f"Rank {layout.rank} has {size_text(frozen_bytes)} of frozen weights that the plan leaves on the "
-            f"device, where it counts on {size_text(tiers.unpaged_bytes)} besides its chunks. Make a "
+            f"Rank {layout.rank} has {bytes_text(frozen_bytes)} of frozen weights that the plan leaves on "
+            f"the device, where it counts on {bytes_text(tiers.unpaged_bytes)} besides its chunks. Make a "
             "new plan for the part of the model that learns."
         )
     is_apart = any(step.is_apart for step in program.tracks[rank])

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from bireme.bounds import bytes_text
 from bireme.documents import validated
-from bireme.errors import BiremeError, size_text
+from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
 
 __all__ = [
@@ -129,8 +130,8 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
         raise BiremeError(f"Extra data in a checkpoint must be JSON: {error}.") from error
     if len(text) > LARGEST_EXTRA_BYTES:
         raise BiremeError(
-            f"Extra data in a checkpoint takes {size_text(len(text))} of JSON, but at most "
-            f"{size_text(LARGEST_EXTRA_BYTES)} are allowed. Put large data into tensors or separate files."
+            f"Extra data in a checkpoint takes {bytes_text(len(text))} of JSON, but at most "
+            f"{bytes_text(LARGEST_EXTRA_BYTES)} are allowed. Put large data into tensors or separate files."
         )
     copied: dict[str, JsonValue] = json.loads(text)
     return copied
