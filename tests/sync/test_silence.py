@@ -5,9 +5,12 @@ from dataclasses import replace
 from bireme.balance.shares import Limits
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.dealing import Dealing
-from bireme.sync.coordinator.messages import RankId, Report, RoundAt
+from bireme.sync.coordinator.joining import with_gone
+from bireme.sync.coordinator.membership import Change, Changes
+from bireme.sync.coordinator.messages import Absence, Gone, Life, Member, RankId, Report, RoundAt, Word
 from bireme.sync.coordinator.rounds import Line, next_grant
-from bireme.sync.coordinator.state import State, Tick
+from bireme.sync.coordinator.settings import SyncMode
+from bireme.sync.coordinator.state import Ended, State, Tick
 from tests.support.coordinated import settings_for
 
 RANKS = [RankId(replica, 0, 0) for replica in range(3)]
@@ -59,3 +62,61 @@ def test_a_round_goes_on_without_a_silent_member_before_its_lease_and_the_grace_
     state = said(state, RANKS[0], silent_s + 2e-3, wants=2, rounds=(RoundAt(ready=0, num_samples=4),))
     counts = {deal.replica: deal.num_samples for deal in word_for(state, RANKS[0]).deals if deal.batch == 1}
     assert counts[2] == 1
+
+
+def test_a_word_has_who_is_gone_after_which_step_and_whether_it_was_silent_or_has_ended() -> None:
+    settings = settings_for(3, 1)
+    state, numbers = begun(settings), dict.fromkeys(RANKS, 0)
+
+    def said(state: State, rank: RankId, now_s: float, **fields: object) -> State:
+        numbers[rank] += 1
+        report = Report(rank, numbers[rank], state.membership.epoch, "10.0.0.1 4711", **fields)  # type: ignore[arg-type]
+        return step(state, report, now_s).state
+
+    for now_s in (0.001, 0.002):
+        for rank in RANKS:
+            state = said(state, rank, now_s)
+    changes = Changes(settings.batch_size, is_quorum=True)
+    assert changes.in_word(word_for(state, RANKS[0])) == []
+    state = replace(state, lines=(replace(state.lines[0], committed=41),))
+
+    late_s = settings.lease_s
+    for rank in RANKS[:2]:
+        state = said(state, rank, late_s, rounds=(RoundAt(committed=41),))
+    state = step(state, Tick(), late_s + 0.1).state
+    (silent,) = changes.in_word(word_for(state, RANKS[0]))
+    assert silent == Change(2, "10.0.0.1", 41, Absence.SILENT)
+    assert silent.text == "Replica 2 (10.0.0.1) is gone after step 41"
+
+    for rank in RANKS[:2]:
+        state = said(state, rank, late_s + 0.2, rounds=(RoundAt(committed=41),))
+    state = step(state, Ended(Life(1, 0)), late_s + 0.3).state
+    assert [one.why for one in changes.in_word(word_for(state, RANKS[0]))] == [Absence.ENDED]
+    assert changes.in_word(word_for(state, RANKS[0])) == []
+
+
+def test_a_replica_that_comes_back_is_a_change_and_one_that_has_done_all_its_batches_is_none() -> None:
+    members = tuple(Member(one, 0, ("10.0.0.1 4711",)) for one in range(2))
+    back = Member(1, 1, ("10.0.0.1 4712",), first=59)
+    gone = Gone(1, 0, 41, Absence.SILENT, "10.0.0.1 4711")
+    changes = Changes(8, is_quorum=True)
+    assert changes.in_word(Word(1, 1, members=members)) == []
+    both = changes.in_word(Word(3, 2, members=(members[0], back), gone=(gone,)))
+    assert [one.text for one in both] == [
+        "Replica 1 (10.0.0.1) is gone after step 41",
+        "Replica 1 (10.0.0.1) is back at step 60",
+    ]
+    left = Gone(1, 1, 100, Absence.LEFT, "10.0.0.1 4712")
+    assert changes.in_word(Word(4, 3, members=members[:1], gone=(left,))) == []
+
+
+def test_where_weights_are_averaged_the_step_is_that_of_the_samples_that_were_dealt() -> None:
+    changes = Changes(8, is_quorum=False)
+    changes.in_word(Word(1, 1, members=(Member(0, 0, ("a",)),)))
+    (back,) = changes.in_word(Word(2, 2, members=(Member(0, 1, ("a",), first=3),), fresh=80))
+    assert back.step == 10
+    settings = replace(settings_for(2, 1), mode=SyncMode.OUTER)
+    state = begun(settings)
+    pool = replace(state.pool, fresh=5 * settings.batch_size)
+    state = with_gone(replace(state, pool=pool), Member(1, 0, ("a",)), Absence.ENDED)
+    assert state.gone == (Gone(1, 0, 5, Absence.ENDED, "a"),)

@@ -178,6 +178,7 @@ def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) ->
         committed=tuple(line.committed for line in state.lines),
         kept=tuple(committed_rounds(state, donor=rank.replica)) if kept is None else kept,
         members=membership.members,
+        gone=state.gone,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
         is_installed=membership.is_installed,
         after=state.after,

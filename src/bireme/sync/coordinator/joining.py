@@ -5,12 +5,20 @@ from dataclasses import replace
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership, heard_replicas
-from bireme.sync.coordinator.messages import Heal, Life, Member, Report
+from bireme.sync.coordinator.messages import Absence, Gone, Heal, Life, Member, Report
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import State
 
-__all__ = ["is_cut_off", "is_lost", "with_beginning", "with_entries", "with_heals", "without_lost"]
+__all__ = [
+    "is_cut_off",
+    "is_lost",
+    "with_beginning",
+    "with_entries",
+    "with_gone",
+    "with_heals",
+    "without_lost",
+]
 
 Lines = list[Began | Committed]
 
@@ -99,14 +107,16 @@ def without_lost(state: State, now_s: float) -> State:
 
     lost = [one for one in membership.members if not stays(one)]
     left = [one for one in membership.members if one not in lost]
-    for one in lost:
-        if any(report.is_leaving for report in membership.reports(one.own_life)):
-            membership = membership.with_over(one.own_life)
+    leaving = {one for one in lost if any(r.is_leaving for r in membership.reports(one.own_life))}
+    for one in leaving:
+        membership = membership.with_over(one.own_life)
     if not lost or not left or not membership.can_be(left):
         return replace(state, membership=membership)
     for one in lost:
+        why = Absence.LEFT if one in leaving else Absence.ENDED
         if not membership.is_over(one.own_life):
-            membership = membership.without(one.own_life)
+            membership, why = membership.without(one.own_life), Absence.SILENT
+        state = with_gone(state, one, why)
     pool = state.pool
     for one in lost:
         pool = pool.with_returned(one.replica)
@@ -118,6 +128,15 @@ def without_lost(state: State, now_s: float) -> State:
         ends=tuple(one for one in state.ends if one.replica not in gone),
         trained={key: batch for key, batch in state.trained.items() if key[0] not in gone},
     )
+
+
+def with_gone(state: State, member: Member, why: Absence) -> State:
+    """With a member among those that are gone."""
+    is_quorum = state.settings.mode is SyncMode.QUORUM
+    step = state.lines[0].committed if is_quorum else state.pool.fresh // state.settings.batch_size
+    address = member.addresses[0] if member.addresses else ""
+    gone = Gone(member.replica, member.life, step, why, address)
+    return replace(state, gone=(*(one for one in state.gone if one.replica != member.replica), gone))
 
 
 def with_heals(state: State, now_s: float) -> State:

@@ -14,9 +14,9 @@ that is known to have ended elects nobody, and so is no voter any more.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from bireme.sync.coordinator.messages import Life, Member, RankId, Report
+from bireme.sync.coordinator.messages import Absence, Life, Member, RankId, Report, Word
 
-__all__ = ["Heard", "Membership", "heard_replicas"]
+__all__ = ["Change", "Changes", "Heard", "Membership", "heard_replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +145,51 @@ def heard_replicas(membership: Membership, since_s: float) -> list[Life]:
     """All lives, members or not, of which every rank has been heard since then."""
     lives = sorted({rank.own_life for rank in membership.heard})
     return [one for one in lives if membership.is_heard(one, since_s)]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A replica that is gone, for the reason `why`, or that is back (None). The run had done `step` steps."""
+
+    replica: int
+    host: str
+    step: int
+    why: Absence | None = None
+
+    @property
+    def text(self) -> str:
+        """The sentence for people, without the reason of an absence."""
+        name = f"Replica {self.replica} ({self.host})" if self.host else f"Replica {self.replica}"
+        if self.why is None:
+            return f"{name} is back at step {self.step + 1}"
+        return f"{name} is gone after step {self.step}"
+
+
+class Changes:
+    """Which replicas have gone and come back, from one word of the coordinator to the next."""
+
+    def __init__(self, batch_size: int, *, is_quorum: bool) -> None:
+        self._batch_size, self._is_quorum = batch_size, is_quorum
+        self._lives: dict[int, int] = {}
+        """Of each replica the life that was a member last."""
+        self._gone: set[Life] = set()
+
+    def in_word(self, word: Word) -> list[Change]:
+        """The changes since the word before. A replica that has done all its batches is none."""
+        found = []
+        for one in word.gone:
+            is_new = self._lives.get(one.replica) == one.life and one.own_life not in self._gone
+            self._gone.add(one.own_life)
+            if is_new and one.why is not Absence.LEFT:
+                found.append(Change(one.replica, _host(one.address), one.step, one.why))
+        for member in word.members:
+            before = self._lives.get(member.replica)
+            self._lives[member.replica] = member.life
+            if before is not None and before != member.life:
+                step = member.first if self._is_quorum else word.fresh // self._batch_size
+                found.append(Change(member.replica, _host(member.addresses[0]), step))
+        return found
+
+
+def _host(address: str) -> str:
+    return address.partition(" ")[0]

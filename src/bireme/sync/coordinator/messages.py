@@ -33,12 +33,15 @@ in. The number of that round is the number of the window.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 __all__ = [
     "TERM",
+    "Absence",
     "Commit",
     "Deal",
     "End",
+    "Gone",
     "Grant",
     "GroupAt",
     "GroupMember",
@@ -220,6 +223,35 @@ class Member:
         return Life(self.replica, self.life)
 
 
+class Absence(StrEnum):
+    """Why a replica is no member any more, as the coordinator has seen it."""
+
+    SILENT = "silent"
+    """It was not heard of for the lease: its host may be cut off, stopped or dead."""
+    ENDED = "ended"
+    """Its processes have ended."""
+    LEFT = "left"
+    """It has done all its batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A life of a replica that is no member any more. The run had done that many `step`s by then: committed
+    in `quorum`, else dealt. The first rank of the replica was at `address`.
+    """
+
+    replica: int
+    life: int
+    step: int
+    why: Absence
+    address: str = ""
+
+    @property
+    def own_life(self) -> Life:
+        """The start of the replica that was the member."""
+        return Life(self.replica, self.life)
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """A round that runs now: every stage makes the sum over `parts`, from the kept contributions.
@@ -337,7 +369,8 @@ class Word:
     dealt again first, and from the place `fresh` on none have been dealt. `ends` are those of the replicas'
     last windows, `progress` says where they are. `voters` are sets of replicas: of each set enough must know
     the epoch before it `is_installed`, and nothing is granted or committed before. A coordinator that took up
-    did so from the word with the epoch and the number that `after` says.
+    did so from the word with the epoch and the number that `after` says. `gone` lists the last life of each
+    replica that ceased to be a member.
 
     `group` is of the rank's own last arrival. Where all members wait for each other for ever, `standstill`
     says who waits for what: they end. A rank that `is_dropped` is of a life that is over: it ends, for its
@@ -349,6 +382,7 @@ class Word:
     committed: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
+    gone: tuple[Gone, ...] = ()
     voters: tuple[tuple[Life, ...], ...] = ()
     is_installed: bool = False
     after: tuple[int, int] = (0, 0)

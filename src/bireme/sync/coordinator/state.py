@@ -6,7 +6,7 @@ from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.groups import GroupState
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership
-from bireme.sync.coordinator.messages import Commit, End, GroupWord, Heal, Life, RankId, Report, Word
+from bireme.sync.coordinator.messages import Commit, End, Gone, GroupWord, Heal, Life, RankId, Report, Word
 from bireme.sync.coordinator.paces import Paces
 from bireme.sync.coordinator.rounds import Line
 from bireme.sync.coordinator.samples import Pool
@@ -47,6 +47,8 @@ class State:
     dealing: Dealing
     number: int = 0
     heals: tuple[Heal, ...] = ()
+    gone: tuple[Gone, ...] = ()
+    """The last life of each replica that ceased to be a member."""
     commits: tuple[Commit, ...] = ()
     dealt: int = 0
     dealt_to: dict[int, int] = field(default_factory=dict)

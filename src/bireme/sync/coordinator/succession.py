@@ -21,9 +21,10 @@ from math import inf
 
 from bireme.sync.coordinator.committing import with_commit
 from bireme.sync.coordinator.coordinator import begun
+from bireme.sync.coordinator.joining import with_gone
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard, Membership, heard_replicas
-from bireme.sync.coordinator.messages import TERM, Commit, Life, RankId, Report, Word
+from bireme.sync.coordinator.messages import TERM, Absence, Commit, Life, RankId, Report, Word
 from bireme.sync.coordinator.regrouping import with_known_groups
 from bireme.sync.coordinator.rounds import is_summed
 from bireme.sync.coordinator.samples import Pool
@@ -121,9 +122,15 @@ def taken_up(
     for replica in {replica for replica, _ in pool.deals} - {one.replica for one in callers}:
         pool = pool.with_returned(replica)
     started = replace(state.membership, epoch=epoch - 1).begun(callers)
+    state = replace(state, gone=newest.gone)
     for one in last.members:
-        if one not in callers and not started.is_over(one.own_life):
-            started = started.without(one.own_life)  # it may have samples that nobody here knows of
+        if one in callers:
+            continue
+        why = Absence.ENDED
+        if not started.is_over(one.own_life):
+            # It may have samples that nobody here knows of.
+            started, why = started.without(one.own_life), Absence.SILENT
+        state = with_gone(state, one, why)
     return Step(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
 
 
