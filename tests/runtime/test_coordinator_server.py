@@ -1,5 +1,6 @@
 """The coordinator's server in this process."""
 
+import socket
 import time
 from collections.abc import Iterable
 from itertools import pairwise
@@ -14,10 +15,11 @@ from bireme.runtime import coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_server import CoordinatorServer, listener
 from bireme.runtime.ledger import Ledger
-from bireme.sync.coordinator.host import beginner
+from bireme.sync.coordinator.host import beginner, waiting
 from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.succession import Candidate
 from tests.support.patience import patience_s
 
 
@@ -69,3 +71,33 @@ def test_time_in_which_the_coordinator_was_stopped_does_not_count_against_its_ra
     steps = [after - before for before, after in pairwise(times)]
     assert all(0 < step <= coordinator_server.LONGEST_S + 1e-6 for step in steps)
     server._listening.close()
+
+
+def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_answers() -> None:
+    """A rank was cut off for five seconds, called its own host, and stayed there for two leases: by then the
+    run had ended, and it waited for ever.
+    """
+    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)), lease_s=3600.0)
+    first = socket.socket()
+    first.bind(("127.0.0.1", 0))  # it refuses calls until it listens
+    second = CoordinatorServer(
+        waiting(settings, Candidate(1, 2)), listener("127.0.0.1"), "secret", ledger=None
+    )
+    hosts = [first.getsockname(), ("127.0.0.1", second.port)]
+    client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), "", lease_s=settings.lease_s)
+    second.start()
+    client.start()
+    servers = [second]
+    try:
+        end_s = time.monotonic() + patience_s()
+        while client.report.number == 0 and time.monotonic() < end_s:
+            time.sleep(0.01)  # it talks to the second host
+        first.listen()
+        servers.append(CoordinatorServer(beginner(settings, 2), first, "secret", ledger=None))
+        servers[1].start()
+        members = client.wait(lambda word: word.members or None, patience_s())
+    finally:
+        client.close(is_leaving=False)
+        for server in servers:
+            server.close()
+    assert [one.replica for one in members] == [0]

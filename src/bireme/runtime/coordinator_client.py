@@ -1,7 +1,9 @@
 """A rank's way to the coordinator: it says all that holds of this rank, and knows the last word.
 
 A thread of its own talks: at once when something has changed, and often enough for the lease. If the
-connection breaks, it calls the hosts in their order, and tells the one that answers what it knew.
+connection breaks, it calls the hosts in their order, and tells the one that answers what it knew. A host that
+does not coordinate keeps the connection and is silent, for it may have to take up. Meanwhile an `Observer`
+asks all hosts: as soon as another host coordinates, the rank calls that host.
 """
 
 import os
@@ -16,9 +18,9 @@ from typing import Any, TypeVar
 
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.message_lines import decode, encode
-from bireme.sync.coordinator.messages import Known, RankId, Report, RoundAt, Word
+from bireme.sync.coordinator.messages import TERM, Known, Life, Notice, RankId, Report, RoundAt, Word
 
-__all__ = ["Address", "CoordinatorClient", "Dropped", "NoWord"]
+__all__ = ["BEAT_S", "Address", "CoordinatorClient", "Dropped", "NoWord", "Observer", "coordinating"]
 
 Found = TypeVar("Found")
 
@@ -31,6 +33,9 @@ PATIENCE, LONG_PATIENCE = 0.5, 2.0
 FAREWELL = 3.0
 """Leases that one that is leaving waits at most to be let go."""
 
+BEAT_S = 0.5
+"""How often an observer asks a host."""
+
 NOTHING = Word(epoch=0, number=-1)
 
 
@@ -40,6 +45,97 @@ class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts 
 
 class NoWord(Exception):  # noqa: N818 (it is an event, which the caller acts on)
     """What was waited for has not come in time."""
+
+
+def coordinating(word: Word, hosts: Sequence[Address]) -> int:
+    """The number of the host whose coordinator gave a word."""
+    return word.epoch // TERM % len(hosts)
+
+
+class Observer:
+    """Asks the coordinators of all hosts, again and again, for the word of the one that coordinates.
+
+    A launcher also reports with it which lives of its replicas have ended: to all hosts, as any of them may
+    have to take up.
+    """
+
+    def __init__(self, hosts: Sequence[Address], token: str) -> None:
+        self._hosts, self._token = tuple(hosts), token.encode()
+        self._ended: frozenset[Life] = frozenset()
+        self._word = NOTHING
+        self._heard_s = time.monotonic()
+        self._refused_s: dict[int, float] = {}
+        """Since when each host refuses connections, if it does."""
+        self._lock = threading.Lock()
+        self._is_closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name="bireme observer", daemon=True)
+            for number in range(len(self._hosts))
+        ]
+
+    def start(self) -> None:
+        """Begin to talk."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def word(self) -> Word:
+        """The latest word of any coordinator; before the first one it says that nobody is a member."""
+        return self._word
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a coordinator answered, or since this observer was made."""
+        return time.monotonic() - self._heard_s
+
+    def refused_s(self, number: int) -> float:
+        """Seconds for which a host has refused all connections: it is there, and its coordinator is not."""
+        since_s = self._refused_s.get(number)
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def ended(self, life: Life) -> None:
+        """Say from now on that a start of a replica is over for certain."""
+        self._ended |= {life}
+
+    def close(self, *, waits: bool = True) -> None:
+        """End the talk; its threads end within two beats, which this waits for unless told otherwise."""
+        self._is_closing.set()
+        for thread in self._threads if waits else ():
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        while True:
+            try:
+                with socket.create_connection(self._hosts[number], timeout=BEAT_S) as made:
+                    self._refused_s.pop(number, None)
+                    self._talk(made)
+            except ConnectionRefusedError:
+                self._refused_s.setdefault(number, time.monotonic())
+            except (OSError, BiremeError):
+                self._refused_s.pop(number, None)
+            if self._is_closing.wait(BEAT_S):
+                return
+
+    def _talk(self, made: socket.socket) -> None:
+        made.sendall(self._token + b"\n")
+        come = b""
+        while not self._is_closing.is_set():
+            made.sendall(encode(Notice(tuple(sorted(self._ended)))) + b"\n")
+            ends_s = time.monotonic() + BEAT_S
+            while (left_s := ends_s - time.monotonic()) > 0:
+                made.settimeout(left_s)
+                with suppress(TimeoutError):
+                    more = made.recv(1 << 16)
+                    if not more:
+                        return
+                    *lines, come = (come + more).split(b"\n")
+                    for line in lines:
+                        self._take(decode(Word, line))
+
+    def _take(self, word: Word) -> None:
+        with self._lock:
+            if word.place >= self._word.place:
+                self._word, self._heard_s = word, time.monotonic()
 
 
 class CoordinatorClient:
@@ -64,6 +160,8 @@ class CoordinatorClient:
         self._farewell: Word | None = None
         self._is_closing = self._is_due = self._was_silent = False
         self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._seeker: Observer | None = None
+        """Looks for the host that coordinates while the host that was called gives no word."""
         self._made: socket.socket | None = None
         """The connection, as long as there is one over which reports may go."""
         self._said_s = 0.0
@@ -172,11 +270,13 @@ class CoordinatorClient:
             self._has_word = False
             with made:
                 with suppress(OSError, BiremeError):
-                    self._talk(made)
+                    self._talk(made, number)
                 with self._sending:
                     self._made = None
             # One that has hung up may be there again; one that says nothing is passed over.
-            first = number + 1 if self._was_silent else 0
+            found = self._found_elsewhere(number)
+            first = found if found is not None else number + 1 if self._was_silent else 0
+        self._seek(is_needed=False)
 
     def _connected(self, first: int) -> tuple[int, socket.socket] | None:
         """The first host from that one on that takes a connection."""
@@ -188,8 +288,26 @@ class CoordinatorClient:
                 return number, made
         return None
 
-    def _talk(self, made: socket.socket) -> None:
-        """Talk over a connection until it breaks, or nothing comes over it for long."""
+    def _seek(self, *, is_needed: bool) -> None:
+        """Look for the host that coordinates, or stop looking."""
+        if is_needed and self._seeker is None and len(self._hosts) > 1:
+            self._seeker = Observer(self._hosts, self._token.decode())
+            self._seeker.start()
+        elif not is_needed and self._seeker is not None:
+            self._seeker.close(waits=False)
+            self._seeker = None
+
+    def _found_elsewhere(self, number: int) -> int | None:
+        """The host that coordinates, if it answers and is another one than the host of this number."""
+        if self._seeker is None or self._seeker.word is NOTHING or self._seeker.silent_s > 2 * BEAT_S:
+            return None
+        found = coordinating(self._seeker.word, self._hosts)
+        return None if found == number else found
+
+    def _talk(self, made: socket.socket, number: int) -> None:
+        """Talk over a connection until it breaks, nothing comes over it for long, or the host of this number
+        gives no word and another one coordinates.
+        """
         self._was_silent, come = False, b""
         made.sendall(self._token + b"\n")
         heard_s = time.monotonic()
@@ -205,7 +323,8 @@ class CoordinatorClient:
                         self._made = made
                     if self._is_closing:
                         return
-                for key, _ in selector.select(max(self._said_s + beat_s - now_s, 0.0)):
+                wait_s = max(self._said_s + beat_s - now_s, 0.0)
+                for key, _ in selector.select(wait_s if self._has_word else min(wait_s, BEAT_S)):
                     if key.fileobj == self._wake_read:
                         os.read(self._wake_read, 4096)
                         continue
@@ -216,6 +335,10 @@ class CoordinatorClient:
                     for line in lines:
                         self._take(decode(Word, line))
                         heard_s = time.monotonic()
+                if self._has_word or time.monotonic() > heard_s + BEAT_S:
+                    self._seek(is_needed=not self._has_word)
+                if self._found_elsewhere(number) is not None:
+                    return
                 patience = PATIENCE if self._has_word else LONG_PATIENCE
                 if time.monotonic() > heard_s + patience * self._lease_s:
                     self._was_silent = True

@@ -102,6 +102,8 @@ def preload_own(function: Callable[..., object]) -> None:
 def signal_ranks(number: signal.Signals) -> bool:
     """Send a signal to all processes of the launches under way; False if there are none."""
     ranks = [rank for crew in list(_under_way) for rank in crew.ranks if rank.lives]
+    for crew in list(_under_way):
+        crew.request = number
     for rank in ranks:
         rank.signal(number)
     return bool(ranks)
@@ -156,6 +158,8 @@ class Crew:
         self.cause: Failure | None = None
         self.is_given_up = False
         """Whether somebody else wants the end of it."""
+        self.request: signal.Signals | None = None
+        """The signal that its processes were sent last, or are sent when they start."""
         self.ranks = [_Rank(order, rank, call) for rank in range(order.num_processes)]
         self._grace_s = grace_s(order.timeout_s)
         self._board = board
@@ -165,6 +169,8 @@ class Crew:
         for rank in self.ranks:
             with _interrupts_held():
                 rank.start()
+        if self.request is not None:
+            self._signal_all(self.request)
 
     def supervise(self) -> None:
         """Wait for all results or the first failure, or until it is given up."""

@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,26 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan
 from bireme.report.progress import progress_bar
-from bireme.runtime.coordinator_client import Address
+from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import RunFailed
 from bireme.runtime.peer_sockets import own_address
-from bireme.runtime.quorum.site import Observer, Site
+from bireme.runtime.quorum.site import Site
 from bireme.sync.coordinator.settings import Settings
+from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.hosts import replicas_of_hosts
 from bireme.train.launching import VISIBLE, Finished, finish, signals_passed_on
 from bireme.train.orders import Orders
-from bireme.train.outcome import first_of
+from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import Prepared, prepared_before
 from bireme.train.rank_part import Start
 from bireme.train.rank_zero_setup import RunSetup
 from bireme.train.rendezvous import Environment, Talk, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
+from bireme.train.run_file import RunFile
 
-__all__ = ["host_orders", "meet_hosts", "train_on_host", "under_way"]
+__all__ = ["host_orders", "how_it_ended_before", "meet_hosts", "train_on_host", "under_way"]
 
 TOKEN_BYTES = 16
 ASK_S = 5.0
@@ -69,11 +72,15 @@ class HostOrders:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """What the folder of a run says of its hosts: `began_s` is when it began, in seconds of the epoch."""
+    """What the folder of a run has of its hosts: `began_s` is when it began, in seconds of the epoch. Once it
+    has ended, `reason` is why, after that many `steps`.
+    """
 
     orders: Orders
     hosts: tuple[Address, ...]
     began_s: float
+    reason: str = ""
+    steps: int = 0
 
 
 _HOST_ORDERS, _UNDER_WAY = TypeAdapter(HostOrders), TypeAdapter(UnderWay)
@@ -103,25 +110,26 @@ def meet_hosts(orders: Orders, number: int, talk: Talk) -> Site:
     heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.replicas))]
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if number == 0:
-        text = _UNDER_WAY.dump_json(UnderWay(orders, hosts, time.time())).decode()
-        write_text_atomically(folder.hosts, text)
-        folder.hosts.chmod(0o600)  # whoever knows the token is of this run
-    return Site(number, coordinator, hosts, own.token, own.replicas[number], time.monotonic())
+        _write_under_way(folder, UnderWay(orders, hosts, time.time()))
+    return Site(
+        number,
+        coordinator,
+        hosts,
+        own.token,
+        own.replicas[number],
+        time.monotonic(),
+        how_it_ended=partial(_how_it_ended, folder, own.token),
+    )
 
 
 def under_way(
     environment: Environment, run_file: Path | None, sets: Sequence[str]
 ) -> tuple[Orders, Site] | None:
     """The run that this process was the launcher of a host in, if it goes on without this host."""
-    try:
-        run = load_asked(run_file, sets)
-        name = run.log.name or environment.job
-        path = None if name is None else RunFolder((Path(run.log.folder) / name).resolve()).hosts
-        if not run.sync.is_coordinated or path is None or not path.is_file():
-            return None
-        found = _UNDER_WAY.validate_python(json.loads(path.read_text()))
-    except (BiremeError, OSError, ValueError):
-        return None  # rank 0 says what is wrong
+    before = _begun_before(environment, run_file, sets)
+    found = None if before is None else _under_way_in(before[1])
+    if found is None or found.reason:
+        return None
     orders, number = _HOST_ORDERS.validate_python(found.orders.hosts), environment.rank
     if len(found.hosts) != environment.size or not _answers(found.hosts, orders.token):
         return None
@@ -147,7 +155,30 @@ def under_way(
         orders.replicas[number],
         time.monotonic() - since_s,
         first_life=int(since_s),
+        how_it_ended=partial(_how_it_ended, RunFolder(Path(found.orders.folder)), orders.token),
     )
+
+
+def how_it_ended_before(environment: Environment, run_file: Path | None, sets: Sequence[str]) -> str:
+    """The sentence for a host that is started after the run has done all its steps; empty if it has not."""
+    before = _begun_before(environment, run_file, sets)
+    found = None if before is None else _under_way_in(before[1])
+    if before is None or found is None or not found.reason or not has_ended(*before, found.steps):
+        return ""
+    return f"{before[1].path} has finished its {found.steps} steps. To train further, set more."
+
+
+def _begun_before(
+    environment: Environment, run_file: Path | None, sets: Sequence[str]
+) -> tuple[RunFile, RunFolder] | None:
+    """What is asked, and the folder of the run of that name, if it was begun over several hosts."""
+    try:
+        run = load_asked(run_file, sets)
+    except BiremeError:
+        return None  # rank 0 says what is wrong
+    name = run.log.name or environment.job
+    folder = None if name is None else RunFolder((Path(run.log.folder) / name).resolve())
+    return None if folder is None or not run.sync.is_coordinated else (run, folder)
 
 
 def train_on_host(orders: Orders, site: Site, prepared: Prepared | None) -> Finished | None:
@@ -184,10 +215,45 @@ def train_on_host(orders: Orders, site: Site, prepared: Prepared | None) -> Fini
     if not outcomes or not first_of(outcomes).leads:
         _tell("The run has ended. A replica on another host led it; its launcher shows what came of it.")
         return None
+    _note_end(folder, own.token, first_of(outcomes))
     if prepared is None:
         with progress_bar("reading the run") as progress:
             prepared = prepared_before(run, folder, progress, is_alone=False)
     return finish(prepared, folder, outcomes)
+
+
+def _write_under_way(folder: RunFolder, found: UnderWay) -> None:
+    write_text_atomically(folder.hosts, _UNDER_WAY.dump_json(found).decode())
+    folder.hosts.chmod(0o600)  # whoever knows the token is of this run
+
+
+def _under_way_in(folder: RunFolder) -> UnderWay | None:
+    """What a run's folder has of its hosts; None if it cannot be read."""
+    try:
+        return _UNDER_WAY.validate_python(json.loads(folder.hosts.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _note_end(folder: RunFolder, token: str, outcome: Outcome) -> None:
+    """Write down that the run has ended, for hosts that are cut off."""
+    found = _under_way_in(folder)
+    if found is not None and found.orders.hosts is not None and found.orders.hosts["token"] == token:
+        with suppress(BiremeError, OSError):  # as on a full disk: then such hosts find their calls refused
+            _write_under_way(folder, replace(found, reason=outcome.reason, steps=outcome.steps))
+
+
+def _how_it_ended(folder: RunFolder, token: str) -> str:
+    """The sentence for a host that was cut off when the run with this token ended; empty if it has not."""
+    found = _under_way_in(folder)
+    if found is None or not found.reason or found.orders.hosts is None:
+        return ""
+    if found.orders.hosts["token"] != token:
+        return ""
+    return (
+        f"The run ended after step {found.steps} ({found.reason}) while this host was cut off. Its "
+        f"results are in {folder.path}; nothing is left to do here."
+    )
 
 
 def _coordinator(orders: HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:

@@ -29,11 +29,13 @@ def check_launchers(nodes: Nodes, mode: str) -> None:
     """Refuse more than one process on a host."""
     for members in nodes.values():
         if len(members) > 1:
+            name = members[0].host
             raise BiremeError(
                 f'sync.mode is "{mode}", in which bireme train starts the processes of a host itself, and '
-                f"again if they die, but {len(members)} were started on {members[0].host}. Start one on each "
-                "host, as with --nproc-per-node 1, and set cluster.workers or cluster.source; or use "
-                'sync.mode = "all".'
+                f"again if they die, but {len(members)} were started on {name}. Start one on each host, as "
+                "with --nproc-per-node 1, and set cluster.workers or cluster.source; or use sync.mode = "
+                f'"all". If these are {len(members)} hosts that all call themselves {name}, give each of '
+                "them a name of its own."
             )
 
 

@@ -31,7 +31,13 @@ from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.disk_room import check_room
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.host_launcher import host_orders, meet_hosts, train_on_host, under_way
+from bireme.train.host_launcher import (
+    host_orders,
+    how_it_ended_before,
+    meet_hosts,
+    train_on_host,
+    under_way,
+)
 from bireme.train.launching import DONE, Finished, finish
 from bireme.train.machine_devices import Member, nodes_of, server_here
 from bireme.train.model import RunModel
@@ -77,10 +83,13 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show, *, anyway: bool
     the disk has no room for what the run saves.
 
     Rank 0 has the result, and `show` is called there once the run is ready. On other ranks, and where the
-    run had done all its steps before, it is None. A mistake that shows before the run begins is said by rank
-    0, and ends all processes with status 2.
+    run had done all its steps before, it is None. A mistake that shows before the run begins ends all
+    processes with status 2; rank 0 prints it, and so does each other host.
     """
     environment = Environment.of(os.environ)
+    if sentence := how_it_ended_before(environment, run_file, sets):
+        _tell(sentence)
+        return None
     if (back := under_way(environment, run_file, sets)) is not None:
         return train_on_host(*back, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
@@ -118,6 +127,8 @@ class _Joined:
             else:
                 self._follow(nodes)
             status, told = self._talk.hear("status"), self._talk.hear("orders")
+            if status and rank and self._environment.has_own_output:
+                _tell(self._talk.hear("complaint"))
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -152,8 +163,8 @@ class _Joined:
     def _lead(
         self, run_file: Path | None, sets: Sequence[str], nodes: dict[str, list[Member]], show: Show
     ) -> RunSetup | None:
-        """Rank 0's part of preparing. A mistake of anybody is said here, once, and then to the others."""
-        talk, led, status = self._talk, None, 0
+        """Rank 0's part of preparing. A mistake is printed here, and reported to the others."""
+        talk, led, status, complaint = self._talk, None, 0, ""
         try:
             asked = load_asked(run_file, sets)
             led = set_up_run(self._environment, asked, nodes, self._servers(nodes), _tell)
@@ -166,13 +177,15 @@ class _Joined:
                 self._hear_complaints()
                 led = self._gather_census(led)
         except BiremeError as error:
-            _tell(str(error))
+            complaint = str(error)
+            _tell(complaint)
             status = NO_PROGRESS if isinstance(error, RestartLimitError) else USER_ERROR
         for name in ("device", "orders"):
             if not talk.is_said(name):
                 talk.say(name, None)
         if led is not None and not status:
             show(led.prepared, led.folder)
+        talk.say("complaint", complaint)
         talk.say("status", status)
         return None if status else led
 

@@ -36,7 +36,8 @@ class Environment:
     """What the launcher tells this process. `node` and `job` are None where it does not say.
 
     `job` is the same for all restarts of a run. `may_restart` is whether the launcher starts the processes
-    again if one fails, and `is_restart` whether it has done so.
+    again if one fails, and `is_restart` whether it has done so. `has_own_output` is whether people may see
+    what this process prints apart from what rank 0 prints.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Environment:
     job: str | None
     may_restart: bool
     is_restart: bool
+    has_own_output: bool
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Environment":
@@ -57,6 +59,8 @@ class Environment:
                 f"last is {size - 1}. Set both as the launcher does, or neither."
             )
         name = variables.get("TORCHELASTIC_RUN_ID", NO_ID)
+        # Torchrun shows the output of all processes of a host together, and rank 0 is on its first one.
+        is_first_of_host = variables.get("LOCAL_RANK", "0") == "0" and variables.get("GROUP_RANK") != "0"
         return cls(
             rank=rank,
             size=size,
@@ -65,6 +69,7 @@ class Environment:
             job=None if name == NO_ID else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or None,
             may_restart=variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
             is_restart=variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+            has_own_output=rank == 0 or is_first_of_host,
         )
 
 

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board
-from bireme.runtime.coordinator_client import Address
+from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.failures import Failure, FailureKind
 from bireme.runtime.launch import Crew, pickled, preload_own
 from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.averaging_tail import AveragingTail
 from bireme.runtime.quorum.ledger_tail import LedgerTail
-from bireme.runtime.quorum.site import BEAT_S, Observer, Site
+from bireme.runtime.quorum.site import Contact, Site
 from bireme.runtime.rank_process import LOCALHOST, Order
-from bireme.sync.coordinator.messages import Life
+from bireme.sync.coordinator.messages import Absence, Life
 from bireme.sync.coordinator.settings import Settings
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def launch_replicas(
             observer.start()
         for one in replicas:
             one.begin()
-        return _Supervision(replicas, here, observer, tail, tell, has_begun).results()
+        contact = None if observer is None else Contact(here, observer, settings, tell)
+        return _Supervision(replicas, here, contact, tail, tell, has_begun).results()
     finally:
         for one in replicas:
             one.give_up()
@@ -181,7 +182,9 @@ class _Replica:
         """Begin the next life."""
         self.life = Life(self.number, self.life.life + 1)
         self.was_member = self.is_told = False
+        request = None if self.crew is None else self.crew.request
         self.crew = self._crew_of(self.life)
+        self.crew.request = request  # the life before was asked to stop, and could not
         name = f"bireme replica {self.number}"
         self._thread = threading.Thread(target=self._run, args=(self.crew,), name=name, daemon=True)
         self._thread.start()
@@ -205,6 +208,11 @@ class _Replica:
         if self._error is not None:
             raise self._error
         return None if self.lives or self.crew is None else self.crew.cause
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether its processes were asked to stop."""
+        return self.crew is not None and self.crew.request is not None
 
     def give_up(self) -> None:
         """End its processes."""
@@ -232,14 +240,15 @@ class _Supervision:
         self,
         replicas: list[_Replica],
         site: Site,
-        observer: Observer | None,
+        contact: Contact | None,
         tail: LedgerTail,
         tell: Callable[[str], None],
         has_begun: Callable[[], bool],
     ) -> None:
         self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
         self._coordinator = site.coordinator
-        self._observer, self._has_begun = observer, has_begun
+        self._contact, self._has_begun = contact, has_begun
+        self._observer = None if contact is None else contact.observer
         self._failed: dict[str, int] = {}
         """The samples that replicas failed with, and which replica that was."""
 
@@ -250,7 +259,7 @@ class _Supervision:
         while True:
             self._tend_coordinator()
             self._note_members()
-            if self._done() or self._is_over_elsewhere:
+            if self._done() or self._is_over_elsewhere or self._has_ended_unheard():
                 self._part()
                 self._tail.read()
                 return Launched(self._done(), self._tail)
@@ -270,9 +279,20 @@ class _Supervision:
 
     @property
     def _is_over_elsewhere(self) -> bool:
-        """Whether all who trained, on other hosts, have ended."""
-        is_lost = self._observer is not None and self._observer.word.is_lost
-        return is_lost and not any(one.lives and one.was_member for one in self._replicas)
+        """Whether all replicas that trained have ended, except those of this host that were dropped."""
+        if self._observer is None or not (word := self._observer.word).is_lost:
+            return False
+        dropped = {one.own_life for one in word.gone if one.why is Absence.SILENT}
+        return not any(one.lives and one.was_member and one.life not in dropped for one in self._replicas)
+
+    def _has_ended_unheard(self) -> bool:
+        """Whether the run has ended while this host was cut off. Raises a `RunFailed` where this host is to
+        wait no longer.
+        """
+        if self._contact is None:
+            return False
+        self._contact.note_word()
+        return self._contact.has_ended(is_asked_to_stop=any(one.is_asked_to_stop for one in self._replicas))
 
     def _done(self) -> list[list[Any]]:
         """What the ranks of those replicas returned that have come to their end."""
@@ -359,8 +379,9 @@ class _Supervision:
         """Let those that train come to their end too. Nobody needs the others any more, and none of them if
         there can be no coordinator.
         """
+        are_done = bool(self._done())
         for one in self._replicas:
-            if not one.was_member:
+            if not one.was_member or not are_done:
                 one.give_up()
         ends_s = time.monotonic() + PARTING_S
         with suppress(BiremeError):

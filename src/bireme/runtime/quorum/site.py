@@ -1,28 +1,25 @@
-"""One host among those of a run whose replicas may die: its replicas, its coordinator, and how it hears of
-the others.
+"""One host among those of a run whose replicas may die, and what its launcher does about the other hosts.
 
 Each host has a launcher, which starts the replicas of that host, and a coordinator; one of these coordinates.
-A launcher tells all coordinators which lives of its replicas have ended, again and again, because any of them
-may take up. The one that coordinates answers with its word.
 """
 
-import socket
-import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from bireme.errors import BiremeError
-from bireme.runtime.coordinator_client import Address
+from bireme.runtime.coordinator_client import Address, Observer, coordinating
 from bireme.runtime.coordinator_process import CoordinatorProcess
-from bireme.sync.coordinator.message_lines import decode, encode
-from bireme.sync.coordinator.messages import TERM, Life, Notice, Word
+from bireme.runtime.failures import RunFailed
+from bireme.sync.coordinator.membership import Changes
+from bireme.sync.coordinator.messages import Absence, Word
+from bireme.sync.coordinator.settings import Settings, SyncMode
 
-__all__ = ["BEAT_S", "Observer", "Site"]
+__all__ = ["Contact", "Site"]
 
-BEAT_S = 0.5
-"""How often a launcher says which lives have ended."""
+LOOK_S = 1.0
+"""How often a host that hears of no coordinator looks into the run's folder."""
+MOST_ALONE_S = 1800.0
+"""How long a host waits for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,8 @@ class Site:
     """The host `number` of a run, and the `replicas` that are started there. `hosts` are where the
     coordinators of all hosts listen; callers know the `token`. Its `coordinator` has been started. The run
     began at `began_s`, by the clock of this machine (`time.monotonic`); the first lives here have the number
-    `first_life`.
+    `first_life`. `how_it_ended` returns the sentence that says how the run ended, as its folder has it, or
+    nothing.
     """
 
     number: int
@@ -40,6 +38,12 @@ class Site:
     replicas: tuple[int, ...]
     began_s: float
     first_life: int = 0
+    how_it_ended: Callable[[], str] = lambda: ""
+
+    @property
+    def others(self) -> str:
+        """The addresses of the other hosts, for people."""
+        return ", ".join(address for number, (address, _) in enumerate(self.hosts) if number != self.number)
 
     @property
     def is_alone(self) -> bool:
@@ -48,65 +52,89 @@ class Site:
 
     def coordinates(self, word: Word) -> bool:
         """Whether a word is of the coordinator on this host."""
-        return word.epoch // TERM % len(self.hosts) == self.number
+        return coordinating(word, self.hosts) == self.number
 
 
-class Observer:
-    """What a launcher says to the coordinators of all hosts, and what the one that coordinates answers."""
+class Contact:
+    """What the launcher of a host says and does about the other hosts, by what its `observer` hears.
 
-    def __init__(self, hosts: Sequence[Address], token: str) -> None:
-        self._token = token.encode()
-        self._ended: frozenset[Life] = frozenset()
-        self._word = Word(epoch=0, number=-1)
-        self._lock = threading.Lock()
-        self._is_closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(host,), name="bireme observer", daemon=True)
-            for host in hosts
-        ]
+    A host that is cut off cannot know whether the others go on, so its replicas wait. It finds the end of the
+    run in the run's folder, if it can reach that. If all other hosts refuse its calls, their launchers have
+    ended. Else it waits until it hears of them, is asked to stop, or has waited for long.
+    """
 
-    def start(self) -> None:
-        """Begin to talk."""
-        for thread in self._threads:
-            thread.start()
+    def __init__(
+        self, site: Site, observer: Observer, settings: Settings, tell: Callable[[str], None]
+    ) -> None:
+        self.observer = observer
+        self._site, self._lease_s, self._tell = site, settings.lease_s, tell
+        self._changes = Changes(settings.batch_size, is_quorum=settings.mode is SyncMode.QUORUM)
+        self._noted: Word | None = None
+        self._is_silence_told = False
+        self._looked_s = 0.0
 
-    @property
-    def word(self) -> Word:
-        """The latest word of any coordinator; before the first one it says that nobody is a member."""
-        return self._word
+    def note_word(self) -> None:
+        """Report which replicas of other hosts have gone or come back."""
+        word = self.observer.word
+        if word is self._noted or word.is_lost:
+            return
+        self._noted = word
+        for change in self._changes.in_word(word):
+            if change.replica in self._site.replicas:
+                continue  # the launcher has seen that by itself
+            if change.why is None:
+                self._tell(f"{change.text}.")
+                continue
+            why = "its processes have ended"
+            if change.why is Absence.SILENT:
+                why = f"it was not heard of for {self._lease_s:g} s (sync.lease_s)"
+            left = " and ".join(str(one.replica) for one in word.members)
+            number = "replicas" if len(word.members) > 1 else "replica"
+            self._tell(f"{change.text}: {why}. The run continues with {number} {left}.")
 
-    def ended(self, life: Life) -> None:
-        """Say from now on that a start of a replica is over for certain."""
-        self._ended |= {life}
+    def has_ended(self, *, is_asked_to_stop: bool) -> bool:
+        """Whether the run has ended while this host was cut off. Raises a `RunFailed` if this host is to wait
+        no longer for hosts that it does not hear of.
+        """
+        silent_s, now_s = self.observer.silent_s, time.monotonic()
+        if silent_s < self._lease_s:
+            if self._is_silence_told:
+                self._tell("This host hears of the run's coordinator again.")
+            self._is_silence_told = False
+            return False
+        if is_asked_to_stop:
+            raise RunFailed(
+                f"This host was asked to stop while no coordinator of the run answered, for {silent_s:.0f} s "
+                f"({self._site.others}). So it ends without the others and without saving: if they go on, "
+                "they have all that counts; if not, bireme resume goes on from the newest checkpoint."
+            )
+        if now_s < self._looked_s + LOOK_S:
+            return False
+        self._looked_s = now_s
+        if sentence := self._site.how_it_ended():
+            self._tell(sentence)
+            return True
+        self._check_patience(silent_s)
+        if not self._is_silence_told:
+            self._is_silence_told = True
+            self._tell(
+                f"No coordinator of the run has answered this host for {silent_s:.0f} s: it is cut off from "
+                f"{self._site.others}, or these are gone. Its replicas wait, and go on with the others when "
+                "they can be reached again; an interrupt ends this host."
+            )
+        return False
 
-    def close(self) -> None:
-        """End the talk."""
-        self._is_closing.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, host: Address) -> None:
-        while not self._is_closing.wait(BEAT_S):
-            with suppress(OSError, BiremeError), socket.create_connection(host, timeout=BEAT_S) as made:
-                self._talk(made)
-
-    def _talk(self, made: socket.socket) -> None:
-        made.sendall(self._token + b"\n")
-        come = b""
-        while not self._is_closing.is_set():
-            made.sendall(encode(Notice(tuple(sorted(self._ended)))) + b"\n")
-            ends_s = time.monotonic() + BEAT_S
-            while (left_s := ends_s - time.monotonic()) > 0:
-                made.settimeout(left_s)
-                with suppress(TimeoutError):
-                    more = made.recv(1 << 16)
-                    if not more:
-                        return
-                    *lines, come = (come + more).split(b"\n")
-                    for line in lines:
-                        self._take(decode(Word, line))
-
-    def _take(self, word: Word) -> None:
-        with self._lock:
-            if word.place > self._word.place:
-                self._word = word
+    def _check_patience(self, silent_s: float) -> None:
+        others = [number for number in range(len(self._site.hosts)) if number != self._site.number]
+        if all(self.observer.refused_s(number) > self._lease_s for number in others):
+            raise RunFailed(
+                f"The bireme train of all other hosts ({self._site.others}) has ended, and the run's folder "
+                "does not say that the run has. Their output may say why. Start bireme train on all hosts "
+                "again: the run resumes from its newest checkpoint."
+            )
+        if silent_s > MOST_ALONE_S:
+            raise RunFailed(
+                f"No coordinator of the run has answered this host for {silent_s / 60:.0f} minutes "
+                f"({self._site.others}). If the others go on, start bireme train here again once they can be "
+                "reached; if not, start it on all hosts, and the run resumes from its newest checkpoint."
+            )
