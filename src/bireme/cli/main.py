@@ -49,6 +49,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets the rest
+    # Torch warns on every start that addresses have no names, and prints C++ frames when a peer hangs up. Its
+    # errors still come. Torch reads this when it is imported, in this process and in those that it starts.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         sys.exit(app(standalone_mode=False))
     except BiremeError as error:
