@@ -17,6 +17,7 @@ from bireme.runtime.pipeline import Pipeline, Result
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.world import World
+from bireme.sync.coordinator.membership import Changes
 from bireme.sync.coordinator.messages import Life, RankId, Window, Word
 from bireme.train.data.order import SampleOrder
 from bireme.train.data.samples import Samples
@@ -64,7 +65,8 @@ class AveragingReplica(MortalReplica):
             on_error=world.watch.failed,
         )
         world.watch.abort_on_failure(self._agent)
-        super().__init__(order.life, self._agent, () if order.life.life else range(num_replicas))
+        changes = Changes(run.training.batch_size, is_quorum=False)
+        super().__init__(order.life, self._agent, () if order.life.life else range(num_replicas), changes)
         self._store, self._is_first_rank = world.store, not world.rank
         self._lives = dict.fromkeys(self._order, 0)
         """Of the replicas that were at the last meeting, the lives in which they were there."""

@@ -291,6 +291,10 @@ class Loop:
             self._member.note(result)
         if self._averaging is not None:
             step, num_samples = self._averaging.step_after(result), self._averaging.num_samples(result)
+        for change in () if self._member is None else self._member.changes():
+            event, why = ("back", None) if change.why is None else ("gone", str(change.why))
+            where = {"replica": change.replica, "host": change.host, "after_step": change.step}
+            self.tell("membership", step, event=event, **where, why=why)
         self._tally.add(result, num_samples, is_first=is_first)
         if not is_first and self._control is not None:
             self._control.note_batch()

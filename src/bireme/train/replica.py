@@ -23,6 +23,7 @@ from bireme.runtime.quorum.peer_agent import PeerAgent
 from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
+from bireme.sync.coordinator.membership import Change, Changes
 from bireme.sync.coordinator.messages import Life, RankId
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
@@ -36,7 +37,7 @@ from bireme.train.stops import Reason, Stops
 
 __all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "MortalReplica", "Replica"]
 
-KEPT_KINDS = frozenset({"train", "evaluation"})
+KEPT_KINDS = frozenset({"train", "evaluation", "membership"})
 KEPT_LINES = 64
 """More lines than a rank leaves unwritten when it dies."""
 
@@ -46,7 +47,8 @@ class MortalReplica:
     have a part in the run, as all of their ranks know it: the first of them leads.
     """
 
-    def __init__(self, life: Life, agent: PeerAgent, order: Sequence[int]) -> None:
+    def __init__(self, life: Life, agent: PeerAgent, order: Sequence[int], changes: Changes) -> None:
+        self._changes = changes
         self.number = life.replica
         self.has_come_late = life.life > 0
         self._peer, self._order = agent, tuple(order)
@@ -60,6 +62,10 @@ class MortalReplica:
     def speaks(self) -> bool:
         """Whether this replica writes the log."""
         return self.leads
+
+    def changes(self) -> list[Change]:
+        """Which replicas have gone and come back since this was last asked."""
+        return self._changes.in_word(self._peer.word)
 
     def succeed(self) -> None:
         """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
@@ -96,7 +102,8 @@ class Replica(MortalReplica):
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances, compare_every, rebuilt)
-        super().__init__(order.life, self._agent, () if order.life.life else (0,))
+        changes = Changes(batch_size, is_quorum=True)
+        super().__init__(order.life, self._agent, () if order.life.life else (0,), changes)
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
