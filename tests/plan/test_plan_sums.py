@@ -12,7 +12,7 @@ from bireme.cluster.device import Device
 from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.codec.rate import CodecRate
-from bireme.codec.sum_words import SumCost, averages_with, parse_sum_codec, sum_cost
+from bireme.codec.sum_words import QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal, PlanRequest
@@ -21,6 +21,8 @@ from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.sum_penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
+from bireme.train.run_file import RunFile
+from bireme.train.sums import sums_of
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 from tests.support.tiny_profiles import gpt
@@ -131,6 +133,20 @@ def test_an_average_of_the_optimizers_state_is_sent_and_kept_along_with_the_weig
     assert averaged.batch_s - plain.batch_s == pytest.approx(moments * gradients / SLOW, rel=0.05)
     more_bytes = averaged.stages[0].peak_bytes - plain.stages[0].peak_bytes
     assert more_bytes == pytest.approx(num_copies * moments * gradients)
+
+
+@pytest.mark.parametrize(("kind", "num_copies"), [("cpu", 2), ("cuda", 0)])
+def test_the_sums_that_replicas_which_may_die_keep_are_counted_where_they_lie(
+    kind: Literal["cpu", "cuda"], num_copies: int
+) -> None:
+    """Runs with quorum took 12 MiB more than was predicted, of 334 MiB."""
+    gradients = sum(unit.gradient_bytes for unit in tiny_profile().units)
+    dense, quorum = (forecast(one, kind=kind) for one in ("none", QUORUM_SUMS))
+    assert quorum.batch_s == dense.batch_s
+    more_bytes = quorum.stages[0].peak_bytes - dense.stages[0].peak_bytes
+    assert more_bytes == pytest.approx(num_copies * gradients)
+    run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}})
+    assert sums_of(run, gpt(2)) == QUORUM_SUMS
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

@@ -9,10 +9,12 @@ import torch
 
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.offers import MOST_FOR_MEMBERS, Offers
 from bireme.runtime.quorum.reducer import QuorumReducer
+from bireme.runtime.quorum.results import MOST_FREE, Buffers
 from bireme.runtime.quorum.switchboard import SUM, Switchboard
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import RankId, Word
+from bireme.sync.coordinator.messages import Heal, RankId, Word
 from bireme.sync.quorum.digest import NO_DIGEST
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
@@ -68,3 +70,36 @@ def test_a_switchboard_lets_go_of_connections_that_are_over() -> None:
     finally:
         for board in boards:
             board.close()
+
+
+FLATS = [torch.zeros(256)]
+
+
+def rounds_kept(offers: Offers, buffers: Buffers, word: Word, num_rounds: int) -> int:
+    """How many sums of these rounds a rank still has after the last one."""
+    offers.begin(0)
+    for batch in range(num_rounds):
+        offers.note(word)
+        offers.keep(batch, buffers.take(FLATS))
+    offers.note(word)
+    return len(offers._kept)
+
+
+def test_a_member_that_is_silent_costs_the_others_no_more_sums_than_it_could_still_ask_for() -> None:
+    """A host that died took seconds of sums: 665 MiB, where 361 were predicted."""
+    buffers = Buffers(None)
+    offers = Offers(0, buffers)
+    assert rounds_kept(offers, buffers, Word(1, 1, kept=(3,)), 100) == MOST_FOR_MEMBERS
+    assert offers.peak_bytes == (MOST_FOR_MEMBERS + 1) * FLATS[0].nbytes
+    offers.note(Word(1, 2, kept=(100,)))
+    assert len(buffers._free) == MOST_FREE
+
+
+def test_a_replica_that_heals_gets_all_sums_since_its_snapshot_as_far_as_there_is_room_for_them() -> None:
+    buffers = Buffers(None)
+    offers = Offers(0, buffers, kept_bytes=40 * FLATS[0].nbytes)
+    heal = Heal(2, 0, 5)
+    assert rounds_kept(offers, buffers, Word(1, 1, kept=(5,), heals=(heal,)), 44) == 39
+    assert not offers.is_full
+    offers.keep(44, buffers.take(FLATS))
+    assert offers.is_full

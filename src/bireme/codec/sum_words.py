@@ -17,6 +17,7 @@ __all__ = [
     "DENSE_SUMS",
     "DENSITY_SLACK",
     "ENTRY_BYTES",
+    "QUORUM_SUMS",
     "SUM_CODEC_WORDS",
     "WHOLE_STEPS",
     "Gathered",
@@ -166,6 +167,8 @@ class SumCost:
 
 
 DENSE_SUMS = SumCost()
+QUORUM_SUMS = SumCost(kept_share=2.0, is_on_host=True)
+"""Of replicas that may die: a rank has the sum that is made and the one before, which others may lack."""
 
 
 def averages_with(state_share: float) -> SumCost:

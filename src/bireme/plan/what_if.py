@@ -171,6 +171,8 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         if request.sums.is_on_host
         else f"sums of gradients as they are, not through {request.sums.codec}",
     }
+    if request.sums.is_on_host and request.sums.message_share == 1:
+        del words["sums"]  # there is no other way to make them
     for name, sentence in words.items():
         usual = getattr(plain, name)
         if getattr(request, name) != usual:

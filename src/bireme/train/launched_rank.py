@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from bireme.balance.slow_stage import SlowStage
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
@@ -100,6 +102,10 @@ def join(run_file: Path | None, sets: Sequence[str], show: Show, *, anyway: bool
     except RankFailed as failure:
         _tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
         time.sleep(FAILED_FIRST_S)
+        raise SystemExit(1) from None
+    except dist.DistError as error:  # its text goes on with frames of C++
+        first_line = str(error).splitlines()[0]
+        _tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
         raise SystemExit(1) from None
 
 

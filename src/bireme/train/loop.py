@@ -384,6 +384,7 @@ class Loop:
                 together(self._tiers, self.pipeline.tiers),
                 self._sum_bytes.gathered + self.pipeline.sum_bytes.gathered,
                 self.step - self._first_step,
+                0 if self._member is None else self._member.kept_bytes,
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,

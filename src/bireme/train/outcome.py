@@ -29,7 +29,8 @@ class RankOutcome:
     control took with its waits, None where it never ran. `raw_sum_bytes` is what the sums of its gradients
     would have sent without a codec, `sent_sum_bytes` what they did send; of both, `gathered_bytes` are
     weights for replicas that share them. `num_batches` are those that this process has trained. `tiers` are
-    there if the rank pages.
+    there if the rank pages. `kept_bytes` is the most that it held at a time for replicas that were late, away
+    or coming back: sums of batches, and snapshots.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankOutcome:
     tiers: tuple[TierMoves, ...] = ()
     gathered_bytes: int = 0
     num_batches: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

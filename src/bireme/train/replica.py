@@ -67,6 +67,11 @@ class MortalReplica:
         """Which replicas have gone and come back since this was last asked."""
         return self._changes.in_word(self._peer.word)
 
+    @property
+    def kept_bytes(self) -> int:
+        """The most that this rank held at a time for other replicas."""
+        return 0
+
     def succeed(self) -> None:
         """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
         for one in takewhile(lambda one: one != self.number, self._order):
@@ -88,6 +93,7 @@ class Replica(MortalReplica):
         balances: bool,
         compare_every: int,
         rebuilt: frozenset[str],
+        kept_bytes: int,
     ) -> None:
         rank = RankId(order.life.replica, order.life.life, world.rank)
         talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty)
@@ -99,11 +105,17 @@ class Replica(MortalReplica):
             device=world.device,
             on_error=world.watch.failed,
             spare=spare,
+            kept_bytes=kept_bytes,
         )
         world.watch.abort_on_failure(self._agent)
         self.agreement = Agreement(self._agent, num_replicas, batch_size, balances, compare_every, rebuilt)
         changes = Changes(batch_size, is_quorum=True)
         super().__init__(order.life, self._agent, () if order.life.life else (0,), changes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most that this rank held at a time for other replicas: sums, and snapshots."""
+        return self._agent.offers.peak_bytes
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than

@@ -12,6 +12,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import Shared, read_metrics
+from bireme.report.units import bytes_text
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.host_tier_bytes import host_tier_bytes
@@ -56,11 +57,14 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """The memory of one process, replicas counted."""
+    """The memory of one process, replicas counted. `kept_bytes` of it is the most that it held at a time for
+    replicas that were late, away or coming back.
+    """
 
     rank: int
     predicted_peak_bytes: float | None
     measured_peak_bytes: int | None
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +253,7 @@ def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], s
             *idle_keys(prepared.run, saved.plan),
             *idle_codec(prepared.run, saved.plan),
             *slow_tiers(saved.plan, prepared.machines.cluster, outcomes),
+            *_kept(_ranks(prepared, outcomes), own),
             *_diverged(own),
         ),
         learns=learns(prepared.run, prepared.data, prepared.graph).document(),
@@ -301,6 +306,25 @@ def _bubble(outcomes: list[Outcome]) -> float | None:
 
 
 LOSSES = ("train_loss", "eval_loss")
+
+
+def _kept(ranks: Sequence[RankSummary], own: Outcome) -> list[str]:
+    """A sentence if replicas were away and what was held for them took more memory than was predicted."""
+    if own.sync is None or own.sync.epochs < 2:
+        return []
+    over = [
+        one
+        for one in ranks
+        if one.kept_bytes and (one.measured_peak_bytes or 0) > (one.predicted_peak_bytes or math.inf)
+    ]
+    most = max(over, key=lambda one: one.kept_bytes, default=None)
+    if most is None:
+        return []
+    return [
+        f"Rank {most.rank} held up to {bytes_text(most.kept_bytes)} for replicas that were away or came "
+        "back: sums of batches, and the snapshot that one of them got. The predicted memory is that of a run "
+        "in which all replicas live."
+    ]
 
 
 def _diverged(own: Outcome) -> list[str]:
@@ -362,7 +386,7 @@ def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ..
             stage = forecast.stages[program.stages_of(rank)[0]]
             _, promised, _ = list(stage.bytes_of_devices())[replica]
             promised += host_tier_bytes(prepared, rank)
-        found.append(RankSummary(own.rank, promised, own.peak_bytes))
+        found.append(RankSummary(own.rank, promised, own.peak_bytes, own.kept_bytes))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@ there are any.
 
 from dataclasses import replace
 
-from bireme.codec.sum_words import DENSE, SumCost, averages_with, parse_sum_codec, sum_cost
+from bireme.codec.sum_words import DENSE, QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.model.graph import Graph
 from bireme.plan.plan import Plan
 from bireme.profile.kept_gradients import sum_cost_of
@@ -18,6 +18,8 @@ def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
     if run.sync.averages and run.sync.average_optimizer:
         return averages_with(moments_share(graph.parameters, run.training.optimizer))
+    if run.sync.mode == "quorum":
+        return QUORUM_SUMS
     codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
     return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
 

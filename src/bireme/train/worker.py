@@ -21,6 +21,7 @@ from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.quorum.offers import KEPT_BYTES
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.averaging_replica import AveragingReplica
@@ -199,7 +200,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
 def _as_member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> tuple[RankPart, SavedPlan]:
     """The part of a replica that may die, and the plan of this replica alone."""
     plan, replica = saved.plan, order.life.replica
-    member = _member(part, order, plan)
+    member = _member(part, order, saved)
     alone = replace(
         plan,
         width=1,
@@ -210,7 +211,18 @@ def _as_member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> tuple[R
     return replace(part, member=member), replace(saved, plan=alone)
 
 
-def _member(part: RankPart, order: ReplicaOrder, plan: Plan) -> Replica | AveragingReplica:
+def _kept_bytes(part: RankPart, saved: SavedPlan, replica: int) -> int:
+    """What sums for replicas that heal may take: on a processor they share the memory that the plan has."""
+    if saved.forecast is None or part.world.device.type != "cpu":
+        return KEPT_BYTES
+    stages = saved.plan.program(1).stages_of(part.world.rank)
+    stage = saved.forecast.stages[stages[0]]
+    _, peak_bytes, limit_bytes = list(stage.bytes_of_devices())[replica]
+    return min(KEPT_BYTES, max(int(limit_bytes - peak_bytes), 0)) if limit_bytes else KEPT_BYTES
+
+
+def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | AveragingReplica:
+    plan = saved.plan
     if part.run.sync.averages:
         return AveragingReplica(part.world, order, part.run, plan.width)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
@@ -224,6 +236,7 @@ def _member(part: RankPart, order: ReplicaOrder, plan: Plan) -> Replica | Averag
         balances=balances,
         compare_every=part.run.sync.compare_every,
         rebuilt=_in_base(part, load_graph(part.folder.graph)),
+        kept_bytes=_kept_bytes(part, saved, order.life.replica),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bireme.runtime.quorum.job import Coordinator, DroppedError, Job, deal_in, heal_in, is_in
-from bireme.runtime.quorum.offers import Offers, summed_in
+from bireme.runtime.quorum.offers import KEPT_BYTES, MOST_BEHIND, Offers, summed_in
 from bireme.runtime.quorum.peer_agent import PeerAgent, SupersededError
 from bireme.runtime.quorum.results import Buffers, Result
 from bireme.sync.coordinator.messages import Commit, Deal, Grant, RankId, RoundAt, Samples, Word
@@ -23,13 +23,10 @@ from bireme.sync.quorum.line import LineBroken
 
 __all__ = ["Agent"]
 
-MOST_BEHIND = 8
-"""A replica that lags the others by more batches starts again: to heal, it need not compute."""
-
 
 class Agent(PeerAgent):
     """The agent of one rank. `on_error` is told, from its thread, why it ends before it is closed. The fewest
-    samples that a replica can train are `spare`.
+    samples that a replica can train are `spare`. Sums for replicas that heal take at most `kept_bytes`.
     """
 
     def __init__(
@@ -41,6 +38,7 @@ class Agent(PeerAgent):
         device: torch.device | None = None,
         on_error: Callable[[BaseException], object] = lambda _error: None,
         spare: int = 1,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         super().__init__(own, coordinator, timeout_s=timeout_s, on_error=on_error)
         self._buffers = Buffers(device)
@@ -52,7 +50,7 @@ class Agent(PeerAgent):
         """The sum that was made and is not yet committed."""
         self._failed: Grant | None = None
         """The attempt in which a member was lost."""
-        self.offers = Offers(own.replica, self._buffers)
+        self.offers = Offers(own.replica, self._buffers, kept_bytes)
         """What others may ask of this rank."""
 
     def begin(self, first: int, *, is_healed: bool = False) -> None:

@@ -3,8 +3,10 @@
 import select
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from bireme.runtime.quorum.parcels import send_named, send_parcel
 from bireme.runtime.quorum.results import Buffers, Result
@@ -13,11 +15,17 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import Word
 from bireme.sync.quorum.ring import Summed
 
-__all__ = ["HEAL_SHARE", "LOOK_S", "Offers", "has_hung_up", "summed_in"]
+__all__ = ["HEAL_SHARE", "KEPT_BYTES", "LOOK_S", "MOST_BEHIND", "Offers", "has_hung_up", "summed_in"]
 
 KEPT_BYTES = 1 << 30
-"""Committed sums that replicas which are late may still ask for take so much at most, but for a few."""
+"""Committed sums that replicas which are late may still ask for take at most this, except for a few."""
 LEAST_KEPT = 4
+MOST_BEHIND = 8
+"""A member that lags the others by more batches starts again: to heal, it need not compute."""
+MOST_FOR_MEMBERS = MOST_BEHIND + 4
+"""Sums kept for members that are late. A member that lacks an older one starts again; a few more are kept
+because it may have asked a moment ago.
+"""
 HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
 MOST_ROUNDS = 8
@@ -28,10 +36,14 @@ Found = TypeVar("Found")
 
 
 class Offers:
-    """The offers of one rank of a replica. Sums lie in `buffers`, and go back there."""
+    """The offers of one rank of a replica. Sums lie in `buffers`, and go back there. Those for replicas that
+    heal take at most `kept_bytes`, except for a few: then the others wait.
+    """
 
-    def __init__(self, replica: int, buffers: Buffers) -> None:
-        self._replica, self._buffers = replica, buffers
+    def __init__(self, replica: int, buffers: Buffers, kept_bytes: int = KEPT_BYTES) -> None:
+        self._replica, self._buffers, self._kept_bytes = replica, buffers, kept_bytes
+        self.peak_bytes = 0
+        """The most that sums and snapshots for other replicas took at a time."""
         self._changed = threading.Condition()
         self._kept: dict[int, Result] = {}
         self._next = 0
@@ -52,7 +64,7 @@ class Offers:
             self._due |= asked - self._snapshots.keys()
             self._due &= asked
             self._snapshots = {batch: one for batch, one in self._snapshots.items() if batch in asked}
-            kept = word.kept[0] if word.kept else 0
+            kept = max(word.kept[0] if word.kept else 0, min([self._next - MOST_FOR_MEMBERS, *asked]))
             free = [self._kept.pop(batch) for batch in list(self._kept) if batch < kept]
         for result in free:
             self._buffers.give_back(result)
@@ -61,6 +73,7 @@ class Offers:
         """A committed sum, for whoever comes late."""
         with self._changed:
             self._kept[batch], self._next = result, batch + 1
+            self._note_bytes()
             self._changed.notify_all()
 
     @property
@@ -69,8 +82,7 @@ class Offers:
         num = len(self._kept)
         if num < LEAST_KEPT:
             return False
-        size = sum(flat.nbytes for flat in next(iter(self._kept.values())).flats)
-        return num * size >= KEPT_BYTES
+        return num * _num_bytes(next(iter(self._kept.values())).flats) >= self._kept_bytes
 
     def is_due(self, batch: int) -> bool:
         """Whether a snapshot after so many updates is wanted for another replica."""
@@ -81,6 +93,7 @@ class Offers:
         with self._changed:
             self._due.discard(snapshot.num_trained)
             self._snapshots[snapshot.num_trained] = snapshot
+            self._note_bytes()
             self._changed.notify_all()
 
     def answer(self, made: socket.socket, what: int, batch: int) -> None:
@@ -104,6 +117,11 @@ class Offers:
             self._is_closed = True
             self._changed.notify_all()
 
+    def _note_bytes(self) -> None:
+        sums = len(self._kept) * _num_bytes(next(iter(self._kept.values())).flats) if self._kept else 0
+        snapshots = sum(_num_bytes(one.tensors.values()) for one in self._snapshots.values())
+        self.peak_bytes = max(self.peak_bytes, sums + snapshots)
+
     def _found(self, made: socket.socket, find: Callable[[], Found | None], *, last: int) -> Found | None:
         """What was asked for, once it is there. None where all rounds up to the last one have been without
         it, and where who asks has hung up.
@@ -114,6 +132,10 @@ class Offers:
                     return None
                 self._changed.wait(LOOK_S)
             return found
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)
 
 
 def summed_in(words: Mapping[str, Any]) -> Summed:

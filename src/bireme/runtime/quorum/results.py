@@ -26,6 +26,10 @@ class Result:
     num_users: int = 1
 
 
+MOST_FREE = 2
+"""More than a batch needs lie free only where many were kept for another replica."""
+
+
 class Buffers:
     """Flats on the host like those of a rank's gradients; pinned where these are on an accelerator."""
 
@@ -43,8 +47,8 @@ class Buffers:
         return Result(made)
 
     def give_back(self, result: Result) -> None:
-        """One user less; after the last one the memory is free."""
+        """One user less; after the last one the memory is used again, or given back if enough is free."""
         with self._lock:
             result.num_users -= 1
-            if not result.num_users:
+            if not result.num_users and len(self._free) < MOST_FREE:
                 self._free.append(result.flats)
