@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch.distributed as dist
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
@@ -13,7 +14,7 @@ from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.train import rank_zero_setup
+from bireme.train import launched_rank, rank_zero_setup
 from bireme.train.folder import RunFolder
 from bireme.train.hosts import check_launchers, processes_of, replicas_of_hosts, within_servers
 from bireme.train.machine_devices import Member
@@ -72,6 +73,46 @@ def test_two_processes_on_a_host_are_refused() -> None:
     (member,) = launchers(0)["a"]
     with pytest.raises(BiremeError, match="2 were started on a"):
         check_launchers({"a": [member, replace(member, rank=1)]}, "groups")
+
+
+def test_hosts_that_all_have_one_name_are_told_to_take_names_of_their_own() -> None:
+    """Hosts that no torchrun has numbered are told apart by their names."""
+    (member,) = launchers(0)["a"]
+    with pytest.raises(BiremeError, match="If these are 3 hosts that all call themselves a, give each"):
+        check_launchers({"a": [replace(member, rank=rank) for rank in range(3)]}, "quorum")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "2"}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, True),
+        ({"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"}, False),
+    ],
+)
+def test_a_mistake_is_printed_once_on_each_host(variables: dict[str, str], expected: bool) -> None:
+    assert Environment.of({"WORLD_SIZE": "4", **variables}).has_own_output == expected
+
+
+def test_a_rank_that_loses_rank_0_says_so_in_one_line_without_frames_of_cpp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object) -> None:
+        raise dist.DistNetworkError("recvValue failed.\nException raised from x.cpp:\nframe #0: y")
+
+    monkeypatch.setattr(launched_rank, "rendezvous", lambda _environment: SimpleNamespace())
+    monkeypatch.setattr(launched_rank, "Talk", lambda _store: None)
+    monkeypatch.setattr(launched_rank._Joined, "go", lost)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        launched_rank.join(None, ["log.folder=/nowhere"], lambda *_: None)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "bireme: Rank 1 has lost rank 0, whose output may say why: recvValue failed.\n"
+    )
 
 
 def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(

@@ -21,7 +21,7 @@ from tests.support.hosts import Host, hosts, set_cable
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
 from tests.support.torchrun_runs import torchrun_train
-from tests.support.training import Running, losses, settings, write_run
+from tests.support.training import Running, losses, metrics, settings, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +129,34 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
     expected = losses_of_one_process(run)
     for step, loss in losses(run).items():
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
+
+
+@pytest.mark.long
+def test_a_host_that_is_cut_off_when_the_run_ends_learns_so_and_ends(tmp_path: Path) -> None:
+    """It waited for ever for a coordinator that was gone, and its rank for a batch that was over."""
+    run = tmp_path / "runs" / "run"
+    run.parent.mkdir()
+    more = settings(training__steps=60, cluster__timeout_s=TIMEOUT_SHARE * patience_s())
+    words = [str(written(tmp_path)), "--json", *more]
+    with hosts(NUM_HOSTS) as machines, ExitStack() as stack:
+        launchers = [
+            stack.enter_context(launcher(number, machine, run, *words, master=machines[0].address))
+            for number, machine in enumerate(machines)
+        ]
+        wait_for_members(launchers[0], 0, 1, 2)
+        set_cable(2, is_plugged=False)
+        ended = [one.ended() for one in launchers]
+        with launcher(2, machines[2], run, *words, master=machines[0].address) as again:
+            late = again.ended()
+
+    assert [one.status for one in (*ended, late)] == [0, 0, 0, 0], (ended, late)
+    assert "The run ended after step 60 (finished) while this host was cut off" in ended[2].err
+    assert "has finished its 60 steps" in late.err
+    for one in ended[:2]:
+        assert f"Replica 2 ({machines[2].address}) is gone after step" in one.err
+    (gone,) = metrics(run, "membership")
+    assert (gone["event"], gone["replica"], gone["why"]) == ("gone", 2, "silent")
+    assert check_ledger(run / "ledger.jsonl").is_whole
 
 
 @pytest.mark.long
