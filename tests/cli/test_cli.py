@@ -1,12 +1,14 @@
 """The command line as a stranger meets it: right words give a result, wrong ones a sentence and status 2."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bireme.cli.main import main
 from bireme.cli.verbs import VERBS, Verbs
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.command import bireme
@@ -50,6 +52,18 @@ def test_help_comes_at_once_for_it_loads_no_verb_and_nothing_large() -> None:
     )
     assert done.stdout.splitlines()[-1] == "loaded:"
     assert all(verb.summary.split()[0] in done.stdout for verb in VERBS.values())
+
+
+def test_torch_prints_its_errors_only_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warned on every start over hosts that addresses have no names."""
+    monkeypatch.setattr(sys, "argv", ["bireme", "--version"])
+    for given, expected in ((None, "ERROR"), ("INFO", "INFO")):
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given or "")
+        if given is None:
+            monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+        with pytest.raises(SystemExit):
+            main()
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == expected
 
 
 def test_the_help_of_all_says_of_each_verb_what_its_own_help_says() -> None:
