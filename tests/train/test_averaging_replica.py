@@ -18,6 +18,7 @@ from bireme.runtime.quorum.talk import Talk
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
+from bireme.sync.coordinator.membership import Changes
 from bireme.sync.coordinator.messages import Life, Member, Word
 from bireme.sync.exchange import SentBytes
 from bireme.train.averaging_replica import AveragingReplica, Meeting
@@ -224,7 +225,7 @@ class Alone(AveragingReplica):
     speaks = True
 
     def __init__(self) -> None:
-        MortalReplica.__init__(self, Life(0, 0), cast(PeerAgent, None), (0,))
+        MortalReplica.__init__(self, Life(0, 0), cast(PeerAgent, None), (0,), Changes(8, is_quorum=False))
         self.step = self._until = 0
 
     def votes(self, stops: Stops) -> Callable[[], float]:

@@ -213,7 +213,8 @@ def train_on_host(orders: Orders, site: Site, prepared: Prepared | None) -> Fini
         _tell(str(failure))
         raise SystemExit(1) from None
     if not outcomes or not first_of(outcomes).leads:
-        _tell("The run has ended. A replica on another host led it; its launcher shows what came of it.")
+        ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
+        _tell(site.how_it_ended() or ended)
         return None
     _note_end(folder, own.token, first_of(outcomes))
     if prepared is None:
@@ -251,8 +252,8 @@ def _how_it_ended(folder: RunFolder, token: str) -> str:
     if found.orders.hosts["token"] != token:
         return ""
     return (
-        f"The run ended after step {found.steps} ({found.reason}) while this host was cut off. Its "
-        f"results are in {folder.path}; nothing is left to do here."
+        f"The run ended after step {found.steps} ({found.reason}). A replica on another host led it; the "
+        f"results are in {folder.path}."
     )
 
 

@@ -111,8 +111,7 @@ class Contact:
         if now_s < self._looked_s + LOOK_S:
             return False
         self._looked_s = now_s
-        if sentence := self._site.how_it_ended():
-            self._tell(sentence)
+        if self._site.how_it_ended():
             return True
         self._check_patience(silent_s)
         if not self._is_silence_told:
