@@ -14,6 +14,7 @@ from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.failures import Failure, RunFailed
 from bireme.runtime.quorum import launch as launching
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, Site
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_line import LEDGER
@@ -166,22 +167,30 @@ def test_a_host_without_the_others_does_not_wait_for_ever(
         contact_of(heard, []).has_ended(is_asked_to_stop=is_asked)
 
 
-class Waits(AllWait):
+class Waits:
     """In the place of a replica's processes: they wait until they are given up."""
 
-    cause, request = None, None
+    cause = None
     made: ClassVar[list["Waits"]] = []
 
     def __init__(self, *_: object) -> None:
-        self.ranks = ()
+        self.ranks: tuple[()] = ()
+        self.request: signal.Signals | None = None
         self.is_given_up = False
         self.made.append(self)
+
+    def __enter__(self) -> "Waits":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to end."""
+
+    def start(self) -> None:
+        """There is nothing to start."""
 
     def supervise(self) -> None:
         while not self.is_given_up:
             threading.Event().wait(0.01)
-
-    start = AllWait.start
 
 
 def launched(heard: Heard, monkeypatch: pytest.MonkeyPatch, folder: Path, told: list[str]) -> Any:
@@ -200,7 +209,7 @@ def test_a_replica_that_waits_is_ended_when_the_others_ended_the_run_without_it(
     heard, told = Heard(), list[str]()
     gone = (Gone(2, 0, 41, Absence.SILENT, ""),)
     heard.word = replace(heard.word, members=MEMBERS[:2], gone=gone, is_lost=True)
-    monkeypatch.setattr(launching.LedgerTail, "read", lambda _tail: (0, 1, 2))
+    monkeypatch.setattr(LedgerTail, "read", lambda _tail: (0, 1, 2))
     assert launched(heard, monkeypatch, tmp_path, told).results == []
     assert Waits.made[-1].is_given_up
 
@@ -210,7 +219,7 @@ def test_a_request_to_stop_reaches_the_next_life_too(tmp_path: Path) -> None:
     crews = [Waits(), Waits()]
     replica = launching._Replica(2, lambda life: cast(Any, crews[life.life]), 0)
     replica.begin()
-    crews[0].request = signal.SIGUSR1  # type: ignore[assignment]
+    crews[0].request = signal.SIGUSR1
     replica.give_up()
     replica.join()
     replica.begin()
