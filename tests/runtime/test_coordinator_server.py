@@ -19,6 +19,7 @@ from bireme.sync.coordinator.host import beginner, waiting
 from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.state import Tick
 from bireme.sync.coordinator.succession import Candidate
 from tests.support.patience import patience_s
 
@@ -101,3 +102,28 @@ def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_an
         for server in servers:
             server.close()
     assert [one.replica for one in members] == [0]
+
+
+def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine it did not run for a moment between two waits, and missed the end of a lease. A
+    coordinator that was cut off then never resigned, and its host waited for ever.
+    """
+    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(coordinator_server, "time", clock)
+    monkeypatch.setattr(
+        coordinator_server, "host_wake_s", lambda _host, since_s: 1.0 if since_s <= 1.0 else 9.0
+    )
+    monkeypatch.setattr(coordinator_server, "LONGEST_S", 0.001)
+    server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", ledger=None)
+    events = list[object]()
+    monkeypatch.setattr(server, "_step", events.append)
+    clock.now_s = 0.9
+    server._serve()
+    assert events == []
+    clock.now_s = 1.1
+    server._serve()
+    assert events == [Tick()]
+    server._listening.close()

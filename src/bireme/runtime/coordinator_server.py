@@ -103,6 +103,8 @@ class CoordinatorServer:
         self._is_asked = self._is_closing = False
         self._stopped_s = 0.0
         """How long this process was stopped. That does not count against ranks, which it did not hear."""
+        self._ticked_s = self._now_s()
+        """When time was last told to the host. What is due after that is due until it has been told again."""
         self._thread = threading.Thread(target=self._run, name="bireme coordinator", daemon=True)
 
     @property
@@ -154,7 +156,7 @@ class CoordinatorServer:
     def _serve(self) -> None:
         """Wait for the next event, and do what follows."""
         now_s = self._now_s()
-        wait_s = min(max(host_wake_s(self._host, now_s) - now_s, SHORTEST_S), LONGEST_S)
+        wait_s = min(max(host_wake_s(self._host, self._ticked_s) - now_s, SHORTEST_S), LONGEST_S)
         ready = self._selector.select(wait_s)
         late_s = self._now_s() - now_s - wait_s
         if late_s > LATE_S:
@@ -171,7 +173,9 @@ class CoordinatorServer:
             self._answer()
         while self._ended:
             self._step(Ended(self._ended.popleft()))
-        if self._now_s() >= host_wake_s(self._host, now_s):
+        now_s = self._now_s()
+        if now_s >= host_wake_s(self._host, self._ticked_s):
+            self._ticked_s = now_s
             self._step(Tick())
         for caller in list(self._callers.values()):
             self._flush(caller)
