@@ -86,7 +86,7 @@ class Heard:
 
     def __init__(self, *_: object) -> None:
         self.word, self.silent_s, self.refusals = (
-            Word(epoch=1, number=1, members=MEMBERS),
+            Word(epoch=1, number=1, members=MEMBERS, is_installed=True),
             0.0,
             dict[int, float](),
         )

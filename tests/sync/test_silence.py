@@ -84,6 +84,8 @@ def test_a_word_has_who_is_gone_after_which_step_and_whether_it_was_silent_or_ha
     for rank in RANKS[:2]:
         state = said(state, rank, late_s, rounds=(RoundAt(committed=41),))
     state = step(state, Tick(), late_s + 0.1).state
+    for rank in RANKS[:2]:
+        state = said(state, rank, late_s + 0.15, rounds=(RoundAt(committed=41),))
     (silent,) = changes.in_word(word_for(state, RANKS[0]))
     assert silent == Change(2, "10.0.0.1", 41, Absence.SILENT)
     assert silent.text == "Replica 2 (10.0.0.1) is gone after step 41"
@@ -91,6 +93,7 @@ def test_a_word_has_who_is_gone_after_which_step_and_whether_it_was_silent_or_ha
     for rank in RANKS[:2]:
         state = said(state, rank, late_s + 0.2, rounds=(RoundAt(committed=41),))
     state = step(state, Ended(Life(1, 0)), late_s + 0.3).state
+    state = said(state, RANKS[0], late_s + 0.4, rounds=(RoundAt(committed=41),))
     assert [one.why for one in changes.in_word(word_for(state, RANKS[0]))] == [Absence.ENDED]
     assert changes.in_word(word_for(state, RANKS[0])) == []
 
@@ -100,20 +103,24 @@ def test_a_replica_that_comes_back_is_a_change_and_one_that_has_done_all_its_bat
     back = Member(1, 1, ("10.0.0.1 4712",), first=59)
     gone = Gone(1, 0, 41, Absence.SILENT, "10.0.0.1 4711")
     changes = Changes(8, is_quorum=True)
-    assert changes.in_word(Word(1, 1, members=members)) == []
-    both = changes.in_word(Word(3, 2, members=(members[0], back), gone=(gone,)))
+    assert changes.in_word(Word(1, 1, members=members, is_installed=True)) == []
+    word = Word(3, 2, members=(members[0], back), gone=(gone,))
+    assert changes.in_word(word) == [], "its epoch is not installed"
+    both = changes.in_word(replace(word, is_installed=True))
     assert [one.text for one in both] == [
         "Replica 1 (10.0.0.1) is gone after step 41",
         "Replica 1 (10.0.0.1) is back at step 60",
     ]
     left = Gone(1, 1, 100, Absence.LEFT, "10.0.0.1 4712")
-    assert changes.in_word(Word(4, 3, members=members[:1], gone=(left,))) == []
+    assert changes.in_word(Word(4, 3, members=members[:1], gone=(left,), is_installed=True)) == []
 
 
 def test_where_weights_are_averaged_the_step_is_that_of_the_samples_that_were_dealt() -> None:
     changes = Changes(8, is_quorum=False)
-    changes.in_word(Word(1, 1, members=(Member(0, 0, ("a",)),)))
-    (back,) = changes.in_word(Word(2, 2, members=(Member(0, 1, ("a",), first=3),), fresh=80))
+    changes.in_word(Word(1, 1, members=(Member(0, 0, ("a",)),), is_installed=True))
+    (back,) = changes.in_word(
+        Word(2, 2, members=(Member(0, 1, ("a",), first=3),), fresh=80, is_installed=True)
+    )
     assert back.step == 10
     settings = replace(settings_for(2, 1), mode=SyncMode.OUTER)
     state = begun(settings)

@@ -175,8 +175,12 @@ class Changes:
         self._gone: set[Life] = set()
 
     def in_word(self, word: Word) -> list[Change]:
-        """The changes since the word before. A replica that has done all its batches is none."""
-        found = []
+        """The changes since the word before. A replica that has done all its batches is none, and nothing of
+        an epoch that is not installed: a coordinator that is cut off begins such epochs.
+        """
+        found = list[Change]()
+        if not word.is_installed:
+            return found
         for one in word.gone:
             is_new = self._lives.get(one.replica) == one.life and one.own_life not in self._gone
             self._gone.add(one.own_life)
