@@ -111,8 +111,8 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     coordinator that was cut off then never resigned, and its host waited for ever.
     """
     settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
-    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(coordinator_server, "time", clock)
+    now_s = [0.0]
+    monkeypatch.setattr(coordinator_server, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(
         coordinator_server, "host_wake_s", lambda _host, since_s: 1.0 if since_s <= 1.0 else 9.0
     )
@@ -120,10 +120,10 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", ledger=None)
     events = list[object]()
     monkeypatch.setattr(server, "_step", events.append)
-    clock.now_s = 0.9
+    now_s[0] = 0.9
     server._serve()
     assert events == []
-    clock.now_s = 1.1
+    now_s[0] = 1.1
     server._serve()
     assert events == [Tick()]
     server._listening.close()
