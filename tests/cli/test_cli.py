@@ -388,7 +388,7 @@ def test_wrong_words_get_one_sentence_and_status_2(
         ("[" * 100_000, "is not JSON that can be read"),
         ('{"forward_s": 1,', "is not JSON"),
         ("[1, 2]", "must hold one JSON object, not [1, 2]"),
-        ("\xff", "cannot be read"),
+        ("\xff", "is not a text in UTF-8: byte 1 is 0xff"),
     ],
 )
 def test_a_wrong_costs_file_gets_one_sentence_and_status_2(

@@ -388,7 +388,7 @@ def test_sequences_longer_than_the_model_takes_are_refused(tmp_path: Path) -> No
 def test_a_model_that_no_inputs_can_be_made_for_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     folder = folder_of(tmp_path, model_type="bert", architectures=["BertForMultipleChoice"], **ENCODER)
-    with pytest.raises(BiremeError, match=r"does not take the inputs made for it.*python:module:function"):
+    with pytest.raises(BiremeError, match=r"does not take the inputs made for it.*file.py:function"):
         load_source(f"hf:{folder}", batch=2)
 
 

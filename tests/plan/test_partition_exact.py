@@ -174,9 +174,7 @@ def test_what_fits_nowhere_says_which_stage_misses_how_much_on_which_device() ->
     found = exact(loads_of(chain, DeviceRow(seats, (Link(),)), Setting("1f1b", 4)))
     assert isinstance(found, Misfit)
     assert (found.stage, found.device, found.missing_bytes) == (1, "blue", 40)
-    assert "stage 1 (units 3 to 3) takes 70 bytes on blue, which has 30 bytes: 40 bytes are missing" in str(
-        found
-    )
+    assert "stage 1 (units 3 to 3) takes 70 B on blue, which has 30 B: 40 B are missing" in str(found)
 
 
 @examples(100)

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from bireme.errors import BiremeError
 from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
-from bireme.schedule.paging import Budgets
+from bireme.schedule.budgets import Budgets, TierTooSmallError
 from bireme.schedule.residency import resident
 from bireme.schedule.sizes import Sizes
 from tests.support.engine_parity import Trained
@@ -83,10 +82,8 @@ def least_device_bytes(within: object, num_ranks: int) -> list[int]:
     for _ in range(4 * num_ranks):
         try:
             within(asked).source.settled()
-        except BiremeError as refused:
-            words = str(refused).split()
-            rank, needed = int(words[1]), int(words[words.index("least") + 1])
-            asked[rank] = needed
+        except TierTooSmallError as refused:
+            asked[int(str(refused).split()[1])] = int(refused.needed_bytes)
         else:
             return asked
     raise AssertionError("no budget will do")

@@ -57,7 +57,12 @@ def test_the_size_of_a_checkpoint_is_known_before_the_run(
     room = disk_room.disk_room(prepared_before(run, folder, lambda _done, _what: None), folder)
     saved = open_checkpoint(find_checkpoints(folder.checkpoints(run))[-1]).snapshot().tensors
     assert room is not None
-    assert room.checkpoint_bytes == sum(saved[name].nbytes for name in saved)
+    trial_bytes = 0
+    if schedule == "2bw-fresh":  # which a checkpoint has unless the pipeline has drained, as at the end here
+        assert not any(name.startswith("trial/") for name in saved)
+        trial_bytes = sum(saved[name].nbytes for name in saved if name.startswith("weights/"))
+        trial_bytes //= 2 if dtype == "bfloat16" else 1
+    assert room.checkpoint_bytes == sum(saved[name].nbytes for name in saved) + trial_bytes
 
 
 def test_a_run_waits_for_room_for_its_last_checkpoint(

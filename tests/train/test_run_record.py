@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,8 +154,11 @@ def test_a_run_file_cut_in_half_is_named_and_the_run_goes_on_with_all_its_steps(
     """The first lines of a run file are a run file too: of another run, of other steps."""
     began: list[tuple[int, int]] = []
 
-    def start(prepared: Prepared, _folder: RunFolder, checkpoint: Checkpoint, **_more: object) -> None:
+    def start(
+        prepared: Prepared, _folder: RunFolder, checkpoint: Checkpoint, **_more: object
+    ) -> SimpleNamespace:
         began.append((prepared.run.training.steps, checkpoint.manifest.step))
+        return SimpleNamespace(lost="")
 
     monkeypatch.setattr("bireme.train.launching.start", start)
     monkeypatch.setattr("bireme.cli.train.show_finished", lambda *_words, **_more: None)

@@ -139,7 +139,7 @@ def test_a_sample_that_fails_again_after_a_replica_failed_with_it_ends_the_run(
         r"with the same samples before replica \d did, so the data is at fault\.",
         end.err.replace("\n", " "),
     ), end.err
-    assert end.err.count("starts again") == 1
+    assert end.err.count("starts again") == 1, end.err
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ __all__ = [
     "StagesPerRank",
     "Sweep",
     "build_program",
+    "check_extent",
     "check_writable",
     "print_json",
     "refuse",
@@ -40,6 +41,9 @@ Microbatches = Annotated[
     int | None,
     typer.Option("--microbatches", "-m", help="Micro-batches per batch; by default as many as stages."),
 ]
+MOST_FORWARDS = 10_000_000
+"""Forwards in all batches of a schedule that is drawn or simulated."""
+
 Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Number of batches.")]
 StagesPerRank = Annotated[
     int | None,
@@ -128,6 +132,19 @@ def check_writable(*paths: Path | None, force: bool) -> None:
         raise BiremeError("Two output files have the same name. Give each its own.")
 
 
+def check_extent(stages: int, microbatches: int, batches: int) -> None:
+    """Refuse batches whose instructions take minutes to write down; each is like the others."""
+    from bireme.schedule.generators.shape import Shape
+
+    Shape(stages, microbatches, batches)
+    passes = stages * microbatches * batches
+    if passes > MOST_FORWARDS:
+        raise BiremeError(
+            f"{batches} batches of {stages} stages and {microbatches} micro-batches are {passes:,} forwards; "
+            f"the most is {MOST_FORWARDS:,}. Ask for fewer batches."
+        )
+
+
 def build_program(
     name: str | None,
     source: Path | None,
@@ -153,6 +170,7 @@ def build_program(
     if source is not None:
         return load(source, num_batches=batches)
     assert name is not None
+    check_extent(stages, stages if microbatches is None else microbatches, batches)
     return generate(
         name,
         num_stages=stages,

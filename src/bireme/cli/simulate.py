@@ -22,6 +22,7 @@ from bireme.cli.options import (
     StagesPerRank,
     Sweep,
     build_program,
+    check_extent,
     check_writable,
     print_json,
     refuse,
@@ -211,6 +212,7 @@ def simulate(
     window = WINDOW if batches is None else batches
     num_microbatches = stages if microbatches is None else microbatches
     Shape(stages, num_microbatches, window, sweep=sweep)
+    check_extent(stages, num_microbatches, window)
     bandwidth = float("inf") if link_bytes_per_s is None else link_bytes_per_s
     links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server)
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, SampleError
 from bireme.files import free_bytes
 from bireme.report.units import bytes_text, counted
 from bireme.runtime.failures import RankFailed, RunFailed
@@ -104,8 +104,9 @@ def _run_through(
         try:
             return _run(prepared, folder, checkpoint, is_shown=is_shown, may_replan=True)
         except (BiremeError, RunFailed) as failure:
-            # A user's mistake shows before anything is trained, and would only show again.
-            if isinstance(failure, BiremeError) and _size_of(folder.ledger) == num_ledger_bytes:
+            # A user's mistake shows before anything is trained, and would only show again; so would a sample.
+            is_mistake = isinstance(failure, BiremeError) and _size_of(folder.ledger) == num_ledger_bytes
+            if is_mistake or isinstance(failure, SampleError):
                 raise
             with suppress(BiremeError):  # if all checkpoints are damaged, the failure says more
                 checkpoint = newest_good(folder.checkpoints(prepared.run))

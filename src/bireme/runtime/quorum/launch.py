@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, SampleError
 from bireme.runtime.board import Board
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
@@ -359,9 +359,10 @@ class _Supervision:
         """Raise if a replica here failed with one of these samples before: the data is at fault then."""
         before = next((self._failed[sample] for sample in cause.samples if sample in self._failed), None)
         if before is not None:
-            raise BiremeError(
+            raise SampleError(
                 f"{cause.text} Replica {before} failed with the same samples before replica {one.number} "
-                "did, so the data is at fault."
+                "did, so the data is at fault.",
+                cause.samples,
             )
         self._failed |= dict.fromkeys(cause.samples, one.number)
 

@@ -14,9 +14,6 @@ __all__ = ["Schedule", "Shape", "backward", "forward"]
 MOST_PASSES = 1_000_000
 """Forwards in a batch, over all stages; more is a slip of the pen."""
 
-MOST_IN_ALL = 10_000_000
-"""Forwards in all batches. They take a minute to write down, and every batch is like the others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -49,12 +46,6 @@ class Shape:
             raise BiremeError(
                 f"{self.num_stages} stages and {self.num_microbatches} micro-batches are "
                 f"{self.num_stages * self.num_microbatches:,} forwards a batch; the most is {MOST_PASSES:,}."
-            )
-        passes = self.num_stages * self.num_microbatches * self.num_batches
-        if passes > MOST_IN_ALL:
-            raise BiremeError(
-                f"{self.num_batches} batches of {self.num_stages} stages and {self.num_microbatches} "
-                f"micro-batches are {passes:,} forwards; the most is {MOST_IN_ALL:,}. Ask for fewer batches."
             )
         if self.lookahead < 0:
             raise BiremeError(f"The lookahead is {self.lookahead}; it must be 0 or more micro-batches.")
