@@ -154,7 +154,7 @@ def test_a_transformers_folder_has_the_perplexity_that_transformers_finds(
     found = bireme(capsys, "evaluate", f"hf:{folder}", "--data", str(text), "-B", "4", "--json").document
     tokenizer = FolderTokenizer(folder)
     ids = [*tokenizer.encode(text.read_text()), tokenizer.end_of_text or 0]
-    rows = torch.tensor(ids).split(LENGTH)
+    rows = torch.split(torch.tensor(ids), LENGTH)
     assert len(rows[-1]) not in (1, LENGTH), "the last sample is shorter than the others"
     assert len(rows) % 4, "the last batch is smaller than the others"
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_nothing_is_left_over_by_a_model_that_takes_batches_of_one_size(
         capsys, "evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--json"
     )
     assert found.status == 0, found.err
-    rows = torch.tensor([*text.encode(), 256]).split(40)
+    rows = torch.split(torch.tensor([*text.encode(), 256]), 40)
     with torch.no_grad():
         losses = [float(model(row[None], row[None])["loss"]) * (len(row) - 1) for row in rows]
     document = found.document

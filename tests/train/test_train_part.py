@@ -101,7 +101,7 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     whole = stage_function(graph, units_of(graph), outputs=("logits",))
     frozen = {state.name for state in graph.parameters if not state.trainable}
     given = RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(sorted(frozen))
-    weights = given | {name: saved[f"weights/{name}"] for name in whole.parameters if name not in frozen}
+    weights = dict(given) | {name: saved[f"weights/{name}"] for name in whole.parameters if name not in frozen}
     buffers = {name: saved[f"buffers/{name}"] for name in whole.buffers}
     return whole(weights, buffers, inputs)["logits"]
 
@@ -147,9 +147,8 @@ def test_a_run_of_an_adapter_resumes_to_the_last_bit_with_its_base_and_no_other(
 
 def test_an_adapter_learns_the_same_with_its_base_on_a_disk(run: Path, tmp_path: Path) -> None:
     graph, plan = load_graph(run / "graph.json"), load_plan(run / "plan.json").plan
-    weights = RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(
-        [state.name for state in graph.parameters]
-    )
+    names = [state.name for state in graph.parameters]
+    weights = dict(RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(names))
     sizes = sizes_of(Model(graph, weights), plan, stash=2**20)
     within = paged(plan, sizes, 0.0, host=0.0, disk=True, stashes=False)
     assert any(item is Item.FROZEN for tiers in within.program(4).tiers if tiers for item, _ in tiers.chunks)

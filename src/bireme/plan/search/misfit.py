@@ -185,7 +185,7 @@ class Remedies:
         if request.memory_fraction < 1:
             self._try("all of the devices' memory (memory_fraction 1)", memory_fraction=1.0)
         for words, changes in _given_up(request):
-            if self._fits(**changes):
+            if self._fits(None, **changes):
                 self.enough.append(words)
         self._try_offloading()
         if _learns_all(profile):
@@ -198,7 +198,7 @@ class Remedies:
         (self.enough if fits else self.too_little).append(words)
 
     def _try(self, words: str, **changes: object) -> None:
-        self._record(words, fits=self._fits(**changes))
+        self._record(words, fits=self._fits(None, **changes))
 
     def _fits(self, profile: Profile | None = None, **changes: object) -> bool:
         """Whether anything would fit with another request or profile."""
