@@ -101,7 +101,8 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     whole = stage_function(graph, units_of(graph), outputs=("logits",))
     frozen = {state.name for state in graph.parameters if not state.trainable}
     given = RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(sorted(frozen))
-    weights = dict(given) | {name: saved[f"weights/{name}"] for name in whole.parameters if name not in frozen}
+    learned = {name: saved[f"weights/{name}"] for name in whole.parameters if name not in frozen}
+    weights = dict(given) | learned
     buffers = {name: saved[f"buffers/{name}"] for name in whole.buffers}
     return whole(weights, buffers, inputs)["logits"]
 
