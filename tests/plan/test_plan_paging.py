@@ -27,8 +27,11 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, saved_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.draft import Draft
+from bireme.plan.search.paged_walk import PagedWalk
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
+from bireme.plan.search.shapes import Outline
 from bireme.plan.search.stage_memory import stage_memory
 from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.plan.single_ways import with_single_ways
@@ -371,6 +374,27 @@ def test_a_device_and_a_host_too_small_for_an_equal_part_make_no_plan_infeasible
     assert isinstance(alone, Answer)
     assert isinstance(both, Answer)
     assert both.best.forecast.batch_s <= alone.best.forecast.batch_s * (1 + 1e-9)
+
+
+def test_copies_are_planned_once_for_drafts_whose_state_exceeds_all_tiers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search for three unlike machines spent most of its time on plans that no tier could hold."""
+    planned: list[Program] = []
+    paged = Paging.paged
+
+    def counted(self: Paging, program: Program, cut: Cut, *, is_brief: bool = False) -> Program:
+        planned.append(program)
+        return paged(self, program, cut, is_brief=is_brief)
+
+    monkeypatch.setattr(Paging, "paged", counted)
+    problem = PlanningProblem(PROFILE, cluster(), request(TierLimits(60 * MB, 2 * MB)))
+    walk = PagedWalk(problem, is_brief=False)
+    seed = Draft(Outline("1f1b", 2, 1, (1,), 4), ((0,), (1,)), (len(PROFILE.units) // 2,))
+    assert not walk.can_fit(seed)
+    assert len(planned) == 1
+    with pytest.raises(BiremeError, match=r"at least .* \(\d+ bytes\)"):
+        raise walk.refusal()
 
 
 def test_a_host_too_small_overflows_to_the_disk_or_is_refused_with_a_number() -> None:

@@ -36,6 +36,7 @@ from bireme.plan.search.tied_gradients import Tied, TiedGradients, tied_rings
 from bireme.plan.search.tier_budgets import tier_links_of
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
+from bireme.schedule.sizes import Sizes
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.gathering import REPLICAS
 from bireme.simulate.simulator import simulate
@@ -189,6 +190,24 @@ class PlanEvaluator:
             host_updates=host_updates,
             is_summed=bool(self._tied_of(draft)) or draft.outline.width > 1,
         )
+
+    def least_kept_bytes(self, draft: Draft) -> list[float]:
+        """The bytes that each rank keeps over all its tiers at the least: a version of its weights, the state
+        of its optimizer and, if its stages step together, all its gradients.
+        """
+        costs = self._work(draft, max(draft.outline.sizes)).costs
+        asked = self._problem.request.memory
+        steps_apart = asked is not None and asked.updates_apart
+        kept = [0.0] * draft.outline.num_ranks
+        for stage, rank in enumerate(draft.outline.rank_of_stage):
+            kept[rank] += costs.weight_bytes[stage] + costs.optimizer_bytes[stage]
+            kept[rank] += 0.0 if steps_apart else costs.gradient_bytes[stage]
+        return kept
+
+    def sizes(self, draft: Draft) -> Sizes:
+        """The bytes of what each stage keeps, of the largest micro-batches."""
+        sizes = self._work(draft, max(draft.outline.sizes)).costs.sizes()
+        return sizes if draft.splits_backward else replace(sizes, waiting=(), halves=())
 
     def _bottleneck(self, draft: Draft, floor: LowerBound, slowest: Timeline) -> str:
         seconds, rank, lower = busiest_wire(slowest)

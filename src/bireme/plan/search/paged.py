@@ -80,7 +80,7 @@ def with_paging(
         seeds += within.candidates[:most_seeds] if isinstance(within, Answer) else ()
     for seed in sorted(dict.fromkeys(seeds), key=cost):
         if cost(seed) * AS_GOOD < least:
-            best = walk.best_from(draft_of(seed.plan, cluster), cost(seed))
+            best = walk.best_from(draft_of(seed.plan, cluster), cost(seed), least)
             if best is not None:
                 paged.append(best)
                 least = min(least, cost(best))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
+from operator import gt
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
@@ -22,8 +23,10 @@ from bireme.plan.search.draft_paging import update_places
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.tier_budgets import budgets_of
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named
+from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule
 from bireme.schedule.working_sets import least_device_bytes
 
@@ -75,8 +78,11 @@ class PagedWalk:
         """Whether a draft fits without paging."""
         return has_room(self._evaluator.forecast(draft))
 
-    def best_from(self, seed: Draft, least_cost: float) -> Candidate | None:
-        """The best plan that is found from one that may not fit, and costs that with room for everything."""
+    def best_from(self, seed: Draft, least_cost: float, most_cost: float = math.inf) -> Candidate | None:
+        """The best plan that is found from one that may not fit, and costs that with room for everything.
+
+        A plan that costs `most_cost` or more is returned as it is found: its copies are not tuned.
+        """
         at = next((one for one in self._first(seed) if self._forecast(one) is not None), None)
         if at is None:
             return None
@@ -90,7 +96,7 @@ class PagedWalk:
                 if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
                     at, least, is_better = other, self._cost(other), True
                     break
-        return self._settled(at)
+        return self._settled(at) if least < most_cost else self._candidate(self._fitting[at])
 
     def best_seen(self, *, again: bool) -> Candidate | None:
         """The best of all that was simulated and pages, of those that recompute or of the others."""
@@ -258,9 +264,35 @@ class PagedWalk:
         self._seen[draft], self._fitting[draft] = forecast, fitting
         return forecast
 
+    @property
+    def _has_reason(self) -> bool:
+        """Whether a refusal could give a number already."""
+        return self._least is not None or isinstance(self._error, TierTooSmallError)
+
+    def _overflows(self, draft: Draft) -> bool:
+        """Whether a rank keeps more than all its tiers hold: first by its state, which needs no program, then
+        by the peak of its program.
+        """
+        rooms = [
+            math.inf if one.host_bytes is None else one.device_bytes + one.host_bytes + one.disk_bytes
+            for one in budgets_of(self._problem, draft.grid)
+        ]
+        if any(map(gt, self._evaluator.least_kept_bytes(draft), rooms)):
+            return True
+        asked = self._problem.request.memory
+        if min(rooms) == math.inf or (asked is not None and asked.updates_apart):
+            return False
+        program, sizes = draft.resident_program(), self._evaluator.sizes(draft)
+        return any(
+            room < math.inf and resident(program, rank, sizes).peak_bytes > room
+            for rank, room in enumerate(rooms)
+        )
+
     def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
         """What a draft promises that updates there, and the draft so; None where it does not fit."""
         try:
+            if self._has_reason and self._overflows(draft):
+                return None  # planning its copies would take long
             placed = replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
             found = self._evaluator.forecast(placed, is_brief=True)
         except TierTooSmallError as error:

@@ -6,7 +6,6 @@ could not be better, by bounds that hold (see docs/search.md). Else shapes, mapp
 ones, and a walk from neighbour to neighbour follows.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,15 +55,19 @@ def find_plan(
     tell = progress or (lambda _share: None)
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
+        on_all = asked.devices
+
         def on_devices(asked: PlanRequest, most_cost: float) -> Answer | NothingFits:
+            is_subset = asked.devices != on_all
+
             def share(done: float) -> None:
-                if most_cost == math.inf:  # the first search takes longest
+                if not is_subset:  # the first search takes longest
                     tell((place + done) / count)
 
             def on(machines: Cluster, asked: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
                 return _found(profile, machines, asked, share, is_brief=is_brief, is_tight=is_tight)
 
-            walks_briefly = is_brief or most_cost < math.inf
+            walks_briefly = is_brief or is_subset
             if asked.shares_weights:
                 return with_gathering(profile, cluster, asked, on, is_brief=walks_briefly)
             if asked.memory is None:

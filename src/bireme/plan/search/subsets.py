@@ -3,7 +3,7 @@
 A plan for some of the devices is a plan for all of them, so more devices make no plan infeasible, and none
 slower. An exhaustive search considers every subset by itself; a heuristic search and the walk of plans that
 page begin with the fastest devices, and may miss a plan for a few devices with more memory. Subsets whose
-work alone costs more than the best plan so far are not searched. Once there is a plan, walks are brief.
+work alone costs more than the best plan so far are not searched. Walks on subsets are brief.
 """
 
 import math
