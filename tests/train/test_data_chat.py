@@ -169,6 +169,25 @@ def test_the_closing_sample_answers_a_question_and_stops_at_the_end_of_the_answe
         assert made.backend.decode(speaker.asked) == f"[user]{question}<end>[assistant]"
 
 
+class _OnlyLoss(torch.nn.Module):
+    """Cannot predict without labels."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (input_ids - labels).float().mean()
+
+
+def test_a_model_of_ones_own_that_needs_labels_writes_no_closing_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ended in a `TypeError` after its weights were saved."""
+    (tmp_path / "text.txt").write_text("a text " * 100)
+    data = prepare_data(DataRequest(str(tmp_path / "text.txt"), length=20), ModelSide({}), 1)
+    monkeypatch.setattr(text_sample, "_model", lambda _run, _weights: _OnlyLoss())
+    run = load_run_file(None, ["model.source=mine.py:build"])
+    weights: Any = SimpleNamespace(num_bytes=1)
+    assert text_sample.written(run, weights, data) == ""
+
+
 def test_each_conversation_is_a_sample_and_lost_answers_are_told(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="datasets is not installed")
     made: Any = tokenizer(tmp_path / "tokenizer", PLAIN)

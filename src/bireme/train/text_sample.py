@@ -32,7 +32,8 @@ LARGEST_BYTES = 8 * 2**30
 
 @torch.no_grad()
 def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
-    """What the model writes after the run's prompt; nothing where it does not write text, or is large.
+    """What the model writes after the run's prompt; nothing if it is large, or if a function's model needs
+    more than `input_ids` to predict.
 
     A model that has learned answers gets a question, in the form in which it has learned them: the prompt as
     a user's message, or the first question of its data if the run file has no prompt of its own.
@@ -51,6 +52,10 @@ def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
         torch.set_num_threads(1)
     try:
         return tokenizer.decode(_continued(model, first, run, tokenizer.num_tokens, ends))
+    except Exception:
+        if run.model.source.startswith(("gpt:", "hf:")):
+            raise
+        return ""  # a model of the user's own may need labels, or return only its loss
     finally:
         torch.set_num_threads(before)
 
@@ -127,7 +132,7 @@ def _continued(
     ids = list(first)
     for _ in range(run.log.sample_tokens):
         outputs = model(input_ids=torch.tensor([ids[-run.data.length :]]))
-        logits: Tensor = outputs["logits"][0, -1].float()
+        logits: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1].float()
         logits[num_tokens:] = -torch.inf
         shares = torch.softmax(logits / TEMPERATURE, dim=-1)
         chosen = int(torch.multinomial(shares, 1, generator=generator))
