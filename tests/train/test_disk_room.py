@@ -1,6 +1,7 @@
 """What a run saves has room before it starts, and no run ends well without the model that was asked for."""
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from io import FileIO
@@ -19,6 +20,24 @@ from tests.support.command import bireme
 from tests.support.training import settings, steps_of_checkpoints, write_run
 
 pytestmark = pytest.mark.slow
+
+OWN_MODEL = """
+import torch
+from torch import nn
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(257, 8), nn.Linear(8, 257)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.tokens(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+def model():
+    ids = torch.ones(2, 32, dtype=torch.long)
+    return Reader(), {"input_ids": ids, "labels": ids}
+"""
 
 BRIEF = settings(training__steps=3, checkpoint__every_steps=0)
 
@@ -132,3 +151,26 @@ def test_a_run_without_room_for_its_result_is_refused_before_it_starts(
     monkeypatch.setattr(disk_room, "free_bytes", lambda _path: None)
     more = settings(training__steps=4, training__schedule_steps=3)
     assert bireme(capsys, "resume", str(run), *more).status == 0
+
+
+def test_room_for_the_initial_weights_of_an_own_model_counts_while_its_run_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take 4 bytes per parameter until the run has ended, beside its checkpoints and its model."""
+    path = write_run(tmp_path, "1f1b", 1)
+    (tmp_path / "own.py").write_text(OWN_MODEL)
+    words = [*BRIEF, "--set", f"model.source={json.dumps(f'python:{tmp_path}/own.py:model')}"]
+    dry = bireme(capsys, "train", str(path), *words, "--dry-run", "--json")
+    assert dry.status == 0, dry.err
+    disk = dry.document["disk"]
+    assert disk["initial_bytes"] == disk["export_bytes"] == 4 * (257 * 8 + 8 * 257 + 257)
+    assert disk["needed_bytes"] == sum(
+        disk[name] for name in ("initial_bytes", "checkpoint_bytes", "export_bytes")
+    )
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _path: disk["needed_bytes"] - 1)
+    result = bireme(capsys, "train", str(path), *words)
+    assert result.status == 2
+    assert "initial weights of 17.1 KiB, 1 checkpoint of" in result.err
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _path: disk["needed_bytes"])
+    assert bireme(capsys, "train", str(path), *words).status == 0

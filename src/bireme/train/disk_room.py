@@ -1,8 +1,9 @@
 """Room on the disk for what a run saves: how much its checkpoints and its model take, and how much is free.
 
-Sizes are those of the tensors, which follow from the graph, the optimizer and the rule of updates. Headers of
-files come on top, and what a run keeps of components of gradients (`principal/` in `runtime/snapshot.py`). A
-quota of a user is not seen unless the file system reports it as its own size.
+Sizes are those of the tensors, which follow from the graph, the optimizer and the rule of updates. The initial
+weights that a function of the user made count while they are not written yet. Headers of files come on top, and
+what a run keeps of components of gradients (`principal/` in `runtime/snapshot.py`). A quota of a user is not
+seen unless the file system reports it as its own size.
 """
 
 from dataclasses import asdict, dataclass
@@ -26,20 +27,23 @@ __all__ = ["DiskRoom", "check_room", "disk_room"]
 class DiskRoom:
     """What a run needs of the disk, and what is free there. `num_checkpoints` are those that come on top of
     the checkpoints that exist, at the moment when there are most; with `deletes_one` an old checkpoint goes
-    before the model is exported. `free_bytes` is None if it is not known.
+    before the model is exported. `initial_bytes` are those of the initial weights that are still to be
+    written, and stay until the run has ended. `free_bytes` is None if it is not known.
     """
 
     checkpoint_bytes: int
     num_checkpoints: int
     export_bytes: int
     deletes_one: bool
+    initial_bytes: int
     free_bytes: int | None
 
     @property
     def needed_bytes(self) -> int:
         """Of all that is written, at the moment when there is most."""
         before = self.num_checkpoints * self.checkpoint_bytes
-        return max(before, before - self.deletes_one * self.checkpoint_bytes + self.export_bytes)
+        at_end = before - self.deletes_one * self.checkpoint_bytes + self.export_bytes
+        return self.initial_bytes + max(before, at_end)
 
     @property
     def is_short(self) -> bool:
@@ -50,11 +54,13 @@ class DiskRoom:
     def sentence(self) -> str:
         """What is needed and what is free, for people."""
         each = f"of {bytes_text(self.checkpoint_bytes)}"
-        saved = [f"{counted(self.num_checkpoints, 'checkpoint')} {each}"] if self.num_checkpoints else []
+        saved = [f"initial weights of {bytes_text(self.initial_bytes)}"] if self.initial_bytes else []
+        saved += [f"{counted(self.num_checkpoints, 'checkpoint')} {each}"] if self.num_checkpoints else []
         saved += [f"the model of {bytes_text(self.export_bytes)}"] if self.export_bytes else []
         free = "an unknown amount" if self.free_bytes is None else bytes_text(self.free_bytes)
         needed = bytes_text(self.needed_bytes)
-        return f"{' and '.join(saved)} need up to {needed} at a time, and {free} is free"
+        listed = f"{', '.join(saved[:-1])} and {saved[-1]}" if len(saved) > 1 else "".join(saved)
+        return f"{listed} need up to {needed} at a time, and {free} is free"
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON."""
@@ -68,15 +74,17 @@ def disk_room(prepared: Prepared, folder: RunFolder, step: int = 0) -> DiskRoom 
     if step < steps and (every := wanted.every_steps):
         most += (steps - 1) // every - step // every
     there = len(find_checkpoints(folder.checkpoints(run)))
-    if not most and not there:
+    initial_bytes = 0 if prepared.initial is None else prepared.initial.num_bytes
+    if not most and not there and not initial_bytes:
         return None
     limit = max(LEAST_KEPT, wanted.keep) + 1 - there
     deletes_one = bool(most and wanted.keep) and most >= limit
     return DiskRoom(
         _checkpoint_bytes(prepared),
         max(1, limit) if deletes_one else most,
-        _export_bytes(prepared) if run.export.at_end else 0,
+        _export_bytes(prepared) if run.export.at_end and (most or there) else 0,
         deletes_one,
+        initial_bytes,
         free_bytes(folder.path),
     )
 

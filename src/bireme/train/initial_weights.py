@@ -44,7 +44,7 @@ class InitialWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the tensors take on the disk."""
+        """The bytes that `write` will put on the disk; 0 after it."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     def write(self, folder: Path) -> None:
