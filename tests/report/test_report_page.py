@@ -14,6 +14,7 @@ from bireme.report import palette
 from bireme.report.page.figures import headline
 from bireme.report.page.lanes import themed
 from bireme.report.page.page import page
+from bireme.report.page.recorded import write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.shapes import Rect, Text
 from bireme.schedule.instruction import Kind
@@ -241,6 +242,22 @@ def test_the_trace_is_that_of_the_measured_timeline(
     events = json.loads(trace.read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert max(ends) == pytest.approx(timelines_of()[1].makespan_s * 1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("width", "name"), [(1, "agreement of stages"), (2, "gradient sync")])
+def test_a_trace_names_a_gradient_sync_only_if_there_are_replicas(
+    width: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, trace = (make_run if width == 1 else run_with_replicas)(tmp_path / "run"), tmp_path / "trace.json"
+    measured = timelines_of()[1]
+    for rank in measured.ranks:  # each REDUCE takes until the next instruction
+        for place, step in enumerate(rank.track[:-1]):
+            if step.kind is Kind.REDUCE:
+                rank.end_s[place] = rank.start_s[place + 1]
+    write_recorded(measured, folder / "timeline-measured.json")
+    assert bireme(capsys, "report", str(folder), "--trace", str(trace)).status == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "sync"} == {name}
 
 
 def test_a_trace_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,4 +87,4 @@ def _write_trace(run: "Run", path: Path) -> None:
             f"{run.folder} has no timeline that can be traced.{why} `bireme train --set log.trace=true` "
             "records a few batches."
         )
-    write_trace(timeline, path)
+    write_trace(timeline, path, has_replicas=run.plan is None or run.plan.plan.width > 1)

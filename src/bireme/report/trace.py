@@ -42,10 +42,16 @@ COLOURS = (
 
 EVENTS_A_CHUNK = 1000
 
+AGREEMENT = "agreement of stages"
+"""What a rank without other replicas does in REDUCE: it waits for what all stages of its pipeline found."""
 
-def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the trace; memory is in it where the timeline kept the series."""
-    write_chunks_atomically(path, _chunks(_events(timeline)))
+
+def write_trace(timeline: Timeline, path: Path, *, has_replicas: bool = True) -> None:
+    """Write the trace; memory is in it if the timeline kept the series.
+
+    Without replicas no event is named a gradient sync.
+    """
+    write_chunks_atomically(path, _chunks(_events(timeline, GRADIENT_SYNC if has_replicas else AGREEMENT)))
 
 
 def _chunks(events: Iterator[Event]) -> Iterator[bytes]:
@@ -57,14 +63,14 @@ def _chunks(events: Iterator[Event]) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _events(timeline: Timeline) -> Iterator[Event]:
+def _events(timeline: Timeline, reduce_name: str) -> Iterator[Event]:
     threads = _Threads(timeline.program.num_ranks)
     for rank in timeline.ranks:
         process = _process(rank.rank)
         name = {"name": rank_name(timeline.program, rank.rank)}
         yield {"ph": "M", "name": "process_name", "pid": process, "args": name}
         yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": rank.rank}}
-        yield from _computed(timeline.program, rank, threads)
+        yield from _computed(timeline.program, rank, threads, reduce_name)
         yield from _memory(timeline, rank)
     for moved in timeline.paging:
         for copies in moved.copies:
@@ -118,14 +124,14 @@ class _Threads:
         yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
 
 
-def _computed(program: Program, rank: RankTimeline, threads: _Threads) -> Iterator[Event]:
+def _computed(program: Program, rank: RankTimeline, threads: _Threads, reduce_name: str) -> Iterator[Event]:
     for interval in rank.intervals():
         step = interval.instruction
         if step.kind in BUSY:
             name = label(program, step) if step.kind in COMPUTE else step.kind.name.capitalize()
             category = NAMES.get(step.kind, "step")
         elif step.kind is Kind.REDUCE and interval.end_s > interval.start_s:
-            name, category = GRADIENT_SYNC, "sync"
+            name, category = reduce_name, "sync"
         elif step.kind in AVERAGES:
             name, category = step.kind.name.replace("_", " ").capitalize(), "sync"
         else:
