@@ -1,9 +1,9 @@
 """Room on the disk for what a run saves: how much its checkpoints and its model take, and how much is free.
 
-Sizes are those of the tensors, which follow from the graph, the optimizer and the rule of updates. The initial
-weights that a function of the user made count while they are not written yet. Headers of files come on top, and
-what a run keeps of components of gradients (`principal/` in `runtime/snapshot.py`). A quota of a user is not
-seen unless the file system reports it as its own size.
+Sizes are those of the tensors, which follow from the graph, the optimizer and the rule of updates. Those of
+the initial weights that a function of the user made count until they are written. Headers of files come on
+top, and what a run keeps of components of gradients (`principal/` in `runtime/snapshot.py`). A quota of a user is
+not seen unless the file system reports it as its own size.
 """
 
 from dataclasses import asdict, dataclass
