@@ -115,6 +115,9 @@ def test_bad_bytes_far_into_a_file_are_replaced(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "a.txt"
     path.write_bytes(b"abcdef\xffg")
     assert texts_of(one_file(path)) == ["abcdef\ufffdg"]
+    replaced: list[str] = []
+    list(one_file(path).passages(lambda _path: None, replaced.append))
+    assert replaced == [str(path)]
 
 
 def test_the_standard_library_is_always_the_same_and_has_no_tests() -> None:
@@ -306,14 +309,22 @@ def test_rows_that_only_the_library_reads_need_it(tmp_path: Path, monkeypatch: p
             open_source(str(text))
 
 
-def test_files_that_are_not_utf_8_are_named_in_a_warning(tmp_path: Path) -> None:
+def test_files_that_are_not_utf_8_are_named_in_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """Bytes far into a file that are not UTF-8 were once replaced without a word."""
+    del own_cache
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
     write(tmp_path, {"a.txt": "text\n" * 40})
+    (tmp_path / "f.txt").write_bytes(b"text\n" * 20 + b"caf\xe9\n" + "\ufffd".encode())
     for name in ("b.txt", "c.txt", "d.txt", "e.txt"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    data = prepare_data(DataRequest(str(tmp_path), length=8, evaluation_fraction=0.0), ModelSide({}), 1)
-    (note,) = data_notes(data)
-    assert note == (
+    warning = (
         f"Left out of {tmp_path}: 4 files that are not text in UTF-8, {tmp_path}/b.txt, {tmp_path}/c.txt, "
-        f"{tmp_path}/d.txt and 1 more. Convert them to UTF-8, or choose the files to read with data.pattern."
+        f"{tmp_path}/d.txt and 1 more. Replaced by U+FFFD in 1 file of {tmp_path}: bytes that are not UTF-8, "
+        f"in {tmp_path}/f.txt. Convert them to UTF-8, or choose the files to read with data.pattern."
     )
-    assert (data.num_files, data.loss_on) == (5, "all tokens")
+    for _ in range(2):  # the second time from the cache
+        data = prepare_data(DataRequest(str(tmp_path), length=8, evaluation_fraction=0.0), ModelSide({}), 1)
+        assert data_notes(data) == (warning,)
+    assert (data.num_files, data.loss_on) == (6, "all tokens")

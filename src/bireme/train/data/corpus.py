@@ -32,7 +32,7 @@ __all__ = ["Progress", "tokenised"]
 Progress = Callable[[float, str], None]
 """Is told what part is done, from 0 to 1, and what is being done."""
 
-FORMAT = 1
+FORMAT = 2
 
 MOST_NAMED = 3
 """Files or rows without text that are named in a warning."""
@@ -50,6 +50,9 @@ class _Record(BaseModel):
     num_skipped: int = Field(ge=0)
     skipped: tuple[str, ...] = ()
     """The first few files or rows that were left out."""
+    num_replaced: int = Field(ge=0)
+    replaced: tuple[str, ...] = ()
+    """The first few files of which bytes that are not UTF-8 were replaced."""
 
 
 def tokenised(
@@ -106,7 +109,15 @@ def _kept(folder: Path, source: TextFiles | SavedRows) -> Tokens | None:
         return None
     num_skipped = record.num_skipped + (len(source.skipped) if isinstance(source, TextFiles) else 0)
     return Tokens(
-        source.origin, ids, ends, ids.dtype.kind == "i", num_skipped, record.num_skipped, record.skipped
+        source.origin,
+        ids,
+        ends,
+        has_uncounted=ids.dtype.kind == "i",
+        num_skipped=num_skipped,
+        num_unread=record.num_skipped,
+        unread=record.skipped,
+        num_replaced=record.num_replaced,
+        replaced=record.replaced,
     )
 
 
@@ -124,9 +135,10 @@ def _write(
     folder: Path, source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress
 ) -> None:
     skipped: list[str] = []
+    replaced: list[str] = []
     dtype = dtype_of(source, tokenizer)
     writer = _Writer(source, dtype, progress)
-    documents = encoded(source, tokenizer, skipped.append)
+    documents = encoded(source, tokenizer, skipped.append, replaced.append)
     write_chunks_atomically(folder / TOKENS, writer.chunks(documents, skipped))
     write_bytes_atomically(folder / ENDS, writer.ends.tobytes())
     record = _Record(
@@ -136,6 +148,8 @@ def _write(
         num_documents=len(writer.ends),
         num_skipped=len(skipped),
         skipped=tuple(skipped[:MOST_NAMED]),
+        num_replaced=len(replaced),
+        replaced=tuple(replaced[:MOST_NAMED]),
     )
     write_text_atomically(folder / RECORD, record.model_dump_json(indent=2) + "\n")
 

@@ -22,8 +22,8 @@ MOST_CHARACTERS = 1 << 20
 MOST_UINT16 = 1 << 16
 ID_LIMIT = 1 << 31
 
-Skip = Callable[[str], None]
-"""Is told what was left out."""
+Name = Callable[[str], None]
+"""Takes the name of a file or a row, such as that of a file that was left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,14 @@ class Encoded:
     ends_document: bool
 
 
-def encoded(source: TextFiles | SavedRows, tokenizer: Tokenizer | None, skip: Skip) -> Iterator[Encoded]:
-    """The ids of all documents, each with the end of text after it; `skip` is told of those without any.
+def encoded(
+    source: TextFiles | SavedRows,
+    tokenizer: Tokenizer | None,
+    skip: Name,
+    replaced: Name = lambda _name: None,
+) -> Iterator[Encoded]:
+    """The ids of all documents, each with the end of text after it. Calls `skip` with each file or row
+    without text, and `replaced` with each file of which bytes that are not UTF-8 were replaced.
 
     A source that holds ids needs no tokenizer; if there is one, its end of text is put after each row that
     does not have it. A conversation ends as its template says.
@@ -48,7 +54,8 @@ def encoded(source: TextFiles | SavedRows, tokenizer: Tokenizer | None, skip: Sk
         return _of_rows(AnswerRows(tokenizer, source).encoded(skip), source.origin, None)
     if tokenizer is None:
         raise BiremeError(f"{source.origin} holds text, but there is no tokenizer for it.")
-    return _of_text(source, tokenizer, skip)
+    passages = source.passages(skip, replaced) if isinstance(source, TextFiles) else source.passages(skip)
+    return _of_text(passages, tokenizer)
 
 
 def dtype_of(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
@@ -66,10 +73,10 @@ def encoding_identity(source: TextFiles | SavedRows, tokenizer: Tokenizer | None
     return words
 
 
-def _of_text(source: TextFiles | SavedRows, tokenizer: Tokenizer, skip: Skip) -> Iterator[Encoded]:
+def _of_text(text: Iterator[Passage], tokenizer: Tokenizer) -> Iterator[Encoded]:
     """The tokens of all text. An empty document has none, not even its end."""
     has_begun = False
-    for passages in _gathered(source.passages(skip)):
+    for passages in _gathered(text):
         many = tokenizer.encode_many([passage.text for passage in passages])
         for passage, ids in zip(passages, many, strict=True):
             has_begun = has_begun or len(ids) > 0

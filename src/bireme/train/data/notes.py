@@ -1,6 +1,6 @@
 """What people should know of the data before they are trained on: sentences for the log of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bireme.report.units import counted
 from bireme.train.data.documents import DocumentSamples
@@ -49,18 +49,27 @@ def _losses(samples: Samples) -> Iterator[str]:
 
 
 def _unread(tokens: Tokens) -> Iterator[str]:
-    """A sentence on files that are no text, and on rows without any."""
-    if not tokens.num_unread or tokens.origin == BUILT_IN:
+    """A sentence on files that are not text, wholly or in part, and on rows without text."""
+    if tokens.origin == BUILT_IN or not (tokens.num_unread or tokens.num_replaced):
         return
-    num_more = tokens.num_unread - len(tokens.unread)
-    named = ", ".join(tokens.unread) + (f" and {num_more} more" if num_more else "")
+    named = _names(tokens.unread, tokens.num_unread)
     if named.startswith("row "):
         yield f"Left out of {tokens.origin}: {counted(tokens.num_unread, 'row')} without text, {named}."
         return
-    yield (
-        f"Left out of {tokens.origin}: {counted(tokens.num_unread, 'file')} that are not text in UTF-8, "
-        f"{named}. Convert them to UTF-8, or choose the files to read with data.pattern."
-    )
+    lost = []
+    if tokens.num_unread:
+        count = counted(tokens.num_unread, "file")
+        lost.append(f"Left out of {tokens.origin}: {count} that are not text in UTF-8, {named}.")
+    if tokens.num_replaced:
+        count = counted(tokens.num_replaced, "file")
+        among = f"Replaced by U+FFFD in {count} of {tokens.origin}: bytes that are not UTF-8, in"
+        lost.append(f"{among} {_names(tokens.replaced, tokens.num_replaced)}.")
+    yield f"{' '.join(lost)} Convert them to UTF-8, or choose the files to read with data.pattern."
+
+
+def _names(first: Sequence[str], count: int) -> str:
+    """The first few names of that count, and how many more there are."""
+    return ", ".join(first) + (f" and {count - len(first)} more" if count > len(first) else "")
 
 
 def _padding(samples: Samples) -> Iterator[str]:

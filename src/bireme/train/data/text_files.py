@@ -9,7 +9,7 @@ import fnmatch
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -76,11 +76,16 @@ class TextFiles:
             words.update(f"{file.path}\0{file.num_bytes}\0{file.modified_ns}\n".encode(errors="replace"))
         return f"files {words.hexdigest()}"
 
-    def passages(self, skip: Callable[[str], None]) -> Iterator[Passage]:
-        """All text; `skip` is told each file that turns out to be no text."""
+    def passages(
+        self, skip: Callable[[str], None], replaced: Callable[[str], None] = lambda _path: None
+    ) -> Iterator[Passage]:
+        """All text. Calls `skip` with each file that is no text, and `replaced` with each file of which bytes
+        after the first `PIECE_BYTES` are not UTF-8 and were replaced.
+        """
         for file in self.files:
             try:
-                yield from _passages_of(file.path)
+                if (yield from _passages_of(file.path)):
+                    replaced(str(file.path))
             except UnicodeDecodeError as error:
                 if self.must_read:
                     raise BiremeError(f"{file.path} cannot be read as UTF-8 text: {error}.") from error
@@ -190,27 +195,35 @@ def _listed(path: Path, skipped: list[str]) -> TextFile | None:
     return None
 
 
-def _passages_of(path: Path) -> Iterator[Passage]:
-    """A file's text. Raises where its first piece is no text; later bytes that are none are replaced.
+def _passages_of(path: Path) -> Generator[Passage, None, bool]:
+    """A file's text; returns whether bytes of the file were replaced.
 
-    For by then something of the file has been given away.
+    Raises if the first piece is not UTF-8. Later bytes that are not UTF-8 become U+FFFD, because text of the
+    file has been yielded by then.
     """
+    decoder, has_replaced = codecs.getincrementaldecoder("utf-8-sig")(), False
+
+    def decoded(piece: bytes, *, final: bool = False) -> str:
+        nonlocal has_replaced
+        try:
+            return decoder.decode(piece, final)
+        except UnicodeDecodeError:  # the decoder has kept its state
+            decoder.errors, has_replaced = "replace", True
+            return decoder.decode(piece, final)
+
     with path.open("rb") as file:
         begun = file.read(PIECE_BYTES)
         if b"\0" in begun:
             raise UnicodeDecodeError("utf-8", begun[:1], 0, 1, "text has no bytes that are 0")
-        strict = codecs.getincrementaldecoder("utf-8-sig")()
-        lenient = codecs.getincrementaldecoder("utf-8")("replace")
-        kept = strict.decode(begun, final=len(begun) < PIECE_BYTES)
-        # The start of a character that goes on in the next piece.
-        lenient.decode(strict.getstate()[0])
+        kept = decoder.decode(begun, final=len(begun) < PIECE_BYTES)
         num_bytes = len(begun)
         while piece := file.read(PIECE_BYTES):
             ready, kept = _cut(kept)
             yield Passage(ready, num_bytes, ends_document=False)
-            kept += lenient.decode(piece)
+            kept += decoded(piece)
             num_bytes = len(piece)
-        yield Passage(kept + lenient.decode(b"", final=True), num_bytes, ends_document=True)
+        yield Passage(kept + decoded(b"", final=True), num_bytes, ends_document=True)
+    return has_replaced
 
 
 def _cut(text: str) -> tuple[str, str]:

@@ -33,7 +33,8 @@ class Tokens:
     `document_ends` are where documents end, where that is known: the number of tokens up to and with the last
     of each. Where `has_uncounted` is set, a negative number n stands for the id -1-n of a token that is read
     but does not count in the loss. `origin` is what to call it all in a message; `num_skipped` says how many
-    files or rows were left out, of which `num_unread` hold no text; `unread` names the first few of these.
+    files or rows were left out, of which `num_unread` hold no text; `unread` names the first few of these. Of
+    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them.
     """
 
     origin: str
@@ -43,6 +44,8 @@ class Tokens:
     num_skipped: int = 0
     num_unread: int = 0
     unread: tuple[str, ...] = ()
+    num_replaced: int = 0
+    replaced: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
