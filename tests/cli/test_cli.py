@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,29 @@ def test_torch_prints_its_errors_only_unless_the_user_says_otherwise(monkeypatch
         with pytest.raises(SystemExit):
             main()
         assert os.environ["TORCH_CPP_LOG_LEVEL"] == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*VERBS, "cluster discover", "cluster show", "cluster probe", "bench engine"],
+)
+def test_help_is_readable_in_80_columns(words: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of --objective were once broken over lines, and left 19 characters for its help."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = bireme(capsys, *words.split(), "--help").out
+    assert max(map(len, shown.splitlines())) <= 80
+    known = set(shown.split())
+    command = Verbs().get_command(None, words.split()[0])
+    for word in words.split()[1:]:
+        command = command.commands[word]
+    for parameter in command.params:
+        if getattr(parameter, "hidden", False):
+            continue
+        given = parameter.metavar or ""
+        assert {*given.split()} <= known, f"{given} is broken over lines"
+        assert {",".join(name for name in parameter.opts if name.startswith("--"))} <= {*known, ""}
+    begins = [len(found[1]) for found in re.finditer(r"^│( {12,})\S", shown, re.MULTILINE)]
+    assert max(begins, default=0) <= 54, "less than 24 characters are left for help"
 
 
 def test_the_help_of_all_says_of_each_verb_what_its_own_help_says() -> None:

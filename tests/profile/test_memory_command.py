@@ -87,8 +87,8 @@ def test_the_document_s_swaps_are_possible_and_save_what_it_says(document: dict[
 
 
 @pytest.mark.slow
-def test_the_report_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def test_the_report_is_readable_in_80_columns(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     words = ["memory", GPT, "--batch", "32", "--optimizer", "sgd", "--bandwidth", "1e9"]
     result = bireme(capsys, *words)
     assert result.status == 0
@@ -101,7 +101,7 @@ def test_the_report_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch
         "1 GB/s",
     ):
         assert part in text
-    assert max(map(len, result.out.splitlines())) <= 100
+    assert max(map(len, result.out.splitlines())) <= 80
     assert len(result.out.splitlines()) < 60
 
 

@@ -47,6 +47,7 @@ def evaluate(
             "evaluates itself.",
             show_default=False,
             min=0,
+            metavar="N",
         ),
     ] = None,
     workers: Annotated[
@@ -55,6 +56,7 @@ def evaluate(
             help="Processes that share the model as a pipeline; by default as many as its weights need.",
             show_default=False,
             min=1,
+            metavar="N",
         ),
     ] = None,
     set_: Sets = None,

@@ -79,7 +79,10 @@ Freeze = Annotated[
 LoraRank = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Train a LoRA adapter of this rank and freeze the model.", rich_help_panel=PANEL
+        min=1,
+        metavar="RANK",
+        help="Train a LoRA adapter of this rank and freeze the model.",
+        rich_help_panel=PANEL,
     ),
 ]
 LoraTarget = Annotated[

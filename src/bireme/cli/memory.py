@@ -29,20 +29,21 @@ def memory(
         int,
         typer.Option(
             max=10_000,
+            metavar="N",
             help="Iterations to run before tracing, such as the first, which creates the optimizer's state.",
         ),
     ] = 1,
     bandwidth: Annotated[
         str,
         typer.Option(
-            metavar="BYTES_PER_S[,BYTES_PER_S]",
-            help="Bandwidth of the link for swapping: one number for both directions, or out,in.",
+            metavar="OUT[,IN]",
+            help="Bytes per second of the link for swapping: a number for both directions, or out,in.",
         ),
     ] = "12e9",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:1.")] = "cpu",
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg|FILE.html", help="Draw the lifetimes of all blocks."),
+        typer.Option(metavar="FILE", help="Draw the lifetimes of all blocks to a .svg or .html file."),
     ] = None,
     as_json: Json = False,
 ) -> None:

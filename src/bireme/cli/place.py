@@ -52,16 +52,20 @@ def place(
     objective: Annotated[
         Objective | None,
         search_option(
-            **word("objective", *Objective),
-            help="What to minimise; by default training if there are backward nodes, else throughput.",
+            **word(
+                "objective",
+                *Objective,
+                metavar="GOAL",
+                text="Time to minimise: {}; by default training if there are backward nodes, else "
+                "throughput.",
+            ),
             show_default=False,
         ),
     ] = None,
     method: Annotated[
         Method,
         search_option(
-            **word("method", *Method),
-            help="Search method.",
+            **word("method", *Method, metavar="METHOD", text="Search method: {}."),
         ),
     ] = Method.AUTO,
     contiguous: Annotated[
@@ -99,8 +103,7 @@ def place(
     granularity: Annotated[
         Granularity,
         model_option(
-            **word("granularity", *Granularity),
-            help="Smallest part that is placed on its own.",
+            **word("granularity", *Granularity, metavar="PARTS", text="Parts that are placed: {}."),
         ),
     ] = Granularity.OPERATORS,
     copy_tied: Annotated[
@@ -143,7 +146,10 @@ def place(
         Path | None, output_option(metavar="FILE.json", help="Write the split in the published format.")
     ] = None,
     picture: Annotated[
-        Path | None, output_option(metavar="FILE.svg|FILE.png|FILE.dot", help="Draw the placed graph.")
+        Path | None,
+        output_option(
+            metavar="FILE", help="Draw the placed graph to a file that ends in .svg, .png or .dot."
+        ),
     ] = None,
     force: Force = False,
     as_json: Json = False,

@@ -43,6 +43,8 @@ __all__ = ["plan"]
 
 given_option = partial(typer.Option, rich_help_panel="Model, batch and machines")
 constraint_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
+freedom_option = partial(typer.Option, rich_help_panel="What the plan may do")
+memory_option = partial(typer.Option, rich_help_panel="Memory of each process")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 
@@ -69,13 +71,19 @@ def plan(
             "--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."
         ),
     ] = "auto",
-    synchronous: Annotated[bool, constraint_option("--synchronous", help="Forbid delayed updates.")] = False,
+    synchronous: Annotated[bool, freedom_option("--synchronous", help="Forbid delayed updates.")] = False,
     objective: Annotated[
         str,
         constraint_option(
-            **word("objective", "time-to-loss", "throughput", "energy"),
-            help="What to optimise; throughput ignores the extra steps that delayed updates cost, energy "
-            "needs the watts of all devices.",
+            **word(
+                "objective",
+                "time-to-loss",
+                "throughput",
+                "energy",
+                metavar="GOAL",
+                text="What to optimise: {}. Throughput ignores the extra steps that delayed updates cost; "
+                "energy needs the watts of all devices.",
+            ),
         ),
     ] = "time-to-loss",
     penalty: Annotated[
@@ -100,23 +108,27 @@ def plan(
         int | None, constraint_option(help="Allow steps of up to this many samples.")
     ] = None,
     memory_fraction: Annotated[
-        float, constraint_option(help="Share of each device's memory that the plan may use.")
+        float, memory_option(help="Share of each device's memory that the plan may use.")
     ] = 1.0,
     devices: Annotated[
         str | None, constraint_option(metavar="NAME,…", help="Use only these devices.")
     ] = None,
     recompute: Annotated[
         str,
-        constraint_option(
-            **word("kind of recompute", "never", "where-needed", "always"),
-            help="Which stages recompute activations to save memory.",
+        memory_option(
+            **word(
+                "kind of recompute",
+                "never",
+                "where-needed",
+                "always",
+                metavar="WHEN",
+                text="When stages recompute activations to save memory: {}.",
+            ),
         ),
     ] = "where-needed",
     lookahead: Annotated[
         bool,
-        constraint_option(
-            help="Allow stages to run further ahead to hide slow links; other frameworks cannot."
-        ),
+        freedom_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
     ] = True,
     codec: Annotated[
         str,
@@ -149,14 +161,20 @@ def plan(
     ] = None,
     shard: Annotated[
         str,
-        constraint_option(
-            **word("thing to share", "none", "optimizer", "weights"),
-            help="What replicas of a stage share, as memory.shard of a run file.",
+        memory_option(
+            **word(
+                "thing to share",
+                "none",
+                "optimizer",
+                "weights",
+                metavar="STATE",
+                text="State that replicas of a stage share, as memory.shard of a run file: {}.",
+            ),
         ),
     ] = "none",
     device_memory: Annotated[
         str | None,
-        constraint_option(
+        memory_option(
             metavar="BYTES|auto",
             help="Memory that each process may use of its device, such as 6GB, or all of it; what does not "
             "fit may be paged to the host.",
@@ -164,27 +182,39 @@ def plan(
     ] = None,
     host_memory: Annotated[
         str | None,
-        constraint_option(
+        memory_option(
             metavar="BYTES",
             help="Host memory of each process, 0 for none; by default its share of the host's.",
         ),
     ] = None,
     disk: Annotated[
         str | None,
-        constraint_option(metavar="BYTES|auto", help="Disk space of each process; by default none."),
+        memory_option(metavar="BYTES|auto", help="Disk space of each process; by default none."),
     ] = None,
     memory_optimizer: Annotated[
         str,
-        constraint_option(
-            **word("place for the optimizer to step", "auto", "device", "host"),
-            help="Where the optimizer steps what is paged, as memory.optimizer of a run file.",
+        memory_option(
+            **word(
+                "place for the optimizer to step",
+                "auto",
+                "device",
+                "host",
+                metavar="PLACE",
+                text="Place where the optimizer steps paged weights, as memory.optimizer of a run file: {}.",
+            ),
         ),
     ] = "auto",
     memory_updates: Annotated[
         str,
-        constraint_option(
-            **word("order of updates", "agreed", "apart"),
-            help="When stages that are paged step, as memory.updates; apart needs runs without clipping.",
+        memory_option(
+            **word(
+                "order of updates",
+                "agreed",
+                "apart",
+                metavar="ORDER",
+                text="Order in which paged stages step, as memory.updates: {}. The order apart needs runs "
+                "without clipping.",
+            ),
         ),
     ] = "agreed",
     pin: Annotated[
@@ -197,7 +227,7 @@ def plan(
         ),
     ] = None,
     whole_layers: Annotated[
-        bool, constraint_option("--whole-layers", help="Cut only between layers, as other frameworks do.")
+        bool, freedom_option("--whole-layers", help="Cut only between layers, as other frameworks do.")
     ] = False,
     measure_batch: Annotated[
         list[int] | None,

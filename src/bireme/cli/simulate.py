@@ -177,7 +177,7 @@ def simulate(
         Path | None, output_option(metavar="FILE.json", help="Write a Chrome trace, for ui.perfetto.dev.")
     ] = None,
     picture: Annotated[
-        Path | None, output_option(metavar="FILE.svg|FILE.png", help="Draw the timeline to a file.")
+        Path | None, output_option(metavar="FILE", help="Draw the timeline to a .svg or .png file.")
     ] = None,
     force: Force = False,
     as_json: Json = False,

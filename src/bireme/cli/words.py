@@ -7,10 +7,10 @@ from bireme.errors import BiremeError, closest
 __all__ = ["word"]
 
 
-def word(what: str, *known: str) -> dict[str, Any]:
+def word(what: str, *known: str, metavar: str, text: str) -> dict[str, Any]:
     """What makes an option of typer take one of these words, such as an enum's members.
 
-    `what` is what to call it in an error.
+    `what` is what to call it in an error. The words replace `{}` in the help text.
     """
     words = [str(one) for one in known]
 
@@ -22,4 +22,10 @@ def word(what: str, *known: str) -> dict[str, Any]:
     def completed(incomplete: str) -> list[str]:
         return [one for one in words if one.startswith(incomplete)]
 
-    return {"parser": parsed, "autocompletion": completed, "metavar": "|".join(words)}
+    listed = f"{', '.join(words[:-1])} or {words[-1]}"
+    return {
+        "parser": parsed,
+        "autocompletion": completed,
+        "metavar": metavar,
+        "help": text.format(listed),
+    }
