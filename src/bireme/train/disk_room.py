@@ -2,8 +2,8 @@
 
 Sizes are those of the tensors, which follow from the graph, the optimizer and the rule of updates. Those of
 the initial weights that a function of the user made count until they are written. Headers of files come on
-top, and what a run keeps of components of gradients (`principal/` in `runtime/snapshot.py`). A quota of a user is
-not seen unless the file system reports it as its own size.
+top, and what a run keeps of components of gradients (`principal/` in `runtime/snapshot.py`). A quota of a
+user is not seen unless the file system reports it as its own size.
 """
 
 from dataclasses import asdict, dataclass
