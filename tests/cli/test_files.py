@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,11 +16,25 @@ from bireme.cluster.cluster_file import load_cluster, read_cluster
 from bireme.cluster.cluster_text import cluster_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.placement.workload_file import read_workload
+from bireme.model.argument import Reference
+from bireme.model.graph import Graph, Operator, Output, State, Value
+from bireme.model.graph_file import load_graph, save_graph
+from bireme.placement.split_file import read_split
+from bireme.placement.workload_file import load_workload, read_workload
+from bireme.plan import plan as plans
 from bireme.plan.plan_file import load_plan
+from bireme.plan.window_file import read_windows, write_windows
 from bireme.profile.profile_file import load_profile, save_profile
+from bireme.report.page.recorded import read_recorded
 from bireme.schedule import torch_csv
+from bireme.train.folder import RunFolder
+from bireme.train.private_census import Holding, load_census, write_census
+from bireme.train.restart_limit import check_restart_limit
+from bireme.train.run_file import load_run_file
+from bireme.train.same_data import DataIdentity, load_identity, write_identity
+from tests.plan.test_plan_paging import hand_plan
 from tests.support.extent import examples
+from tests.support.run_folders import make_run, plan_of
 
 
 def test_a_link_is_written_through(tmp_path: Path) -> None:
@@ -55,21 +69,88 @@ def _sample_files(folder: Path) -> dict[Path, Callable[[Path], object]]:
     workload.write_text(Path("examples/placement/branches.json").read_text())
     schedule = folder / "schedule.csv"
     schedule.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    return {
+    split = folder / "split.json"
+    placed = load_workload(workload)
+    split.write_text(json.dumps({"fpgas": [{"nodes": [node.id for node in placed.nodes]}], "cpus": []}))
+    graph = folder / "graph.json"
+    save_graph(_graph(), graph)
+    windows, paged = folder / "windows.json", hand_plan()
+    write_windows(windows, [paged])
+    run = folder / "run.toml"
+    run.write_text('format = 1\n[model]\nsource = "gpt:layers=2"\n[training]\nsteps = 12\nbatch_size = 8\n')
+    identity = folder / "data.json"
+    write_identity(identity, DataIdentity("texts", 8, 64, "0f" * 32, None))
+    census = folder / "private.json"
+    write_census(census, {"vm": Holding(3, "0f", "key")})
+    starts = folder / "starts.json"
+    starts.write_text('{"step": 4, "starts": 2}\n')
+    timeline = make_run(folder / "run", steps=5) / "timeline-measured.json"
+
+    def check_starts(path: Path) -> None:
+        (folder / "run" / "starts.json").write_bytes(path.read_bytes())
+        check_restart_limit(RunFolder(folder / "run"), 4)
+
+    readers: dict[Path, Callable[[Path], object]] = {
         plan: load_plan,
         profile: load_profile,
         cluster: read_cluster,
         workload: read_workload,
         schedule: torch_csv.load,
+        split: lambda path: read_split(path, placed),
+        graph: load_graph,
+        windows: lambda path: read_windows(path, [paged]),
+        run: load_run_file,
+        identity: load_identity,
+        census: load_census,
+        starts: check_starts,
+        timeline: lambda path: read_recorded(path, plan_of().plan),
     }
+    for path, read in readers.items():
+        read(path)
+    return readers
 
 
-@examples(200)
-@given(place=st.integers(0, 4), data=st.data())
+NUM_KINDS = 13
+
+
+def _graph() -> Graph:
+    """The graph of x + 1."""
+    made = Value("y", ("b", 3), "float32")
+    added = Operator("aten.add.Tensor", (Reference("x"), 1), (), (None, made), is_tuple=True)
+    inputs, states = (Value("x", ("b", 3), "float32"),), (State("held", (2,), "uint8", data=b"\0\1"),)
+    return Graph("g", False, 2, True, inputs, (), (), states, (added,), (Output("output", Reference("y")),))
+
+
+@pytest.fixture(autouse=True)
+def _no_windows() -> Iterator[None]:
+    """Leaves no windows of a damaged file in the memory of plans."""
+    yield
+    plans.KNOWN.clear()
+    plans._remembered.cache_clear()
+
+
+def test_a_census_of_private_samples_that_is_another_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """It was a KeyError."""
+    path = tmp_path / "private.json"
+    path.write_text('{"step": 4, "starts": 2}')
+    with pytest.raises(BiremeError, match=r"private\.json"):
+        load_census(path)
+
+
+def test_a_count_of_starts_that_is_infinite_counts_as_none(tmp_path: Path) -> None:
+    """It was an OverflowError."""
+    (tmp_path / "starts.json").write_text('{"step": 4, "starts": 1e999}')
+    check_restart_limit(RunFolder(tmp_path), 4)
+
+
+@pytest.mark.slow
+@examples(800)
+@given(place=st.integers(0, NUM_KINDS - 1), data=st.data())
 def test_readers_refuse_damaged_and_foreign_files_in_a_sentence(
     tmp_path_factory: pytest.TempPathFactory, place: int, data: st.DataObject
 ) -> None:
     files = _sample_files(tmp_path_factory.getbasetemp() / "samples")
+    assert len(files) == NUM_KINDS
     path = list(files)[place]
     text = path.read_bytes()
     match data.draw(st.sampled_from(["cut", "changed", "foreign"])):

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Literal
 
-from bireme.documents import read_json_object
+from pydantic import BaseModel, ConfigDict
+
+from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
@@ -53,6 +55,15 @@ class Holding:
 
 Census = Mapping[str, Holding]
 """What each server with private samples holds."""
+
+
+class _Document(BaseModel):
+    """The file of a census."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1]
+    servers: dict[str, Holding]
 
 
 def census_of(run: RunFile, model: RunModel, graph: Graph, data: RunData, servers: Iterable[str]) -> Census:
@@ -112,8 +123,8 @@ def write_census(path: Path, census: Census) -> None:
 
 
 def load_census(path: Path) -> Census:
-    """What a run's folder keeps."""
-    return census_from(read_json_object(path)["servers"]) if path.is_file() else {}
+    """The census in a run's folder; an empty one if the folder has none."""
+    return read_json(path, _Document).servers if path.is_file() else {}
 
 
 def check_same_census(before: Census, now: Census, where: str, tell: Callable[[str], None]) -> None:

@@ -39,5 +39,5 @@ def _num_starts(folder: RunFolder, step: int) -> int:
     try:
         document = json.loads(folder.starts.read_text(encoding="utf-8"))
         return int(document["starts"]) if step <= int(document["step"]) else 0
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return 0
