@@ -59,7 +59,8 @@ def _unread(tokens: Tokens) -> Iterator[str]:
     lost = []
     if tokens.num_unread:
         count = counted(tokens.num_unread, "file")
-        lost.append(f"Left out of {tokens.origin}: {count} that are not text in UTF-8, {named}.")
+        are = "is" if tokens.num_unread == 1 else "are"
+        lost.append(f"Left out of {tokens.origin}: {count} that {are} not text in UTF-8, {named}.")
     if tokens.num_replaced:
         count = counted(tokens.num_replaced, "file")
         among = f"Replaced by U+FFFD in {count} of {tokens.origin}: bytes that are not UTF-8, in"
