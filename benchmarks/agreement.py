@@ -46,9 +46,15 @@ from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
-from bireme.simulate.agreements import AsynchronousPairs, BoundedStaleness, Everyone, Groups, OuterRounds
+from bireme.simulate.agreements import (
+    AsynchronousPairs,
+    BoundedStaleness,
+    Everyone,
+    GroupsAgreement,
+    OuterRounds,
+)
 from bireme.simulate.quorum_rounds import QuorumRounds
-from bireme.simulate.replicas import Exchange, Kill, Ran, Speed, Work
+from bireme.simulate.replicas import Exchange, Kill, Ran, SampleWork, Speed
 from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.settings import SILENT_LEASES, GroupSettings
 
@@ -112,7 +118,7 @@ MODES: dict[str, Callable[[Shape], Agreement]] = {
     "ideal": lambda _: Agreement(),
     "all": lambda _: Everyone(),
     "quorum": lambda _: QuorumRounds(grace_s=GRACE_S, noticed_s=LEASE_S),
-    "groups": lambda shape: Groups(GroupSettings(CONNECT_EVERY), shape.stages),
+    "groups": lambda shape: GroupsAgreement(GroupSettings(CONNECT_EVERY), shape.stages),
     "outer": lambda _: OuterRounds(OUTER_EVERY, OUTER_GRACE_S),
     "AD-PSGD": lambda _: AsynchronousPairs(),
     "HetPipe-like": lambda _: BoundedStaleness(MOST_BEFORE),
@@ -143,7 +149,7 @@ def ran(
 ) -> Ran:
     """A stage takes a third of a batch's time for its forwards. The ideal holds nobody up."""
     part_s = batch_s / SHARE / 3
-    work = Work((part_s,) * shape.stages, (2 * part_s,) * shape.stages, message_s=batch_s / 500)
+    work = SampleWork((part_s,) * shape.stages, (2 * part_s,) * shape.stages, message_s=batch_s / 500)
     lag = agreement.average_lag
     together = Together(
         lambda num_batches, first_batch: program_of(shape, lag, num_batches, first_batch),

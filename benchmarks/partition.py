@@ -26,9 +26,9 @@ from benchmarks.partitioners.baselines import BASELINES
 from bireme.bench.document import Verdict, at_least, at_most
 from bireme.plan.partition.autopipe import autopipe
 from bireme.plan.partition.chain import Chain, layer_bounds
-from bireme.plan.partition.device_row import DeviceRow, Link
+from bireme.plan.partition.device_row import DeviceRow, RowLink
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.partition.recurrence import iterate
 
@@ -76,7 +76,7 @@ def halves_of(model: Model) -> Chain:
 
 
 def loads_for(chain: Chain, num_stages: int) -> Loads:
-    return loads_of(chain, DeviceRow.equal(num_stages), Setting("1f1b", 2 * num_stages))
+    return loads_of(chain, DeviceRow.equal(num_stages), StageSetting("1f1b", 2 * num_stages))
 
 
 def batch_s(partition: Partition, num_microbatches: int) -> float:
@@ -164,9 +164,9 @@ def planning_times(repeats: int) -> Section:
             boundary_bytes=10,
         )
         speeds = random.uniform(0.5, 1, num_stages).tolist()
-        unequal = DeviceRow.equal(num_stages, speeds=speeds, memory_bytes=3e4, link=Link(1e3))
+        unequal = DeviceRow.equal(num_stages, speeds=speeds, memory_bytes=3e4, link=RowLink(1e3))
         for what, line in (("equal", DeviceRow.equal(num_stages)), ("unequal, short of memory", unequal)):
-            setting = Setting("1f1b", 2 * num_stages, Recompute.WHERE_NEEDED)
+            setting = StageSetting("1f1b", 2 * num_stages, Recompute.WHERE_NEEDED)
             loads = loads_of(chain, line, setting)  # the schedule's program is made once and kept
             tables_ms, exact_ms, autopipe_ms = (
                 least_ms(action, repeats)

@@ -36,9 +36,9 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import Cuts, autopipe
 from bireme.plan.partition.chain import chain_of
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
@@ -98,7 +98,7 @@ def orders_of(cluster: Cluster, count: int) -> list[tuple[int, ...]]:
 
 
 def loads_for(
-    profile: Profile, cluster: Cluster, rows: Sequence[Sequence[int]], size: int, setting: Setting
+    profile: Profile, cluster: Cluster, rows: Sequence[Sequence[int]], size: int, setting: StageSetting
 ) -> Loads:
     """Those of a pipeline whose rank r runs on the devices `rows[r]`, the slowest of which counts."""
     devices = [[cluster.devices()[one].device for one in row] for row in rows]
@@ -106,7 +106,7 @@ def loads_for(
         DeviceSlot(f"rank {rank}", min(one.speed for one in row), min(one.memory_bytes for one in row))
         for rank, row in enumerate(devices)
     ]
-    links = [Link(cluster.bandwidth(a[0], b[0]), cluster.latency(a[0], b[0])) for a, b in pairwise(rows)]
+    links = [RowLink(cluster.bandwidth(a[0], b[0]), cluster.latency(a[0], b[0])) for a, b in pairwise(rows)]
     return loads_of(chain_of(profile, size), DeviceRow(tuple(seats), tuple(links)), setting)
 
 
@@ -151,7 +151,9 @@ def every_plan(profile: Profile, cluster: Cluster, known_s: float) -> list[Other
         rows = [row[rank::depth] for rank in range(depth)]
         try:
             generate(schedule, num_stages=depth, num_microbatches=count)
-            loads = loads_for(profile, cluster, rows, size, Setting(schedule, count, Recompute.WHERE_NEEDED))
+            loads = loads_for(
+                profile, cluster, rows, size, StageSetting(schedule, count, Recompute.WHERE_NEEDED)
+            )
         except BiremeError:
             continue  # too few micro-batches for the schedule
         for cuts, how in {cuts: how for how, cuts in partitions(loads, random)}.items():
@@ -215,7 +217,7 @@ def baselines(profile: Profile, cluster: Cluster, chosen: Plan) -> dict[str, Pla
     count = BATCH_SIZE // size
     rows = [(one,) for one in range(cluster.num_devices)]
     names = [placed.name for placed in cluster.devices()]
-    setting = Setting(schedule, count, Recompute.WHERE_NEEDED)
+    setting = StageSetting(schedule, count, Recompute.WHERE_NEEDED)
     loads = loads_for(profile, cluster, rows, size, setting)
     return {
         name: plan_of(loads, BASELINES[name](loads), schedule, count, 1, size, rows, names)

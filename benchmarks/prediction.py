@@ -27,9 +27,9 @@ from bireme.bench.document import Verdict, at_most
 from bireme.bench.spread import Spread
 from bireme.train.folder import RunFolder
 from bireme.train.launching import start
-from bireme.train.prepare import Prepared, prepare, write_prepared
+from bireme.train.prepare import PreparedRun, prepare, write_prepared
 from bireme.train.run_file import RunFile
-from bireme.train.summary import Summary
+from bireme.train.summary import RunSummary
 
 NUM_CORES = 2
 MODELS = {
@@ -53,7 +53,7 @@ def stolen_s() -> tuple[float, float]:
     return numbers[7], sum(numbers)
 
 
-def prepared_run(model: str, workers: int, folder: str) -> Prepared:
+def prepared_run(model: str, workers: int, folder: str) -> PreparedRun:
     """A run as people ask for it, with nothing to do but its steps."""
     run = RunFile()
     changed = run.model_copy(
@@ -67,7 +67,7 @@ def prepared_run(model: str, workers: int, folder: str) -> Prepared:
     return prepare(changed, lambda _done, _what: None)
 
 
-def short(prepared: Prepared, seconds: float, name: str) -> Prepared:
+def short(prepared: PreparedRun, seconds: float, name: str) -> PreparedRun:
     """The same plan for a few seconds, under its own schedule from the first step on."""
     run, forecast = prepared.run, prepared.plan.forecast
     assert forecast is not None, "a plan that was searched for has one"
@@ -84,7 +84,7 @@ def short(prepared: Prepared, seconds: float, name: str) -> Prepared:
     return replace(prepared, run=changed)
 
 
-def trained(prepared: Prepared) -> Summary:
+def trained(prepared: PreparedRun) -> RunSummary:
     folder = RunFolder.new(prepared.run, datetime.now())
     write_prepared(prepared, folder)
     return start(prepared, folder, None, is_shown=False).summary

@@ -25,7 +25,7 @@ from bireme.bench.document import Verdict, at_most
 from bireme.plan.plan import Plan
 from bireme.plan.search.search import forecast_of
 from bireme.train.plan_search import plan_request_of
-from bireme.train.prepare import Prepared, prepare
+from bireme.train.prepare import PreparedRun, prepare
 from bireme.train.run_file import load_run_file
 
 SECONDS, QUICK_SECONDS = 3.0, 1.0
@@ -65,7 +65,7 @@ LARGE = Subject(
 QUICK = replace(SMALL, model="gpt:layers=4,width=256,heads=4,vocab=257,context=64")
 
 
-def prepared_run(subject: Subject, way: Way, folder: str) -> Prepared:
+def prepared_run(subject: Subject, way: Way, folder: str) -> PreparedRun:
     """A run of two replicas, with nothing to do but its steps."""
     sets = [
         f"model.source={subject.model}",

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.table import Excess, Row
-from bireme.plan.penalties import Steps, unseen_share
+from bireme.plan.penalties import PenaltySteps, unseen_share
 from bireme.schedule.rule import Rule
 
 __all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "keep_with_muon", "law", "sum_law"]
@@ -25,7 +25,7 @@ LONG_ENDING = 0.1
 """The last part of a run with codecs that plans know is no larger a share of it."""
 
 
-def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
+def law(name: str, optimizer: str, rows: Sequence[Row]) -> PenaltySteps | None:
     """The least squares of what was measured on the small model in float32; a seed counts once.
 
     For 2bw, which never sees anything of the batch before, a mean. For fresh rules a line that never falls,
@@ -41,11 +41,11 @@ def law(name: str, optimizer: str, rows: Sequence[Row]) -> Steps | None:
         return None
     unseen, steps, seeds = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
     if name.partition("+")[0] == "2bw":
-        return Steps(float(np.average(steps, weights=seeds)))
+        return PenaltySteps(float(np.average(steps, weights=seeds)))
     slope, seen = np.polyfit(unseen, steps, 1, w=np.sqrt(seeds))
     if seen < 1:
         slope, seen = float(np.sum(seeds * unseen * (steps - 1)) / np.sum(seeds * unseen**2)), 1.0
-    return Steps(float(seen), max(float(slope), 0.0))
+    return PenaltySteps(float(seen), max(float(slope), 0.0))
 
 
 def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool, optimizer: str = "adamw") -> Excess | None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
-from bireme.simulate.agreements import Groups
-from bireme.simulate.replicas import Exchange, Speed, Work
+from bireme.simulate.agreements import GroupsAgreement
+from bireme.simulate.replicas import Exchange, SampleWork, Speed
 from bireme.simulate.together import Together, one_stage
 from bireme.sync.coordinator.settings import GroupSettings
 
@@ -73,6 +73,6 @@ def _simulated(agreed: Agreed, num_replicas: int, seed: int) -> Together:
         Speed(((0.0, agreed.slowness if replica == 0 else 1.0),), agreed.held_s, HELD_CHANCE)
         for replica in range(num_replicas)
     ]
-    work = Work((forward,), (backward,))
-    groups = Groups(GroupSettings(agreed.every), 1)
+    work = SampleWork((forward,), (backward,))
+    groups = GroupsAgreement(GroupSettings(agreed.every), 1)
     return Together(one_stage(0), work, speeds, groups, Exchange(), batch_size=num_replicas, seed=seed)

@@ -12,8 +12,8 @@ from math import ceil
 from benchmarks.delay_study.meetings import PARTS, agreed_named
 from benchmarks.delay_study.replica_cells import by_agreement
 from benchmarks.delay_study.table import Row, table_lines
-from bireme.simulate.agreements import Everyone, Groups, OuterRounds
-from bireme.simulate.replicas import Exchange, Speed, Work
+from bireme.simulate.agreements import Everyone, GroupsAgreement, OuterRounds
+from bireme.simulate.replicas import Exchange, SampleWork, Speed
 from bireme.simulate.together import Agreement, Together, one_stage
 from bireme.sync.coordinator.settings import GroupSettings
 
@@ -65,7 +65,7 @@ def _rate(word: str, width: int, setting: str) -> float:
         exchange = Exchange(num_bytes=1.0, bytes_per_s=2 * (width - 1) / width / SUM_S)
     make = one_stage(agreement.average_lag)
     forward, backward = (part / SHARE for part in PARTS)
-    work = Work((forward,), (backward,))
+    work = SampleWork((forward,), (backward,))
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
     until_s = ceil(BATCHES / every) * (every + exchange.seconds(width))
     if setting == STRAGGLER and word == "all":
@@ -79,4 +79,4 @@ def _agreement(word: str) -> Agreement:
     agreed = agreed_named(word)
     if agreed.is_outer:
         return OuterRounds(agreed.every, sum(PARTS) / 2)
-    return Groups(GroupSettings(agreed.every), 1)
+    return GroupsAgreement(GroupSettings(agreed.every), 1)

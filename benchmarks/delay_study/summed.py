@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.delay_study.simulation import Simulation
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_words import SumCodec, SumKind
 from bireme.codec.threshold import Threshold, new_memory
@@ -53,7 +53,7 @@ class CodedSum:
             used = largest.encode(wanted, message, self.thresholds[replica])
             return largest.decode(message[:used], shape, dtype)
         bits = self.codec.bits
-        blocks = Blocks(bits, is_rotated=bits < 8, is_stochastic=not self.codec.has_feedback)
+        blocks = BlockCodec(bits, is_rotated=bits < 8, is_stochastic=not self.codec.has_feedback)
         message = torch.empty(blocks.most_bytes(shape, dtype), dtype=torch.uint8)
         blocks.encode(wanted, message, seed=crc32(f"{batch} {replica} {self.name}".encode()))
         return blocks.decode(message, shape, dtype)

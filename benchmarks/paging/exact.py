@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 
-from bireme.schedule.accesses import Access
+from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.tiers import Chunk
 
 __all__ = ["fewest_copies"]
@@ -17,9 +17,9 @@ State = tuple[frozenset[Chunk], frozenset[Chunk]]
 """What is held, and what of that is dirty."""
 
 
-def fewest_copies(accesses: Sequence[Access], num_steps: int, capacity: int) -> int:
+def fewest_copies(accesses: Sequence[ChunkAccess], num_steps: int, capacity: int) -> int:
     """The least number of copies, in both directions, with so many slots."""
-    by_step: defaultdict[int, list[Access]] = defaultdict(list)
+    by_step: defaultdict[int, list[ChunkAccess]] = defaultdict(list)
     for access in accesses:
         by_step[access.at].append(access)
     costs = _beginnings(accesses, capacity)
@@ -42,9 +42,9 @@ def fewest_copies(accesses: Sequence[Access], num_steps: int, capacity: int) -> 
     return min(costs.values())
 
 
-def _beginnings(accesses: Sequence[Access], capacity: int) -> dict[State, int]:
+def _beginnings(accesses: Sequence[ChunkAccess], capacity: int) -> dict[State, int]:
     """Every choice of what begins in the tier; the rest begins below, where its copy is valid."""
-    first: dict[Chunk, Access] = {}
+    first: dict[Chunk, ChunkAccess] = {}
     for access in accesses:
         first.setdefault(access.chunk, access)
     there = sorted(chunk for chunk, access in first.items() if access.reads)
@@ -55,9 +55,9 @@ def _beginnings(accesses: Sequence[Access], capacity: int) -> dict[State, int]:
     }
 
 
-def _worth(accesses: Sequence[Access], now: int) -> set[Chunk]:
+def _worth(accesses: Sequence[ChunkAccess], now: int) -> set[Chunk]:
     """What is read after a step, or outlives the trace."""
-    following: dict[Chunk, Access] = {}
+    following: dict[Chunk, ChunkAccess] = {}
     for access in accesses:
         if access.at >= now:
             following.setdefault(access.chunk, access)
@@ -65,7 +65,7 @@ def _worth(accesses: Sequence[Access], now: int) -> set[Chunk]:
     return {chunk for chunk in everything if chunk not in following or following[chunk].reads}
 
 
-def _after(held: frozenset[Chunk], dirty: frozenset[Chunk], used: Sequence[Access]) -> State:
+def _after(held: frozenset[Chunk], dirty: frozenset[Chunk], used: Sequence[ChunkAccess]) -> State:
     held = held.union(one.chunk for one in used)
     dirty = dirty.union(one.chunk for one in used if one.writes)
     ended = {one.chunk for one in used if one.ends}

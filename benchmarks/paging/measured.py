@@ -31,12 +31,12 @@ from bireme.model.weights import materialise
 from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.runtime.optimizers import named_optimizer
-from bireme.runtime.paging.mover import Job, ThreadMover, Wire
+from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.schedule.budgets import Budgets
 from bireme.schedule.chunks import best_chunk_bytes
 from bireme.schedule.instruction import PAGING, Kind
-from bireme.schedule.paging import Budgets
 from bireme.schedule.sizes import Sizes
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
@@ -280,9 +280,9 @@ class _PacedMover(ThreadMover):
         super().__init__(device)
         self._links = links
         self._free_s: dict[Wire, float] = {}
-        self._ends: WeakKeyDictionary[Job, float] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[CopyJob, float] = WeakKeyDictionary()
 
-    def post(self, job: Job) -> None:
+    def post(self, job: CopyJob) -> None:
         copy, needs, posted_s = job.run, job.needs, time.perf_counter()
 
         def run() -> None:

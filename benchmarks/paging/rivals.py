@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from bireme.schedule.accesses import Access
+from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 
@@ -18,7 +18,7 @@ Value = Callable[[Chunk, int], float]
 """How much a chunk is worth to keep at a step; the least is evicted."""
 
 
-def least_recently_used(accesses: Sequence[Access], capacity: int) -> int:
+def least_recently_used(accesses: Sequence[ChunkAccess], capacity: int) -> int:
     """Evict what was used longest ago. It knows what is clean, and nothing of the future."""
     used: dict[Chunk, int] = {}
 
@@ -28,7 +28,7 @@ def least_recently_used(accesses: Sequence[Access], capacity: int) -> int:
     return _paged(accesses, capacity, value, used, moves=False)
 
 
-def patrickstar(accesses: Sequence[Access], capacity: int) -> int:
+def patrickstar(accesses: Sequence[ChunkAccess], capacity: int) -> int:
     """Evict what a traced iteration used again last. A chunk is in one place: all that leaves is copied."""
     times: defaultdict[Chunk, list[int]] = defaultdict(list)
     for access in accesses:
@@ -41,18 +41,18 @@ def patrickstar(accesses: Sequence[Access], capacity: int) -> int:
     return _paged(accesses, capacity, value, {}, moves=True)
 
 
-def fixed_places(accesses: Sequence[Access]) -> int:
+def fixed_places(accesses: Sequence[ChunkAccess]) -> int:
     """Optimiser, gradients and weights below, fetched for each use; activations stay."""
     return sum(one.reads + one.writes for one in accesses if one.chunk.item is not Item.STASH)
 
 
 def _paged(
-    accesses: Sequence[Access], capacity: int, value: Value, used: dict[Chunk, int], *, moves: bool
+    accesses: Sequence[ChunkAccess], capacity: int, value: Value, used: dict[Chunk, int], *, moves: bool
 ) -> int:
-    by_step: defaultdict[int, list[Access]] = defaultdict(list)
+    by_step: defaultdict[int, list[ChunkAccess]] = defaultdict(list)
     for access in accesses:
         by_step[access.at].append(access)
-    first: dict[Chunk, Access] = {}
+    first: dict[Chunk, ChunkAccess] = {}
     for access in accesses:
         first.setdefault(access.chunk, access)
     held: set[Chunk] = set()

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from bireme.schedule.accesses import Access, accesses_of
+from bireme.schedule.accesses import ChunkAccess, accesses_of
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.tiers import Chunk, RankTiers
@@ -15,7 +15,7 @@ CHUNKS = {Item.WEIGHTS: 2, Item.GRADIENT: 2, Item.OPTIMIZER: 12, Item.STASH: 1}
 """Of a part."""
 
 
-def small_trace(seed: int, num_chunks: int, num_steps: int) -> list[Access]:
+def small_trace(seed: int, num_chunks: int, num_steps: int) -> list[ChunkAccess]:
     """Each step reads or writes one or two chunks; some are new and some end."""
     draw = Random(seed)
     there: set[int] = set(range(num_chunks)) - set(draw.sample(range(num_chunks), num_chunks // 3))
@@ -26,14 +26,14 @@ def small_trace(seed: int, num_chunks: int, num_steps: int) -> list[Access]:
             writes = not reads or draw.random() < 0.4
             ends = draw.random() < 0.1
             chunk = Chunk(Item.WEIGHTS, number, 0, 0)
-            accesses.append(Access(at, chunk, at, 0, STEP, reads=reads, writes=writes, ends=ends))
+            accesses.append(ChunkAccess(at, chunk, at, 0, STEP, reads=reads, writes=writes, ends=ends))
             there.discard(number) if ends else there.add(number)
     return accesses
 
 
 def program_trace(
     schedule: str, sweep: int, *, parts: int = PARTS, microbatches: int = MICROBATCHES
-) -> tuple[list[Access], int, int]:
+) -> tuple[list[ChunkAccess], int, int]:
     """The accesses of one rank that runs all parts, its steps, and the chunks that it would keep."""
     program = generate(
         schedule,
@@ -49,8 +49,8 @@ def program_trace(
     return accesses, len(used), _most_at_once(accesses)
 
 
-def _most_at_once(accesses: list[Access]) -> int:
-    first: dict[Chunk, Access] = {}
+def _most_at_once(accesses: list[ChunkAccess]) -> int:
+    first: dict[Chunk, ChunkAccess] = {}
     for access in accesses:
         first.setdefault(access.chunk, access)
     held = {chunk for chunk, access in first.items() if access.reads}

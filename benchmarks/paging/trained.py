@@ -18,9 +18,9 @@ from benchmarks.prediction import short, trained
 from bireme.bench.document import Verdict, at_most, exactly
 from bireme.bench.spread import Spread
 from bireme.errors import BiremeError
-from bireme.train.prepare import Prepared, prepare
+from bireme.train.prepare import PreparedRun, prepare
 from bireme.train.run_file import load_run_file
-from bireme.train.summary import Summary
+from bireme.train.summary import RunSummary
 
 __all__ = ["RUNS", "Run", "row_of_run", "verdicts_of_runs"]
 
@@ -43,7 +43,7 @@ class Run:
     device: str
     to_disk: bool = False
 
-    def prepared(self, folder: str) -> Prepared:
+    def prepared(self, folder: str) -> PreparedRun:
         """A run as people ask for it, with nothing to do but its steps."""
         sets = [
             f"model.source={self.model}",
@@ -107,7 +107,7 @@ def row_of_run(run: Run, *, is_quick: bool) -> dict[str, Any]:
     }
 
 
-def _moved(found: Sequence[Summary], what: str) -> float:
+def _moved(found: Sequence[RunSummary], what: str) -> float:
     """Megabytes a step that went into all tiers of all ranks, in the mean over the runs."""
     moved = sum(getattr(tier, what) for one in found for tier in one.tiers or ())
     return float(moved / sum(one.steps for one in found) / 1e6)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, EmulatedStage, Pace, square_loss
+from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, EmulatedStage, StagePace, square_loss
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver
@@ -192,8 +192,8 @@ class _PlannedStage(EmulatedStage):
     """A stage whose pace is that of whole micro-batches of `size` samples; of half of one it is half."""
 
     def __init__(self, *, is_first: bool) -> None:
-        super().__init__(Pace(0.0, 0.0), is_first=is_first)
-        self.whole = Pace(0.0, 0.0)
+        super().__init__(StagePace(0.0, 0.0), is_first=is_first)
+        self.whole = StagePace(0.0, 0.0)
         self.recompute_s: float | None = None
         self.size: int | None = None
 
@@ -203,7 +203,7 @@ class _PlannedStage(EmulatedStage):
         forward_s = self.whole.forward_s
         if self.recompute_s is not None and torch.is_grad_enabled():
             forward_s = self.recompute_s
-        self.pace = Pace(forward_s * share, self.whole.backward_s * share)
+        self.pace = StagePace(forward_s * share, self.whole.backward_s * share)
         return super().forward(given)
 
 
@@ -217,7 +217,7 @@ def stage_model(one: Rehearsed, rank: int) -> EmulatedModel:
     speed = costs.rank_speed[place]
     slices = plan.source.num_sliced > 0
     for stage, module in enumerate(modules):
-        module.whole = Pace(costs.forward_s[stage] / speed, costs.backward_s[stage] / speed)
+        module.whole = StagePace(costs.forward_s[stage] / speed, costs.backward_s[stage] / speed)
         module.recompute_s = costs.recompute_s[stage] / speed if stage in plan.recompute else None
         module.size = one.sizes[replica] if slices else None
     return EmulatedModel(modules, graph, chain_resolver(graph, modules, loss=square_loss))

@@ -14,12 +14,12 @@ from benchmarks.rehearsal.lanes import Channel, SharedLanes
 from bireme.cluster.cluster import Cluster
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric
-from bireme.runtime.transport import Pending, Transport
+from bireme.runtime.transport import Transport
 from bireme.schedule.instruction import Message
 from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
-from bireme.sync.group import MessageGroup, OwnedGroup, Sums
+from bireme.sync.group import MessageGroup, OwnedGroup, Pending, Sums
 
 __all__ = ["ShapedFabric", "Wiring", "wiring_of"]
 

@@ -17,8 +17,8 @@ from time import perf_counter
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.balance.shares import Limits
-from bireme.bench.emulated import EmulatedModel, Pace, emulated_model
+from bireme.balance.shares import ShareLimits
+from bireme.bench.emulated import EmulatedModel, StagePace, emulated_model
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
@@ -26,14 +26,14 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.talk import Talk
+from bireme.runtime.quorum.talk import LazyCoordinatorClient
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
+from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
 
 __all__ = ["ALONE", "EngineRow", "measure_agreement"]
 
-PACE = Pace(0.02, 0.04)
+PACE = StagePace(0.02, 0.04)
 """Of a micro-batch."""
 MICROBATCHES = 4
 """Of one sample each, in a batch of one replica."""
@@ -71,7 +71,8 @@ def measure_agreement(
     own_s = MICROBATCHES * PACE.whole_s
     batch_size = MICROBATCHES * num_replicas
     paces = tuple(
-        Pace(PACE.forward_s * each, PACE.backward_s * each) for each in (slower, *[1.0] * (num_replicas - 1))
+        StagePace(PACE.forward_s * each, PACE.backward_s * each)
+        for each in (slower, *[1.0] * (num_replicas - 1))
     )
     ideal_per_s = (num_replicas - 1 + 1 / slower) * MICROBATCHES / own_s
 
@@ -84,12 +85,12 @@ def measure_agreement(
     everyone = _row("all", num * batch_size, ideal_per_s, found)
 
     num = max(round(seconds * ideal_per_s / batch_size), LEAST_BATCHES)
-    settings = Settings(
+    settings = CoordinatorSettings(
         SyncMode.GROUPS,
         num_replicas,
         1,
         batch_size,
-        Limits((MICROBATCHES,) * num_replicas, (batch_size,) * num_replicas),
+        ShareLimits((MICROBATCHES,) * num_replicas, (batch_size,) * num_replicas),
         num_lines=0,
         groups=GroupSettings(connect_every),
     )
@@ -132,7 +133,7 @@ def _used_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _train_alone(world: World, paces: Sequence[Pace], seconds: float) -> _Took:
+def _train_alone(world: World, paces: Sequence[StagePace], seconds: float) -> _Took:
     """On every rank: what the batches take that it trains by itself in about so many seconds."""
     model = emulated_model(1, paces[world.rank])
     pipeline = _pipeline(model, Plan(model.cuts, MICROBATCHES, "1f1b"), None)
@@ -146,7 +147,7 @@ def _train_alone(world: World, paces: Sequence[Pace], seconds: float) -> _Took:
     return took
 
 
-def _sum_gradients(world: World, paces: Sequence[Pace], num_batches: int) -> _Took:
+def _sum_gradients(world: World, paces: Sequence[StagePace], num_batches: int) -> _Took:
     """On every rank: what so many batches take, without the first ones."""
     model = emulated_model(1, paces[world.rank])
     plan = Plan(model.cuts, MICROBATCHES, "1f1b", width=world.size)
@@ -163,12 +164,12 @@ def _sum_gradients(world: World, paces: Sequence[Pace], num_batches: int) -> _To
 
 
 def _average_in_groups(
-    world: World, order: ReplicaOrder, paces: Sequence[Pace], marks: tuple[int, int]
+    world: World, order: ReplicaOrder, paces: Sequence[StagePace], marks: tuple[int, int]
 ) -> _Took:
     """On every rank: what the window between two places takes, with the mean at its end."""
     replica = order.life.replica
     rank = RankId(replica, order.life.life, world.rank)
-    talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s)
+    talk = LazyCoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s)
     agent = AveragingAgent(rank, talk, timeout_s=world.timeout_s, on_error=world.watch.failed)
     model = emulated_model(1, paces[replica])
     averaging = Averaging(agent, MICROBATCHES * len(paces))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.balance.policy import Policy
-from bireme.balance.shares import Limits, Shares, limits_of
+from bireme.balance.shares import ShareLimits, Shares, limits_of
 from bireme.bench.contenders import say
 from bireme.bench.emulated import sharpen_sleeps, square_loss
 from bireme.model.chain import chain, chain_resolver
@@ -51,7 +51,7 @@ class Trial:
     seed: int = 0
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ShareLimits:
         """A sample for each micro-batch, and as many as there are: sleeping takes no memory."""
         return limits_of(self.num_microbatches, [self.batch_size] * len(self.replicas))
 

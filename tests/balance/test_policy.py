@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import Limits, limits_of
+from bireme.balance.shares import ShareLimits, limits_of
 from bireme.balance.slow_stage import StageWatch
 from bireme.errors import BiremeError
 from bireme.simulate.balance import BalancedRun, Fixed, Following, Informed, ReplicaCost, balanced_run
 from tests.support.extent import draws, examples
 
-LIMITS = Limits((4,) * 4, (1000,) * 4)
+LIMITS = ShareLimits((4,) * 4, (1000,) * 4)
 DROP, BACK, NUM_BATCHES = 50, 150, 220
 SOON = 10
 """Batches after a change of speed within which shares must have followed."""
@@ -29,7 +29,7 @@ def both(
     replicas: list[ReplicaCost], batch_size: int, seed: int, slack: int = 0
 ) -> tuple[BalancedRun, BalancedRun]:
     """A run whose shares follow, and one that knew, with the same chance."""
-    limits = Limits((4,) * len(replicas), (1000,) * len(replicas))
+    limits = ShareLimits((4,) * len(replicas), (1000,) * len(replicas))
     equal = (batch_size // len(replicas),) * len(replicas)
     rules = (Following(equal, limits, read_ahead=3), Informed(replicas, batch_size, limits))
     following, informed = (

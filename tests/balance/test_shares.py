@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bireme.balance.knee import Times, grown_shares, knee, shares_by_times
-from bireme.balance.shares import Limits, batch_seconds, fair_shares, in_proportion, limits_of, split
+from bireme.balance.shares import ShareLimits, batch_seconds, fair_shares, in_proportion, limits_of, split
 from bireme.errors import BiremeError
 from tests.support.extent import examples
 
@@ -15,16 +15,18 @@ PACES = st.lists(st.floats(1e-4, 1e2), min_size=1, max_size=6)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[int, list[float], Limits]:
+def problems(draw: st.DrawFn) -> tuple[int, list[float], ShareLimits]:
     paces = draw(PACES)
     least = [draw(st.integers(1, 4)) for _ in paces]
     most = [low + draw(st.integers(0, 60)) for low in least]
-    return draw(st.integers(sum(least), sum(most))), paces, Limits(tuple(least), tuple(most))
+    return draw(st.integers(sum(least), sum(most))), paces, ShareLimits(tuple(least), tuple(most))
 
 
 @examples(300)
 @given(problems())
-def test_shares_add_up_to_the_batch_and_keep_within_limits(problem: tuple[int, list[float], Limits]) -> None:
+def test_shares_add_up_to_the_batch_and_keep_within_limits(
+    problem: tuple[int, list[float], ShareLimits],
+) -> None:
     batch_size, paces, limits = problem
     shares = fair_shares(batch_size, paces, limits)
     assert sum(shares) == batch_size
@@ -34,7 +36,7 @@ def test_shares_add_up_to_the_batch_and_keep_within_limits(problem: tuple[int, l
 @examples(100)
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=3), st.integers(3, 9), st.integers(2, 9))
 def test_no_other_shares_take_less_time(paces: list[float], batch_size: int, most: int) -> None:
-    limits = Limits((1,) * len(paces), (most,) * len(paces))
+    limits = ShareLimits((1,) * len(paces), (most,) * len(paces))
     assume(batch_size <= most * len(paces))
     found = batch_seconds(fair_shares(batch_size, paces, limits), paces)
     every = (one for one in product(range(1, most + 1), repeat=len(paces)) if sum(one) == batch_size)
@@ -44,7 +46,7 @@ def test_no_other_shares_take_less_time(paces: list[float], batch_size: int, mos
 @examples(300)
 @given(problems(), st.integers(0, 5), st.floats(1.0, 16.0))
 def test_a_replica_that_becomes_faster_never_gets_fewer_samples(
-    problem: tuple[int, list[float], Limits], place: int, times: float
+    problem: tuple[int, list[float], ShareLimits], place: int, times: float
 ) -> None:
     batch_size, paces, limits = problem
     place %= len(paces)

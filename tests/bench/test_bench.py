@@ -9,13 +9,13 @@ import pytest
 
 from bireme.bench import hosts
 from bireme.bench.document import Cause, at_most, exactly
-from bireme.bench.effort import Effort, Shape
-from bireme.bench.emulated import Pace
-from bireme.bench.emulation import SCHEDULES, Row, limit_s, predicted_s
+from bireme.bench.effort import BenchEffort, BenchShape
+from bireme.bench.emulated import StagePace
+from bireme.bench.emulation import SCHEDULES, EmulationRow, limit_s, predicted_s
 from bireme.bench.engine import EngineReport, bench_engine
 from bireme.bench.engine_document import engine_document
 from bireme.bench.engine_overhead import EngineOverhead, own_cost
-from bireme.bench.memory import Counts
+from bireme.bench.memory import MemoryCounts
 from bireme.bench.overhead import Overhead, OverheadTimes, overhead_of
 from bireme.bench.replicas import Replicas, measure_replicas
 from bireme.bench.small_gpt import GptRow
@@ -28,10 +28,10 @@ from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from tests.support.command import bireme
 
-PACE = Pace(0.010, 0.020)
-TINY = Effort(
-    shapes=(Shape(2, 2),),
-    pace=Pace(0.001, 0.002),
+PACE = StagePace(0.010, 0.020)
+TINY = BenchEffort(
+    shapes=(BenchShape(2, 2),),
+    pace=StagePace(0.001, 0.002),
     counted=1,
     rounds=1,
     overhead_microbatches=2,
@@ -44,9 +44,9 @@ FREE = EngineOverhead(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """An engine that takes no time itself."""
 
 
-def row(schedule: str, measured_s: float, torch_s: float, shape: Shape) -> Row:
+def row(schedule: str, measured_s: float, torch_s: float, shape: BenchShape) -> EmulationRow:
     measured, theirs = Spread.of([measured_s]), Spread.of([torch_s])
-    return Row(
+    return EmulationRow(
         schedule=schedule,
         stages=shape.num_ranks,
         microbatches=shape.num_microbatches,
@@ -64,12 +64,12 @@ def gpt(name: str, num_microbatches: int, over_1f1b: float) -> GptRow:
 
 
 def report(
-    *rows: Row, share: float = 0.3, gpt: Sequence[GptRow] = (), replicas: Replicas | None = None
+    *rows: EmulationRow, share: float = 0.3, gpt: Sequence[GptRow] = (), replicas: Replicas | None = None
 ) -> EngineReport:
     return EngineReport(
         rows=rows,
         overhead=Overhead(ONE, {"Schedule1F1B": ONE}, "Schedule1F1B", Spread.of([share])),
-        counts=Counts({4: 100, 16: 100}, {4: 400, 16: 1600}, 30, 40, 10),
+        counts=MemoryCounts({4: 100, 16: 100}, {4: 400, 16: 1600}, 30, 40, 10),
         gpt=tuple(gpt),
         footprint=(),
         replicas=replicas,
@@ -104,15 +104,15 @@ def test_a_small_run_compares_every_schedule_with_torch_and_the_limits() -> None
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", [Shape(4, 4), Shape(8, 16)], ids=str)
+@pytest.mark.parametrize("shape", [BenchShape(4, 4), BenchShape(8, 16)], ids=str)
 def test_limits_are_what_the_simulator_reaches_when_nothing_else_takes_time(
-    schedule: str, shape: Shape
+    schedule: str, shape: BenchShape
 ) -> None:
     assert predicted_s(schedule, shape, PACE, FREE) == pytest.approx(limit_s(schedule, shape, PACE))
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 4), Shape(4, 8)], ids=str)
-def test_what_the_engine_takes_is_read_off_a_timeline_that_has_it(shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [BenchShape(2, 2), BenchShape(4, 4), BenchShape(4, 8)], ids=str)
+def test_what_the_engine_takes_is_read_off_a_timeline_that_has_it(shape: BenchShape) -> None:
     """From a simulated one, in which messages take nobody's time but are late."""
     given = EngineOverhead(0.0004, 0.0006, 0.0, 0.0, 0.003, 0.002)
     program = Plan(tuple(range(1, shape.num_ranks)), shape.num_microbatches, "1f1b").program(5)
@@ -135,7 +135,7 @@ def test_overhead_is_that_of_the_slower_rank_against_torch_s_best() -> None:
 
 
 def test_every_claim_has_a_verdict() -> None:
-    shape = Shape(8, 8)
+    shape = BenchShape(8, 8)
     rows = row("2bw", 0.245, 0.49, shape), row("1f1b", 0.455, 0.49, shape)
     good = list(verdicts(report(*rows, gpt=[gpt("2bw", 4, 1.4), gpt("gpipe", 4, 0.5)])))
     assert all(verdict.ok for verdict in good)
@@ -154,11 +154,11 @@ def test_every_claim_has_a_verdict() -> None:
 
 
 def test_a_miss_is_the_machine_s_if_the_best_round_is_good_or_other_programs_ran_and_else_bireme_s() -> None:
-    shape = Shape(4, 4)
+    shape = BenchShape(4, 4)
     quick, slow = row("1f1b", 0.211, 0.30, shape), row("1f1b", 0.25, 0.25, shape)
     once = replace(slow, measured_s=Spread(0.25, 0.211, 0.26), lead=Spread(1.0, 0.9, 1.1))
 
-    def causes(*rows: Row) -> set[Cause | None]:
+    def causes(*rows: EmulationRow) -> set[Cause | None]:
         return {verdict.cause for verdict in verdicts(report(*rows))}
 
     assert causes(quick) == {None}
@@ -172,7 +172,7 @@ def test_a_miss_is_the_machine_s_if_the_best_round_is_good_or_other_programs_ran
 def test_the_tables_name_the_cause_of_each_miss(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    slow = row("2bw", 0.30, 0.45, Shape(4, 4))
+    slow = row("2bw", 0.30, 0.45, BenchShape(4, 4))
     for one in (replace(slow, others_share=0.9), replace(slow, others_share=0.0)):
         print_engine_report(report(one), Console(width=120))
     busy, quiet = capsys.readouterr().out.split("Emulated devices")[1:]
@@ -186,7 +186,9 @@ def test_the_tables_show_all_that_was_measured(capsys: pytest.CaptureFixture[str
     from rich.console import Console
 
     skipped = Replicas(skipped="making network namespaces needs root")
-    print_engine_report(report(row("2bw", 0.245, 0.49, Shape(8, 8)), replicas=skipped), Console(width=120))
+    print_engine_report(
+        report(row("2bw", 0.245, 0.49, BenchShape(8, 8)), replicas=skipped), Console(width=120)
+    )
     out = capsys.readouterr().out
     assert "245.0" in out
     assert "2.00" in out
@@ -236,7 +238,7 @@ def test_a_tool_that_fails_leaves_no_host_behind(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_shape_that_no_pipeline_has_is_refused(shape: tuple[int, int], words: str) -> None:
     with pytest.raises(BiremeError, match=words):
-        Shape(*shape)
+        BenchShape(*shape)
 
 
 def test_an_effort_that_measures_nothing_is_refused() -> None:

@@ -17,7 +17,7 @@ from bireme.cluster.cluster_text import cluster_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.argument import Reference
-from bireme.model.graph import Graph, Operator, Output, State, Value
+from bireme.model.graph import Graph, ModelState, Operator, Output, Value
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.placement.split_file import read_split
 from bireme.placement.workload_file import load_workload, read_workload
@@ -28,7 +28,7 @@ from bireme.profile.profile_file import load_profile, save_profile
 from bireme.report.page.recorded import read_recorded
 from bireme.schedule import torch_csv
 from bireme.train.folder import RunFolder
-from bireme.train.private_census import Holding, load_census, write_census
+from bireme.train.private_census import PrivateHolding, load_census, write_census
 from bireme.train.restart_limit import check_restart_limit
 from bireme.train.run_file import load_run_file
 from bireme.train.same_data import DataIdentity, load_identity, write_identity
@@ -81,7 +81,7 @@ def _sample_files(folder: Path) -> dict[Path, Callable[[Path], object]]:
     identity = folder / "data.json"
     write_identity(identity, DataIdentity("texts", 8, 64, "0f" * 32, None))
     census = folder / "private.json"
-    write_census(census, {"vm": Holding(3, "0f", "key")})
+    write_census(census, {"vm": PrivateHolding(3, "0f", "key")})
     starts = folder / "starts.json"
     starts.write_text('{"step": 4, "starts": 2}\n')
     timeline = make_run(folder / "run", steps=5) / "timeline-measured.json"
@@ -117,7 +117,7 @@ def _graph() -> Graph:
     """The graph of x + 1."""
     made = Value("y", ("b", 3), "float32")
     added = Operator("aten.add.Tensor", (Reference("x"), 1), (), (None, made), is_tuple=True)
-    inputs, states = (Value("x", ("b", 3), "float32"),), (State("held", (2,), "uint8", data=b"\0\1"),)
+    inputs, states = (Value("x", ("b", 3), "float32"),), (ModelState("held", (2,), "uint8", data=b"\0\1"),)
     return Graph("g", False, 2, True, inputs, (), (), states, (added,), (Output("output", Reference("y")),))
 
 

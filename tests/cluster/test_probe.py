@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.bench.probe import Setting, probe_here
+from bireme.bench.probe import ProbeSetting, probe_here
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
 from tests.support.command import bireme
@@ -19,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_processes_of_this_machine_are_probed(tmp_path: Path) -> None:
-    found = probe_here(2, Setting(model=TINY, seconds=0.3, disk=tmp_path))
+    found = probe_here(2, ProbeSetting(model=TINY, seconds=0.3, disk=tmp_path))
     told = found.measurements
     assert len(set(told.hosts)) == 1
     assert {one.flows for one in told.experiments} == {((0, 1),), ((1, 0),), ((0, 1), (1, 0))}
@@ -92,4 +92,4 @@ def test_processes_are_torchruns_matter_under_torchrun(
 
 def test_a_setting_is_checked() -> None:
     with pytest.raises(BiremeError, match="it must be"):
-        Setting(seconds=0.0)
+        ProbeSetting(seconds=0.0)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import PART_VALUES, LowRank, first_basis, next_basis, orthonormal, product
-from bireme.codec.sum_words import DENSITY_SLACK, SumCodec, parse_sum_codec, sum_cost
+from bireme.codec.sum_words import SUM_DENSITY_SLACK, SumCodec, parse_sum_codec, sum_cost
 from bireme.codec.threshold import Threshold, new_memory
 from bireme.errors import BiremeError
 
@@ -60,7 +60,7 @@ def test_a_threshold_lives_its_steps_and_is_renewed_where_it_fits_no_more() -> N
 
 def test_entries_of_one_size_do_not_fill_the_link() -> None:
     sent = through(Threshold(0.01), torch.ones(1000))
-    assert int((sent != 0).sum()) == DENSITY_SLACK * 10
+    assert int((sent != 0).sum()) == SUM_DENSITY_SLACK * 10
     assert not bool(through(Threshold(0.01), torch.zeros(1000)).any())
 
 
@@ -141,7 +141,7 @@ def test_an_impossible_codec_is_refused_with_those_there_are(text: str) -> None:
 def test_the_cost_of_a_codec_is_what_its_messages_have() -> None:
     shapes = [(1000, 300), (300,), (10,)]
     entries = sum(map(math.prod, shapes))
-    for text, coder in {"int8": Blocks(8), "int2": Blocks(2, is_rotated=True)}.items():
+    for text, coder in {"int8": BlockCodec(8), "int2": BlockCodec(2, is_rotated=True)}.items():
         sent = sum(coder.most_bytes(shape, torch.float32) for shape in shapes[:2]) + 40
         assert sum_cost(parse_sum_codec(text), shapes).message_share == pytest.approx(sent / (4 * entries))
     codec = parse_sum_codec("threshold:0.01:1")

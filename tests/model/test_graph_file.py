@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
+from bireme.model.argument import Argument, Reference, Token
 from bireme.model.capture import capture
-from bireme.model.graph import Argument, Graph, Operator, Output, Reference, State, Token, Value
+from bireme.model.graph import Graph, ModelState, Operator, Output, Value
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
@@ -106,7 +107,7 @@ def small_graph(argument: Argument, keyword: Argument = None, data: bytes = b"\x
         inputs=(Value("x", ("b", 3), "float32"),),
         parameters=(),
         buffers=(),
-        constants=(State("held", (len(data),), "uint8", data=data),),
+        constants=(ModelState("held", (len(data),), "uint8", data=data),),
         operators=(operator,),
         outputs=(Output("output", Reference("y")), Output("shape", (1, 2.0))),
     )

@@ -12,7 +12,7 @@ from torch.nn import functional
 from bireme.codec.gradient_words import GradientForm
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
-from bireme.model.fed_maps import Outlet, feeding
+from bireme.model.fed_maps import GradientHook, feeding
 from bireme.model.graph import Graph
 from bireme.model.linear_maps import chosen_maps, linear_maps
 from bireme.model.stage import stage_function, torch_operator
@@ -55,7 +55,7 @@ def test_maps_give_what_they_gave_and_pairs_in_place_of_their_gradient() -> None
     graph, weights, inputs = made()
     maps = linear_maps(graph)
     assert sorted(maps) == ["last.weight", "line.weight", "plane.weight", "product"]
-    outlet, found = Outlet(), dict.fromkeys(maps, torch.zeros(()).double())
+    outlet, found = GradientHook(), dict.fromkeys(maps, torch.zeros(()).double())
 
     def feed(name: str, left: Tensor, right: Tensor) -> None:
         found[name] = found[name] + left.T @ right

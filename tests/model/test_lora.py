@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
-from bireme.model.part import Lora, Part
-from bireme.model.sources import Source, load_source
+from bireme.model.part import LoraPart, TrainedPart
+from bireme.model.sources import ModelSource, load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.train.model import RunModel
@@ -35,12 +35,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("models") / "llama", num_hidden_layers=1)
 
 
-def adapted(folder: Path, lora: Lora, **more: Any) -> Source:
-    return load_source(f"hf:{folder}", batch=2, length=8, part=Part(lora=lora), **more)
+def adapted(folder: Path, lora: LoraPart, **more: Any) -> ModelSource:
+    return load_source(f"hf:{folder}", batch=2, length=8, part=TrainedPart(lora=lora), **more)
 
 
 def test_only_the_adapter_learns_and_it_computes_in_the_model_s_numbers(llama: Path) -> None:
-    source = adapted(llama, Lora(4), dtype="bfloat16")
+    source = adapted(llama, LoraPart(4), dtype="bfloat16")
     make = partial(capture, source.model, source.example_inputs)
     graph = captured_once("an adapter of a tiny llama in bfloat16", make, is_kept=True)
     learning = {state.name for state in graph.parameters if state.trainable}
@@ -84,12 +84,12 @@ def test_a_run_begins_as_the_model_in_the_folder_whichever_rank_makes_the_adapte
 )
 def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], said: str, llama: Path) -> None:
     with pytest.raises(BiremeError) as caught:
-        adapted(llama, Lora(4, targets=targets))
+        adapted(llama, LoraPart(4, targets=targets))
     assert said in str(caught.value)
 
 
 def test_a_model_that_is_not_of_transformers_gets_one_too() -> None:
-    source = load_source(GPT, part=Part(lora=Lora(2, targets=("query_key_value",))))
+    source = load_source(GPT, part=TrainedPart(lora=LoraPart(2, targets=("query_key_value",))))
     learning = [name for name, parameter in source.model.named_parameters() if parameter.requires_grad]
     wrapped = "layers.0.attention.query_key_value"
     assert learning == [f"{wrapped}.lora_A.default.weight", f"{wrapped}.lora_B.default.weight"]
@@ -100,7 +100,7 @@ def test_without_peft_it_says_what_to_install(llama: Path, monkeypatch: pytest.M
     with pytest.raises(
         BiremeError, match=r'model\.lora needs the peft package.*pip install "bireme\[lora\]"'
     ):
-        adapted(llama, Lora(4))
+        adapted(llama, LoraPart(4))
 
 
 def test_an_adapter_of_weights_that_nobody_keeps_is_refused(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_adapter_of_weights_that_nobody_keeps_is_refused(tmp_path: Path) -> N
 
 def test_a_shared_weight_gets_no_adapter_added(tmp_path: Path) -> None:
     folder = save_config(tmp_path / "llama", tie_word_embeddings=True)
-    source = adapted(folder, Lora(2, targets=("lm_head",)), device="cpu")
+    source = adapted(folder, LoraPart(2, targets=("lm_head",)), device="cpu")
     weights = dict(source.model.named_parameters())
     assert source.adapter is not None
     with pytest.raises(BiremeError, match=r"lm_head\.weight is shared with another module"):

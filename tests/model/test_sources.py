@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
-from bireme.model.sources import Source, load_source
+from bireme.model.sources import ModelSource, load_source
 
 SMALL = "gpt:layers=1,width=32,heads=4,vocab=64,context=16"
 NEEDS_TRANSFORMERS = "transformers is an optional dependency"
@@ -70,15 +70,15 @@ def folder_of_family(path: Path, architecture: str) -> Path:
     return folder_of(path, model_type=model_type, architectures=[architecture], **sizes)
 
 
-def captured(source: Source) -> Graph:
+def captured(source: ModelSource) -> Graph:
     return capture(source.model, source.example_inputs)
 
 
-def shapes_of(source: Source) -> dict[str, list[int]]:
+def shapes_of(source: ModelSource) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in source.example_inputs.items()}
 
 
-def on_meta(source: Source) -> bool:
+def on_meta(source: ModelSource) -> bool:
     tensors = [*source.model.parameters(), *source.model.buffers()]
     return all(tensor.device.type == "meta" for tensor in tensors)
 

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from bireme.errors import BiremeError
-from bireme.model.part import Part
+from bireme.model.part import TrainedPart
 from bireme.model.sources import load_source
 from bireme.model.trainable import choose_trainable
 from bireme.train.model import RunModel
@@ -22,7 +22,7 @@ def names(model: nn.Module) -> set[str]:
 
 
 def test_train_freezes_all_that_it_does_not_match() -> None:
-    model = load_source(GPT, part=Part(train=("layers.1.*", "*norm*"))).model
+    model = load_source(GPT, part=TrainedPart(train=("layers.1.*", "*norm*"))).model
     assert learning(model) == {
         name for name in names(model) if name.startswith("layers.1.") or "norm" in name
     }
@@ -45,13 +45,13 @@ def test_a_tied_weight_is_matched_under_any_of_its_names() -> None:
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        (Part(train=("layers.1",)), "model.train has 'layers.1', which matches none"),
-        (Part(train=("layers.1",)), "Did you mean 'layers.1.*'?"),
-        (Part(freeze=("*", "nowhere")), "model.freeze has 'nowhere', which matches none"),
-        (Part(freeze=("*",)), "With this model.freeze no parameter learns."),
+        (TrainedPart(train=("layers.1",)), "model.train has 'layers.1', which matches none"),
+        (TrainedPart(train=("layers.1",)), "Did you mean 'layers.1.*'?"),
+        (TrainedPart(freeze=("*", "nowhere")), "model.freeze has 'nowhere', which matches none"),
+        (TrainedPart(freeze=("*",)), "With this model.freeze no parameter learns."),
     ],
 )
-def test_a_pattern_that_is_of_no_use_is_refused(part: Part, said: str) -> None:
+def test_a_pattern_that_is_of_no_use_is_refused(part: TrainedPart, said: str) -> None:
     with pytest.raises(BiremeError) as caught:
         load_source(GPT, part=part)
     assert said in str(caught.value)

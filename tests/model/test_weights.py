@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError
 from bireme.model.convert import dtype_name
-from bireme.model.graph import Graph, State
+from bireme.model.graph import Graph, ModelState
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
 
@@ -71,7 +71,7 @@ def graph_of(model: nn.Module) -> Graph:
             aliases.setdefault(first[id(tensor)], []).append(name)
     persistent = set(model.state_dict())
     states = [
-        State(
+        ModelState(
             name=name,
             shape=tuple(tensors[name].shape),
             dtype=dtype_name(tensors[name].dtype),
@@ -308,7 +308,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def holding(*names: str, prefix: str = "base.", aliases: tuple[str, ...] = ()) -> Graph:
-    states = tuple(State(prefix + name, (2, 2), "float32", True, True, aliases=aliases) for name in names)
+    states = tuple(
+        ModelState(prefix + name, (2, 2), "float32", True, True, aliases=aliases) for name in names
+    )
     return Graph("model", True, 1, True, (), states, (), (), (), ())
 
 

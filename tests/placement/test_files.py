@@ -12,7 +12,7 @@ from bireme.errors import BiremeError
 from bireme.placement.placement import Placement
 from bireme.placement.split_file import load_split, read_split, write_split
 from bireme.placement.workload import Edge, Node, Objective, Workload
-from bireme.placement.workload_file import Counts, load_workload, read_workload, write_workload
+from bireme.placement.workload_file import DeviceCounts, load_workload, read_workload, write_workload
 from tests.support.placement_oracles import random_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "placement"
@@ -103,7 +103,7 @@ def test_numbers_that_other_programs_write_as_floats_are_read(path: Path) -> Non
 
 def test_given_devices_replace_those_of_the_file(path: Path) -> None:
     path.write_text(json.dumps(document(maxFPGAs=0, maxCPUs=0)))
-    workload = read_workload(path, Counts(accelerators=4, accelerator_bytes=5.0)).workload
+    workload = read_workload(path, DeviceCounts(accelerators=4, accelerator_bytes=5.0)).workload
     assert (workload.num_accelerators, workload.num_cpus, workload.accelerator_bytes) == (4, 0, 5.0)
 
 

@@ -17,10 +17,10 @@ from bireme.errors import BiremeError
 from bireme.placement import moves
 from bireme.placement.anywhere.annealing import improve
 from bireme.placement.anywhere.blocks import blocks_of
-from bireme.placement.baselines.local_search import random_start
-from bireme.placement.baselines.simple import greedy, local_search, pipedream, single
+from bireme.placement.baselines.local_search import local_search, random_start
+from bireme.placement.baselines.simple import greedy, pipedream, single
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
@@ -28,7 +28,7 @@ from tests.support.placement_oracles import best_by_force, can_stand_in_line, ra
 
 NO_LIMIT_S = 1e9
 
-Baseline = Callable[[Items, Objective], Found]
+Baseline = Callable[[Items, Objective], FoundPlacement]
 
 
 def objective_of(workload: Workload, random: Random) -> Objective:
@@ -39,7 +39,7 @@ def objective_of(workload: Workload, random: Random) -> Objective:
 
 def annealed(
     items: Items, objective: Objective, *, start: Sequence[int] | None = None, num_moves: int = 5_000
-) -> Found:
+) -> FoundPlacement:
     return improve(items, objective, start=start, time_limit_s=NO_LIMIT_S, num_moves=num_moves)
 
 
@@ -52,7 +52,7 @@ def devices_of(workload: Workload, items: Items, where: Sequence[int]) -> list[i
     return devices
 
 
-def is_valid(items: Items, found: Found, objective: Objective) -> bool:
+def is_valid(items: Items, found: FoundPlacement, objective: Objective) -> bool:
     return fits(items, found.where) and found.value == value_of(loads_of(items, found.where), objective)
 
 

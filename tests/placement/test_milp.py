@@ -14,11 +14,11 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.placement.bounds import simple_bound
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
 from bireme.placement.integer.anywhere import solve_any
 from bireme.placement.integer.contiguous import solve_contiguous
 from bireme.placement.integer.loads import frame_of
-from bireme.placement.integer.program import Outcome, Program
+from bireme.placement.integer.program import IntegerProgram, SolverOutcome
 from bireme.placement.integer.spreading import spreading_bound
 from bireme.placement.items import Items
 from bireme.placement.workload import Edge, Node, Objective, Workload
@@ -31,7 +31,7 @@ OBJECTIVES = (Objective.TRAINING, Objective.FLUSH)
 LONG_S = 60.0
 NO_TIME_S = 1e-3
 
-Solver = Callable[..., Found]
+Solver = Callable[..., FoundPlacement]
 both = pytest.mark.parametrize("solve", [solve_any, solve_contiguous])
 
 
@@ -63,9 +63,9 @@ def devices_of(workload: Workload, items: Items, where: Sequence[int]) -> list[i
     return devices
 
 
-def hard_program(num_items: int = 60, num_bins: int = 5) -> tuple[Program, int]:
+def hard_program(num_items: int = 60, num_bins: int = 5) -> tuple[IntegerProgram, int]:
     """Even bins out, which takes for ever to prove; and the number of the column that is made small."""
-    program = Program()
+    program = IntegerProgram()
     chosen = program.add_columns((num_items, num_bins), upper=1.0, is_integer=True)
     largest = program.add_columns(1, cost=1.0)
     weights = np.random.default_rng(0).uniform(1, 10, num_items)
@@ -263,23 +263,23 @@ def test_a_program_takes_its_start_before_it_searches() -> None:
     start[:300:5] = 1.0
     start[largest] = 1000.0
     solved = program.solve(time_limit_s=0.0, start=start)
-    assert solved.outcome is Outcome.STOPPED
+    assert solved.outcome is SolverOutcome.STOPPED
     assert solved.values is not None
     assert solved.values[:300:5].min() == 1.0
     assert solved.bound == -math.inf
 
 
 def test_a_program_without_integers_is_bounded_by_its_solution() -> None:
-    program = Program()
+    program = IntegerProgram()
     shares = program.add_columns(2, upper=1.0, cost=[1.0, 2.0])
     program.add_rows(shares[np.newaxis, :], [1.0, 1.0], lower=1.5)
     solved = program.solve(time_limit_s=LONG_S)
-    assert solved.outcome is Outcome.OPTIMAL
+    assert solved.outcome is SolverOutcome.OPTIMAL
     assert solved.bound == pytest.approx(2.0)
 
 
 def test_prices_prove_the_bound_of_a_program_without_integrality() -> None:
-    program = Program()
+    program = IntegerProgram()
     flags = program.add_columns(3, upper=1.0, is_integer=True, cost=[3.0, 1.0, 2.0])
     program.add_rows(flags[np.newaxis, :], [1.0, 1.0, 1.0], lower=1.5, upper=2.5)
     program.add_rows(flags[np.newaxis, :2], [1.0, -1.0], upper=0.5)
@@ -289,11 +289,11 @@ def test_prices_prove_the_bound_of_a_program_without_integrality() -> None:
 
 
 def test_a_program_without_a_solution_is_told_from_one_without_time() -> None:
-    program = Program()
+    program = IntegerProgram()
     flags = program.add_columns(2, upper=1.0, is_integer=True, cost=1.0)
     program.add_rows(flags[np.newaxis, :], [1.0, 1.0], lower=2.5)
-    assert program.solve(time_limit_s=LONG_S).outcome is Outcome.INFEASIBLE
-    assert hard_program()[0].solve(time_limit_s=0.0).outcome is Outcome.STOPPED
+    assert program.solve(time_limit_s=LONG_S).outcome is SolverOutcome.INFEASIBLE
+    assert hard_program()[0].solve(time_limit_s=0.0).outcome is SolverOutcome.STOPPED
 
 
 def test_ctrl_c_stops_the_solver() -> None:

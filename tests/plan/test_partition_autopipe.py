@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
 from bireme.plan.partition.autopipe import Cuts, autopipe
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit, assess
 from bireme.plan.partition.recurrence import iterate
-from bireme.plan.partition.times import Stopwatch
+from bireme.plan.partition.times import ChainTimes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
 from bireme.simulate.costs import Costs
@@ -147,11 +147,11 @@ def problems(draw: st.DrawFn, *, schedule: str = "1f1b", unequal: bool = True) -
         )
         for stage in range(num_stages)
     )
-    link = Link(draw(st.sampled_from([2.0, math.inf]))) if unequal else Link()
+    link = RowLink(draw(st.sampled_from([2.0, math.inf]))) if unequal else RowLink()
     line = DeviceRow(seats, (link,) * (num_stages - 1), overlap=draw(st.booleans()))
     m = num_stages * draw(st.integers(1, 3)) if unequal else 2 * num_stages
     recompute = draw(st.sampled_from(Recompute)) if unequal else Recompute.NEVER
-    return loads_of(chain, line, Setting(schedule, m, recompute))
+    return loads_of(chain, line, StageSetting(schedule, m, recompute))
 
 
 def all_cuts(loads: Loads) -> list[Cuts]:
@@ -161,7 +161,7 @@ def all_cuts(loads: Loads) -> list[Cuts]:
 
 
 def least_batch_s(loads: Loads, cuts: list[Cuts]) -> float:
-    times = Stopwatch(loads).times(cuts)
+    times = ChainTimes(loads).times(cuts)
     return float(
         iterate(
             times.forward_s,
@@ -210,7 +210,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
     for num_stages in range(1, 9):
         forward_s = random.integers(1, 30, num_stages).astype(float)
         chain = chain_of_numbers(forward_s.tolist(), (2 * forward_s).tolist())
-        found = autopipe(loads_of(chain, DeviceRow.equal(num_stages), Setting("1f1b", 2 * num_stages)))
+        found = autopipe(loads_of(chain, DeviceRow.equal(num_stages), StageSetting("1f1b", 2 * num_stages)))
         assert found is not None
         assert found.partition.cuts == tuple(range(1, num_stages))
 
@@ -218,7 +218,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
 def test_load_falls_after_the_master_stage() -> None:
     """So that the last micro-batch comes back without waiting: the best partition is not flat."""
     chain = chain_of_numbers([1.0] * 50, [3.0] * 50)
-    found = autopipe(loads_of(chain, DeviceRow.equal(8), Setting("1f1b", 16)))
+    found = autopipe(loads_of(chain, DeviceRow.equal(8), StageSetting("1f1b", 16)))
     assert found is not None
     assert found.batch_s < found.start_batch_s
     busy_s = [stage.busy_s for stage in found.partition.stages]
@@ -228,7 +228,7 @@ def test_load_falls_after_the_master_stage() -> None:
 
 def test_what_the_search_foretells_is_what_the_simulator_says() -> None:
     chain = chain_of_numbers(range(1, 13), [2.0 * one for one in range(1, 13)])
-    loads = loads_of(chain, DeviceRow.equal(4, speeds=(1, 0.5, 1, 0.25)), Setting("1f1b", 8))
+    loads = loads_of(chain, DeviceRow.equal(4, speeds=(1, 0.5, 1, 0.25)), StageSetting("1f1b", 8))
     found = autopipe(loads)
     assert found is not None
     assert found.batch_s == pytest.approx(predict(loads, found.partition).makespan_s, rel=1e-12)

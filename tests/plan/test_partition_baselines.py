@@ -14,16 +14,16 @@ from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedrea
 from benchmarks.partitioners.dapple import dapple, dapple_latency_s
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.device_row import DeviceRow, Link
-from bireme.plan.partition.loads import Loads, Setting, loads_of
+from bireme.plan.partition.device_row import DeviceRow, RowLink
+from bireme.plan.partition.loads import Loads, StageSetting, loads_of
 from bireme.plan.partition.partition import assess
 from tests.support.extent import examples
 
 NUMBERS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
 
 
-def loads(chain: Chain, num_stages: int, link: Link | None = None, m: int = 8) -> Loads:
-    return loads_of(chain, DeviceRow.equal(num_stages, link=link), Setting("1f1b", m))
+def loads(chain: Chain, num_stages: int, link: RowLink | None = None, m: int = 8) -> Loads:
+    return loads_of(chain, DeviceRow.equal(num_stages, link=link), StageSetting("1f1b", m))
 
 
 def gpt_like(layers: int) -> Chain:
@@ -41,7 +41,7 @@ def gpt_like(layers: int) -> Chain:
 @pytest.mark.parametrize("name", sorted(BASELINES))
 @pytest.mark.parametrize("num_stages", [1, 2, 5, 8])
 def test_every_planner_gives_each_stage_a_unit(name: str, num_stages: int) -> None:
-    tables = loads(gpt_like(8), num_stages, Link(10.0))
+    tables = loads(gpt_like(8), num_stages, RowLink(10.0))
     partition = assess(tables, BASELINES[name](tables))
     assert len(partition.stages) == num_stages
     assert partition.stages[-1].end == tables.chain.num_units
@@ -78,14 +78,14 @@ def test_piper_adds_the_transfers_of_both_borders_to_the_slowest_stage(
         stages = enumerate(pairwise((0, *cuts, num_units)))
         return max(2 * sum(times[a:b]) + 2 * (into[s] + into[s + 1]) / 4 for s, (a, b) in stages)
 
-    found = piper(loads(chain, num_stages, Link(4.0)))
+    found = piper(loads(chain, num_stages, RowLink(4.0)))
     everything = combinations(range(1, num_units), num_stages - 1)
     assert per_sample_s(found) == pytest.approx(min(map(per_sample_s, everything)))
 
 
 def test_piper_does_not_know_that_devices_differ() -> None:
     chain = chain_of_numbers([1.0] * 8, [1.0] * 8)
-    unequal = loads_of(chain, DeviceRow.equal(2, speeds=(1.0, 0.25)), Setting("1f1b", 4))
+    unequal = loads_of(chain, DeviceRow.equal(2, speeds=(1.0, 0.25)), StageSetting("1f1b", 4))
     assert piper(unequal) == (4,)
 
 
@@ -99,7 +99,7 @@ def test_equal_blocks_take_the_embedding_first_and_the_head_last() -> None:
 
 def test_pipedream_2bw_adds_messages_to_the_slowest_stage_and_overlaps_the_all_reduce() -> None:
     chain = chain_of_numbers([1.0, 1.0], [2.0, 2.0], boundary_bytes=[5, 0], parameter_bytes=800)
-    tables = loads(chain, 2, Link(10.0), m=4)
+    tables = loads(chain, 2, RowLink(10.0), m=4)
     assert pipedream_2bw_s(tables, (1,)) == 3 + 2 * 5 / 10
     assert pipedream_2bw_s(tables, (1,), width=2, sync_bytes_per_s=10.0) == 800 / 10 / 4
     assert pipedream_2bw_s(tables, (1,), width=2) == 4

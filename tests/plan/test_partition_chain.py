@@ -12,11 +12,11 @@ from benchmarks.made_up.chains import chain_of_numbers
 from bireme.cluster.device import KNOWN
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
 from bireme.plan.partition.holdings import holdings
-from bireme.plan.partition.loads import Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import assess
-from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
+from bireme.profile.profile import KeptMemory, Profile, SharedState, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.residency import resident
@@ -77,7 +77,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     in_halves = draw(st.booleans())
     for place in range(draw(st.integers(1, 6))):
         shared = [
-            Kept(tuple(names), draw(st.integers(0, 50)), draw(st.booleans()))
+            KeptMemory(tuple(names), draw(st.integers(0, 50)), draw(st.booleans()))
             for names in draw(st.lists(st.lists(NAMES, min_size=1, max_size=3, unique=True), max_size=3))
         ]
         known = [kept.names[0] for kept in shared]
@@ -91,7 +91,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             halves = draw(st.tuples(*(st.integers(0, 900),) * 3))
         cost = UnitCost(1, 1.0, 2.0, 3.0, None, None, 0.0, own, 7, workspace, tuple(shared), *halves)
         tied = [
-            Held(name, 10 + size, size, 2 * size, 3, 2)
+            SharedState(name, 10 + size, size, 2 * size, 3, 2)
             for name, size in draw(st.dictionaries(st.sampled_from("xyz"), st.integers(0, 40))).items()
         ]
         units.append(
@@ -203,8 +203,8 @@ def test_schedules_with_several_stages_on_a_device_are_refused() -> None:
 def test_the_bytes_of_a_partition_are_those_of_its_simulation(name: str, recompute: Recompute) -> None:
     made = chain_of(profile_of("gpt"), 2)
     for num_stages in (1, 2, 3):
-        line = DeviceRow.equal(num_stages, link=Link(1e9))
-        loads = loads_of(made, line, Setting(name, 6, recompute))
+        line = DeviceRow.equal(num_stages, link=RowLink(1e9))
+        loads = loads_of(made, line, StageSetting(name, 6, recompute))
         for cuts in combinations(range(1, made.num_units), num_stages - 1):
             partition = assess(loads, cuts)
             timeline = predict(loads, partition, num_batches=5)
@@ -218,9 +218,9 @@ def test_a_line_and_a_chain_must_make_sense() -> None:
     with pytest.raises(BiremeError, match="speed 0"):
         DeviceSlot("a", speed=0)
     with pytest.raises(BiremeError, match="bytes/s"):
-        Link(bytes_per_s=0)
+        RowLink(bytes_per_s=0)
     with pytest.raises(BiremeError, match="one unit or more"):
         chain_of_numbers([], [])
     made: Chain = chain_of_numbers([1.0], [2.0])
     with pytest.raises(BiremeError, match="each needs one unit"):
-        loads_of(made, DeviceRow.equal(2, memory_bytes=math.inf), Setting("1f1b", 2))
+        loads_of(made, DeviceRow.equal(2, memory_bytes=math.inf), StageSetting("1f1b", 2))

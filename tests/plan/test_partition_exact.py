@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
 from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
 from bireme.plan.partition.exact import exact, least_sum
-from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition, assess
 from bireme.simulate.costs import Costs
 from tests.support.extent import examples
@@ -24,7 +24,7 @@ from tests.support.partitions import costs_of, predict
 class Problem:
     chain: Chain
     line: DeviceRow
-    setting: Setting
+    setting: StageSetting
 
     def loads(self) -> Loads:
         return loads_of(self.chain, self.line, self.setting)
@@ -59,10 +59,10 @@ def problems(
         for stage in range(num_stages)
     )
     links = tuple(
-        Link(draw(st.sampled_from([0.5, 1.0, math.inf])), draw(st.integers(0, 2)), draw(st.booleans()))
+        RowLink(draw(st.sampled_from([0.5, 1.0, math.inf])), draw(st.integers(0, 2)), draw(st.booleans()))
         for _ in range(num_stages - 1)
     )
-    setting = Setting(
+    setting = StageSetting(
         draw(st.sampled_from(schedules)),
         num_stages * draw(st.sampled_from([1, 2])),
         draw(st.sampled_from(Recompute)),
@@ -137,7 +137,7 @@ def test_what_is_said_to_fit_fits_when_it_is_simulated(problem: Problem) -> None
 def test_2bw_runs_at_the_pace_that_the_partition_foretells() -> None:
     chain = chain_of_numbers([1, 2, 1, 3, 2, 1], [2, 4, 2, 6, 4, 2])
     line = DeviceRow.equal(3, speeds=(1.0, 0.5, 2.0))
-    loads = loads_of(chain, line, Setting("2bw", 6))
+    loads = loads_of(chain, line, StageSetting("2bw", 6))
     found = exact(loads)
     assert isinstance(found, Partition)
     assert predict(loads, found).steady_batch_s == pytest.approx(6 * found.pace_s)
@@ -145,15 +145,15 @@ def test_2bw_runs_at_the_pace_that_the_partition_foretells() -> None:
 
 def test_a_slow_device_gets_less_and_one_with_little_memory_too() -> None:
     chain = chain_of_numbers([1.0] * 12, [2.0] * 12, parameter_bytes=10, kept_bytes=1)
-    slow = exact(loads_of(chain, DeviceRow.equal(3, speeds=(1, 0.5, 1)), Setting("2bw", 6)))
+    slow = exact(loads_of(chain, DeviceRow.equal(3, speeds=(1, 0.5, 1)), StageSetting("2bw", 6)))
     assert isinstance(slow, Partition)
     assert [stage.end - stage.begin for stage in slow.stages] == [5, 2, 5]
     seats = (DeviceSlot("large"), DeviceSlot("small", memory_bytes=90), DeviceSlot("large"))
-    small = exact(loads_of(chain, DeviceRow(seats, (Link(), Link())), Setting("1f1b", 6)))
+    small = exact(loads_of(chain, DeviceRow(seats, (RowLink(), RowLink())), StageSetting("1f1b", 6)))
     assert isinstance(small, Partition)
     assert small.stages[1].end - small.stages[1].begin == 4
     seats = (DeviceSlot("large"), DeviceSlot("small", memory_bytes=60), DeviceSlot("large"))
-    smaller = exact(loads_of(chain, DeviceRow(seats, (Link(), Link())), Setting("1f1b", 6)))
+    smaller = exact(loads_of(chain, DeviceRow(seats, (RowLink(), RowLink())), StageSetting("1f1b", 6)))
     assert isinstance(smaller, Partition)
     assert smaller.stages[1].end - smaller.stages[1].begin == 2
 
@@ -161,8 +161,8 @@ def test_a_slow_device_gets_less_and_one_with_little_memory_too() -> None:
 def test_only_stages_that_do_not_fit_run_their_forward_again() -> None:
     chain = chain_of_numbers([1.0] * 8, [2.0] * 8, kept_bytes=10, boundary_bytes=1)
     line = DeviceRow.equal(4, memory_bytes=36.0)
-    assert isinstance(exact(loads_of(chain, line, Setting("1f1b", 8))), Misfit)
-    found = exact(loads_of(chain, line, Setting("1f1b", 8, Recompute.WHERE_NEEDED)))
+    assert isinstance(exact(loads_of(chain, line, StageSetting("1f1b", 8))), Misfit)
+    found = exact(loads_of(chain, line, StageSetting("1f1b", 8, Recompute.WHERE_NEEDED)))
     assert isinstance(found, Partition)
     assert found.fits
     assert found.recompute == (0, 1, 2)
@@ -171,7 +171,7 @@ def test_only_stages_that_do_not_fit_run_their_forward_again() -> None:
 def test_what_fits_nowhere_says_which_stage_misses_how_much_on_which_device() -> None:
     chain = chain_of_numbers([1.0] * 4, [1.0] * 4, optimizer_bytes=[10, 10, 10, 70])
     seats = (DeviceSlot("red", memory_bytes=40), DeviceSlot("blue", memory_bytes=30))
-    found = exact(loads_of(chain, DeviceRow(seats, (Link(),)), Setting("1f1b", 4)))
+    found = exact(loads_of(chain, DeviceRow(seats, (RowLink(),)), StageSetting("1f1b", 4)))
     assert isinstance(found, Misfit)
     assert (found.stage, found.device, found.missing_bytes) == (1, "blue", 40)
     assert "stage 1 (units 3 to 3) takes 70 B on blue, which has 30 B: 40 B are missing" in str(found)
@@ -198,7 +198,7 @@ def test_the_shortest_way_through_is_that_of_brute_force(problem: Problem, facto
 
 def test_of_equal_partitions_the_one_with_the_most_at_the_end_is_taken() -> None:
     chain = chain_of_numbers([1.0] * 5, [1.0] * 5)
-    found = exact(loads_of(chain, DeviceRow.equal(3), Setting("1f1b", 3)))
+    found = exact(loads_of(chain, DeviceRow.equal(3), StageSetting("1f1b", 3)))
     assert isinstance(found, Partition)
     bounds = (0, *found.cuts, 5)
     assert [b - a for a, b in pairwise(bounds)] == [1, 2, 2]

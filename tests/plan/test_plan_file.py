@@ -21,7 +21,7 @@ from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, StageForec
 from bireme.plan.hashes import PlannedUnit, check_plan_fits, planned_units, profile_hash
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
-from bireme.plan.summary import Kind, summarize
+from bireme.plan.summary import PlanKind, summarize
 from bireme.profile.profile_file import save_profile
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.extent import examples
@@ -263,20 +263,20 @@ def test_a_model_with_fewer_units_of_the_same_kind_is_refused() -> None:
 def test_every_schedule_is_of_a_kind(name: str) -> None:
     per_rank = SCHEDULES[name].stages_per_rank
     depth = 1 if name == "sequential" else 2 * per_rank
-    kind = Kind.of(Plan(tuple(range(1, depth)), 4, name))
+    kind = PlanKind.of(Plan(tuple(range(1, depth)), 4, name))
     expected = {
-        "sequential": Kind.ONE_DEVICE,
-        "2bw": Kind.DELAYED,
-        "2bw-fresh": Kind.FRESH,
-        "pipedream": Kind.STASHED,
-        "zb-h1": Kind.ZERO_BUBBLE,
-        "zbv": Kind.ZERO_BUBBLE,
+        "sequential": PlanKind.ONE_DEVICE,
+        "2bw": PlanKind.DELAYED,
+        "2bw-fresh": PlanKind.FRESH,
+        "pipedream": PlanKind.STASHED,
+        "zb-h1": PlanKind.ZERO_BUBBLE,
+        "zbv": PlanKind.ZERO_BUBBLE,
     }
-    assert kind is expected.get(name, Kind.FLUSH)
+    assert kind is expected.get(name, PlanKind.FLUSH)
 
 
 def test_replicas_of_a_whole_model_are_data_parallel() -> None:
-    assert Kind.of(Plan((), 1, "sequential", width=3)) is Kind.DATA_PARALLEL
+    assert PlanKind.of(Plan((), 1, "sequential", width=3)) is PlanKind.DATA_PARALLEL
 
 
 def test_a_summary_says_what_each_replica_gets() -> None:

@@ -13,7 +13,7 @@ from bireme.cluster.links import Card, Link
 from bireme.cluster.server import Server
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
-from bireme.model.part import Lora, Part
+from bireme.model.part import LoraPart, TrainedPart
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer, NothingFits
@@ -61,8 +61,8 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
         num_key_value_heads=32,
         max_position_embeddings=2048,
     )
-    lora = Lora(8, targets=("q_proj", "v_proj"))
-    source = load_source(f"hf:{folder}", length=LENGTH, dtype="bfloat16", part=Part(lora=lora))
+    lora = LoraPart(8, targets=("q_proj", "v_proj"))
+    source = load_source(f"hf:{folder}", length=LENGTH, dtype="bfloat16", part=TrainedPart(lora=lora))
     make = partial(capture, source.model, source.example_inputs)
     graph = captured_once(f"{num_layers} layers of Llama 7B, {LENGTH} tokens, {lora}", make, is_kept=True)
     learning = sum(state.num_elements for state in graph.parameters if state.trainable)
@@ -89,7 +89,7 @@ def test_a_llama_of_7b_that_does_not_fit_two_cards_is_planned_there_as_an_adapte
 @pytest.mark.slow
 def test_messages_have_the_bytes_that_the_engine_sends() -> None:
     """Before the second layer nothing learns, so only an empty message comes back there."""
-    part = Part(freeze=("tokens.*", "positions.*", "layers.0.*"))
+    part = TrainedPart(freeze=("tokens.*", "positions.*", "layers.0.*"))
     text = "gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false"
     source = load_source(text, part=part)
     make = partial(capture, source.model, source.example_inputs)

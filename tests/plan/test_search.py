@@ -23,7 +23,7 @@ from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
-from bireme.plan.summary import Kind
+from bireme.plan.summary import PlanKind
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
@@ -111,14 +111,14 @@ def fits(forecast: Forecast) -> bool:
     return all(stage.peak_bytes <= stage.limit_bytes for stage in forecast.stages)
 
 
-def least_costs(profile: Profile, cluster: Cluster, request: PlanRequest) -> dict[Kind, float]:
+def least_costs(profile: Profile, cluster: Cluster, request: PlanRequest) -> dict[PlanKind, float]:
     """The least cost of every kind, by brute force."""
-    found: dict[Kind, float] = {}
+    found: dict[PlanKind, float] = {}
     evaluator = PlanEvaluator(PlanningProblem(profile, cluster, request))
     for plan in every_plan(profile, cluster, request):
         forecast = evaluator.forecast(draft_of(plan, cluster))
         if fits(forecast):
-            kind = Kind.of(plan)
+            kind = PlanKind.of(plan)
             found[kind] = min(found.get(kind, math.inf), forecast.cost_s_per_sample)
     return found
 
@@ -136,12 +136,12 @@ def check(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         assert answer.missing_bytes > 0
         return
     assume(answer.origin.how.startswith("all "))
-    found: dict[Kind, float] = {}
+    found: dict[PlanKind, float] = {}
     for candidate in answer.candidates:
         assert candidate.fits
         again = forecast_of(candidate.plan, profile, cluster, request)
         assert again == candidate.forecast
-        kind = Kind.of(candidate.plan)
+        kind = PlanKind.of(candidate.plan)
         found[kind] = min(found.get(kind, math.inf), candidate.forecast.cost_s_per_sample)
     assert found == pytest.approx(least, rel=1e-9)
     costs = [candidate.forecast.cost_s_per_sample for candidate in answer.candidates]
@@ -221,7 +221,7 @@ def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     assert isinstance(brief, Answer)
     assert "as the run is short" in brief.origin.how
     assert brief.num_tried < full.num_tried
-    kinds = [{Kind.of(one.plan) for one in answer.candidates} for answer in (full, brief)]
+    kinds = [{PlanKind.of(one.plan) for one in answer.candidates} for answer in (full, brief)]
     assert kinds[0] == kinds[1]
     assert brief.best.forecast.cost_s_per_sample <= 1.2 * full.best.forecast.cost_s_per_sample
 

@@ -17,7 +17,7 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.replica_work import ReplicaWork
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.control import STRETCH_S, Control
-from bireme.profile.measuring import BatchEnd, Measured
+from bireme.profile.measuring import BatchEndTimes, Measured
 from bireme.profile.timing import Seconds
 from bireme.profile.waits import CoreTime
 from bireme.runtime.measuring.messages import read_off
@@ -181,9 +181,9 @@ def test_what_was_measured_at_once_counts_in_the_mean() -> None:
     def one(seconds: float, process_bytes: int) -> Measured:
         unit = Seconds(seconds, 2 * seconds, 3 * seconds, None, None, 0.0)
         engine = EngineCost(send_s=seconds, process_bytes=process_bytes, num_processes=2)
-        return Measured({4: {0: unit}}, {0: BatchEnd(seconds, seconds, seconds)}, engine)
+        return Measured({4: {0: unit}}, {0: BatchEndTimes(seconds, seconds, seconds)}, engine)
 
     found = mean_of([one(1.0, 100), one(2.0, 300)])
     assert found.seconds[4][0] == Seconds(1.5, 3.0, 4.5, None, None, 0.0)
-    assert found.ends[0] == BatchEnd(1.5, 1.5, 1.5)
+    assert found.ends[0] == BatchEndTimes(1.5, 1.5, 1.5)
     assert found.engine == EngineCost(send_s=1.5, process_bytes=300, num_processes=2)

@@ -16,7 +16,7 @@ from torch.profiler import profile
 
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
-from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.behaviour import Behaviour, MemoryBlock
 from bireme.profile.block_paging import page_blocks
 from bireme.profile.events import Event, EventKind, Owner, Phase
 from bireme.profile.idleness import idle_intervals, percentile
@@ -309,7 +309,7 @@ def test_no_two_living_blocks_share_an_address(behaviour: Behaviour) -> None:
             assert apart or other.address + other.num_bytes <= one.address
 
 
-def meet(one: Block, other: Block, behaviour: Behaviour) -> bool:
+def meet(one: MemoryBlock, other: MemoryBlock, behaviour: Behaviour) -> bool:
     ends = [behaviour.num_events if b.death_event is None else b.death_event for b in (one, other)]
     return one.birth_event < ends[1] and other.birth_event < ends[0]
 

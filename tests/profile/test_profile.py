@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.captures import Captures
 from bireme.model.convert import dtype_name
-from bireme.model.graph import Graph, State
+from bireme.model.graph import Graph, ModelState
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
 from bireme.profile import measuring, profiler
@@ -191,7 +191,7 @@ def test_an_optimizer_keeps_the_predicted_bytes(name: str, dtype: torch.dtype) -
     expected = sum(value.nbytes for value in kept if isinstance(value, Tensor))
     if stepped is not dtype:
         expected += sum(weight.nbytes for _, weight in weights)
-    states = [State(key, shape, dtype_name(dtype), True, True) for key, shape in shapes.items()]
+    states = [ModelState(key, shape, dtype_name(dtype), True, True) for key, shape in shapes.items()]
     assert sum(optimizer_bytes(state, name) for state in states) == expected
     assert all(optimizer_bytes(replace(state, trainable=False), name) == 0 for state in states)
 

@@ -16,7 +16,7 @@ from bireme.cluster.engine_cost import EngineCost
 from bireme.errors import BiremeError
 from bireme.profile import measuring, profiler
 from bireme.profile.cache import cache_folder
-from bireme.profile.profile import Held, Kept, Profile, UnitCost, UnitProfile
+from bireme.profile.profile import KeptMemory, Profile, SharedState, UnitCost, UnitProfile
 from bireme.profile.profile_file import load_profile, save_profile
 from bireme.profile.profiler import profile
 from tests.support.extent import examples
@@ -35,7 +35,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> Bench:
 names = st.text(max_size=8)
 counts = st.integers(0, 2**63)
 seconds = st.floats(0, 1e9, allow_nan=False)
-kept = st.builds(Kept, st.lists(names, min_size=1, max_size=3).map(tuple), counts, st.booleans())
+kept = st.builds(KeptMemory, st.lists(names, min_size=1, max_size=3).map(tuple), counts, st.booleans())
 
 
 engines = st.builds(
@@ -76,7 +76,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             )
         )
         same_as = st.none() | st.sampled_from(firsts) if index else st.none()
-        held = st.lists(st.builds(Held, names, counts, counts, counts, counts), max_size=2).map(tuple)
+        held = st.lists(st.builds(SharedState, names, counts, counts, counts, counts), max_size=2).map(tuple)
         unit = st.builds(
             UnitProfile,
             same_as=same_as,

@@ -27,7 +27,7 @@ from bireme.report.page.tables import comparison_table, facts, tiles
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
 from bireme.report.units import against_predicted
 from bireme.runtime.recorder import timeline_of
-from bireme.train.metrics import Metrics
+from bireme.train.metrics import MetricsLog
 from tests.support.extent import draws
 from tests.support.run_folders import (
     DEVICES,
@@ -145,7 +145,7 @@ def test_numbers_are_short() -> None:
     ]
 
 
-# Metrics
+# MetricsLog
 
 
 def test_half_a_last_line_is_passed_over(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_every_log_that_a_crash_can_leave_is_read_and_gone_on_with(
     path = tmp_path / "metrics.jsonl"
     whole = [json.dumps(line, ensure_ascii=False) for line in (*lines_of(20, killed=True), WARNED)]
     path.write_bytes(b"" if left is None else "".join(f"{line}\n" for line in whole).encode() + left)
-    log = Metrics(path)
+    log = MetricsLog(path)
     assert last_s <= log.time_s < last_s + 5
     log.note("start", 10)
     log.note("warning", 10, text=WARNED["text"])
@@ -210,7 +210,7 @@ def test_a_log_that_somebody_has_damaged_keeps_no_run_from_going_on(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     text = [json.dumps(line) for line in lines_of(20)]
     path.write_text("\n".join([*text[:4], "{half", *text[4:], ""]))
-    log = Metrics(path)
+    log = MetricsLog(path)
     log.close()
     assert log.time_s > 0
 

@@ -14,27 +14,27 @@ from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
 from bireme.runtime.averaging.lines import Offer
 from bireme.runtime.failures import RunFailed
-from bireme.runtime.quorum.parcels import Parcel, send_parcel
-from bireme.runtime.quorum.switchboard import SNAPSHOT, Switchboard
+from bireme.runtime.quorum.parcels import IncomingTensors, send_tensors
+from bireme.runtime.quorum.switchboard import SNAPSHOT, PeerConnections
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
+    CoordinatorReply,
     Grant,
     Heal,
     Member,
-    Part,
     RankId,
     RoundAt,
-    Source,
+    RoundPart,
+    SumSource,
     Window,
-    Word,
 )
 from bireme.sync.quorum.ring import Contribution
 from tests.support.patience import patience_s
 
 OWN = RankId(0, 0, 0)
 MEMBER = Member(0, 0, ("nowhere",))
-ALONE = (Part(0, 1),)
+ALONE = (RoundPart(0, 1),)
 TIMEOUT_S = 0.2
 LONG = 6
 """Looks of a tenth of a second that take longer than the timeout."""
@@ -43,7 +43,7 @@ LONG = 6
 class Coordinator:
     """Says what a test has it say, and remembers what it was told."""
 
-    def __init__(self, word: Word) -> None:
+    def __init__(self, word: CoordinatorReply) -> None:
         self.told: list[dict[str, Any]] = []
         self.address = ""
         self._word = word
@@ -51,7 +51,7 @@ class Coordinator:
         self._looks = 0
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         self._looks += threading.current_thread().name == "bireme agent"
         return self._word
 
@@ -93,7 +93,9 @@ class Coordinator:
 
 @pytest.fixture
 def coordinator() -> Coordinator:
-    return Coordinator(Word(1, 1, committed=(0,), kept=(0,), members=(MEMBER,), is_installed=True))
+    return Coordinator(
+        CoordinatorReply(1, 1, committed=(0,), kept=(0,), members=(MEMBER,), is_installed=True)
+    )
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_
 ) -> None:
     agent.begin(Window(3, 40), used=[3])
     coordinator.have_say(heals=(Heal(1, 0, 7),))
-    board = Switchboard(RankId(1, 0, 0), lambda *_: None, timeout_s=patience_s())
+    board = PeerConnections(RankId(1, 0, 0), lambda *_: None, timeout_s=patience_s())
     looks = 0
 
     def look() -> None:
@@ -133,7 +135,7 @@ def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_
     try:
         for _ in range(2):
             with board.ask(0, coordinator.address, SNAPSHOT, 7, look) as made:
-                parcel = Parcel(made, look, timeout_s=patience_s())
+                parcel = IncomingTensors(made, look, timeout_s=patience_s())
                 words = parcel.words()
                 assert torch.equal(parcel.named(words)["weights/a"], torch.ones(2))
             assert (words["used"], words["window"], words["until"]) == ([3], 3, 40)
@@ -145,7 +147,7 @@ def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_
 def test_who_heals_takes_no_sum_before_a_snapshot_has_said_which_are_in_it(
     agent: AveragingAgent, coordinator: Coordinator
 ) -> None:
-    commit = Commit(0, 0, 0, (Part(1, 1),), (Source(0, 1),))
+    commit = Commit(0, 0, 0, (RoundPart(1, 1),), (SumSource(0, 1),))
     coordinator.have_say(committed=(1,), members=(Member(1, 0, ("nowhere",)),), commits=(commit,))
     agent.begin(Window(0, 8))
     coordinator.wait_for_looks(2)
@@ -219,15 +221,15 @@ def test_who_gets_a_sum_from_another_rank_does_not_wait_in_vain_however_long_tha
 
     def answer(made: socket.socket, _what: int, _name: int) -> None:
         may_come.wait(patience_s())
-        send_parcel(made, {"weight": 1.0, "numbers": (), "parts": (1,)}, [torch.ones(2)])
+        send_tensors(made, {"weight": 1.0, "numbers": (), "parts": (1,)}, [torch.ones(2)])
 
-    board = Switchboard(RankId(1, 0, 0), answer, timeout_s=patience_s())
+    board = PeerConnections(RankId(1, 0, 0), answer, timeout_s=patience_s())
     try:
         agent.begin(Window(0, 8), used=[0])
         waits = threading.Thread(target=agent.wait_settled, args=(agent.lines,), daemon=True)
         waits.start()
         coordinator.wait_until_told(waits="a mean of the replicas")
-        commit = Commit(0, 0, 0, (Part(1, 1),), (Source(0, 1),))
+        commit = Commit(0, 0, 0, (RoundPart(1, 1),), (SumSource(0, 1),))
         members = (MEMBER, Member(1, 0, (board.address,)))
         coordinator.have_say(committed=(1,), members=members, commits=(commit,))
         coordinator.wait_until_told(waits="")

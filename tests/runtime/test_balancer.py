@@ -16,7 +16,8 @@ from bireme.errors import BiremeError
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.measuring import replica_times as measuring
 from bireme.runtime.measuring.replica_times import replica_times
-from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.result import BatchResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.train.data.order import Order
@@ -52,7 +53,7 @@ def sharing(lead: int = 0, first: Shares = (20, 20), policy: Policy | None = QUI
 class Ran:
     """What a rank saw."""
 
-    results: list[Result]
+    results: list[BatchResult]
     trained: Trained
     snapshots: list[Snapshot]
     read_ahead: int

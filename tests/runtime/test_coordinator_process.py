@@ -9,15 +9,15 @@ from threading import Thread
 
 import pytest
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.ledger_line import LEDGER
-from bireme.sync.coordinator.messages import Life, RankId, RoundAt, Word
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, RoundAt
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
         at_round(number)
         client.say(wants=number + 1)
 
-        def deal(word: Word, number: int = number) -> int | None:
+        def deal(word: CoordinatorReply, number: int = number) -> int | None:
             found = (one.num_samples for one in word.deals if (one.replica, one.batch) == (own, number))
             return next(found, None)
 
@@ -41,7 +41,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
         summed: int | None = None
         while True:
 
-            def news(word: Word, number: int = number, summed: int | None = summed) -> int | None:
+            def news(word: CoordinatorReply, number: int = number, summed: int | None = summed) -> int | None:
                 if any(one.round == number for one in word.commits) or word.committed[0] > number:
                     return -1
                 grants = (one.attempt for one in word.grants if one.round == number)
@@ -56,7 +56,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
 
 
 def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    settings = Settings(SyncMode.QUORUM, 2, 1, 8, Limits((1, 1), (8, 8)), lease_s=2.0)
+    settings = CoordinatorSettings(SyncMode.QUORUM, 2, 1, 8, ShareLimits((1, 1), (8, 8)), lease_s=2.0)
     order = CoordinatorOrder(settings, 0, 1, "secret", tmp_path / LEDGER, "127.0.0.1", begins=True)
     coordinator = CoordinatorProcess(order)
     coordinator.start()
@@ -107,7 +107,7 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
 
 def rank_that_dies_first(world: World, order: ReplicaOrder) -> list[int]:
     """Replica 1 dies in its first life before it says anything."""
-    if order.life == Life(1, 0):
+    if order.life == Incarnation(1, 0):
         os.kill(os.getpid(), signal.SIGKILL)
     assert not order.is_empty, "nothing counts yet"
     rank = RankId(order.life.replica, order.life.life, world.rank)
@@ -120,7 +120,9 @@ def rank_that_dies_first(world: World, order: ReplicaOrder) -> list[int]:
 
 def test_a_replica_that_dies_before_anything_counts_is_waited_for(tmp_path: Path) -> None:
     told: list[str] = []
-    settings = Settings(SyncMode.QUORUM, 2, 1, 8, Limits((1, 1), (8, 8)), lease_s=patience_s())
+    settings = CoordinatorSettings(
+        SyncMode.QUORUM, 2, 1, 8, ShareLimits((1, 1), (8, 8)), lease_s=patience_s()
+    )
     launched = launch_replicas(
         rank_that_dies_first, settings, ledger=tmp_path / LEDGER, tell=told.append, timeout_s=patience_s()
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.errors import BiremeError
 from bireme.runtime import coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient
@@ -18,9 +18,9 @@ from bireme.runtime.ledger import Ledger
 from bireme.sync.coordinator.host import beginner, waiting
 from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
-from bireme.sync.coordinator.succession import Candidate
+from bireme.sync.coordinator.succession import CoordinatorCandidate
 from tests.support.patience import patience_s
 
 
@@ -33,7 +33,7 @@ class OnFullDisk(Ledger):
 
 def test_a_ledger_that_cannot_be_written_ends_the_coordinator_with_its_reason(tmp_path: Path) -> None:
     """It is not the fault of the rank whose report leads to the line."""
-    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
+    settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
     ledger = OnFullDisk(tmp_path / LEDGER)
     server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", ledger)
     client = CoordinatorClient([("127.0.0.1", server.port)], "secret", RankId(0, 0, 0), "", lease_s=1.0)
@@ -55,7 +55,7 @@ def test_time_in_which_the_coordinator_was_stopped_does_not_count_against_its_ra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A laptop that was closed for longer than the lease lost all replicas at once."""
-    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
+    settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
     server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", None)
     clock, oversleeps_s = [1000.0], [0.0, 45.0, 0.0, 3600.0]
 
@@ -78,11 +78,11 @@ def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_an
     """A rank was cut off for five seconds, called its own host, and stayed there for two leases: by then the
     run had ended, and it waited for ever.
     """
-    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)), lease_s=3600.0)
+    settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)), lease_s=3600.0)
     first = socket.socket()
     first.bind(("127.0.0.1", 0))  # it refuses calls until it listens
     second = CoordinatorServer(
-        waiting(settings, Candidate(1, 2)), listener("127.0.0.1"), "secret", ledger=None
+        waiting(settings, CoordinatorCandidate(1, 2)), listener("127.0.0.1"), "secret", ledger=None
     )
     hosts = [first.getsockname(), ("127.0.0.1", second.port)]
     client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), "", lease_s=settings.lease_s)
@@ -110,7 +110,7 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     """On a busy machine it did not run for a moment between two waits, and missed the end of a lease. A
     coordinator that was cut off then never resigned, and its host waited for ever.
     """
-    settings = Settings(SyncMode.QUORUM, 1, 1, 8, Limits((1,), (8,)))
+    settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
     now_s = [0.0]
     monkeypatch.setattr(coordinator_server, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from bireme.model.part import Lora, Part
+from bireme.model.part import LoraPart, TrainedPart
 from bireme.plan.plan import Plan
 from tests.support.engine_parity import Setting, assert_equal, oracle, train_on_threads
 from tests.support.small_models import Model, gpt, token_batches
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 
 SIZES = "layers=3,tied=false,dropout=0.3"
 PARTS = {
-    "train": Part(train=("layers.2.*", "norm.*")),
-    "freeze": Part(freeze=("tokens.*", "layers.1.*", "*.bias")),
-    "lora": Part(lora=Lora(2, dropout=0.1, targets=("query_key_value", "up", "head"))),
+    "train": TrainedPart(train=("layers.2.*", "norm.*")),
+    "freeze": TrainedPart(freeze=("tokens.*", "layers.1.*", "*.bias")),
+    "lora": TrainedPart(lora=LoraPart(2, dropout=0.1, targets=("query_key_value", "up", "head"))),
 }
 
 

@@ -24,7 +24,8 @@ from bireme.plan.plan import Plan
 from bireme.runtime import wire
 from bireme.runtime.coding import Coding
 from bireme.runtime.fabric import SingleRankFabric
-from bireme.runtime.wire import TensorSpec, WireFormat
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.runtime.wire import WireFormat
 from bireme.schedule.instruction import Message
 from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
 from tests.support.extent import several

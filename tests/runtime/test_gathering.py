@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.model.graph import State
+from bireme.model.graph import ModelState
 from bireme.runtime import gathering
 from bireme.runtime.gathering import gather_tensors
 from tests.support.thread_transport import ThreadFabric
@@ -17,7 +17,7 @@ OWNED = {
 }
 OWNER = {name: rank for rank, own in OWNED.items() for name in own}
 STATES = [
-    State(name, tuple(tensor.shape), "float32") for own in OWNED.values() for name, tensor in own.items()
+    ModelState(name, tuple(tensor.shape), "float32") for own in OWNED.values() for name, tensor in own.items()
 ]
 
 

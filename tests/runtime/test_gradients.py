@@ -9,13 +9,15 @@ from torch import Tensor
 
 from bireme.memory.slots import Slots
 from bireme.runtime.gradients import GradientPool
-from bireme.runtime.shelf import shelves_of
+from bireme.runtime.shelf import parameter_groups_of
 from tests.support.feed_forward import assert_same
 
 
 def summing() -> tuple[GradientPool, dict[str, Tensor]]:
     leaves = {"w": torch.ones(3, requires_grad=True), "idle": torch.ones(2, requires_grad=True)}
-    return GradientPool(shelves_of(leaves, dict.fromkeys(leaves)), [*leaves], torch.device("cpu")), leaves
+    return GradientPool(
+        parameter_groups_of(leaves, dict.fromkeys(leaves)), [*leaves], torch.device("cpu")
+    ), leaves
 
 
 def test_batches_on_the_same_leaves_are_summed_apart() -> None:
@@ -77,7 +79,7 @@ def test_gradients_computed_apart_are_added_without_being_kept() -> None:
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=12))
 def test_shelves_have_no_gaps_and_everything_once_with_odd_lengths_last(shapes: list[list[int]]) -> None:
     parameters = {f"p{place}": torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
-    shelves = shelves_of(parameters, {name: int(name[1:]) % 2 for name in parameters})
+    shelves = parameter_groups_of(parameters, {name: int(name[1:]) % 2 for name in parameters})
     assert sorted(name for shelf in shelves for name in shelf.slots) == sorted(parameters)
     for shelf in shelves:
         end, was_odd = 0, False

@@ -21,7 +21,7 @@ from bireme.runtime.board import Board
 from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import Crew, launch
 from bireme.runtime.processes import Process
-from bireme.runtime.rank_process import Order
+from bireme.runtime.rank_process import RankSetup
 from bireme.runtime.world import World
 from tests.support.ranks import add_ranks, report_threads, run_script, torchrun, until
 
@@ -48,7 +48,7 @@ def test_processes_of_a_replica_are_called_by_the_ranks_that_messages_name(
         return cast(Process, None), Pipe()[0]
 
     monkeypatch.setattr(launching, "start_process", start)
-    order = Order(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", first_rank=4)
+    order = RankSetup(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", first_rank=4)
     Crew(order, b"", cast(Board, None)).start()
 
     assert called == ["bireme rank 4", "bireme rank 5"]

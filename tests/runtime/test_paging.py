@@ -23,7 +23,7 @@ from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
 from bireme.report.units import rate_text
-from bireme.runtime.paging.mover import Job, ThreadMover
+from bireme.runtime.paging.mover import CopyJob, ThreadMover
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.paging.slot_pool import SlotPool
 from bireme.runtime.pipeline import Pipeline
@@ -275,7 +275,7 @@ def test_a_gradient_that_is_not_finite_skips_the_stages_that_have_not_stepped_ap
 def test_a_slot_that_is_free_now_is_taken_before_one_that_is_still_copied_from() -> None:
     pool = SlotPool("device", 3)
     slots = [pool.take()[0] for _ in range(3)]
-    busy, later, done = (Job((0, True), 1, lambda: None) for _ in range(3))
+    busy, later, done = (CopyJob((0, True), 1, lambda: None) for _ in range(3))
     done.do()
     for slot, job in zip(slots, (busy, later, done), strict=True):
         pool.give(slot, job)
@@ -392,10 +392,10 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
 
 def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
     events: list[str] = []
-    job = Job((0, True), 1, lambda: events.append("posted"), note=lambda _s: events.append("told"))
+    job = CopyJob((0, True), 1, lambda: events.append("posted"), note=lambda _s: events.append("told"))
     job.do(lambda: events.append("complete"))
     assert events == ["posted", "complete", "told"]
-    failed = Job((0, True), 1, lambda: events.remove("nothing"), note=lambda _s: events.append("told"))
+    failed = CopyJob((0, True), 1, lambda: events.remove("nothing"), note=lambda _s: events.append("told"))
     failed.do()
     assert isinstance(failed.error, ValueError)
     assert len(events) == 3
@@ -408,10 +408,10 @@ def test_a_quick_copy_is_made_by_who_posts_it_unless_it_must_wait() -> None:
     def stand() -> None:
         assert gate.wait(20)
 
-    slow = Job((1, False), 1, stand)
+    slow = CopyJob((1, False), 1, stand)
     mover.post(slow)
     jobs = [
-        Job((0, True), 1, lambda: makers.append(current_thread()), needs, is_quick=True)
+        CopyJob((0, True), 1, lambda: makers.append(current_thread()), needs, is_quick=True)
         for needs in ((), (slow,))
     ]
     for job in jobs:

@@ -16,7 +16,7 @@ from bireme.memory.disk_tier import DiskTier
 from bireme.memory.host_chunks import HostChunks
 from bireme.model.stage import stage_function
 from bireme.plan.plan import Plan
-from bireme.runtime.courier import Courier
+from bireme.runtime.courier import StageMessages
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.paging.stash import PagedStash
 from bireme.schedule.instruction import Instruction
@@ -50,13 +50,13 @@ class Carrying(nn.Module):
 def test_what_passes_a_stage_as_it_is_lies_apart_from_what_the_stage_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, sent = Courier.put, list[int]()
+    put, sent = StageMessages.put, list[int]()
 
-    def noted(courier: Courier, step: Instruction, tensors: dict[str, Tensor]) -> None:
+    def noted(courier: StageMessages, step: Instruction, tensors: dict[str, Tensor]) -> None:
         sent.extend(tensor.untyped_storage().nbytes() for tensor in tensors.values())
         put(courier, step, tensors)
 
-    monkeypatch.setattr(Courier, "put", noted)
+    monkeypatch.setattr(StageMessages, "put", noted)
     torch.manual_seed(3)
     model = captured(Carrying().double(), real_batches(2, 1, WIDTH)[0])
     num_units = len(model.units)

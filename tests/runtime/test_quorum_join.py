@@ -10,17 +10,17 @@ import torch
 
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import join
-from bireme.runtime.quorum.job import DroppedError, Job
-from bireme.runtime.quorum.parcels import Parcel, send_named
+from bireme.runtime.quorum.job import DroppedError, SumJob
+from bireme.runtime.quorum.parcels import IncomingTensors, send_named
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
+    CoordinatorReply,
     Heal,
     Member,
-    Part,
     RankId,
-    Source,
-    Word,
+    RoundPart,
+    SumSource,
 )
 from bireme.sync.quorum.line import LineBroken
 from tests.support.patience import patience_s
@@ -35,13 +35,13 @@ class Scripted:
 
     own = OWN
 
-    def __init__(self, words: Sequence[Word], deaf: Heal | None = None) -> None:
+    def __init__(self, words: Sequence[CoordinatorReply], deaf: Heal | None = None) -> None:
         self._words, self._deaf = list(words), deaf
         self.begun: list[tuple[int, bool]] = []
         self.lost: list[int] = []
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         return self._words[0]
 
     def begin(self, first: int, *, is_healed: bool = False) -> None:
@@ -50,20 +50,20 @@ class Scripted:
     def tell_lost(self, donor: int) -> None:
         self.lost.append(donor)
 
-    def wait_for(self, is_so: Callable[[Word], bool]) -> Word:
+    def wait_for(self, is_so: Callable[[CoordinatorReply], bool]) -> CoordinatorReply:
         while not is_so(self.word):
             assert self._words[1:], "it waits for ever"
             self._words.pop(0)
         return self.word
 
     @contextmanager
-    def fetch(self, heal: Heal) -> Iterator[Parcel]:
+    def fetch(self, heal: Heal) -> Iterator[IncomingTensors]:
         if heal == self._deaf:
             raise LineBroken(heal.donor, "it says nothing")
         here, there = socket.socketpair()
         with here, there:
             send_named(there, {"num_trained": heal.batch, "clip_scale": 1.0}, {}, share=1.0)
-            yield Parcel(here, lambda: None, timeout_s=5.0)
+            yield IncomingTensors(here, lambda: None, timeout_s=5.0)
 
 
 def joined(agent: Scripted) -> tuple[int, list[int], list[int]]:
@@ -76,9 +76,9 @@ def joined(agent: Scripted) -> tuple[int, list[int], list[int]]:
 def test_a_donor_that_could_not_be_reached_once_is_asked_again_if_there_is_no_other() -> None:
     failed, again = Heal(1, donor=0, batch=5), Heal(1, donor=0, batch=6)
     words = [
-        Word(1, 1, committed=(4,), heals=(failed,)),
-        Word(1, 2, committed=(5,), heals=(again,)),
-        Word(1, 3, committed=(8,), heals=(Heal(1, donor=0, batch=6, first=8),)),
+        CoordinatorReply(1, 1, committed=(4,), heals=(failed,)),
+        CoordinatorReply(1, 2, committed=(5,), heals=(again,)),
+        CoordinatorReply(1, 3, committed=(8,), heals=(Heal(1, donor=0, batch=6, first=8),)),
     ]
     agent = Scripted(words, deaf=failed)
 
@@ -90,8 +90,8 @@ def test_a_donor_that_could_not_be_reached_once_is_asked_again_if_there_is_no_ot
 def test_a_replica_that_loses_its_donor_while_it_catches_up_starts_again() -> None:
     """Some of its ranks may have applied a sum that the others cannot get any more."""
     words = [
-        Word(1, 1, committed=(4,), heals=(Heal(1, donor=0, batch=5),)),
-        Word(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),)),
+        CoordinatorReply(1, 1, committed=(4,), heals=(Heal(1, donor=0, batch=5),)),
+        CoordinatorReply(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),)),
     ]
     with pytest.raises(DroppedError, match="lost its donor"):
         joined(Scripted(words))
@@ -100,9 +100,9 @@ def test_a_replica_that_loses_its_donor_while_it_catches_up_starts_again() -> No
 def test_a_replica_knows_its_first_batch_while_the_sums_before_it_still_come() -> None:
     """So it reads its samples meanwhile, and is not late with them."""
     words = [
-        Word(1, 1, committed=(5,), heals=(Heal(1, donor=0, batch=5),)),
-        Word(1, 2, committed=(6,), heals=(Heal(1, donor=0, batch=5, first=7),)),
-        Word(1, 3, committed=(7,), heals=(Heal(1, donor=0, batch=5, first=7),)),
+        CoordinatorReply(1, 1, committed=(5,), heals=(Heal(1, donor=0, batch=5),)),
+        CoordinatorReply(1, 2, committed=(6,), heals=(Heal(1, donor=0, batch=5, first=7),)),
+        CoordinatorReply(1, 3, committed=(7,), heals=(Heal(1, donor=0, batch=5, first=7),)),
     ]
     seen = list[str]()
     first = join(
@@ -118,7 +118,7 @@ def test_a_replica_knows_its_first_batch_while_the_sums_before_it_still_come() -
 class Told:
     """A coordinator that says what it is told to."""
 
-    def __init__(self, word: Word) -> None:
+    def __init__(self, word: CoordinatorReply) -> None:
         self.word = word
         self.act: Callable[[], None] = lambda: None
 
@@ -133,13 +133,13 @@ class Told:
 
 
 def test_a_rank_that_waits_for_a_sum_of_its_donor_learns_that_it_will_not_come() -> None:
-    coordinator = Told(Word(1, 1, committed=(7,), heals=(Heal(1, donor=0, batch=5),)))
+    coordinator = Told(CoordinatorReply(1, 1, committed=(7,), heals=(Heal(1, donor=0, batch=5),)))
     agent = Agent(OWN, coordinator, timeout_s=5.0)
     agent.begin(6, is_healed=True)
-    job = Job(6, [torch.zeros(1)])
+    job = SumJob(6, [torch.zeros(1)])
     agent.add(job)
 
-    coordinator.word = Word(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
+    coordinator.word = CoordinatorReply(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
     coordinator.act()
 
     assert job.is_done.wait(patience_s())
@@ -152,16 +152,18 @@ def test_a_rank_asks_another_source_as_soon_as_one_that_says_nothing_is_replaced
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         members = (Member(0, 0, (f"{host} {port} {16 * '00'} -",)),)
-        commit = Commit(0, 6, 0, (Part(0, 4),), (Source(1, 0),))
+        commit = Commit(0, 6, 0, (RoundPart(0, 4),), (SumSource(1, 0),))
         heal = Heal(1, donor=0, batch=5)
-        coordinator = Told(Word(1, 1, committed=(7,), members=members, commits=(commit,), heals=(heal,)))
+        coordinator = Told(
+            CoordinatorReply(1, 1, committed=(7,), members=members, commits=(commit,), heals=(heal,))
+        )
         agent = Agent(OWN, coordinator, timeout_s=1e6)
         agent.begin(6, is_healed=True)
-        job = Job(6, [torch.zeros(1)])
+        job = SumJob(6, [torch.zeros(1)])
         agent.add(job)
         asked, _ = silent.accept()
 
-        coordinator.word = Word(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
+        coordinator.word = CoordinatorReply(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
         coordinator.act()
 
         assert job.is_done.wait(patience_s())

@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 
 from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.quorum.offers import MOST_FOR_MEMBERS, Offers
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.quorum.results import MOST_FREE, Buffers
-from bireme.runtime.quorum.switchboard import SUM, Switchboard
+from bireme.runtime.quorum.switchboard import SUM, PeerConnections
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Heal, RankId, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Heal, RankId
 from bireme.sync.quorum.digest import NO_DIGEST
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
@@ -27,10 +27,10 @@ def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     frozen = frozenset(state.name for state in model.graph.parameters[:3])
     given: list[Snapshot] = []
     offers = SimpleNamespace(is_due=lambda _batch: True, provide=given.append)
-    agent = cast(Agent, SimpleNamespace(offers=offers, word=Word(0, 0)))
+    agent = cast(Agent, SimpleNamespace(offers=offers, word=CoordinatorReply(0, 0)))
     reducer: Any = SimpleNamespace(agent=agent, first=0, digest=NO_DIGEST)
     pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
-    agreement = Agreement(agent, 2, 8, rebuilt=frozen)
+    agreement = QuorumAgreement(agent, 2, 8, rebuilt=frozen)
     before = agreement.before_updates(
         cast(QuorumReducer, reducer), pipeline.stages, torch.device("cpu"), lambda: 0.5
     )
@@ -52,7 +52,7 @@ def test_a_switchboard_lets_go_of_connections_that_are_over() -> None:
         if batch:
             raise ConnectionResetError("it has hung up")
 
-    boards = [Switchboard(RankId(one, 0, 0), answer, timeout_s=patience_s()) for one in range(2)]
+    boards = [PeerConnections(RankId(one, 0, 0), answer, timeout_s=patience_s()) for one in range(2)]
     try:
         for batch in range(2):
             with boards[0].ask(1, boards[1].address, SUM, batch, lambda: None) as made:
@@ -75,7 +75,7 @@ def test_a_switchboard_lets_go_of_connections_that_are_over() -> None:
 FLATS = [torch.zeros(256)]
 
 
-def rounds_kept(offers: Offers, buffers: Buffers, word: Word, num_rounds: int) -> int:
+def rounds_kept(offers: Offers, buffers: Buffers, word: CoordinatorReply, num_rounds: int) -> int:
     """How many sums of these rounds a rank still has after the last one."""
     offers.begin(0)
     for batch in range(num_rounds):
@@ -89,9 +89,9 @@ def test_a_member_that_is_silent_costs_the_others_no_more_sums_than_it_could_sti
     """A host that died took seconds of sums: 665 MiB, where 361 were predicted."""
     buffers = Buffers(None)
     offers = Offers(0, buffers)
-    assert rounds_kept(offers, buffers, Word(1, 1, kept=(3,)), 100) == MOST_FOR_MEMBERS
+    assert rounds_kept(offers, buffers, CoordinatorReply(1, 1, kept=(3,)), 100) == MOST_FOR_MEMBERS
     assert offers.peak_bytes == (MOST_FOR_MEMBERS + 1) * FLATS[0].nbytes
-    offers.note(Word(1, 2, kept=(100,)))
+    offers.note(CoordinatorReply(1, 2, kept=(100,)))
     assert len(buffers._free) == MOST_FREE
 
 
@@ -99,7 +99,7 @@ def test_a_replica_that_heals_gets_all_sums_since_its_snapshot_as_far_as_there_i
     buffers = Buffers(None)
     offers = Offers(0, buffers, kept_bytes=40 * FLATS[0].nbytes)
     heal = Heal(2, 0, 5)
-    assert rounds_kept(offers, buffers, Word(1, 1, kept=(5,), heals=(heal,)), 44) == 39
+    assert rounds_kept(offers, buffers, CoordinatorReply(1, 1, kept=(5,), heals=(heal,)), 44) == 39
     assert not offers.is_full
     offers.keep(44, buffers.take(FLATS))
     assert offers.is_full

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
-from bireme.train.data.home import ELSEWHERE, HomeOrder, HomeSamples
+from bireme.train.data.home import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.placing import Stock
 from bireme.train.data.rank_batches import RankBatches
 from bireme.train.data.samples import Batch, PackedSamples, Samples
@@ -57,9 +57,9 @@ PUBLIC, PRIVATE = tokens(40, 1), (tokens(20, 2), tokens(30, 3))
 STOCK = Stock(len(PUBLIC), (20, 30), SIZE)
 
 
-def order_of(own: int | None, pipeline: Pipeline) -> HomeOrder:
+def order_of(own: int | None, pipeline: Pipeline) -> ReadableOrder:
     rows = pipeline.cutter.rows_of_replicas
-    return HomeOrder(STOCK, SEED, OWNERS, (8, 8), lambda step: rows(step, SIZE), own=own)
+    return ReadableOrder(STOCK, SEED, OWNERS, (8, 8), lambda step: rows(step, SIZE), own=own)
 
 
 def whole_batches(pipeline: Pipeline) -> list[dict[str, Tensor]]:
@@ -86,7 +86,7 @@ def losses_of(plan: Plan, ledgers: Sequence[Ledger] | None) -> list[float]:
         own = OWNERS[rank // per_replica]
         batches: object = whole_batches(pipeline)
         if ledgers is not None:
-            samples = HomeSamples(PUBLIC, ledgers[rank], f"server{own}")
+            samples = ReadableSamples(PUBLIC, ledgers[rank], f"server{own}")
             batches = RankBatches(
                 samples,
                 order_of(own, pipeline),
@@ -115,7 +115,7 @@ def test_private_rows_are_read_by_their_owners_ranks_alone_and_nothing_else_chan
 
 
 def test_a_row_of_another_server_cannot_be_read() -> None:
-    samples = HomeSamples(PUBLIC, PRIVATE[0], "server0")
+    samples = ReadableSamples(PUBLIC, PRIVATE[0], "server0")
     assert samples.take([3, ELSEWHERE - 1 - 7])["input_ids"].tolist() == [
         PUBLIC.take([3])["input_ids"][0].tolist(),
         PRIVATE[0].take([7])["input_ids"][0].tolist(),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.failures import Failure, RunFailed
@@ -18,8 +18,8 @@ from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, Site
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_line import LEDGER
-from bireme.sync.coordinator.messages import Absence, Gone, Life, Member, Word
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 
 
 class Well:
@@ -30,7 +30,7 @@ class Well:
     def trouble(self) -> None:
         """There is none."""
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: Incarnation) -> None:
         """Nobody has to know."""
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ def test_a_standstill_ends_the_run_by_no_mistake_of_the_user_and_no_replica_star
     """The next life could do nothing else."""
     monkeypatch.setattr(launching, "Crew", AllWait)
     coordinator, told = Well(), list[str]()
-    settings = Settings(SyncMode.GROUPS, 2, 1, 8, Limits((1, 1), (8, 8)))
+    settings = CoordinatorSettings(SyncMode.GROUPS, 2, 1, 8, ShareLimits((1, 1), (8, 8)))
     site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", (0, 1), 0.0)
     with pytest.raises(RunFailed, match=r"^All replicas wait\.$"):
         launch_replicas(never_runs, settings, ledger=tmp_path / LEDGER, tell=told.append, site=site)
@@ -77,7 +77,7 @@ def test_a_standstill_ends_the_run_by_no_mistake_of_the_user_and_no_replica_star
 
 
 HOSTS = (("10.0.0.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3))
-QUORUM = Settings(SyncMode.QUORUM, 3, 1, 8, Limits((1,) * 3, (8,) * 3), lease_s=10.0)
+QUORUM = CoordinatorSettings(SyncMode.QUORUM, 3, 1, 8, ShareLimits((1,) * 3, (8,) * 3), lease_s=10.0)
 MEMBERS = tuple(Member(one, 0, (f"10.0.0.{one + 1} 4711",)) for one in range(3))
 
 
@@ -86,7 +86,7 @@ class Heard:
 
     def __init__(self, *_: object) -> None:
         self.word, self.silent_s, self.refusals = (
-            Word(epoch=1, number=1, members=MEMBERS, is_installed=True),
+            CoordinatorReply(epoch=1, number=1, members=MEMBERS, is_installed=True),
             0.0,
             dict[int, float](),
         )
@@ -94,7 +94,7 @@ class Heard:
     def refused_s(self, number: int) -> float:
         return self.refusals.get(number, 0.0)
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: Incarnation) -> None:
         """Nobody has to know."""
 
     def start(self) -> None:

@@ -20,9 +20,10 @@ from bireme.runtime.peers import PeerLost
 from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, ordinary_bytes
 from bireme.runtime.socket_transport import Lines, SocketTransport
 from bireme.runtime.stores import open_store
-from bireme.runtime.transport import AbortedError
-from bireme.runtime.wire import TensorSpec, WireFormat
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.runtime.wire import WireFormat
 from bireme.schedule.instruction import Message
+from bireme.sync.group import AbortedError
 from tests.runtime.test_transport import SCENARIOS
 from tests.support.sockets import HOST, Receive, format_of, key, pair, send, star
 from tests.support.together import run_threads

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.runtime.wire import Arrival, WireFormat
 from bireme.schedule.instruction import Message
 
 DTYPES = (

@@ -12,7 +12,7 @@ from bireme.schedule.checker import check
 from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import AVERAGES, Instruction, Kind
 from bireme.schedule.program import Program, Track
-from bireme.schedule.proofs.deadlock import Grant, run_to_end
+from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
 from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
@@ -157,7 +157,7 @@ def test_what_updates_after_every_micro_batch_cannot_be_averaged() -> None:
 def test_groups_that_name_who_is_not_there_wait_in_a_circle() -> None:
     """Stage 0 pairs A's first batch with B's second, stage 1 the other way round."""
     program = program_of("1f1b", 2, 2, 2)
-    grants = [Grant(0, {0: 0, 1: 1}), Grant(1, {0: 1, 1: 0})]
+    grants = [AverageGrant(0, {0: 0, 1: 1}), AverageGrant(1, {0: 1, 1: 0})]
     stuck = run_to_end(program, synchronous_sends=False, num_replicas=2, grants=grants)
     assert stuck is not None
     assert len(stuck.cycle) >= 2

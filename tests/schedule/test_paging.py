@@ -12,6 +12,7 @@ from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.rivals import least_recently_used
 from benchmarks.paging.traces import program_trace, small_trace
 from bireme.errors import BiremeError
+from bireme.schedule.budgets import Budgets
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.chunks import best_chunk_bytes, num_chunks
@@ -19,7 +20,7 @@ from bireme.schedule.eviction import decide
 from bireme.schedule.gaps import gaps_of, num_copies, settle
 from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
-from bireme.schedule.paging import Budgets, page
+from bireme.schedule.paging import page
 from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import resident
 from bireme.schedule.rule import Rule

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from bireme.report.picture import write_picture
 from bireme.report.trace import write_trace
+from bireme.schedule.budgets import Budgets
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import COMPUTE, Kind
-from bireme.schedule.paging import Budgets, page
+from bireme.schedule.paging import page
 from bireme.schedule.program import Program
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs

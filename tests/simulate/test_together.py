@@ -8,11 +8,17 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
-from bireme.schedule.proofs.deadlock import Grant, run_to_end
-from bireme.simulate.agreements import AsynchronousPairs, BoundedStaleness, Everyone, Groups, OuterRounds
+from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
+from bireme.simulate.agreements import (
+    AsynchronousPairs,
+    BoundedStaleness,
+    Everyone,
+    GroupsAgreement,
+    OuterRounds,
+)
 from bireme.simulate.costs import Costs
 from bireme.simulate.quorum_rounds import QuorumRounds
-from bireme.simulate.replicas import Exchange, Kill, Ran, Speed, Work
+from bireme.simulate.replicas import Exchange, Kill, Ran, SampleWork, Speed
 from bireme.simulate.simulator import simulate
 from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.settings import GroupSettings
@@ -22,7 +28,7 @@ BATCH_S, SHARE, STAGES = 0.1, 8, 2
 MODES: dict[str, Callable[[], Agreement]] = {
     "all": Everyone,
     "quorum": lambda: QuorumRounds(grace_s=1.0, noticed_s=1.0, heal_s=0.5),
-    "groups": lambda: Groups(GroupSettings(connect_every=4), STAGES, noticed_s=1.0, heal_s=0.5),
+    "groups": lambda: GroupsAgreement(GroupSettings(connect_every=4), STAGES, noticed_s=1.0, heal_s=0.5),
     "outer": lambda: OuterRounds(every=5, grace_s=0.02),
     "AD-PSGD": AsynchronousPairs,
     "HetPipe-like": lambda: BoundedStaleness(most=4),
@@ -55,7 +61,7 @@ def together(
     part_s = BATCH_S / SHARE / 3
     return Together(
         lambda num_batches, first: program_of(schedule, agreement.average_lag, num_batches, first),
-        Work((part_s,) * STAGES, (2 * part_s,) * STAGES),
+        SampleWork((part_s,) * STAGES, (2 * part_s,) * STAGES),
         speeds,
         agreement,
         exchange,
@@ -109,7 +115,7 @@ def test_whatever_groups_were_granted_no_program_waits_in_a_circle(schedule: str
     """And each rank is in just one group after each of its batches."""
     speeds = [Speed(held_s=0.3, held_chance=0.1), *slower(3.0, 3)]
     found = ran(MODES["groups"](), speeds, 8.0, schedule)
-    grants = [Grant(one.stage, one.members) for one in found.averages]
+    grants = [AverageGrant(one.stage, one.members) for one in found.averages]
     places = [(one.stage, *place) for one in found.averages for place in one.members.items()]
     assert len(set(places)) == len(places) > 200
     assert {len(one.members) for one in found.averages} >= {1, 4}
@@ -155,7 +161,7 @@ def test_replicas_that_cannot_share_a_batch_equally_are_refused() -> None:
     with pytest.raises(BiremeError, match="10 samples has no equal shares for 4 replicas"):
         Together(
             lambda num, first: program_of("1f1b", None, num, first),
-            Work((1.0,) * STAGES, (1.0,) * STAGES),
+            SampleWork((1.0,) * STAGES, (1.0,) * STAGES),
             [Speed()] * 4,
             Agreement(),
             EXCHANGE,

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bireme.runtime.world import Backend, World
+from bireme.devices import Backend
+from bireme.runtime.world import World
 
 __all__ = ["alone"]
 

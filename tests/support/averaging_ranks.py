@@ -17,16 +17,17 @@ import torch
 
 import bireme.runtime.quorum.peer_agent
 import bireme.train.averaging_replica
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import join_averaging
-from bireme.runtime.averaging.lines import Line
-from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.averaging.lines import RankRounds
+from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.job import DroppedError
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import SupersededError
-from bireme.runtime.quorum.results import Result as SumResult
+from bireme.runtime.quorum.results import RoundSum as SumResult
+from bireme.runtime.result import BatchResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.runtime.stores import HashStore
@@ -34,10 +35,19 @@ from bireme.runtime.world import World
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import TERM, Commit, Heal, Known, Life, RankId, Report, Word
-from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
+from bireme.sync.coordinator.messages import (
+    TERM,
+    Commit,
+    CoordinatorReply,
+    Heal,
+    Incarnation,
+    Known,
+    RankId,
+    Report,
+)
+from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
-from bireme.sync.coordinator.succession import Candidate
+from bireme.sync.coordinator.succession import CoordinatorCandidate
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, Summed
 from bireme.train.averaging_replica import AveragingReplica, Meeting
@@ -82,7 +92,7 @@ class Case:
 class _Replica:
     """What the ranks of one life share: their pipeline's messages and sums."""
 
-    life: Life
+    life: Incarnation
     inbox: set[Message] = field(default_factory=set)
     votes: dict[int, dict[int, float]] = field(default_factory=dict)
     store: HashStore = field(default_factory=HashStore)
@@ -97,12 +107,12 @@ class RankWorld(Turns):
         super().__init__(case.seed)
         self.case = case
         micro_batches = max(case.num_stages, 2)
-        self.settings = Settings(
+        self.settings = CoordinatorSettings(
             SyncMode.GROUPS,
             case.num_replicas,
             case.num_stages,
             case.batch_size,
-            Limits((micro_batches,) * case.num_replicas, (case.batch_size,) * case.num_replicas),
+            ShareLimits((micro_batches,) * case.num_replicas, (case.batch_size,) * case.num_replicas),
             lease_s=LEASE_S,
             timeout_s=TIMEOUT_S,
             first=case.first,
@@ -128,7 +138,7 @@ class RankWorld(Turns):
         """The connections to the coordinator are of that number."""
         self._tick_later()
         for number in range(case.num_replicas):
-            self.begin(Life(number, 0))
+            self.begin(Incarnation(number, 0))
 
     def spawn(self, name: str, owner: Any, act: Callable[[], None]) -> None:
         """Begin a thread of a replica's life, which ends with it if it is dropped."""
@@ -141,7 +151,7 @@ class RankWorld(Turns):
 
         super().spawn(name, owner, go)
 
-    def begin(self, life: Life) -> None:
+    def begin(self, life: Incarnation) -> None:
         """Start a replica."""
         self.replicas[life.replica] = own = _Replica(life)
         for stage in range(self.case.num_stages):
@@ -155,7 +165,7 @@ class RankWorld(Turns):
             return
         self.lose(self.replicas[replica].life)
 
-    def lose(self, life: Life) -> None:
+    def lose(self, life: Incarnation) -> None:
         """A replica's life ends, and its next one begins."""
         if not self.lives(life):
             return
@@ -163,7 +173,7 @@ class RankWorld(Turns):
         self.kill(life)
         self.replicas.pop(life.replica)
         self.after(0.01, partial(self.hear, Ended(life)))
-        again = Life(life.replica, life.life + 1)
+        again = Incarnation(life.replica, life.life + 1)
         self.after(self.random.uniform(0.02, 0.3), lambda: None if self.ended else self.begin(again))
 
     def part(self) -> None:
@@ -183,7 +193,7 @@ class RankWorld(Turns):
         lives = [] if state is None else [one.own_life for one in state.membership.members]
         return {one.replica for one in lives if self.lives(one)}
 
-    def lives(self, life: Life) -> bool:
+    def lives(self, life: Incarnation) -> bool:
         found = self.replicas.get(life.replica)
         return found is not None and found.life == life
 
@@ -210,7 +220,7 @@ class RankWorld(Turns):
         replicas that there were last have come to their end.
         """
         self.link += 1
-        self._host = waiting(self.settings, Candidate(0, 1, used=self._term))
+        self._host = waiting(self.settings, CoordinatorCandidate(0, 1, used=self._term))
         for own in self.replicas.values():
             if sum(rank.own_life == own.life for rank in self.left) == self.case.num_stages:
                 self.after(0.01, partial(self.hear, Ended(own.life)))
@@ -249,8 +259,8 @@ class _Client:
         self._act: Callable[[], None] = lambda: None
 
     @property
-    def word(self) -> Word:
-        word = self._known.last or Word(epoch=0, number=-1)
+    def word(self) -> CoordinatorReply:
+        word = self._known.last or CoordinatorReply(epoch=0, number=-1)
         return replace(word, is_dropped=True) if self._is_dropped else word
 
     def on_word(self, act: Callable[[], None]) -> None:
@@ -280,7 +290,7 @@ class _Client:
         self._has_word = False
         self._send_soon()
 
-    def hear(self, word: Word, link: int) -> None:
+    def hear(self, word: CoordinatorReply, link: int) -> None:
         if self._is_closed or link != self.world.link or not self.world.lives(self.rank.own_life):
             return
         before = self.word
@@ -382,7 +392,7 @@ class SimulatedAgent(AveragingAgent):
         self._check_usable(self.word)
         return is_so() or None
 
-    def _wait_for_news(self, seen: Word, job: object) -> None:
+    def _wait_for_news(self, seen: CoordinatorReply, job: object) -> None:
         client, is_known = self.client, self.client._known
         del seen
         self.world.wait(
@@ -401,8 +411,8 @@ class SimulatedAgent(AveragingAgent):
         members: Any,
         place: int,
         attempt: int,
-        word: Word,
-        is_wanted: Callable[[Word], bool],
+        word: CoordinatorReply,
+        is_wanted: Callable[[CoordinatorReply], bool],
     ) -> Summed:
         assert (place, attempt) > self._last, "a line drops what is older than what it had"
         self._last = place, attempt
@@ -430,7 +440,7 @@ class SimulatedAgent(AveragingAgent):
         numbers = tuple(map(sum, zip(*(one.numbers for one in parts), strict=True)))
         return Summed(b"", float(len(parts)), (), numbers)
 
-    def _pulled(self, line: Line, commit: Commit, word: Word) -> SumResult | None:
+    def _pulled(self, line: RankRounds, commit: Commit, word: CoordinatorReply) -> SumResult | None:
         source = self._source(commit)
         if source is None or source in line.at.lost:
             return None
@@ -540,7 +550,7 @@ class SimulatedRank:
             number += 1
         self._is_read = True
 
-    def _train(self, end: int) -> Iterator[Result]:
+    def _train(self, end: int) -> Iterator[BatchResult]:
         world, first = self.world, self.num_trained
         num_read = 0
 
@@ -569,7 +579,7 @@ class SimulatedRank:
         is_asked = after is not None and self.num_trained >= self.case.first + after
         return float(Reason.SIGNAL if is_asked and number == self.case.seed % self.case.num_replicas else 0)
 
-    def _do(self, step: Instruction, votes: Callable[[], float]) -> Iterator[Result]:
+    def _do(self, step: Instruction, votes: Callable[[], float]) -> Iterator[BatchResult]:
         world, own = self.world, self.own
         if step.kind in COMPUTE:
             needed = step.needs(self.case.num_stages)
@@ -588,7 +598,9 @@ class SimulatedRank:
                 self.agent.provide(name, Snapshot(step.batch, 1.0, {"weights": self.flat.clone()}))
             self.flat += world.random.random()
             self.num_trained += 1
-            yield cast(Result, SimpleNamespace(batch=step.batch, votes=sum(own.votes[step.batch].values())))
+            yield cast(
+                BatchResult, SimpleNamespace(batch=step.batch, votes=sum(own.votes[step.batch].values()))
+            )
         elif step.kind is Kind.AVERAGE_START:
             self.averages.start(step)
         elif step.kind is Kind.AVERAGE_END:

@@ -12,14 +12,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, Samples
-from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
+from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, SamplePlaces
+from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.mortal_replicas import Hub, Killed, states_of
 from tests.support.patience import patience_s
@@ -36,7 +36,7 @@ class Told:
     """
 
     losses: dict[int, float] = field(default_factory=dict)
-    dealt: dict[int, tuple[Samples, ...]] = field(default_factory=dict)
+    dealt: dict[int, tuple[SamplePlaces, ...]] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -76,12 +76,12 @@ class AveragingReplicas:
         self.outer, self.lag, self.averages_optimizer = outer, lag, averages_optimizer
         least = setting.plan.source.num_microbatches
         self.hub = Hub(
-            Settings(
+            CoordinatorSettings(
                 SyncMode.GROUPS if outer is None else SyncMode.OUTER,
                 num_replicas,
                 self.depth,
                 batch_size,
-                Limits((least,) * num_replicas, (batch_size,) * num_replicas),
+                ShareLimits((least,) * num_replicas, (batch_size,) * num_replicas),
                 lease_s=60.0,
                 grace_s=grace_s,
                 num_lines=0 if outer is None else outer.fragments,
@@ -118,7 +118,7 @@ class AveragingReplicas:
             if one.error is not None:
                 raise one.error
 
-    def rows(self, samples: Sequence[Samples]) -> Batch:
+    def rows(self, samples: Sequence[SamplePlaces]) -> Batch:
         """The data at some places."""
         return {
             name: torch.cat([rows[one.begin : one.end] for one in samples])

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import first_basis
 from bireme.codec.sum_words import SumKind, parse_sum_codec
 from bireme.codec.threshold import Threshold, new_memory
@@ -78,7 +78,7 @@ class CodedOracle:
             return largest.decode(
                 message[: largest.encode(wanted, message, memory)], wanted.shape, wanted.dtype
             )
-        blocks = Blocks(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
+        blocks = BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
         message = torch.zeros(blocks.most_bytes(tuple(wanted.shape), wanted.dtype), dtype=torch.uint8)
         used = blocks.encode(wanted, message, seed=crc32(word.encode()))
         return blocks.decode(message[:used], tuple(wanted.shape), wanted.dtype)

@@ -12,27 +12,27 @@ from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.message_lines import decode, encode
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
+    CoordinatorReply,
     Grant,
+    Incarnation,
     Known,
-    Life,
     RankId,
     Report,
     RoundAt,
-    Samples,
-    Word,
+    SamplePlaces,
 )
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Tick
-from bireme.sync.coordinator.succession import Candidate
+from bireme.sync.coordinator.succession import CoordinatorCandidate
 
-Sum = tuple[tuple[int, tuple[Samples, ...]], ...]
+Sum = tuple[tuple[int, tuple[SamplePlaces, ...]], ...]
 """What a round adds up to: the samples of each replica."""
 
 WRITTEN = 0.05
@@ -41,9 +41,11 @@ WRITTEN = 0.05
 LEASE_S, GRACE_S, BEAT_S = 1.0, 0.1, 0.2
 
 
-def settings_for(num_replicas: int, num_stages: int, batch_size: int = 12) -> Settings:
-    limits = Limits((1,) * num_replicas, (batch_size,) * num_replicas)
-    return Settings(SyncMode.QUORUM, num_replicas, num_stages, batch_size, limits, LEASE_S, GRACE_S)
+def settings_for(num_replicas: int, num_stages: int, batch_size: int = 12) -> CoordinatorSettings:
+    limits = ShareLimits((1,) * num_replicas, (batch_size,) * num_replicas)
+    return CoordinatorSettings(
+        SyncMode.QUORUM, num_replicas, num_stages, batch_size, limits, LEASE_S, GRACE_S
+    )
 
 
 @dataclass
@@ -59,7 +61,9 @@ class Faults:
 class World:
     """All of it, and the clock."""
 
-    def __init__(self, settings: Settings, seed: int, faults: Faults, *, num_hosts: int = 1) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, seed: int, faults: Faults, *, num_hosts: int = 1
+    ) -> None:
         self.settings, self.random, self.faults = settings, Random(seed), faults
         self.now_s = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,7 +73,7 @@ class World:
         self.speed = {replica: self.random.uniform(0.02, 0.06) for replica in range(settings.num_replicas)}
         self.applied: dict[tuple[int, int], Sum] = {}
         self.ledger: list[Began | Committed] = []
-        self.deals: dict[tuple[int, int, int], tuple[Samples, ...]] = {}
+        self.deals: dict[tuple[int, int, int], tuple[SamplePlaces, ...]] = {}
         self.cut: set[tuple[object, object]] = set()
         self.hosts = [Host(self, number, num_hosts) for number in range(num_hosts)]
         for replica in range(settings.num_replicas):
@@ -85,7 +89,7 @@ class World:
 
     def kill(self, replica: int, *, is_told: bool, again_s: float | None = 0.5) -> None:
         """Kill the processes of a replica; whoever started them says so, and starts them again."""
-        life = Life(replica, self.lives[replica])
+        life = Incarnation(replica, self.lives[replica])
         for rank in [one for one in self.ranks if one.replica == replica]:
             self.ranks.pop(rank).is_dead = True
         if is_told:
@@ -93,7 +97,7 @@ class World:
         if again_s is not None:
             self.after(again_s, lambda: self.start(replica) if self.lives[replica] == life.life else None)
 
-    def _tell_end(self, life: Life) -> None:
+    def _tell_end(self, life: Incarnation) -> None:
         for host in self.hosts:
             host.hear(Ended(life))
 
@@ -158,7 +162,7 @@ class Host:
         self.host = (
             beginner(world.settings, num_hosts)
             if number == 0
-            else waiting(world.settings, Candidate(number, num_hosts))
+            else waiting(world.settings, CoordinatorCandidate(number, num_hosts))
         )
         self._due_s = 0.0
         self._tick_later()
@@ -176,7 +180,7 @@ class Host:
         is_last = bool(own) and own[-1] is self.world.ledger[-1]
         recorded = max((one.batch + 1 for one in own if isinstance(one, Committed)), default=0)
         used = max((one.epoch // TERM for one in own), default=-1)
-        candidate = Candidate(self.number, self.num_hosts, recorded if is_last else None, used)
+        candidate = CoordinatorCandidate(self.number, self.num_hosts, recorded if is_last else None, used)
         self.host = waiting(self.world.settings, candidate)
 
     def hear(self, event: Report | Ended | Tick) -> None:
@@ -190,8 +194,8 @@ class Host:
             self._send(rank, word)
         self._tick_later()
 
-    def _send(self, rank: RankId, word: Word) -> None:
-        word = decode(Word, encode(word)) if self.world.random.random() < WRITTEN else word
+    def _send(self, rank: RankId, word: CoordinatorReply) -> None:
+        word = decode(CoordinatorReply, encode(word)) if self.world.random.random() < WRITTEN else word
         link = self.link
 
         def come() -> None:
@@ -243,7 +247,7 @@ class SimulatedRank:
         world.after(world.random.uniform(0, BEAT_S), self._beat)
 
     @property
-    def word(self) -> Word | None:
+    def word(self) -> CoordinatorReply | None:
         return self.known.last
 
     def _beat(self) -> None:
@@ -287,7 +291,7 @@ class SimulatedRank:
             self.rank.replica,
         )
 
-    def hear(self, host: int, link: int, word: Word) -> None:
+    def hear(self, host: int, link: int, word: CoordinatorReply) -> None:
         """Take a word, if it comes over the connection that this rank has now."""
         if self.is_dead or (host, link) != (self._host, self._link):
             return
@@ -306,14 +310,14 @@ class SimulatedRank:
         if self._follow(word) or is_new:
             self._say()
 
-    def _check_deals(self, word: Word) -> None:
+    def _check_deals(self, word: CoordinatorReply) -> None:
         """No life of a replica is dealt other samples for a batch than before."""
         for deal in word.deals:
             if deal.replica == self.rank.replica:
                 key = (deal.replica, self.rank.life, deal.batch)
                 assert self.world.deals.setdefault(key, deal.samples) == deal.samples, deal
 
-    def _follow(self, word: Word) -> bool:
+    def _follow(self, word: CoordinatorReply) -> bool:
         before = (self.at, self.healed, self.wants)
         mine = next((one for one in word.heals if one.replica == self.rank.replica), None)
         if mine is not None and self.healed != mine.batch:
@@ -353,7 +357,7 @@ class SimulatedRank:
 
         self.world.after(delay_s * self.world.random.uniform(0.5, 1.5), do)
 
-    def _computed(self, batch: int, samples: tuple[Samples, ...]) -> None:
+    def _computed(self, batch: int, samples: tuple[SamplePlaces, ...]) -> None:
         if self.at.committed == batch:
             self.kept.contributions[batch] = ((self.rank.replica, samples),)
             self.at = replace(self.at, ready=batch, busy_s=self.world.speed[self.rank.replica])
@@ -372,7 +376,7 @@ class SimulatedRank:
         """Add up what the members kept, if all can be reached."""
         if self.at.committed != grant.round:
             return
-        found, lost = list[tuple[int, tuple[Samples, ...]]](), list[int]()
+        found, lost = list[tuple[int, tuple[SamplePlaces, ...]]](), list[int]()
         for part in grant.parts:
             peer = self._peer(part.replica)
             if peer is None or grant.round not in peer.kept.contributions:

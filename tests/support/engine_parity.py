@@ -31,7 +31,7 @@ from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from tests.support.coded_oracle import CodedOracle
@@ -122,7 +122,7 @@ def pipeline_of(
     on_instruction: OnInstruction | None = None,
     device: torch.device | str = "cpu",
     sharing: Sharing | None = None,
-    agreement: Agreement | None = None,
+    agreement: QuorumAgreement | None = None,
     averaging: Averaging | None = None,
 ) -> Pipeline:
     return Pipeline(

@@ -12,18 +12,18 @@ from random import Random
 
 from bireme.sync.coordinator.group_events import (
     Arrived,
+    AveragingGroup,
     Came,
     Drained,
-    Event,
     Formed,
-    Gone,
-    Group,
-    Settled,
-    Summed,
-    Tick,
+    GroupEvent,
+    GroupGone,
+    GroupSummed,
+    GroupTick,
+    SettledGroup,
 )
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
-from bireme.sync.coordinator.groups import begun, next_deadline_s, step
+from bireme.sync.coordinator.groups import groups_begun, groups_step, next_deadline_s
 from bireme.sync.coordinator.settings import GroupSettings
 
 SUM_S = 0.002
@@ -49,9 +49,9 @@ class GroupWorld:
         self.random, self.num_stages = Random(seed), num_stages
         self.now_s, self._count = 0.0, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self.state = begun(settings, num_stages, range(num_replicas))
-        self.formed: list[tuple[float, Group]] = []
-        self.settled: list[Group] = []
+        self.state = groups_begun(settings, num_stages, range(num_replicas))
+        self.formed: list[tuple[float, AveragingGroup]] = []
+        self.settled: list[AveragingGroup] = []
         self.drained: list[tuple[int, int, int]] = []
         """Which replica has drained at which stage after which batch."""
         self.opened: dict[int, tuple[float, float]] = {}
@@ -77,12 +77,12 @@ class GroupWorld:
             self.now_s, _, act = heappop(self._queue)
             act()
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: GroupEvent) -> None:
         """Have it happen, perhaps twice."""
         for _ in range(self.random.choice([1, 1, 2])):
-            if isinstance(event, Came | Gone) and _ > 0:
+            if isinstance(event, Came | GroupGone) and _ > 0:
                 break
-            done = step(self.state, event, self.now_s)
+            done = groups_step(self.state, event, self.now_s)
             self.state = done.state
             self.watch()
             for reply in done.replies:
@@ -94,7 +94,7 @@ class GroupWorld:
     def kill(self, number: int) -> None:
         one = self.replicas.pop(number)
         one.life += 1
-        self.tell(Gone(number))
+        self.tell(GroupGone(number))
 
     def come(self, number: int) -> None:
         self.tell(Came(number))
@@ -110,7 +110,7 @@ class GroupWorld:
     def _tick(self) -> None:
         deadline_s = next_deadline_s(self.state)
         if deadline_s is not None and deadline_s <= self.now_s:
-            self.tell(Tick())
+            self.tell(GroupTick())
 
     def _train(self, one: Replica) -> None:
         """The stages are ready one after the other, the last one first; messages may overtake each other."""
@@ -120,7 +120,7 @@ class GroupWorld:
             delay_s = one.batch_s * self.random.uniform(0.8, 1.2) + 0.001 * place * self.random.random()
             self.after(delay_s, partial(self._arrive, one, stage, one.batch))
 
-    def _tell_of(self, one: Replica, event: Event) -> None:
+    def _tell_of(self, one: Replica, event: GroupEvent) -> None:
         if one.life == 0:
             self.tell(event)
 
@@ -128,14 +128,14 @@ class GroupWorld:
         if one.life == 0:
             self.tell(Arrived(stage, one.number, batch, one.waits[stage]))
 
-    def _act(self, reply: Formed | Settled) -> None:
+    def _act(self, reply: Formed | SettledGroup) -> None:
         group = reply.group
         if isinstance(reply, Formed):
             self.formed.append((self.now_s, group))
             for member in group.replicas:
                 one = self.replicas.get(member)
                 if one is not None and len(group.members) > 1:
-                    event = Summed(group.stage, member, group.number, group.attempt)
+                    event = GroupSummed(group.stage, member, group.number, group.attempt)
                     self.after(
                         SUM_S * self.random.uniform(0.5, 2.0),
                         partial(self._tell_of, one, event),

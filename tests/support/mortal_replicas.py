@@ -16,19 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
-from bireme.sync.coordinator.messages import Known, Life, Member, RankId, Report, Samples, Word
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.messages import (
+    CoordinatorReply,
+    Incarnation,
+    Known,
+    Member,
+    RankId,
+    Report,
+    SamplePlaces,
+)
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
-from bireme.sync.coordinator.succession import Candidate, taken_up
+from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
 from bireme.sync.quorum.digest import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
@@ -47,7 +55,7 @@ class Killed(BaseException):
 class Hub:
     """A coordinator in this process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CoordinatorSettings) -> None:
         self._lock = threading.RLock()
         self._state = begun(settings)
         self._clients: dict[RankId, _Client] = {}
@@ -101,7 +109,7 @@ class Hub:
                 for rank, client in self._clients.items()
                 if (said := client.said) is not None
             }
-            taken = taken_up(self._state.settings, Candidate(0, 1), heard, is_late=False)
+            taken = taken_up(self._state.settings, CoordinatorCandidate(0, 1), heard, is_late=False)
             if taken is None:
                 return
             self._state = taken.state
@@ -126,7 +134,7 @@ class _Client:
     """A rank's way to it."""
 
     def __init__(self, hub: Hub, rank: RankId) -> None:
-        self.word = Word(epoch=0, number=-1)
+        self.word = CoordinatorReply(epoch=0, number=-1)
         self._hub, self._rank = hub, rank
         self._lock = threading.RLock()
         self._report: Report | None = None
@@ -157,7 +165,7 @@ class _Client:
             known = Known(word) if word.is_installed else Known()
             return None if self._report is None else replace(self._report, known=known)
 
-    def hear(self, word: Word) -> bool:
+    def hear(self, word: CoordinatorReply) -> bool:
         if (word.epoch, word.number) <= (self.word.epoch, self.word.number):
             return False
         self.word = word
@@ -239,12 +247,12 @@ class Replicas:
         self.depth = setting.plan.source.num_ranks
         least = self._spare = setting.plan.source.num_microbatches
         self.hub = Hub(
-            Settings(
+            CoordinatorSettings(
                 SyncMode.QUORUM,
                 num_replicas,
                 self.depth,
                 batch_size,
-                Limits((least,) * num_replicas, (batch_size,) * num_replicas),
+                ShareLimits((least,) * num_replicas, (batch_size,) * num_replicas),
                 lease_s=lease_s,
                 grace_s=grace_s,
             ),
@@ -256,10 +264,10 @@ class Replicas:
         self.pipelines: dict[RankId, Pipeline] = {}
         self.differed: list[str] = []
         """What the ranks said whose weights were others than those of their peers."""
-        self._agents: dict[Life, list[Agent]] = {}
-        self._fabrics: dict[Life, ThreadFabric] = {}
+        self._agents: dict[Incarnation, list[Agent]] = {}
+        self._fabrics: dict[Incarnation, ThreadFabric] = {}
         self._threads: list[threading.Thread] = []
-        self._killed: set[Life] = set()
+        self._killed: set[Incarnation] = set()
         self._dead: set[int] = set()
         """Replicas that died and are not back."""
         self._lock = threading.Lock()
@@ -269,7 +277,7 @@ class Replicas:
         """Whether every replica is a member in its present life."""
         members = {one.replica: one.life for one in self.hub.members}
         return members == self.lives and not any(
-            life in self._killed for life in (Life(*one) for one in members.items())
+            life in self._killed for life in (Incarnation(*one) for one in members.items())
         )
 
     def wait_until_present(self) -> None:
@@ -288,7 +296,7 @@ class Replicas:
         torch.set_num_threads(1)
         try:
             for replica in range(self.num_replicas):
-                self._begin(Life(replica, 0))
+                self._begin(Incarnation(replica, 0))
             end_s = time.monotonic() + patience_s()
             while True:
                 self._end_joiners()
@@ -315,7 +323,7 @@ class Replicas:
                 self._revives = False
                 self.kill(life)
 
-    def kill(self, life: Life) -> None:
+    def kill(self, life: Incarnation) -> None:
         """As if a process of that replica had died: the launcher sees it, and the others learn of it."""
         self._killed.add(life)
         with self._lock:
@@ -329,7 +337,7 @@ class Replicas:
         self.hub.take(Ended(life))
         if self._revives:
             self._dead = {*self._dead, life.replica}
-            self._begin(Life(life.replica, life.life + 1))
+            self._begin(Incarnation(life.replica, life.life + 1))
 
     def committed(self) -> list[Batch]:
         """The samples of each committed round, in the order of its members."""
@@ -344,7 +352,7 @@ class Replicas:
             found.append([size for count in counts for size in apportioned(count, [1] * num)])
         return found
 
-    def _begin(self, life: Life) -> None:
+    def _begin(self, life: Incarnation) -> None:
         self.lives[life.replica] = life.life
         fabric = self._fabrics[life] = ThreadFabric(self.depth)
         self._agents[life] = []
@@ -384,7 +392,7 @@ class Replicas:
             self.setting,
             fabric.of(rank.stage),
             lambda step: self._on_instruction(rank, step),
-            agreement=Agreement(
+            agreement=QuorumAgreement(
                 agent, self.num_replicas, self.batch_size, self._balances, self._compare_every
             ),
         )
@@ -413,7 +421,7 @@ class Replicas:
             yield self._rows(agent.dealt(number).samples)
             number += 1
 
-    def _rows(self, samples: Sequence[Samples]) -> Batch:
+    def _rows(self, samples: Sequence[SamplePlaces]) -> Batch:
         return {
             name: torch.cat([rows[one.begin : one.end] for one in samples])
             for name, rows in self.data.items()

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from bireme.schedule.accesses import Access
+from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.eviction import HELD_LAST, OverfullError
 from bireme.schedule.gaps import Choice, Gap
 
@@ -19,7 +19,7 @@ Rule = Callable[["PlainPlan", Gap], float]
 
 
 def plain_decide(
-    accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
+    accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
 ) -> dict[Hashable, Choice]:
     """What `decide` gives."""
     while True:
@@ -41,7 +41,7 @@ class PlainPlan:
 
     def __init__(
         self,
-        accesses: Sequence[Access],
+        accesses: Sequence[ChunkAccess],
         gaps: Sequence[Gap],
         num_steps: int,
         capacity: int,

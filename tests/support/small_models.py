@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bireme.model.capture import capture
 from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
-from bireme.model.part import WHOLE, Part
+from bireme.model.part import WHOLE, TrainedPart
 from bireme.model.sources import load_source
 from bireme.model.stage import Resolve, StageFunction, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
@@ -110,7 +110,7 @@ def chained(modules: nn.Sequential, example: Mapping[str, Tensor], loss: Any) ->
 
 
 @cache
-def gpt(text: str, dtype: str = "float64", part: Part = WHOLE, *, evaluates: bool = False) -> Model:
+def gpt(text: str, dtype: str = "float64", part: TrainedPart = WHOLE, *, evaluates: bool = False) -> Model:
     """A GPT of width 16, made once in a process, of which a part learns.
 
     Models of the same adapter differ in what learns and in nothing else that is captured.
@@ -120,7 +120,7 @@ def gpt(text: str, dtype: str = "float64", part: Part = WHOLE, *, evaluates: boo
     learning = {name for name, parameter in source.model.named_parameters() if parameter.requires_grad}
 
     def graph_for(training: bool) -> Graph:
-        whole = load_source(sizes, batch=2, dtype=dtype, part=Part(lora=part.lora))
+        whole = load_source(sizes, batch=2, dtype=dtype, part=TrainedPart(lora=part.lora))
         make = partial(capture, whole.model, whole.example_inputs, training=training)
         found = captured_once(f"{sizes} {dtype} {part.lora} {training}", make, is_kept=True)
         states = tuple(replace(state, trainable=state.name in learning) for state in found.parameters)

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from bireme.runtime.paging.mover import Job
+from bireme.runtime.paging.mover import CopyJob
 
 __all__ = ["StrictMover"]
 
@@ -14,12 +14,12 @@ class StrictMover:
 
     def __init__(self, _device: torch.device | None = None, *, seed: int = 0) -> None:
         self._random = random.Random(seed)
-        self._waiting: list[Job] = []
+        self._waiting: list[CopyJob] = []
 
-    def post(self, job: Job) -> None:
+    def post(self, job: CopyJob) -> None:
         self._waiting.append(job)
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: CopyJob) -> None:
         while not job.is_done.is_set():
             self._make_any()
         if job.error is not None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.transport import AbortedError, Pending, Transport, nothing_came, nothing_taken
+from bireme.runtime.transport import Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
-from bireme.sync.group import CollectiveError, MessageGroup, OwnedGroup, Sums
+from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums
 from tests.support.patience import patience_s
 
 __all__ = ["ThreadFabric", "ThreadRank"]

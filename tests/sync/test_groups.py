@@ -11,7 +11,7 @@ import pytest
 from bireme.sync.coordinator.connected import is_connected
 from bireme.sync.coordinator.group_events import Arrived
 from bireme.sync.coordinator.group_former import next_wait_s
-from bireme.sync.coordinator.groups import begun, next_deadline_s, step
+from bireme.sync.coordinator.groups import groups_begun, groups_step, next_deadline_s
 from bireme.sync.coordinator.settings import GroupSettings
 from tests.support.extent import draws
 from tests.support.grouped import GroupWorld
@@ -174,8 +174,8 @@ def test_a_replica_that_was_alone_waits_longer_the_next_time_and_one_that_was_no
 def test_an_opener_is_patient_only_if_a_group_may_be_forced_before_it_comes_again(
     until_next: float, waits_s: float
 ) -> None:
-    state = begun(GroupSettings(connect_every=10), 1, range(4))
-    found = step(state, Arrived(0, 0, 0, wait_s=0.01, patient_s=0.3, until_next=until_next), 0.0)
+    state = groups_begun(GroupSettings(connect_every=10), 1, range(4))
+    found = groups_step(state, Arrived(0, 0, 0, wait_s=0.01, patient_s=0.3, until_next=until_next), 0.0)
     assert next_deadline_s(found.state) == waits_s
 
 

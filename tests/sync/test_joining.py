@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.joining import with_heals
@@ -29,7 +29,7 @@ def test_a_replica_heals_from_one_that_is_not_late_itself() -> None:
 
 def test_a_hold_up_that_makes_a_replica_late_in_many_rounds_halves_its_share_once() -> None:
     """Until rounds come that were dealt after it was known."""
-    dealing = Dealing(24, Limits((1, 1), (24, 24))).among((0, 1), 0)
+    dealing = Dealing(24, ShareLimits((1, 1), (24, 24))).among((0, 1), 0)
     for batch in range(4):
         dealing = dealing.with_late(batch, {0}, takes_effect=4).among((0, 1), 4)
     assert dealing.counts(4) == {0: 8, 1: 16}

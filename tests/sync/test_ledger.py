@@ -8,7 +8,7 @@ import pytest
 from bireme.runtime.ledger import Ledger
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
-from bireme.sync.coordinator.messages import TERM, Samples
+from bireme.sync.coordinator.messages import TERM, SamplePlaces
 from tests.support.command import bireme
 
 LATER = TERM + 1
@@ -19,7 +19,7 @@ def rounds(*members: tuple[int, ...]) -> list[Began | Committed]:
     lines: list[Began | Committed] = [Began(1, 0, 10, 0, ())]
     for batch, own in enumerate(members):
         first = 4 * batch
-        samples = tuple((Samples(first + 2 * one, first + 2 * one + 2),) for one in own)
+        samples = tuple((SamplePlaces(first + 2 * one, first + 2 * one + 2),) for one in own)
         lines.append(Committed(1, batch, 0, own, samples, first + 4, ()))
     return lines
 
@@ -38,12 +38,14 @@ def test_a_ledger_in_which_every_sample_counts_once_is_whole(tmp_path: Path) -> 
 
 
 def test_samples_that_wait_to_be_dealt_again_keep_an_epoch_from_being_finished(tmp_path: Path) -> None:
-    lost = Samples(6, 8)
-    lines = [*rounds((0, 1)), Committed(1, 1, 0, (0,), ((Samples(4, 6),),), 8, (lost,))]
-    lines.append(Committed(1, 2, 0, (0,), ((Samples(8, 12),),), 12, (lost,)))
+    lost = SamplePlaces(6, 8)
+    lines = [*rounds((0, 1)), Committed(1, 1, 0, (0,), ((SamplePlaces(4, 6),),), 8, (lost,))]
+    lines.append(Committed(1, 2, 0, (0,), ((SamplePlaces(8, 12),),), 12, (lost,)))
     found = check_ledger(written(tmp_path, lines))
     assert (found.is_whole, found.num_finished) == (True, 0)
-    found = check_ledger(written(tmp_path, [Committed(1, 3, 0, (0,), ((lost, Samples(12, 14)),), 14, ())]))
+    found = check_ledger(
+        written(tmp_path, [Committed(1, 3, 0, (0,), ((lost, SamplePlaces(12, 14)),), 14, ())])
+    )
     assert (found.is_whole, found.num_finished) == (True, 1)
 
 
@@ -51,7 +53,7 @@ def test_the_verb_says_which_samples_are_missing_or_doubled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = rounds((0, 1), (0,), (0, 1))
-    written(tmp_path, [*lines, Committed(1, 3, 0, (0,), ((Samples(2, 4),),), 12, ())])
+    written(tmp_path, [*lines, Committed(1, 3, 0, (0,), ((SamplePlaces(2, 4),),), 12, ())])
     result = bireme(capsys, "ledger", str(tmp_path), "--json")
     document = json.loads(result.out)
     assert result.status == 1
@@ -62,8 +64,8 @@ def test_the_verb_says_which_samples_are_missing_or_doubled(
 def test_what_a_later_coordinator_begins_from_undoes_what_is_written_after_it(tmp_path: Path) -> None:
     lines = rounds((0, 1), (0, 1))
     again: list[Began | Committed] = [
-        Began(LATER, 1, 10, 8, (Samples(4, 8),)),
-        Committed(LATER, 1, 0, (0,), ((Samples(4, 8),),), 8, ()),
+        Began(LATER, 1, 10, 8, (SamplePlaces(4, 8),)),
+        Committed(LATER, 1, 0, (0,), ((SamplePlaces(4, 8),),), 8, ()),
     ]
     assert check_ledger(written(tmp_path, [*lines, *again])).is_whole
 
@@ -71,20 +73,20 @@ def test_what_a_later_coordinator_begins_from_undoes_what_is_written_after_it(tm
 def test_a_start_cannot_say_that_samples_are_trained_which_no_line_tells_of(tmp_path: Path) -> None:
     lines = rounds((0, 1), (0,))
     found = check_ledger(written(tmp_path, [*lines, Began(LATER, 2, 10, 8, ())]))
-    assert found.missing == (Samples(6, 8),)
+    assert found.missing == (SamplePlaces(6, 8),)
 
 
 def of_one_replica(*begins: int) -> list[Began | Committed]:
     """Batches of two samples of a replica that averages weights."""
     lines: list[Began | Committed] = [Began(1, 0, 10, 0, (), "groups")]
     for batch, begin in enumerate(begins):
-        lines.append(Committed(1, batch, 0, (0,), ((Samples(begin, begin + 2),),), begin + 2, ()))
+        lines.append(Committed(1, batch, 0, (0,), ((SamplePlaces(begin, begin + 2),),), begin + 2, ()))
     return lines
 
 
 def test_a_start_of_replicas_that_average_cannot_say_so_either(tmp_path: Path) -> None:
     found = check_ledger(written(tmp_path, [*of_one_replica(0, 4), Began(LATER, 0, 10, 6, (), "groups")]))
-    assert found.missing == (Samples(2, 4),)
+    assert found.missing == (SamplePlaces(2, 4),)
 
 
 def test_batches_that_a_replica_numbers_by_itself_are_not_those_of_the_run(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_what_a_coordinator_writes_that_slept_while_another_one_took_up_does_not
     lines = rounds((0, 1), (0, 1))
     again: list[Began | Committed] = [
         Began(LATER, 1, 10, 4, ()),
-        Committed(LATER, 1, 0, (1,), ((Samples(4, 8),),), 8, ()),
+        Committed(LATER, 1, 0, (1,), ((SamplePlaces(4, 8),),), 8, ()),
     ]
     found = check_ledger(written(tmp_path, [*lines[:2], *again, lines[2]]))
     assert (found.is_whole, found.rounds) == (True, 2)

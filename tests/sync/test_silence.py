@@ -2,15 +2,24 @@
 
 from dataclasses import replace
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.joining import with_gone
-from bireme.sync.coordinator.membership import Change, Changes
-from bireme.sync.coordinator.messages import Absence, Gone, Life, Member, RankId, Report, RoundAt, Word
-from bireme.sync.coordinator.rounds import Line, next_grant
+from bireme.sync.coordinator.membership import Changes, MembershipChange
+from bireme.sync.coordinator.messages import (
+    Absence,
+    CoordinatorReply,
+    Gone,
+    Incarnation,
+    Member,
+    RankId,
+    Report,
+    RoundAt,
+)
+from bireme.sync.coordinator.rounds import RoundSequence, next_grant
 from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import Ended, State, Tick
+from bireme.sync.coordinator.state import CoordinatorState, Ended, Tick
 from tests.support.coordinated import settings_for
 
 RANKS = [RankId(replica, 0, 0) for replica in range(3)]
@@ -19,7 +28,9 @@ RANKS = [RankId(replica, 0, 0) for replica in range(3)]
 def test_a_round_waits_for_nobody_who_is_silent_once_the_quorum_is_ready() -> None:
     def granted(ready: set[int], silent: set[int]) -> list[int] | None:
         samples = dict.fromkeys(ready, 4)
-        line = next_grant(Line(0), samples, (0, 1, 2), quorum=2, grace_s=9.0, now_s=1.0, silent=silent)
+        line = next_grant(
+            RoundSequence(0), samples, (0, 1, 2), quorum=2, grace_s=9.0, now_s=1.0, silent=silent
+        )
         return None if line.grant is None else [one.replica for one in line.grant.parts]
 
     assert granted({0, 1}, {2}) == [0, 1]
@@ -30,7 +41,7 @@ def test_a_round_waits_for_nobody_who_is_silent_once_the_quorum_is_ready() -> No
 
 
 def test_who_is_silent_gets_as_few_samples_as_it_may_have_until_it_is_heard_again() -> None:
-    dealing = Dealing(24, Limits((2, 2), (24, 24))).among((0, 1), 0, frozenset({0}))
+    dealing = Dealing(24, ShareLimits((2, 2), (24, 24))).among((0, 1), 0, frozenset({0}))
     assert dealing.counts(0) == {0: 2, 1: 22}
     assert dealing.among((0, 1), 1).counts(1) == {0: 12, 1: 12}
 
@@ -39,7 +50,7 @@ def test_a_round_goes_on_without_a_silent_member_before_its_lease_and_the_grace_
     settings = replace(settings_for(3, 1), grace_s=30.0)
     state, numbers = begun(settings), dict.fromkeys(RANKS, 0)
 
-    def said(state: State, rank: RankId, now_s: float, **fields: object) -> State:
+    def said(state: CoordinatorState, rank: RankId, now_s: float, **fields: object) -> CoordinatorState:
         numbers[rank] += 1
         epoch = state.membership.epoch
         report = Report(rank, numbers[rank], epoch, "", **fields)  # type: ignore[arg-type]
@@ -68,7 +79,7 @@ def test_a_word_has_who_is_gone_after_which_step_and_whether_it_was_silent_or_ha
     settings = settings_for(3, 1)
     state, numbers = begun(settings), dict.fromkeys(RANKS, 0)
 
-    def said(state: State, rank: RankId, now_s: float, **fields: object) -> State:
+    def said(state: CoordinatorState, rank: RankId, now_s: float, **fields: object) -> CoordinatorState:
         numbers[rank] += 1
         report = Report(rank, numbers[rank], state.membership.epoch, "10.0.0.1 4711", **fields)  # type: ignore[arg-type]
         return step(state, report, now_s).state
@@ -87,12 +98,12 @@ def test_a_word_has_who_is_gone_after_which_step_and_whether_it_was_silent_or_ha
     for rank in RANKS[:2]:
         state = said(state, rank, late_s + 0.15, rounds=(RoundAt(committed=41),))
     (silent,) = changes.in_word(word_for(state, RANKS[0]))
-    assert silent == Change(2, "10.0.0.1", 41, Absence.SILENT)
+    assert silent == MembershipChange(2, "10.0.0.1", 41, Absence.SILENT)
     assert silent.text == "Replica 2 (10.0.0.1) is gone after step 41"
 
     for rank in RANKS[:2]:
         state = said(state, rank, late_s + 0.2, rounds=(RoundAt(committed=41),))
-    state = step(state, Ended(Life(1, 0)), late_s + 0.3).state
+    state = step(state, Ended(Incarnation(1, 0)), late_s + 0.3).state
     state = said(state, RANKS[0], late_s + 0.4, rounds=(RoundAt(committed=41),))
     assert [one.why for one in changes.in_word(word_for(state, RANKS[0]))] == [Absence.ENDED]
     assert changes.in_word(word_for(state, RANKS[0])) == []
@@ -103,8 +114,8 @@ def test_a_replica_that_comes_back_is_a_change_and_one_that_has_done_all_its_bat
     back = Member(1, 1, ("10.0.0.1 4712",), first=59)
     gone = Gone(1, 0, 41, Absence.SILENT, "10.0.0.1 4711")
     changes = Changes(8, is_quorum=True)
-    assert changes.in_word(Word(1, 1, members=members, is_installed=True)) == []
-    word = Word(3, 2, members=(members[0], back), gone=(gone,))
+    assert changes.in_word(CoordinatorReply(1, 1, members=members, is_installed=True)) == []
+    word = CoordinatorReply(3, 2, members=(members[0], back), gone=(gone,))
     assert changes.in_word(word) == [], "its epoch is not installed"
     both = changes.in_word(replace(word, is_installed=True))
     assert [one.text for one in both] == [
@@ -112,14 +123,14 @@ def test_a_replica_that_comes_back_is_a_change_and_one_that_has_done_all_its_bat
         "Replica 1 (10.0.0.1) is back at step 60",
     ]
     left = Gone(1, 1, 100, Absence.LEFT, "10.0.0.1 4712")
-    assert changes.in_word(Word(4, 3, members=members[:1], gone=(left,), is_installed=True)) == []
+    assert changes.in_word(CoordinatorReply(4, 3, members=members[:1], gone=(left,), is_installed=True)) == []
 
 
 def test_where_weights_are_averaged_the_step_is_that_of_the_samples_that_were_dealt() -> None:
     changes = Changes(8, is_quorum=False)
-    changes.in_word(Word(1, 1, members=(Member(0, 0, ("a",)),), is_installed=True))
+    changes.in_word(CoordinatorReply(1, 1, members=(Member(0, 0, ("a",)),), is_installed=True))
     (back,) = changes.in_word(
-        Word(2, 2, members=(Member(0, 1, ("a",), first=3),), fresh=80, is_installed=True)
+        CoordinatorReply(2, 2, members=(Member(0, 1, ("a",), first=3),), fresh=80, is_installed=True)
     )
     assert back.step == 10
     settings = replace(settings_for(2, 1), mode=SyncMode.OUTER)

@@ -7,34 +7,36 @@ from bireme.sync.coordinator.host import host_step, waiting
 from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import (
     Commit,
+    CoordinatorReply,
     Grant,
+    Incarnation,
     Known,
-    Life,
     Member,
-    Part,
     RankId,
     Report,
     RoundAt,
-    Source,
-    Word,
+    RoundPart,
+    SumSource,
 )
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Tick
-from bireme.sync.coordinator.succession import Candidate, taken_up
+from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
 from tests.support.coordinated import settings_for
 
 MEMBERS = (Member(0, 0, ("a",)), Member(1, 0, ("b",)))
-VOTERS = ((Life(0, 0), Life(1, 0)),)
+VOTERS = ((Incarnation(0, 0), Incarnation(1, 0)),)
 
 
-BOTH = (Part(0, 6), Part(1, 6))
+BOTH = (RoundPart(0, 6), RoundPart(1, 6))
 
 
-def word(number: int, committed: int, *grants: Grant) -> Word:
-    return Word(1, number, (committed,), members=MEMBERS, voters=VOTERS, is_installed=True, grants=grants)
+def word(number: int, committed: int, *grants: Grant) -> CoordinatorReply:
+    return CoordinatorReply(
+        1, number, (committed,), members=MEMBERS, voters=VOTERS, is_installed=True, grants=grants
+    )
 
 
-def heard(replica: int, at: RoundAt, last: Word) -> Heard:
+def heard(replica: int, at: RoundAt, last: CoordinatorReply) -> Heard:
     report = Report(RankId(replica, 0, 0), 1, 1, "", rounds=(at,), known=Known(last))
     return Heard(report, 0.0)
 
@@ -46,11 +48,11 @@ def test_a_round_that_counts_in_an_attempt_that_nobody_tells_of_comes_from_who_h
         heard(1, RoundAt(committed=5, ready=5, summed=5, attempt=0), word(3, 5)),
     ]
     ranks = {one.report.rank: one for one in callers}
-    taken = taken_up(settings_for(2, 1), Candidate(0, 1), ranks, is_late=True)
+    taken = taken_up(settings_for(2, 1), CoordinatorCandidate(0, 1), ranks, is_late=True)
 
     assert taken is not None
     (commit,) = step(taken.state, Tick(), 0.0).state.commits
-    assert (commit.round, commit.sources) == (5, (Source(target=1, source=0),))
+    assert (commit.round, commit.sources) == (5, (SumSource(target=1, source=0),))
     assert commit.attempt not in {one.report.rounds[0].attempt for one in callers}
 
 
@@ -62,7 +64,7 @@ def test_a_round_was_committed_in_the_attempt_that_who_took_it_tells_of() -> Non
         heard(1, RoundAt(committed=5, ready=5, summed=5), word(3, 5, Grant(0, 5, 0, BOTH))),
     ]
     ranks = {one.report.rank: one for one in callers}
-    taken = taken_up(settings_for(2, 1), Candidate(0, 1), ranks, is_late=True)
+    taken = taken_up(settings_for(2, 1), CoordinatorCandidate(0, 1), ranks, is_late=True)
 
     assert taken is not None
     assert taken.state.commits == (last,)
@@ -71,7 +73,7 @@ def test_a_round_was_committed_in_the_attempt_that_who_took_it_tells_of() -> Non
 def test_a_coordinator_that_another_one_came_after_needs_more_than_half_whatever_its_ledger_says() -> None:
     caller = heard(0, RoundAt(committed=5), word(3, 5))
     taken = taken_up(
-        settings_for(2, 1), Candidate(0, 2, 5, used=2), {caller.report.rank: caller}, is_late=True
+        settings_for(2, 1), CoordinatorCandidate(0, 2, 5, used=2), {caller.report.rank: caller}, is_late=True
     )
 
     assert taken is None
@@ -80,8 +82,8 @@ def test_a_coordinator_that_another_one_came_after_needs_more_than_half_whatever
 def test_a_host_that_a_single_rank_calls_takes_up_once_it_has_waited_for_the_others() -> None:
     """It began to wait anew with each report."""
     settings = replace(settings_for(2, 1), mode=SyncMode.GROUPS, num_lines=0)
-    last = replace(word(3, 0), voters=((Life(0, 0),),))
-    host = waiting(settings, Candidate(0, 1))
+    last = replace(word(3, 0), voters=((Incarnation(0, 0),),))
+    host = waiting(settings, CoordinatorCandidate(0, 1))
     for number in range(20):
         report = heard(0, RoundAt(), last).report
         host = host_step(host, replace(report, number=number), 0.1 * number).host

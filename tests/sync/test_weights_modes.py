@@ -9,10 +9,19 @@ from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.host import beginner, host_step
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
-from bireme.sync.coordinator.messages import GroupAt, Known, Life, RankId, Report, RoundAt, Window, Word
+from bireme.sync.coordinator.messages import (
+    CoordinatorReply,
+    GroupAt,
+    Incarnation,
+    Known,
+    RankId,
+    Report,
+    RoundAt,
+    Window,
+)
 from bireme.sync.coordinator.settings import SyncMode
 from bireme.sync.coordinator.state import Ended, Tick
-from bireme.sync.coordinator.succession import Candidate, taken_up
+from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
 from tests.support.coordinated import settings_for
 from tests.support.extent import draws
 
@@ -49,12 +58,12 @@ class Talk:
 
     def end(self, replica: int) -> None:
         self.now_s += 0.001
-        self.state = step(self.state, Ended(Life(replica, 0)), self.now_s).state
+        self.state = step(self.state, Ended(Incarnation(replica, 0)), self.now_s).state
         self.reports = {rank: one for rank, one in self.reports.items() if rank.replica != replica}
         for rank in self.reports:
             self.say(rank)
 
-    def word(self, rank: RankId) -> Word:
+    def word(self, rank: RankId) -> CoordinatorReply:
         return word_for(self.state, rank)
 
     @property
@@ -328,7 +337,7 @@ def test_a_coordinator_that_takes_up_counts_a_group_if_all_who_call_hold_its_mea
     for (rank, last), summed in zip(talk.reports.items(), holds, strict=True):
         at, known = GroupAt(arrived=0, wait_s=1.0, summed=summed), Known(talk.word(rank))
         heard[rank] = Heard(replace(last, number=last.number + 1, group=at, known=known), talk.now_s)
-    taken = taken_up(talk.state.settings, Candidate(0, 1), heard, is_late=False)
+    taken = taken_up(talk.state.settings, CoordinatorCandidate(0, 1), heard, is_late=False)
 
     assert taken is not None
     assert (taken.state.pool, taken.state.dealt_to) == (talk.state.pool, talk.state.dealt_to)

@@ -13,10 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.ledger_line import Committed
-from bireme.sync.coordinator.messages import GroupAt, GroupMember, RankId, Report, RoundAt, Window, Word
+from bireme.sync.coordinator.messages import (
+    CoordinatorReply,
+    GroupAt,
+    GroupMember,
+    RankId,
+    Report,
+    RoundAt,
+    Window,
+)
 from bireme.sync.coordinator.settings import GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.coordinator.window_end import Trainer, done_without
@@ -70,7 +78,7 @@ class Run:
     def __init__(self, batch_s: Sequence[float], num_batches: int, num_windows: int) -> None:
         num = len(batch_s)
         settings = settings_for(num, 1, SHARE * num)
-        limits = Limits((1,) * num, (SHARE,) * num)
+        limits = ShareLimits((1,) * num, (SHARE,) * num)
         settings = replace(settings, mode=SyncMode.GROUPS, num_lines=0, lease_s=100.0, limits=limits)
         self.state = begun(replace(settings, groups=GroupSettings(SELDOM)))
         self.now_s = self._due_s = 0.0
@@ -160,7 +168,7 @@ class Run:
         own.trained[-1] += 1
         self._say(own, group=GroupAt(arrived=own.batch, wait_s=1e-3), wants=own.batch + 3)
 
-    def _meet(self, own: _Replica, report: Report, word: Word) -> None:
+    def _meet(self, own: _Replica, report: Report, word: CoordinatorReply) -> None:
         at = report.rounds[0] if report.rounds else RoundAt()
         number = own.window
         if word.committed[0] > number:

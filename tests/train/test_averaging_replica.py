@@ -11,15 +11,16 @@ import torch
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
 from bireme.runtime.failures import RunFailed
-from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import PeerAgent
-from bireme.runtime.quorum.talk import Talk
+from bireme.runtime.quorum.talk import LazyCoordinatorClient
+from bireme.runtime.result import BatchResult
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.schedule.rule import Rule
 from bireme.sync.coordinator.membership import Changes
-from bireme.sync.coordinator.messages import Life, Member, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, Member
 from bireme.sync.exchange import SentBytes
 from bireme.train.averaging_replica import AveragingReplica, Meeting
 from bireme.train.checkpoint.checkpoint import step_folder
@@ -52,7 +53,7 @@ class Maker:
         world: Any = SimpleNamespace(
             rank=rank, timeout_s=1.0, device=torch.device("cpu"), watch=watch, store=self._store
         )
-        order = ReplicaOrder(Life(replica, life), (), "", 1.0, 0.0, is_empty=life > 0, first=FIRST)
+        order = ReplicaOrder(Incarnation(replica, life), (), "", 1.0, 0.0, is_empty=life > 0, first=FIRST)
         return AveragingReplica(cast(World, world), order, RUN, 2)
 
     def close(self) -> None:
@@ -82,8 +83,8 @@ def test_all_ranks_of_a_replica_that_comes_back_begin_at_the_step_that_its_first
     monkeypatch.setattr(AveragingAgent, "begin", lambda *_, **__: None)
     size, found = RUN.training.batch_size, []
     for rank, fresh in ((0, 120 * size), (1, 120 * size + 1), (2, 121 * size)):
-        word = Word(1, 1, members=(Member(0, 0, ()),), fresh=fresh)
-        monkeypatch.setattr(Talk, "word", word)
+        word = CoordinatorReply(1, 1, members=(Member(0, 0, ()),), fresh=fresh)
+        monkeypatch.setattr(LazyCoordinatorClient, "word", word)
         found.append(make(1, 1, rank).begin(FIRST))
 
     assert found == [119, 119, 119]  # all of its samples are dealt, and its window may not have ended
@@ -121,17 +122,17 @@ def test_a_limit_of_time_holds_after_the_replica_that_leads_has_died(
     replica, stops = make(1, 0), cast(Stops, SimpleNamespace(vote=lambda: float(Reason.TIME)))
     found = []
     for members in ((0, 1), (1,)):
-        word = Word(1, 1, members=tuple(Member(one, 0, ()) for one in members))
+        word = CoordinatorReply(1, 1, members=tuple(Member(one, 0, ()) for one in members))
         monkeypatch.setattr(AveragingAgent, "word", word)
         found.append(replica.votes(stops)())
 
     assert found == [0.0, float(Reason.TIME)]
 
 
-def has_members(monkeypatch: pytest.MonkeyPatch, *lives: Life) -> None:
+def has_members(monkeypatch: pytest.MonkeyPatch, *lives: Incarnation) -> None:
     """So says the last word of the coordinator; members that came later have a later life."""
     members = tuple(Member(one.replica, one.life, (), first=one.life) for one in lives)
-    monkeypatch.setattr(AveragingAgent, "word", Word(1, 1, members=members))
+    monkeypatch.setattr(AveragingAgent, "word", CoordinatorReply(1, 1, members=members))
 
 
 def test_when_who_leads_dies_one_of_the_others_writes_the_log_until_they_meet(
@@ -139,20 +140,20 @@ def test_when_who_leads_dies_one_of_the_others_writes_the_log_until_they_meet(
 ) -> None:
     """Who comes back within a window has not trained for as long as the others."""
     first, second, back = make(0, 0), make(1, 0), make(0, 1)
-    has_members(monkeypatch, Life(0, 0), Life(1, 0))
+    has_members(monkeypatch, Incarnation(0, 0), Incarnation(1, 0))
     assert (first.speaks, second.speaks) == (True, False)
-    has_members(monkeypatch, Life(1, 0))
+    has_members(monkeypatch, Incarnation(1, 0))
     assert (second.speaks, second.leads) == (True, False)
-    has_members(monkeypatch, Life(0, 1), Life(1, 0))
+    has_members(monkeypatch, Incarnation(0, 1), Incarnation(1, 0))
     assert (second.speaks, back.speaks) == (True, False)
-    has_members(monkeypatch, Life(0, 1))
+    has_members(monkeypatch, Incarnation(0, 1))
     assert back.speaks
 
     met = Met((0, 1), (0.0, 0.0, 8.0, 8.0, 1.0, 0.0))
     pipeline = cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met))
     for one in (second, back):
         one.meet(pipeline)
-    has_members(monkeypatch, Life(0, 1), Life(1, 0))
+    has_members(monkeypatch, Incarnation(0, 1), Incarnation(1, 0))
     assert (second.speaks, second.leads, back.speaks) == (True, True, False)
 
 
@@ -162,10 +163,10 @@ def test_a_replica_that_came_too_late_to_meet_the_others_writes_the_log_when_the
     """The last meeting of a run may be over when it is back, and then who led may die before it has saved."""
     late, met = make(1, 1), Met((0,), (0.0, 0.0, 16.0, 0.0, 0.0, 0.0))
     late.meet(cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met)))
-    has_members(monkeypatch, Life(0, 0), Life(1, 1))
+    has_members(monkeypatch, Incarnation(0, 0), Incarnation(1, 1))
     assert not late.speaks
     monkeypatch.setattr(AveragingAgent, "wait_until_gone", lambda _agent, _one: None)
-    has_members(monkeypatch, Life(1, 1))
+    has_members(monkeypatch, Incarnation(1, 1))
     late.succeed()
 
     assert (late.leads, late.speaks) == (True, True)
@@ -225,7 +226,9 @@ class Alone(AveragingReplica):
     speaks = True
 
     def __init__(self) -> None:
-        MortalReplica.__init__(self, Life(0, 0), cast(PeerAgent, None), (0,), Changes(8, is_quorum=False))
+        MortalReplica.__init__(
+            self, Incarnation(0, 0), cast(PeerAgent, None), (0,), Changes(8, is_quorum=False)
+        )
         self.step = self._until = 0
 
     def votes(self, stops: Stops) -> Callable[[], float]:
@@ -245,7 +248,7 @@ class Alone(AveragingReplica):
 class Drained(SimpleNamespace):
     """A pipeline that takes batches and trains nothing."""
 
-    def train(self, batches: Iterable[PartlyRead], **_: object) -> Iterator[Result]:
+    def train(self, batches: Iterable[PartlyRead], **_: object) -> Iterator[BatchResult]:
         self.num_trained += len(list(batches))
         return iter(())
 

@@ -22,7 +22,7 @@ from bireme.train.chosen_batch import grown, with_batch_of
 from bireme.train.data.samples import PackedSamples, packed
 from bireme.train.data.tokens import Tokens
 from bireme.train.outcome import Outcome
-from bireme.train.rank_part import Start
+from bireme.train.rank_part import RunStart
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.shares import mode_of, sharing_of
 from bireme.train.slow_stages import slowed, stage_watch_of
@@ -180,7 +180,7 @@ def test_a_run_whose_shares_follow_learns_what_one_process_does_and_resumes_with
     assert sum(manifest(run, 8)["extra"]["shares"]["shares"]) == 8
 
 
-def with_impatient_watch(world: World, start: Start) -> Outcome:
+def with_impatient_watch(world: World, start: RunStart) -> Outcome:
     """A rank of a run that takes the slower of two stages for one that has become slow, and soon."""
     slow_stage.LONG, slow_stage.SLOW = 3, 1.0
     return train_rank(world, start)

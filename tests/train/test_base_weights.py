@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from bireme.errors import BiremeError
-from bireme.model.graph import Graph, Operator, State
+from bireme.model.graph import Graph, ModelState, Operator
 from bireme.train.base_weights import (
     BASE,
     BaseWeights,
@@ -69,15 +69,16 @@ def test_a_run_that_resumes_from_a_checkpoint_with_all_weights_saves_all(
     assert load_base(path) is None
 
 
-def graph_of(parameters: list[State], buffers: list[State], written: str) -> Graph:
+def graph_of(parameters: list[ModelState], buffers: list[ModelState], written: str) -> Graph:
     operator = Operator("aten.add_.Tensor", (), (), (), mutates=(written,))
     return Graph("g", True, 1, True, (), tuple(parameters), tuple(buffers), (), (operator,), ())
 
 
 def test_weights_that_learn_and_buffers_that_change_are_not_in_the_base() -> None:
-    parameters = [State(f"{name}.weight", (4,), "float32", True, trainable=name == "b") for name in "ab"]
+    parameters = [ModelState(f"{name}.weight", (4,), "float32", True, trainable=name == "b") for name in "ab"]
     buffers = [
-        State(name, (1,), "int64", persistent=name != "scratch") for name in ("table", "count", "scratch")
+        ModelState(name, (1,), "int64", persistent=name != "scratch")
+        for name in ("table", "count", "scratch")
     ]
     assert names_in_base(graph_of(parameters, buffers, "count")) == {"a.weight", "table"}
 

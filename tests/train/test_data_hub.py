@@ -9,7 +9,7 @@ import pytest
 
 from bireme.errors import BiremeError
 from bireme.train.data.corpus import tokenised
-from bireme.train.data.loader import Batches
+from bireme.train.data.loader import WholeBatches
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
 from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import open_source
@@ -121,7 +121,7 @@ def streamed(folder: Path, **wishes: Any) -> RunData:
 
 def rows(data: RunData, first: int = 0, count: int = 400) -> list[str]:
     """The texts of samples, one to each."""
-    with Batches(data.training, data.order(0), 1, first, count, prefetch=0) as batches:
+    with WholeBatches(data.training, data.order(0), 1, first, count, prefetch=0) as batches:
         return [ByteTokenizer().decode(batch["input_ids"][0].tolist()) for batch in batches]
 
 

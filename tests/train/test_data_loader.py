@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.runtime.batches import Rows
-from bireme.train.data.loader import Batches
+from bireme.train.data.loader import WholeBatches
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples
 from bireme.train.data.rank_batches import RankBatches
@@ -22,13 +22,13 @@ from tests.support.extent import examples
 SAMPLES = packed(Tokens("corpus", np.arange(84, dtype=np.uint16)), 4)
 
 
-def seen(batches: Iterator[Batch] | Batches) -> list[list[int]]:
+def seen(batches: Iterator[Batch] | WholeBatches) -> list[list[int]]:
     """The first token of each sample, batch by batch."""
     return [batch["input_ids"][:, 0].tolist() for batch in batches]
 
 
-def batches(first: int = 0, count: int | None = 9, **ways: int) -> Batches:
-    return Batches(SAMPLES, Order(len(SAMPLES), 3), 4, first, count, prefetch=ways.get("prefetch", 2))
+def batches(first: int = 0, count: int | None = 9, **ways: int) -> WholeBatches:
+    return WholeBatches(SAMPLES, Order(len(SAMPLES), 3), 4, first, count, prefetch=ways.get("prefetch", 2))
 
 
 @examples(30)
@@ -91,7 +91,7 @@ def test_no_more_is_made_ahead_than_was_asked() -> None:
             return PackedSamples.take(self, numbers, names, seeds)
 
     counting = Counting(SAMPLES.tokens, 4, 0, 84)
-    with Batches(counting, Order(len(counting)), 4, prefetch=2) as loader:
+    with WholeBatches(counting, Order(len(counting)), 4, prefetch=2) as loader:
         running = iter(loader)
         next(running)
         assert caught_up.wait(10)
@@ -102,7 +102,7 @@ def test_no_more_is_made_ahead_than_was_asked() -> None:
 def test_an_error_comes_where_its_batch_was_due_and_names_the_sample() -> None:
     samples = OwnSamples("data", [{"x": number} if number != 7 else None for number in range(12)])
     for prefetch in (0, 3):
-        loader = Batches(samples, Order(12, shuffled=False), 2, num_batches=6, prefetch=prefetch)
+        loader = WholeBatches(samples, Order(12, shuffled=False), 2, num_batches=6, prefetch=prefetch)
         running = iter(loader)
         for _ in range(3):
             next(running)
@@ -142,7 +142,7 @@ def test_a_stamp_is_that_of_the_batch_though_ranks_read_other_parts_of_it() -> N
 
 def test_a_batch_may_be_larger_than_an_epoch() -> None:
     samples = OwnSamples("data", {"x": torch.arange(3)})
-    [batch] = Batches(samples, Order(3, 1), 8, num_batches=1)
+    [batch] = WholeBatches(samples, Order(3, 1), 8, num_batches=1)
     assert sorted(batch["x"][:3].tolist()) == [0, 1, 2]
 
 
@@ -150,6 +150,6 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
     order = Order(len(SAMPLES))
     for size, first, prefetch in ((0, 0, 2), (2, -1, 2), (2, 0, -1)):
         with pytest.raises(BiremeError, match="must be at least"):
-            Batches(SAMPLES, order, size, first, prefetch=prefetch)
+            WholeBatches(SAMPLES, order, size, first, prefetch=prefetch)
     with pytest.raises(BiremeError, match="order is for 5 samples"):
-        Batches(SAMPLES, Order(5), 2)
+        WholeBatches(SAMPLES, Order(5), 2)

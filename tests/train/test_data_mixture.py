@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.train.data.loader import Batches
+from bireme.train.data.loader import WholeBatches
 from bireme.train.data.mixture import NUM_SLOTS, MixedOrder, MixedSamples, order_of
 from bireme.train.data.order import Order
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
@@ -59,7 +59,7 @@ def test_batches_of_a_mixture_hold_the_sources_samples(tmp_path: Path) -> None:
     data = prepare_data(DataRequest(mixture=mixture, length=8), ModelSide({}), 8)
     assert isinstance(data.training, MixedSamples)
     assert (data.num_tokens, data.num_documents) == (8002, 2)
-    batches = list(Batches(data.training, order_of(data.training, 0), 8, num_batches=20))
+    batches = list(WholeBatches(data.training, order_of(data.training, 0), 8, num_batches=20))
     shares = [(batch["input_ids"] == ord("a")).all(1).sum().item() for batch in batches]
     assert sum(shares) == pytest.approx(120, abs=2)
     assert all(4 <= share <= 8 for share in shares)

@@ -11,7 +11,7 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.train.data.own import OwnSamples, own_samples
-from bireme.train.data.samples import Part
+from bireme.train.data.samples import SampleRange
 
 
 def write(folder: Path, code: str) -> str:
@@ -45,7 +45,7 @@ def test_a_file_in_a_folder_is_run_once_and_can_import_the_others(tmp_path: Path
     assert not samples.is_quick
     again = pickle.loads(pickle.dumps(samples))
     assert again.take([0])["x"].tolist() == [[1.0, 1.0]]
-    part = pickle.loads(pickle.dumps(Part(samples, 1, 3)))
+    part = pickle.loads(pickle.dumps(SampleRange(samples, 1, 3)))
     assert (len(part), part.is_quick) == (2, False)
 
 

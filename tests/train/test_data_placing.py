@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.train.data.home import ELSEWHERE, HomeOrder
+from bireme.train.data.home import ELSEWHERE, ReadableOrder
 from bireme.train.data.placing import Epoch, Stock
 
 
@@ -24,8 +24,8 @@ class Case:
     owners: tuple[int | None, ...]
     seed: int
 
-    def order(self, own: int | None) -> HomeOrder:
-        return HomeOrder(self.stock, self.seed, self.owners, self.rows, lambda _step: self.rows, own=own)
+    def order(self, own: int | None) -> ReadableOrder:
+        return ReadableOrder(self.stock, self.seed, self.owners, self.rows, lambda _step: self.rows, own=own)
 
     @property
     def epoch(self) -> Epoch:
@@ -136,7 +136,7 @@ def test_shares_that_change_leave_batches_full_and_private_samples_at_home(case:
         return [int(one) + 1 for one in moved]
 
     steps, size = case.stock.steps_per_epoch, case.stock.batch_size
-    order = HomeOrder(case.stock, case.seed, case.owners, case.rows, rows, own=0)
+    order = ReadableOrder(case.stock, case.seed, case.owners, case.rows, rows, own=0)
     view = [order.batch(step, size).tolist() for step in range(steps)]
     for step, batch in enumerate(view):
         whose = np.repeat([-1 if one is None else one for one in case.owners], rows(step))

@@ -10,7 +10,7 @@ import torch
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.train.data.checks import vocabulary_of
-from bireme.train.data.loader import Batches
+from bireme.train.data.loader import WholeBatches
 from bireme.train.data.order import Order
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
@@ -34,7 +34,7 @@ def test_text_becomes_samples_that_the_built_in_model_learns_from(tmp_path: Path
     assert data.evaluation is not None
     assert (data.num_tokens, data.num_documents, data.num_skipped) == (401, 1, 0)
     model = load_source("gpt:layers=1,width=8,heads=1,vocab=257,context=16", device="cpu").model
-    [batch] = Batches(data.training, Order(len(data.training)), 4, num_batches=1)
+    [batch] = WholeBatches(data.training, Order(len(data.training)), 4, num_batches=1)
     assert torch.isfinite(model(**batch)["loss"])
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.train.data.samples import PackedSamples, Part, packed, split_samples, split_tokens
+from bireme.train.data.samples import PackedSamples, SampleRange, packed, split_samples, split_tokens
 from bireme.train.data.tokens import Tokens, load_tokens
 
 
@@ -104,7 +104,7 @@ def test_too_little_text_for_both_is_refused() -> None:
 
 def test_the_last_samples_are_apart() -> None:
     split = split_samples(packed(tokens_of(100), 10), 0.3)
-    assert isinstance(split.training, Part)
+    assert isinstance(split.training, SampleRange)
     assert split.evaluation is not None
     assert (len(split.training), len(split.evaluation)) == (7, 3)
     assert split.evaluation.take([0])["input_ids"][0, 0] == 70

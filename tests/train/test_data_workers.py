@@ -19,7 +19,7 @@ from bireme.runtime.launch import launch
 from bireme.runtime.processes import start_process
 from bireme.runtime.world import World
 from bireme.train.data import workers
-from bireme.train.data.loader import Batches
+from bireme.train.data.loader import WholeBatches
 from bireme.train.data.order import Order
 from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.rank_batches import RankBatches
@@ -38,7 +38,7 @@ TIMEOUT_S = 9.0
 
 def made_by(num_workers: int, name: str, first: int = 0, count: int = 6) -> list[Batch]:
     samples = own_samples(f"tests.support.slow_samples:{name}")
-    return list(Batches(samples, Order(len(samples), 2**63), 8, first, count, num_workers=num_workers))
+    return list(WholeBatches(samples, Order(len(samples), 2**63), 8, first, count, num_workers=num_workers))
 
 
 def test_batches_and_their_draws_do_not_depend_on_the_number_of_workers() -> None:
@@ -104,7 +104,9 @@ def test_a_worker_that_hangs_is_started_again_and_a_sample_at_which_all_hang_is_
         samples = own_samples(f"tests.support.slow_samples:{('hanging_once', 'hanging')[rank]}")
         order = Order(len(samples), shuffled=False)
         try:
-            with Batches(samples, order, 5, num_batches=3, num_workers=2, timeout_s=TIMEOUT_S) as batches:
+            with WholeBatches(
+                samples, order, 5, num_batches=3, num_workers=2, timeout_s=TIMEOUT_S
+            ) as batches:
                 return [number for batch in batches for number in batch["number"].tolist()]
         except SampleError as error:
             return error
@@ -122,7 +124,7 @@ def test_a_worker_that_hangs_is_started_again_and_a_sample_at_which_all_hang_is_
 
 def test_closing_ends_workers_that_hang() -> None:
     samples = own_samples("tests.support.slow_samples:hanging")
-    loader = Batches(samples, Order(len(samples), shuffled=False), 5, num_workers=2)
+    loader = WholeBatches(samples, Order(len(samples), shuffled=False), 5, num_workers=2)
     running = iter(loader)
     assert next(running)["number"].tolist() == [0, 1, 2, 3, 4]
     loader.close()
@@ -156,7 +158,7 @@ def test_the_same_workers_read_one_window_of_a_replica_after_the_other(
 def test_a_dataset_that_cannot_be_sent_is_refused() -> None:
     samples = OwnSamples("data", [{"x": 1}] * 4)
     samples.trouble = lambda: None  # type: ignore[attr-defined]  # makes no difference: only the dataset is sent
-    [batch] = Batches(samples, Order(4), 4, num_batches=1, num_workers=1)
+    [batch] = WholeBatches(samples, Order(4), 4, num_batches=1, num_workers=1)
     assert batch["x"].tolist() == [1] * 4
 
     class Local(list[dict[str, int]]):
@@ -164,7 +166,7 @@ def test_a_dataset_that_cannot_be_sent_is_refused() -> None:
 
     unsendable = OwnSamples("data", Local([{"x": 1}] * 4))
     with pytest.raises(BiremeError, match="cannot be sent to worker processes"):
-        list(Batches(unsendable, Order(4), 4, num_batches=1, num_workers=1))
+        list(WholeBatches(unsendable, Order(4), 4, num_batches=1, num_workers=1))
 
 
 def sums_of_batches(world: World) -> list[float]:

@@ -17,7 +17,7 @@ from bireme.plan.plan import Plan
 from bireme.train import launched_rank, rank_zero_setup
 from bireme.train.folder import RunFolder
 from bireme.train.hosts import check_launchers, processes_of, replicas_of_hosts, within_servers
-from bireme.train.machine_devices import Member
+from bireme.train.machine_devices import LaunchedProcess
 from bireme.train.rendezvous import Environment
 from bireme.train.run_file import RunFile
 
@@ -27,9 +27,9 @@ TWO = Cluster(tuple(Server(name, (CPU, CPU), cards=CARDS) for name in "ab"))
 PLAN = Plan((1,), 2, "1f1b", width=2)
 
 
-def launchers(*num_cuda: int) -> dict[str, list[Member]]:
+def launchers(*num_cuda: int) -> dict[str, list[LaunchedProcess]]:
     return {
-        name: [Member(rank, name, name, False, num)]
+        name: [LaunchedProcess(rank, name, name, False, num)]
         for rank, (name, num) in enumerate(zip("abc", num_cuda, strict=False))
     }
 

@@ -11,13 +11,13 @@ from bireme.documents import read_json_lines
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
-from bireme.sync.coordinator.messages import Life
+from bireme.sync.coordinator.messages import Incarnation
 from bireme.train import worker
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, RankOutcome
-from bireme.train.rank_part import Start
+from bireme.train.rank_part import RunStart
 from bireme.train.replica import LeaderLog, LeaderWriter
 from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
@@ -28,12 +28,12 @@ from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 def test_a_replica_that_is_started_again_needs_no_checkpoint_that_may_be_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[Start] = []
+    found: list[RunStart] = []
     monkeypatch.setattr(worker, "train_rank", lambda _world, start, _seat: found.append(start))
-    start = Start(Path("run"), Path("run/checkpoints/step-10"), None, False, {})
+    start = RunStart(Path("run"), Path("run/checkpoints/step-10"), None, False, {})
     for life in range(2):
         train_replica(
-            cast(World, None), ReplicaOrder(Life(1, life), (), "", 10.0, 0.0, is_empty=life > 0), start
+            cast(World, None), ReplicaOrder(Incarnation(1, life), (), "", 10.0, 0.0, is_empty=life > 0), start
         )
 
     assert [one.checkpoint for one in found] == [start.checkpoint, None]

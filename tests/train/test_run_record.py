@@ -12,7 +12,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.checkpoint.manifest import RECORD
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.folder import RECORDED, RunFolder
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 from tests.support.checkpoints import META, ignore, snapshot_of
 from tests.support.command import bireme
 from tests.support.extent import draws
@@ -155,7 +155,7 @@ def test_a_run_file_cut_in_half_is_named_and_the_run_goes_on_with_all_its_steps(
     began: list[tuple[int, int]] = []
 
     def start(
-        prepared: Prepared, _folder: RunFolder, checkpoint: Checkpoint, **_more: object
+        prepared: PreparedRun, _folder: RunFolder, checkpoint: Checkpoint, **_more: object
     ) -> SimpleNamespace:
         began.append((prepared.run.training.steps, checkpoint.manifest.step))
         return SimpleNamespace(lost="")

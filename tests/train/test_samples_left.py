@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 from bireme.train.samples_left import check_none_left, left_at
@@ -27,8 +27,8 @@ def run_folder(path: Path, *ends: tuple[int, list[list[int]]]) -> RunFolder:
 def test_the_ledger_says_what_is_left_before_a_step(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, (16, [[8, 16]]), (24, [[12, 16], [20, 24]]))
 
-    assert left_at(folder.ledger, 1, BATCH) == (16, (Samples(8, 16),))
-    assert left_at(folder.ledger, 2, BATCH) == (24, (Samples(12, 16), Samples(20, 24)))
+    assert left_at(folder.ledger, 1, BATCH) == (16, (SamplePlaces(8, 16),))
+    assert left_at(folder.ledger, 2, BATCH) == (24, (SamplePlaces(12, 16), SamplePlaces(20, 24)))
     assert left_at(folder.ledger, 9, BATCH) == (72, ())
 
 

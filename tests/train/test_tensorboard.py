@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.documents import read_json_lines
-from bireme.train.metrics import Metrics
+from bireme.train.metrics import MetricsLog
 from bireme.train.tensorboard import TensorBoard
 from tests.support.alone import alone
 from tests.support.command import bireme
@@ -28,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tensorboard"
 
 
-def started(folder: Path) -> Metrics:
-    return Metrics(folder.parent / "metrics.jsonl", trackers=[TensorBoard(folder)])
+def started(folder: Path) -> MetricsLog:
+    return MetricsLog(folder.parent / "metrics.jsonl", trackers=[TensorBoard(folder)])
 
 
 def test_numbers_of_training_and_evaluation_are_curves(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bireme.train.metrics import Metrics
+from bireme.train.metrics import MetricsLog
 from bireme.train.mlflow_tracker import MLflow
 from bireme.train.tracker import BackgroundTracker, curves_of
 from bireme.train.wandb_tracker import WandB
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 CONFIG = {"training": {"steps": 12, "seed": None}, "log": {"project": "trial"}}
 
 
-def trained(log: Metrics, first: int = 1, last: int = 3) -> None:
+def trained(log: MetricsLog, first: int = 1, last: int = 3) -> None:
     for step in range(first, last + 1):
         log.note("train", step, loss=4.0 / step, grad_norm=0.5, tokens_per_s=None)
     log.note("evaluation", last, loss=1.5, sources={"a": 1.0, "b": None})
@@ -42,7 +42,7 @@ def test_mlflow_has_the_curves_of_a_run_and_of_its_continuation(
     folder = tmp_path / "runs" / "run"
     folder.mkdir(parents=True)
     for first, last in ((1, 3), (3, 4)):
-        log = Metrics(folder / "metrics.jsonl", trackers=[MLflow(folder, "trial", CONFIG)])
+        log = MetricsLog(folder / "metrics.jsonl", trackers=[MLflow(folder, "trial", CONFIG)])
         trained(log, first, last)
         assert log.tracker_failures == {}
     uri = (tmp_path / "runs" / "mlruns").as_uri()
@@ -60,7 +60,7 @@ def test_weights_and_biases_keeps_an_offline_run_in_the_runs_folder(
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log = Metrics(tmp_path / "metrics.jsonl", trackers=[WandB(tmp_path, "trial", CONFIG)])
+    log = MetricsLog(tmp_path / "metrics.jsonl", trackers=[WandB(tmp_path, "trial", CONFIG)])
     trained(log)
     assert log.tracker_failures == {}
     [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -84,7 +84,7 @@ class Failing(BackgroundTracker):
 
 
 def test_a_tracker_that_fails_ends_its_curves_and_nothing_else(tmp_path: Path) -> None:
-    log = Metrics(tmp_path / "metrics.jsonl", trackers=[Failing()])
+    log = MetricsLog(tmp_path / "metrics.jsonl", trackers=[Failing()])
     trained(log)
     assert log.tracker_failures == {"Failing": "no route to the server"}
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4

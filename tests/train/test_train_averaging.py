@@ -20,7 +20,7 @@ from bireme.train import launching
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 from bireme.train.replica_checks import check_replicas
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
@@ -151,7 +151,7 @@ def test_a_run_that_cannot_go_on_ends_with_status_1_and_says_how_to_resume(
     monkeypatch.setattr(train, "show_prepared", lambda *_, **__: None)
     monkeypatch.setattr(launching, "start", lost)
     with pytest.raises(typer.Exit) as ended:
-        train.run_to_end(cast(Prepared, None), RunFolder(tmp_path), None, as_json=True)
+        train.run_to_end(cast(PreparedRun, None), RunFolder(tmp_path), None, as_json=True)
 
     assert ended.value.exit_code == 1
     assert f"The coordinator has ended.\nTo resume: bireme resume {tmp_path}" in capsys.readouterr().err
@@ -164,7 +164,7 @@ def test_weights_that_ranks_share_are_refused_before_any_of_them_starts(mode: st
     data = cast(RunData, SimpleNamespace(training=[]))
     nothing: Any = None
     with pytest.raises(BiremeError, match="is shared by stages on several ranks"):
-        Prepared(run, nothing, graph, graph, SavedPlan(plan), None, None, data, nothing)
+        PreparedRun(run, nothing, graph, graph, SavedPlan(plan), None, None, data, nothing)
 
 
 @pytest.mark.parametrize("mode", ["quorum", "groups", "outer"])

@@ -10,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.plan.paging import Paging
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import write_plan
-from bireme.schedule.paging import Budgets
+from bireme.schedule.budgets import Budgets
 from bireme.schedule.sizes import Sizes
 from bireme.train.replica_checks import check_paged
 from bireme.train.run_file import load_run_file

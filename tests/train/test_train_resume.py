@@ -18,7 +18,7 @@ from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.data.order import NUM_PROBES, Order
 from bireme.train.model import RunModel
-from bireme.train.rank_part import Start
+from bireme.train.rank_part import RunStart
 from bireme.train.run_data import data_of
 from bireme.train.run_file import load_run_file
 from tests.support.alone import alone
@@ -94,9 +94,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That the run goes on from a checkpoint to the last bit, another test says: none is trained here."""
-    starts: list[Start] = []
+    starts: list[RunStart] = []
 
-    def launch(_work: object, _num_ranks: int, start: Start, **_options: object) -> None:
+    def launch(_work: object, _num_ranks: int, start: RunStart, **_options: object) -> None:
         starts.append(start)
         raise RankFailed(0, None, "that is enough.")
 

@@ -17,7 +17,7 @@ from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.stores import HashStore, Store
-from bireme.train.machine_devices import Member, cluster_of, nodes_of, places_in, ranks_on
+from bireme.train.machine_devices import LaunchedProcess, cluster_of, nodes_of, places_in, ranks_on
 from bireme.train.rendezvous import Environment, _answer, _call_all
 from tests.support.once import made_once
 from tests.support.torchrun_runs import paced_run, torchrun_train
@@ -196,9 +196,9 @@ def found_together(store: Store, size: int) -> str:
 # --- the devices
 
 
-def members(*hosts: str, nodes: str = "") -> list[Member]:
+def members(*hosts: str, nodes: str = "") -> list[LaunchedProcess]:
     return [
-        Member(rank, node, host, has_cuda=False)
+        LaunchedProcess(rank, node, host, has_cuda=False)
         for rank, (host, node) in enumerate(zip(hosts, nodes or hosts, strict=True))
     ]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from bireme.balance.shares import Limits, Shares, batch_seconds, fair_shares
+from bireme.balance.shares import ShareLimits, Shares, batch_seconds, fair_shares
 
 __all__ = ["Times", "grown_shares", "knee", "shares_by_times"]
 
@@ -55,7 +55,7 @@ def knee(times: Times) -> int:
 
 
 def shares_by_times(
-    first: Shares, num_microbatches: int, times: Sequence[Times], limits: Limits, *, margin: float = 0.0
+    first: Shares, num_microbatches: int, times: Sequence[Times], limits: ShareLimits, *, margin: float = 0.0
 ) -> Shares:
     """The shares of the same batch with which all replicas take about the same time, or the `first` ones
     where others would not save more than the part `margin` of its time.
@@ -78,7 +78,7 @@ def shares_by_times(
     return best if saved > margin else first
 
 
-def grown_shares(num_microbatches: int, times: Sequence[Times], limits: Limits) -> Shares:
+def grown_shares(num_microbatches: int, times: Sequence[Times], limits: ShareLimits) -> Shares:
     """What every replica does, micro-batch by micro-batch, while the slowest one does its knee."""
     known = [one.known() for one in times]
     slowest = min(known, key=lambda one: max(s / t for s, t in zip(one.sizes, one.seconds, strict=True)))

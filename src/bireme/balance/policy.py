@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
 
-from bireme.balance.shares import Limits, Shares, batch_seconds, fair_shares
+from bireme.balance.shares import ShareLimits, Shares, batch_seconds, fair_shares
 from bireme.bounds import Count, Place, Share
 
 __all__ = ["Balance", "Policy", "begun", "rebalance"]
@@ -71,7 +71,7 @@ def rebalance(
     batch: int,
     seconds: Sequence[float],
     *,
-    limits: Limits,
+    limits: ShareLimits,
     policy: Policy,
     takes_effect: int,
 ) -> Balance:

@@ -11,14 +11,14 @@ from heapq import heapify, heapreplace
 
 from bireme.errors import BiremeError
 
-__all__ = ["Limits", "Shares", "batch_seconds", "fair_shares", "in_proportion", "limits_of", "split"]
+__all__ = ["ShareLimits", "Shares", "batch_seconds", "fair_shares", "in_proportion", "limits_of", "split"]
 
 Shares = tuple[int, ...]
 """Samples of a batch, replica by replica."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ShareLimits:
     """The fewest and the most samples of a batch that each replica can take."""
 
     least: Shares
@@ -47,9 +47,9 @@ class Limits:
 
 def limits_of(
     num_microbatches: int, most_per_microbatch: Sequence[int], *, least_per_microbatch: int = 1
-) -> Limits:
+) -> ShareLimits:
     """The limits of replicas whose micro-batches have at most so many samples each."""
-    return Limits(
+    return ShareLimits(
         tuple(num_microbatches * least_per_microbatch for _ in most_per_microbatch),
         tuple(num_microbatches * most for most in most_per_microbatch),
     )
@@ -60,7 +60,7 @@ def batch_seconds(shares: Sequence[int], paces: Sequence[float]) -> float:
     return max(share * pace for share, pace in zip(shares, paces, strict=True))
 
 
-def fair_shares(batch_size: int, paces: Sequence[float], limits: Limits) -> Shares:
+def fair_shares(batch_size: int, paces: Sequence[float], limits: ShareLimits) -> Shares:
     """The shares within the limits whose batch takes the least time.
 
     A sample goes to the replica that would be done first with it, so a faster replica never gets fewer than
@@ -81,7 +81,7 @@ def fair_shares(batch_size: int, paces: Sequence[float], limits: Limits) -> Shar
     return tuple(shares)
 
 
-def in_proportion(batch_size: int, sizes: Sequence[float], limits: Limits) -> Shares:
+def in_proportion(batch_size: int, sizes: Sequence[float], limits: ShareLimits) -> Shares:
     """Shares in proportion to some sizes, as nearly as the limits allow."""
     return fair_shares(batch_size, [1.0 / size for size in sizes], limits)
 
@@ -92,7 +92,7 @@ def split(share: int, num_microbatches: int) -> list[int]:
     return [size + (place < larger) for place in range(num_microbatches)]
 
 
-def _latest(batch_size: int, paces: Sequence[float], limits: Limits) -> float:
+def _latest(batch_size: int, paces: Sequence[float], limits: ShareLimits) -> float:
     """A time in which no more than the whole batch is done, by replicas that only take whole samples.
 
     It is the time in which fractions of samples would add up to the batch. Between two times at which a
@@ -120,7 +120,7 @@ def _latest(batch_size: int, paces: Sequence[float], limits: Limits) -> float:
     return begin
 
 
-def _in_time(time_s: float, paces: Sequence[float], limits: Limits) -> list[int]:
+def _in_time(time_s: float, paces: Sequence[float], limits: ShareLimits) -> list[int]:
     """The whole samples that each replica does in some time; a last bit of rounding gives none away."""
     both = zip(limits.least, limits.most, paces, strict=True)
     return [min(max(int(time_s / pace * (1 - 1e-12)), least), most) for least, most, pace in both]

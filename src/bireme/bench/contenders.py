@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = [
     "LR",
     "Contender",
-    "Feed",
+    "CountedWindow",
     "Ours",
+    "TorchFeed",
     "TorchRun",
     "Turns",
-    "Window",
     "closing",
     "say",
     "take_turns",
@@ -45,7 +45,7 @@ LR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class CountedWindow:
     """Batches that count; those before and after them do not."""
 
     before: int
@@ -70,7 +70,7 @@ class Contender(Protocol):
     def name(self) -> str:
         """What it is called."""
 
-    def window(self, counted: int) -> Window:
+    def window(self, counted: int) -> CountedWindow:
         """The window in which so many batches are in the steady state."""
 
     def ends_s(self, num_batches: int) -> list[float]:
@@ -85,10 +85,10 @@ class Ours:
     pipeline: Pipeline
     batch: Mapping[str, Tensor]
 
-    def window(self, counted: int) -> Window:
+    def window(self, counted: int) -> CountedWindow:
         """Flush schedules are steady from the second batch on."""
         flushes = self.pipeline.plan.source.rule is Rule.SYNCHRONOUS
-        return Window(1, counted) if flushes else Window(3, counted, 2)
+        return CountedWindow(1, counted) if flushes else CountedWindow(3, counted, 2)
 
     def ends_s(self, num_batches: int) -> list[float]:
         """Train on one stream."""
@@ -96,7 +96,7 @@ class Ours:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class TorchFeed:
     """What torch's runtime is given: the first stage's arguments, all stages' keywords, the target."""
 
     arguments: tuple[Tensor, ...]
@@ -112,11 +112,11 @@ class TorchRun:
     schedule: Any
     stages: "Sequence[PipelineStage]"
     optimizer: torch.optim.Optimizer
-    feed: Feed
+    feed: TorchFeed
 
-    def window(self, counted: int) -> Window:
+    def window(self, counted: int) -> CountedWindow:
         """The second batch is like any later one."""
-        return Window(1, counted)
+        return CountedWindow(1, counted)
 
     def ends_s(self, num_batches: int) -> list[float]:
         """Train on batch after batch."""
@@ -136,7 +136,7 @@ def torch_run(
     stages: "Sequence[PipelineStage]",
     num_microbatches: int,
     loss: Callable[..., Tensor],
-    feed: Feed,
+    feed: TorchFeed,
     *,
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> TorchRun:

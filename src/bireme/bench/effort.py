@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from bireme.bench.emulated import Pace
+from bireme.bench.emulated import StagePace
 from bireme.errors import BiremeError
 
-__all__ = ["FULL", "QUICK", "Effort", "Shape"]
+__all__ = ["FULL", "QUICK", "BenchEffort", "BenchShape"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BenchShape:
     """Devices in a pipeline, and micro-batches in a batch."""
 
     num_ranks: int
@@ -24,15 +24,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class BenchEffort:
     """What to measure. `counted` batches in the steady state make one figure, of which there are `rounds`.
 
     `small_gpt` are the numbers of micro-batches that the small GPT is trained with; `footprint` asks for the
     peak resident sets; `hosts` for the two replicas over a slow link.
     """
 
-    shapes: tuple[Shape, ...]
-    pace: Pace = field(default=Pace(0.010, 0.020))
+    shapes: tuple[BenchShape, ...]
+    pace: StagePace = field(default=StagePace(0.010, 0.020))
     counted: int = 3
     rounds: int = 3
     overhead_microbatches: int = 64
@@ -49,5 +49,9 @@ class Effort:
             raise BiremeError("A benchmark needs at least one batch and one round, and seconds of 0 or more.")
 
 
-QUICK = Effort(shapes=(Shape(4, 4),), counted=2, rounds=2, overhead_batches=8, overhead_rounds=3)
-FULL = Effort(shapes=(Shape(4, 4), Shape(4, 8), Shape(8, 8), Shape(8, 16)), small_gpt=(4, 8), footprint=True)
+QUICK = BenchEffort(shapes=(BenchShape(4, 4),), counted=2, rounds=2, overhead_batches=8, overhead_rounds=3)
+FULL = BenchEffort(
+    shapes=(BenchShape(4, 4), BenchShape(4, 8), BenchShape(8, 8), BenchShape(8, 16)),
+    small_gpt=(4, 8),
+    footprint=True,
+)

@@ -18,7 +18,15 @@ from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
 from bireme.model.stage import Resolve
 
-__all__ = ["FEATURES", "INPUT", "EmulatedModel", "EmulatedStage", "Pace", "emulated_model", "square_loss"]
+__all__ = [
+    "FEATURES",
+    "INPUT",
+    "EmulatedModel",
+    "EmulatedStage",
+    "StagePace",
+    "emulated_model",
+    "square_loss",
+]
 
 FEATURES = 4096
 """Of a sample: 16 KiB in float32."""
@@ -33,7 +41,7 @@ INPUT = "given"
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StagePace:
     """How long a stage takes for a micro-batch. Half of the backward is for the gradient of its input."""
 
     forward_s: float
@@ -44,9 +52,9 @@ class Pace:
         """Both passes."""
         return self.forward_s + self.backward_s
 
-    def cut(self, pieces: int) -> "Pace":
+    def cut(self, pieces: int) -> "StagePace":
         """Of one of several stages that share the work of this one."""
-        return Pace(self.forward_s / pieces, self.backward_s / pieces)
+        return StagePace(self.forward_s / pieces, self.backward_s / pieces)
 
 
 @dataclass(slots=True)
@@ -68,7 +76,7 @@ class _Work(torch.autograd.Function):
     """The forward of a stage, and the half of its backward that the stage before waits for."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, pace: Pace, begin_s: float, backward: _Backward) -> Tensor:
+    def forward(ctx: Any, given: Tensor, pace: StagePace, begin_s: float, backward: _Backward) -> Tensor:
         ctx.pace, ctx.backward = pace, backward
         made = given.clone()
         _wait_until(begin_s + pace.forward_s)
@@ -86,7 +94,7 @@ class _Weight(torch.autograd.Function):
     """The other half of the backward. `ballast` has a gradient too, so that there is much to sum up."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ballast: Tensor, pace: Pace, backward: _Backward) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ballast: Tensor, pace: StagePace, backward: _Backward) -> Tensor:
         ctx.pace, ctx.backward = pace, backward
         ctx.ballast_shape = ballast.shape
         return weight.clone()
@@ -123,7 +131,7 @@ def _wait_until(end_s: float) -> None:
 class EmulatedStage(nn.Module):
     """A stage that takes its time. The first one has an anchor, as nothing that comes into it learns."""
 
-    def __init__(self, pace: Pace, *, is_first: bool, num_ballast: int = 1) -> None:
+    def __init__(self, pace: StagePace, *, is_first: bool, num_ballast: int = 1) -> None:
         super().__init__()
         self.pace = pace
         self.weight = nn.Parameter(torch.zeros(FEATURES))
@@ -168,7 +176,7 @@ def square_loss(result: Tensor, _inputs: object) -> Tensor:
     return result.square().mean()
 
 
-def emulated_model(num_stages: int, pace: Pace, *, num_ballast: int = 1) -> EmulatedModel:
+def emulated_model(num_stages: int, pace: StagePace, *, num_ballast: int = 1) -> EmulatedModel:
     """So many equal stages."""
     sharpen_sleeps()
     modules = tuple(

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bireme.bench.contenders import Contender, Feed, Ours, TorchRun, closing, say, take_turns, torch_run
-from bireme.bench.effort import Effort, Shape
-from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, Pace, emulated_model, square_loss
+from bireme.bench.contenders import Contender, Ours, TorchFeed, TorchRun, closing, say, take_turns, torch_run
+from bireme.bench.effort import BenchEffort, BenchShape
+from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, StagePace, emulated_model, square_loss
 from bireme.bench.engine_overhead import EngineOverhead, own_cost
 from bireme.bench.spread import Spread, ratios
 from bireme.plan.plan import Plan
@@ -33,7 +33,7 @@ from bireme.timeline.timeline import Timeline
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["SCHEDULES", "Row", "measure_emulated"]
+__all__ = ["SCHEDULES", "EmulationRow", "measure_emulated"]
 
 SCHEDULES = ("2bw", "2bw-fresh", "1f1b", "gpipe", "zb-h1", "interleaved")
 PEERS = {
@@ -56,7 +56,7 @@ PROBED, PROBED_BATCHES = "1f1b", 6
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EmulationRow:
     """One schedule at one shape: seconds for a batch.
 
     `predicted_s` is the simulator's, told what the engine itself took in a recorded run of 1f1b.
@@ -92,9 +92,9 @@ class Row:
         return self.predicted_s / nearest_s - 1
 
 
-def measure_emulated(effort: Effort) -> list[Row]:
+def measure_emulated(effort: BenchEffort) -> list[EmulationRow]:
     """All schedules at all shapes; one launch of processes for each number of devices."""
-    rows: list[Row] = []
+    rows: list[EmulationRow] = []
     for num_ranks in dict.fromkeys(shape.num_ranks for shape in effort.shapes):
         shapes = [shape for shape in effort.shapes if shape.num_ranks == num_ranks]
         by_rank = launch(_measure, num_ranks, shapes, effort, threads_per_process=1)
@@ -108,14 +108,14 @@ def stages_per_rank(schedule: str) -> int:
     return 2 if schedule == "interleaved" else 1
 
 
-def limit_s(schedule: str, shape: Shape, pace: Pace) -> float:
+def limit_s(schedule: str, shape: BenchShape, pace: StagePace) -> float:
     """The least that a batch can take."""
     d, m, v = shape.num_ranks, shape.num_microbatches, stages_per_rank(schedule)
     fills_s = pace.forward_s if schedule == "zb-h1" else pace.whole_s / v
     return m * pace.whole_s + (0.0 if schedule in BUBBLE_FREE else (d - 1) * fills_s)
 
 
-def predicted_s(schedule: str, shape: Shape, pace: Pace, own: EngineOverhead) -> float:
+def predicted_s(schedule: str, shape: BenchShape, pace: StagePace, own: EngineOverhead) -> float:
     """What the simulator says a batch takes, with what the engine itself takes."""
     v = stages_per_rank(schedule)
     num_stages = shape.num_ranks * v
@@ -146,7 +146,7 @@ class _Shaped:
     others_share: float | None
 
 
-def _measure(world: World, shapes: Sequence[Shape], effort: Effort) -> list[_Shaped]:
+def _measure(world: World, shapes: Sequence[BenchShape], effort: BenchEffort) -> list[_Shaped]:
     """On every rank: the contenders of each shape in turn."""
     fabric = DistFabric(world)
     models = {v: emulated_model(world.size * v, effort.pace.cut(v)) for v in (1, 2)}
@@ -190,7 +190,7 @@ def _torch(peer: str, world: World, models: dict[int, EmulatedModel], num_microb
     given = model.batch(num_microbatches)[INPUT]
     is_ours = peer in SCHEDULES
     kind = _plan(peer, model.cuts, num_microbatches).program(1) if is_ours else peer
-    return torch_run(kind, stages, num_microbatches, square_loss, Feed((given,), given))
+    return torch_run(kind, stages, num_microbatches, square_loss, TorchFeed((given,), given))
 
 
 def _torch_stage(model: EmulatedModel, stage: int) -> "PipelineStage":
@@ -210,7 +210,7 @@ def _torch_stage(model: EmulatedModel, stage: int) -> "PipelineStage":
     )
 
 
-def _rows(shape: Shape, pace: Pace, by_rank: Sequence[_Shaped]) -> list[Row]:
+def _rows(shape: BenchShape, pace: StagePace, by_rank: Sequence[_Shaped]) -> list[EmulationRow]:
     # The slowest rank's batch is the pipeline's.
     slowest = {
         same[0].name: [max(seconds) for seconds in zip(*(one.seconds for one in same), strict=True)]
@@ -222,7 +222,7 @@ def _rows(shape: Shape, pace: Pace, by_rank: Sequence[_Shaped]) -> list[Row]:
         names = [f"runtime with {peer}" if peer in SCHEDULES else peer for peer in PEERS[schedule]]
         best = min(names, key=lambda name: Spread.of(slowest[name]).median)
         rows.append(
-            Row(
+            EmulationRow(
                 schedule=schedule,
                 stages=shape.num_ranks * stages_per_rank(schedule),
                 microbatches=shape.num_microbatches,

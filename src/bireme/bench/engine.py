@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bireme.bench.effort import Effort
-from bireme.bench.emulation import Row, measure_emulated
-from bireme.bench.memory import Counts, Footprint, counts_of, measure_counts, measure_footprint
+from bireme.bench.effort import BenchEffort
+from bireme.bench.emulation import EmulationRow, measure_emulated
+from bireme.bench.memory import Footprint, MemoryCounts, counts_of, measure_counts, measure_footprint
 from bireme.bench.overhead import (
     NUM_RANKS,
     Overhead,
@@ -30,15 +30,15 @@ __all__ = ["EngineReport", "bench_engine"]
 class EngineReport:
     """What was measured. Empty or None is what was not asked for."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[EmulationRow, ...]
     overhead: Overhead
-    counts: Counts
+    counts: MemoryCounts
     gpt: tuple[GptRow, ...]
     footprint: tuple[Footprint, ...]
     replicas: Replicas | None
 
 
-def bench_engine(effort: Effort) -> EngineReport:
+def bench_engine(effort: BenchEffort) -> EngineReport:
     """Measure the engine; compare it with torch's pipeline runtime, its limits and the simulator."""
     has_proc = Path("/proc/self/status").exists()
     with _patient_threads():
@@ -75,11 +75,11 @@ class _OfTwo:
     """What one of two ranks found."""
 
     overhead: OverheadTimes
-    counts: Counts
+    counts: MemoryCounts
     gpt: list[GptTimes]
 
 
-def _on_two_ranks(world: World, effort: Effort, graph: Graph) -> _OfTwo:
+def _on_two_ranks(world: World, effort: BenchEffort, graph: Graph) -> _OfTwo:
     return _OfTwo(
         measure_overhead(world, effort, graph), measure_counts(world, effort), measure_gpt(world, effort)
     )

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bireme.bench.document import verdict_documents
-from bireme.bench.emulation import Row
+from bireme.bench.emulation import EmulationRow
 from bireme.bench.engine import EngineReport
 from bireme.bench.spread import Spread
 from bireme.bench.verdicts import verdicts
@@ -56,7 +56,7 @@ def engine_document(report: EngineReport) -> dict[str, Any]:
     return document
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: EmulationRow) -> dict[str, Any]:
     return {
         "schedule": row.schedule,
         "stages": row.stages,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from bireme.bench.emulated import Pace
+from bireme.bench.emulated import StagePace
 from bireme.schedule.instruction import BACKWARDS, RECEIVES, SENDS, Kind
 from bireme.simulate.costs import Costs
 from bireme.timeline.timeline import Interval, Timeline
@@ -34,7 +34,7 @@ class EngineOverhead:
     batch_s: float
     late_s: float
 
-    def costs(self, num_stages: int, pace: Pace, *, num_backwards: int = 1) -> Costs:
+    def costs(self, num_stages: int, pace: StagePace, *, num_backwards: int = 1) -> Costs:
         """The costs of equal stages of that pace; `num_backwards` is 2 where backwards run in halves."""
         last = num_stages - 1
         forward, backward, halves = [], [], []
@@ -54,7 +54,7 @@ class EngineOverhead:
         )
 
 
-def own_cost(timeline: Timeline, pace: Pace) -> EngineOverhead:
+def own_cost(timeline: Timeline, pace: StagePace) -> EngineOverhead:
     """What came on top of the pace in a measured run of at least two batches, one stage to a rank."""
     sent_s = {
         interval.instruction.carries(): interval.end_s

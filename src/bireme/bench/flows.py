@@ -20,7 +20,7 @@ from bireme.cluster.probed import Flow
 from bireme.devices import synchronize
 from bireme.runtime.world import World
 
-__all__ = ["Line", "all_reduce_s", "latency_s", "message_bytes", "rates"]
+__all__ = ["ProbeMember", "all_reduce_s", "latency_s", "message_bytes", "rates"]
 
 SMALL_BYTES = 64
 FIRST_BYTES = 32 * 1024
@@ -30,18 +30,18 @@ NUM_UNDER_WAY = 2
 
 
 @dataclass(slots=True)
-class Line:
+class ProbeMember:
     """What one rank needs to take part: the world, and a group in which all agree on numbers on the CPU."""
 
     world: World
     agreeing: dist.ProcessGroup
 
     @staticmethod
-    def of(world: World) -> "Line":
+    def of(world: World) -> "ProbeMember":
         """All ranks make one together."""
         made = dist.new_group(list(range(world.size)), backend="gloo")
         assert made is not None
-        return Line(world, made)
+        return ProbeMember(world, made)
 
     def everyone(self, numbers: Sequence[float]) -> list[float]:
         """The sums of all ranks' numbers; each is known to one rank, and zero elsewhere."""
@@ -62,7 +62,7 @@ class Line:
         synchronize(self.world.device)
 
 
-def latency_s(line: Line, pair: Flow, *, rounds: int) -> float:
+def latency_s(line: ProbeMember, pair: Flow, *, rounds: int) -> float:
     """Half of what a small message takes there and back, the median."""
     source, destination = pair
     rank = line.world.rank
@@ -86,7 +86,7 @@ def latency_s(line: Line, pair: Flow, *, rounds: int) -> float:
     return line.everyone([own])[0]
 
 
-def message_bytes(line: Line, flow: Flow, late_s: float, *, least_s: float) -> int:
+def message_bytes(line: ProbeMember, flow: Flow, late_s: float, *, least_s: float) -> int:
     """How large messages must be to take some time and be much longer under way than they are late."""
     num_bytes = FIRST_BYTES
     while True:
@@ -96,7 +96,7 @@ def message_bytes(line: Line, flow: Flow, late_s: float, *, least_s: float) -> i
         num_bytes *= 2 if taken_s * 8 > least_s else 4
 
 
-def rates(line: Line, flows: Sequence[Flow], sizes: Sequence[int], *, seconds: float) -> list[float]:
+def rates(line: ProbeMember, flows: Sequence[Flow], sizes: Sequence[int], *, seconds: float) -> list[float]:
     """The bytes a second of flows that all go at once for so long, each in messages of its size.
 
     A rank may have several. The receiver counts, from its first message to its last.
@@ -124,7 +124,7 @@ LEAST_MESSAGES = 3
 LAST = 1
 
 
-def _send(line: Line, destination: int, num_bytes: int, ends_s: float) -> None:
+def _send(line: ProbeMember, destination: int, num_bytes: int, ends_s: float) -> None:
     """The near end of a flow. The first byte of a message tells whether it is the last."""
     spare = [line.buffer(num_bytes) for _ in range(NUM_UNDER_WAY)]
     under_way: deque[tuple[dist.Work, Tensor]] = deque()
@@ -146,7 +146,7 @@ def _send(line: Line, destination: int, num_bytes: int, ends_s: float) -> None:
     line.settle()
 
 
-def _receive(line: Line, source: int, num_bytes: int) -> float:
+def _receive(line: ProbeMember, source: int, num_bytes: int) -> float:
     """The far end: the bytes a second that came."""
     message = line.buffer(num_bytes)
     come_s: list[float] = []
@@ -157,7 +157,7 @@ def _receive(line: Line, source: int, num_bytes: int) -> float:
     return (len(come_s) - 1) * num_bytes / (come_s[-1] - come_s[0])
 
 
-def all_reduce_s(line: Line, num_ranks: int, num_bytes: int, *, rounds: int) -> float:
+def all_reduce_s(line: ProbeMember, num_ranks: int, num_bytes: int, *, rounds: int) -> float:
     """What a sum over the first ranks takes, the median; the group must be made by all."""
     group = dist.new_group(list(range(num_ranks)))
     seconds = []

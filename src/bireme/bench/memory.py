@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bireme.bench.contenders import Feed, say, torch_run
+from bireme.bench.contenders import TorchFeed, say, torch_run
 from bireme.bench.document import resident_bytes
-from bireme.bench.effort import Effort
-from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, Pace, emulated_model, square_loss
-from bireme.bench.small_gpt import NUM_RANKS, SAMPLES, load_small_gpt
+from bireme.bench.effort import BenchEffort
+from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, StagePace, emulated_model, square_loss
+from bireme.bench.small_gpt import GPT_RANKS, GPT_SAMPLES, load_small_gpt
 from bireme.cluster.device import device_named
 from bireme.plan.plan import Plan
 from bireme.profile.profiler import profile
@@ -28,7 +28,14 @@ from bireme.schedule.residency import resident
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["FOOTPRINT_SCHEDULES", "Counts", "Footprint", "counts_of", "measure_counts", "measure_footprint"]
+__all__ = [
+    "FOOTPRINT_SCHEDULES",
+    "Footprint",
+    "MemoryCounts",
+    "counts_of",
+    "measure_counts",
+    "measure_footprint",
+]
 
 FOOTPRINT_SCHEDULES = ("1f1b", "2bw")
 FOOTPRINT_MICROBATCHES = 4
@@ -37,7 +44,7 @@ BALLAST = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class MemoryCounts:
     """Bytes over all ranks: receive buffers by the number of micro-batches, and weights."""
 
     receive_bytes: dict[int, int]
@@ -62,11 +69,11 @@ class Footprint:
     predicted_bytes: int
 
 
-def measure_counts(world: World, effort: Effort) -> Counts:
+def measure_counts(world: World, effort: BenchEffort) -> MemoryCounts:
     """On two ranks, of one rank's own."""
     say(world, f"bytes with {', '.join(map(str, effort.buffers))} micro-batches")
     fabric = DistFabric(world)
-    model = emulated_model(world.size, Pace(0.0, 0.0), num_ballast=BALLAST)
+    model = emulated_model(world.size, StagePace(0.0, 0.0), num_ballast=BALLAST)
     ours, theirs = {}, {}
     for m in effort.buffers:
         pipeline = _trained(model, Plan(model.cuts, m, "1f1b"), fabric)
@@ -79,7 +86,7 @@ def measure_counts(world: World, effort: Effort) -> Counts:
         weights[schedule] = sum(_kept_bytes(stage.banks.memory()) for stage in pipeline.stages.values())
         parameter_bytes = sum(tensor.nbytes for tensor in pipeline.parameters().values())
         pipeline.close()
-    return Counts(ours, theirs, weights["1f1b"], weights["2bw"], parameter_bytes)
+    return MemoryCounts(ours, theirs, weights["1f1b"], weights["2bw"], parameter_bytes)
 
 
 def _kept_bytes(memory: BankMemory) -> int:
@@ -87,9 +94,9 @@ def _kept_bytes(memory: BankMemory) -> int:
     return memory.total_bytes - memory.gradient_bytes - memory.workspace_bytes
 
 
-def counts_of(one: Counts, other: Counts) -> Counts:
+def counts_of(one: MemoryCounts, other: MemoryCounts) -> MemoryCounts:
     """Both ranks' together."""
-    return Counts(
+    return MemoryCounts(
         {m: num_bytes + other.receive_bytes[m] for m, num_bytes in one.receive_bytes.items()},
         {m: num_bytes + other.torch_receive_bytes[m] for m, num_bytes in one.torch_receive_bytes.items()},
         one.flush_weight_bytes + other.flush_weight_bytes,
@@ -101,14 +108,14 @@ def counts_of(one: Counts, other: Counts) -> Counts:
 def measure_footprint() -> list[Footprint]:
     """Each schedule in processes of its own, as a peak never goes down again."""
     gpt = load_small_gpt()
-    known = profile(gpt.graph, device_named("laptop"), [SAMPLES])
+    known = profile(gpt.graph, device_named("laptop"), [GPT_SAMPLES])
     found = []
     for schedule in FOOTPRINT_SCHEDULES:
         plan = Plan(gpt.cuts, FOOTPRINT_MICROBATCHES, schedule)
         program = plan.program(3)
-        for rank, num_bytes in enumerate(launch(_footprint, NUM_RANKS, schedule, threads_per_process=1)):
+        for rank, num_bytes in enumerate(launch(_footprint, GPT_RANKS, schedule, threads_per_process=1)):
             units = plan.units_of(rank, len(gpt.units))
-            predicted = stage_cost(known, units.start, units.stop, SAMPLES).peak_bytes(
+            predicted = stage_cost(known, units.start, units.stop, GPT_SAMPLES).peak_bytes(
                 num_versions=program.banks[rank],
                 num_stashed=resident(program, rank).peak_stashed_microbatches,
             )
@@ -141,7 +148,7 @@ def _torch_receive_bytes(world: World, model: EmulatedModel, num_microbatches: i
         output_args=(made,),
     )
     batch = model.batch(num_microbatches)[INPUT]
-    torch_run("Schedule1F1B", [stage], num_microbatches, square_loss, Feed((batch,), batch)).ends_s(1)
+    torch_run("Schedule1F1B", [stage], num_microbatches, square_loss, TorchFeed((batch,), batch)).ends_s(1)
     return _buffer_bytes(stage)
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bireme.bench.contenders import Contender, Feed, Ours, closing, say, take_turns, torch_run
-from bireme.bench.effort import Effort
+from bireme.bench.contenders import Contender, Ours, TorchFeed, closing, say, take_turns, torch_run
+from bireme.bench.effort import BenchEffort
 from bireme.bench.spread import Spread, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
@@ -18,7 +18,7 @@ __all__ = ["NUM_RANKS", "Overhead", "OverheadTimes", "measure_overhead", "overhe
 
 NUM_RANKS = 2
 WIDTH = 8
-SAMPLES = 2
+OVERHEAD_SAMPLES = 2
 """In a micro-batch."""
 
 
@@ -59,10 +59,13 @@ class _Tiny(nn.Module):
 
 def tiny_graph() -> Graph:
     """The model, captured once for both ranks."""
-    return capture(_Tiny(), {"given": torch.zeros(SAMPLES, WIDTH), "wanted": torch.zeros(SAMPLES, WIDTH)})
+    return capture(
+        _Tiny(),
+        {"given": torch.zeros(OVERHEAD_SAMPLES, WIDTH), "wanted": torch.zeros(OVERHEAD_SAMPLES, WIDTH)},
+    )
 
 
-def measure_overhead(world: World, effort: Effort, graph: Graph) -> OverheadTimes:
+def measure_overhead(world: World, effort: BenchEffort, graph: Graph) -> OverheadTimes:
     """On both ranks: ours, torch's hand-written 1F1B, and its runtime with the same order."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -70,7 +73,10 @@ def measure_overhead(world: World, effort: Effort, graph: Graph) -> OverheadTime
     say(world, f"overhead of a micro-batch, {m} of them")
     torch.manual_seed(0)
     model = _Tiny()
-    batch = {"given": torch.randn(SAMPLES * m, WIDTH), "wanted": torch.randn(SAMPLES * m, WIDTH)}
+    batch = {
+        "given": torch.randn(OVERHEAD_SAMPLES * m, WIDTH),
+        "wanted": torch.randn(OVERHEAD_SAMPLES * m, WIDTH),
+    }
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     plan = Plan((1,), m, "1f1b")
     pipeline = Pipeline(
@@ -85,14 +91,14 @@ def measure_overhead(world: World, effort: Effort, graph: Graph) -> OverheadTime
 
     def stage() -> PipelineStage:
         given, made = (
-            torch.empty(SAMPLES, WIDTH, device="meta", requires_grad=learns)
+            torch.empty(OVERHEAD_SAMPLES, WIDTH, device="meta", requires_grad=learns)
             for learns in (world.rank > 0, True)
         )
         return PipelineStage(
             module, world.rank, NUM_RANKS, torch.device("cpu"), input_args=(given,), output_args=(made,)
         )
 
-    feed = Feed((batch["given"],), batch["wanted"])
+    feed = TorchFeed((batch["given"],), batch["wanted"])
     for kind in ("Schedule1F1B", plan.program(1)):
         contenders.append(torch_run(kind, [stage()], m, nn.functional.mse_loss, feed))
     with closing(contenders):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bireme.bench.flows import Line, all_reduce_s, latency_s, message_bytes, rates
+from bireme.bench.flows import ProbeMember, all_reduce_s, latency_s, message_bytes, rates
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.inference import Inferred, infer
@@ -31,9 +31,9 @@ from bireme.runtime.measuring.tier_speeds import (
 from bireme.runtime.world import World
 
 if TYPE_CHECKING:
-    from bireme.runtime.world import Backend
+    from bireme.devices import Backend
 
-__all__ = ["MODEL", "Probe", "Setting", "probe_here", "probe_in", "probe_of_environment"]
+__all__ = ["MODEL", "Probe", "ProbeSetting", "probe_here", "probe_in", "probe_of_environment"]
 
 MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
 """What devices are timed on if nobody names a model."""
@@ -52,7 +52,7 @@ Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ProbeSetting:
     """`seconds` are for the links, about; `model` is timed with `batch` samples on every device. With `disk`,
     a folder on every server, what devices can page to is measured too.
     """
@@ -121,13 +121,13 @@ class Probe:
 
 def probe_here(
     num_processes: int,
-    setting: Setting | None = None,
+    setting: ProbeSetting | None = None,
     *,
     backend: "Backend" = "gloo",
     timeout_s: float = 300.0,
 ) -> Probe:
     """Probe this machine with so many processes of its own."""
-    setting = setting or Setting()
+    setting = setting or ProbeSetting()
     check_setting(setting)
     if not 1 <= num_processes <= MOST_RANKS:
         raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {MOST_RANKS}.")
@@ -137,7 +137,7 @@ def probe_here(
 
 
 def probe_of_environment(
-    setting: Setting, *, backend: "Backend" = "gloo", timeout_s: float = 300.0
+    setting: ProbeSetting, *, backend: "Backend" = "gloo", timeout_s: float = 300.0
 ) -> Probe | None:
     """Probe the ranks that torchrun started, of which this is one; None on all but the first."""
     check_setting(setting)
@@ -145,7 +145,7 @@ def probe_of_environment(
         return probe_in(world, setting)
 
 
-def check_setting(setting: Setting) -> None:
+def check_setting(setting: ProbeSetting) -> None:
     """Refuse a model or a folder that there is not, before processes are started."""
     from bireme.model.sources import load_source
 
@@ -154,11 +154,11 @@ def check_setting(setting: Setting) -> None:
         check_disk_folder(setting.disk, "--disk")
 
 
-def probe_in(world: World, setting: Setting) -> Probe | None:
+def probe_in(world: World, setting: ProbeSetting) -> Probe | None:
     """On every rank of an open world; the first has the result."""
     bar = progress_bar("finding the ranks") if world.rank == 0 else nullcontext(_silent)
     with bar as progress:
-        line = Line.of(world)
+        line = ProbeMember.of(world)
         progress(0.0, "timing the devices")
         hosts, devices = _devices(world, line, setting)
         found = _links(line, setting, hosts, progress)
@@ -183,7 +183,9 @@ def _group_sizes(num_ranks: int) -> list[int]:
     return [*sizes, num_ranks] if num_ranks > 1 else []
 
 
-def _devices(world: World, line: Line, setting: Setting) -> "tuple[tuple[str, ...], list[Device]]":
+def _devices(
+    world: World, line: ProbeMember, setting: ProbeSetting
+) -> "tuple[tuple[str, ...], list[Device]]":
     """Every rank's server and device, with its speed relative to the first one's. All are timed at once."""
     own = device_here(world.device)
     line.together()
@@ -220,7 +222,7 @@ class _Tiers:
     disk_bytes_per_s: float
 
 
-def _tiers(world: World, line: Line, hosts: tuple[str, ...], folder: Path) -> dict[str, _Tiers]:
+def _tiers(world: World, line: ProbeMember, hosts: tuple[str, ...], folder: Path) -> dict[str, _Tiers]:
     """Of each server, measured by its first rank while the others of it wait."""
     place = hosts.index(hosts[world.rank])
     if place == world.rank:
@@ -271,7 +273,7 @@ def _rounded(bytes_per_s: float) -> float:
     return float(f"{bytes_per_s:.3g}")
 
 
-def _unit_seconds(world: World, setting: Setting) -> float:
+def _unit_seconds(world: World, setting: ProbeSetting) -> float:
     """Forward and backward of all units of the model on this rank's device."""
     from bireme.model.captures import Captures
     from bireme.model.sources import load_source
@@ -291,7 +293,9 @@ def _unit_seconds(world: World, setting: Setting) -> float:
     return sum(unit.costs[0].forward_s + unit.costs[0].backward_s for unit in found.units)
 
 
-def _links(line: Line, setting: Setting, hosts: tuple[str, ...], progress: Progress) -> Measurements:
+def _links(
+    line: ProbeMember, setting: ProbeSetting, hosts: tuple[str, ...], progress: Progress
+) -> Measurements:
     """All ways alone, then flows that may meet. The devices are yet to be filled in."""
     experiments = experiments_for(hosts)
     alone = [flows[0] for flows in experiments if len(flows) == 1]

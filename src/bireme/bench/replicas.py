@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bireme.bench.contenders import Contender, Ours, closing, say, take_turns
-from bireme.bench.emulated import Pace, emulated_model
+from bireme.bench.emulated import StagePace, emulated_model
 from bireme.bench.hosts import CARD, Hosts, NoHosts, slow_hosts
 from bireme.bench.spread import Spread
 from bireme.plan.plan import Plan
@@ -31,7 +31,7 @@ __all__ = ["Hidden", "Replicas", "measure_replicas", "run_replica_rank"]
 
 MEGABITS_PER_S = 100.0
 DEPTH, WIDTH, NUM_MICROBATCHES = 2, 2, 8
-PACE = Pace(0.010, 0.020)
+PACE = StagePace(0.010, 0.020)
 BALLAST = 262_144
 """1 MiB in float32 for each stage."""
 SCHEDULES = ("2bw", "1f1b")

@@ -12,8 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bireme.bench.contenders import LR, Contender, Feed, Ours, Window, closing, say, take_turns, torch_run
-from bireme.bench.effort import Effort
+from bireme.bench.contenders import (
+    LR,
+    Contender,
+    CountedWindow,
+    Ours,
+    TorchFeed,
+    closing,
+    say,
+    take_turns,
+    torch_run,
+)
+from bireme.bench.effort import BenchEffort
 from bireme.bench.spread import Spread, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
@@ -26,10 +36,10 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 
-__all__ = ["NUM_RANKS", "GptRow", "GptTimes", "SmallGpt", "gpt_rows", "load_small_gpt", "measure_gpt"]
+__all__ = ["GPT_RANKS", "GptRow", "GptTimes", "SmallGpt", "gpt_rows", "load_small_gpt", "measure_gpt"]
 
-NUM_RANKS = 2
-SAMPLES = 4
+GPT_RANKS = 2
+GPT_SAMPLES = 4
 """In a micro-batch."""
 VOCAB, CONTEXT = 256, 128
 MODEL = f"gpt:layers=8,width=256,heads=8,vocab={VOCAB},context={CONTEXT}"
@@ -57,7 +67,7 @@ class SmallGpt:
     def batch(self, num_microbatches: int) -> dict[str, Tensor]:
         """Tokens drawn at random, the same on every rank."""
         draw = torch.Generator().manual_seed(0)
-        ids = torch.randint(VOCAB, (SAMPLES * num_microbatches, CONTEXT), generator=draw)
+        ids = torch.randint(VOCAB, (GPT_SAMPLES * num_microbatches, CONTEXT), generator=draw)
         return {"input_ids": ids, "labels": ids}
 
     def function(self, first: int, end: int) -> StageFunction:
@@ -92,7 +102,7 @@ class GptRow:
 
 def load_small_gpt() -> SmallGpt:
     """The model, cut where both halves multiply as much."""
-    source = load_source(MODEL, batch=SAMPLES)
+    source = load_source(MODEL, batch=GPT_SAMPLES)
     graph = capture(source.model, source.example_inputs, name=MODEL)
     units = units_of(graph)
     flops = [sum(graph.operators[place].flops for place in unit.operators) for unit in units]
@@ -100,7 +110,7 @@ def load_small_gpt() -> SmallGpt:
     return SmallGpt(graph, units, (cut,), source.model)
 
 
-def measure_gpt(world: World, effort: Effort) -> list[GptTimes]:
+def measure_gpt(world: World, effort: BenchEffort) -> list[GptTimes]:
     """On both ranks: every contender, in turn."""
     if not effort.small_gpt:
         return []
@@ -134,7 +144,7 @@ def gpt_rows(first: Sequence[GptTimes], second: Sequence[GptTimes]) -> list[GptR
         }
         peers = [name for name in slower if name not in (*SCHEDULES, ALONE)]
         best = min(peers, key=lambda name: Spread.of(slower[name]).median)
-        tokens = one.num_microbatches * SAMPLES * CONTEXT
+        tokens = one.num_microbatches * GPT_SAMPLES * CONTEXT
         rows += [
             GptRow(
                 name,
@@ -175,18 +185,18 @@ def _torch(kind: str, world: World, gpt: SmallGpt, num_microbatches: int) -> Con
     is_last = world.rank == 1
     module = _OneStage(gpt, cut, len(gpt.units)) if is_last else _OneStage(gpt, 0, cut)
     width = next(iter(gpt.weights([gpt.graph.parameters[0].name]).values())).shape[-1]
-    crossing = torch.empty(SAMPLES, CONTEXT, width, device="meta", requires_grad=True)
-    ids = torch.empty(SAMPLES, CONTEXT, device="meta", dtype=torch.int64)
+    crossing = torch.empty(GPT_SAMPLES, CONTEXT, width, device="meta", requires_grad=True)
+    ids = torch.empty(GPT_SAMPLES, CONTEXT, device="meta", dtype=torch.int64)
     stage = PipelineStage(
         _ById(module) if not is_last else module,
         world.rank,
-        NUM_RANKS,
+        GPT_RANKS,
         CPU,
         input_args=(crossing if is_last else ids,),
         output_args=(torch.empty((), device="meta", requires_grad=True) if is_last else crossing,),
     )
     keywords = {name: batch[name] for name in module.function.inputs} if is_last else {}
-    feed = Feed((batch["input_ids"],), batch["labels"], keywords)
+    feed = TorchFeed((batch["input_ids"],), batch["labels"], keywords)
     is_class = kind not in SCHEDULES
     chosen = kind if is_class else Plan(gpt.cuts, num_microbatches, kind).program(1)
     return torch_run(chosen, [stage], num_microbatches, _as_it_is, feed, optimizer=torch.optim.AdamW)
@@ -219,13 +229,13 @@ class _Alone:
     num_microbatches: int
     batch: Mapping[str, Tensor]
 
-    def window(self, counted: int) -> Window:
-        return Window(1, counted)
+    def window(self, counted: int) -> CountedWindow:
+        return CountedWindow(1, counted)
 
     def ends_s(self, num_batches: int) -> list[float]:
         ends: list[float] = []
         if self.world.rank == 0:
-            torch.set_num_threads(NUM_RANKS)
+            torch.set_num_threads(GPT_RANKS)
             ends = self._train(num_batches)
             torch.set_num_threads(1)
         shared = [ends]
@@ -237,7 +247,7 @@ class _Alone:
         ends = []
         for _ in range(num_batches):
             for place in range(self.num_microbatches):
-                rows = slice(place * SAMPLES, (place + 1) * SAMPLES)
+                rows = slice(place * GPT_SAMPLES, (place + 1) * GPT_SAMPLES)
                 loss = self.stage(**{name: value[rows] for name, value in self.batch.items()})
                 (loss / self.num_microbatches).backward()
             optimizer.step()

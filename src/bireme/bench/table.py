@@ -8,7 +8,7 @@ from bireme.bench.document import print_verdicts
 from bireme.bench.engine import EngineReport
 from bireme.bench.spread import Spread
 from bireme.bench.verdicts import verdicts
-from bireme.report.units import bytes_text
+from bireme.bounds import bytes_text
 
 __all__ = ["print_engine_report"]
 

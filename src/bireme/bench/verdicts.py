@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from bireme.bench.document import Verdict, at_least, at_most, exactly
-from bireme.bench.emulation import Row
+from bireme.bench.emulation import EmulationRow
 from bireme.bench.engine import EngineReport
 from bireme.bench.small_gpt import GptRow
 
@@ -45,7 +45,7 @@ def verdicts(report: EngineReport) -> Iterator[Verdict]:
     yield from _of_gpt(report.gpt)
 
 
-def _of_row(row: Row) -> Iterator[Verdict]:
+def _of_row(row: EmulationRow) -> Iterator[Verdict]:
     where = f"{row.schedule}, {row.stages} stages, {row.microbatches} micro-batches"
     best_share, lead, others = row.limit_s / row.measured_s.least, row.lead, row.others_share
     if row.schedule == "2bw":

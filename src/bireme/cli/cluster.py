@@ -11,7 +11,7 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
-    from bireme.runtime.world import Backend
+    from bireme.devices import Backend
 
 __all__ = ["app"]
 
@@ -131,14 +131,14 @@ def probe(
 
     [dim]torchrun --nnodes 2 --nproc-per-node 4 … --no-python bireme cluster probe -o cluster.toml[/dim]
     """
-    from bireme.bench.probe import Setting, probe_here, probe_of_environment
+    from bireme.bench.probe import ProbeSetting, probe_here, probe_of_environment
 
     is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         _check_output(output, force=force)
         if is_started and processes is not None:
             refuse(context, "torchrun has already started the processes", "processes")
-        setting = Setting(batch=batch, seconds=seconds, disk=disk, **({"model": model} if model else {}))
+        setting = ProbeSetting(batch=batch, seconds=seconds, disk=disk, **({"model": model} if model else {}))
         backend, here = _backend_and_devices(device)
         if is_started:
             found = probe_of_environment(setting, backend=backend)

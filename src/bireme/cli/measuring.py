@@ -8,11 +8,11 @@ import typer
 
 from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.errors import BiremeError
-from bireme.model.part import ALL_LINEAR, WHOLE, Lora, Part
+from bireme.model.part import ALL_LINEAR, WHOLE, LoraPart, TrainedPart
 
 if TYPE_CHECKING:
     from bireme.model.captures import Captures
-    from bireme.model.sources import Source
+    from bireme.model.sources import ModelSource
     from bireme.profile.profile import Profile
 
 __all__ = [
@@ -99,7 +99,7 @@ LoraTarget = Annotated[
 
 def part_of(
     train: list[str] | None, freeze: list[str] | None, lora_rank: int | None, lora_target: list[str] | None
-) -> Part:
+) -> TrainedPart:
     """Which part of the model learns, as the options say it."""
     asked = {"--train": train, "--freeze": freeze, "--lora-rank": lora_rank}
     given = [name for name, value in asked.items() if value]
@@ -107,8 +107,8 @@ def part_of(
         raise BiremeError(f"{given[0]} and {given[1]} both say what learns. Leave out one of the two.")
     if lora_target and lora_rank is None:
         raise BiremeError("--lora-target names modules for an adapter. Give its rank with --lora-rank.")
-    lora = None if lora_rank is None else Lora(lora_rank, targets=tuple(lora_target or (ALL_LINEAR,)))
-    return Part(tuple(train) if train else None, tuple(freeze) if freeze else None, lora)
+    lora = None if lora_rank is None else LoraPart(lora_rank, targets=tuple(lora_target or (ALL_LINEAR,)))
+    return TrainedPart(tuple(train) if train else None, tuple(freeze) if freeze else None, lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Measuring:
     optimizer: str = "adamw"
     halves: bool = False
     fresh: bool = False
-    part: Part = WHOLE
+    part: TrainedPart = WHOLE
     codecs: Sequence[str] = ()
     """Of borders: how long they take is measured too."""
     sums: SumCodec = DENSE
@@ -143,7 +143,7 @@ def captures_of(asked: Measuring) -> "Captures":
     return Captures(source.model, source.example_inputs, name=asked.model)
 
 
-def _source_of(asked: Measuring) -> "Source":
+def _source_of(asked: Measuring) -> "ModelSource":
     from bireme.model.sources import load_source
 
     size = max(asked.batches)

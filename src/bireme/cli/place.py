@@ -14,7 +14,7 @@ from bireme.placement.request import Granularity, Method
 from bireme.placement.workload import Objective
 
 if TYPE_CHECKING:
-    from bireme.placement.workload_file import Counts, ReadWorkload
+    from bireme.placement.workload_file import DeviceCounts, ReadWorkload
 
 __all__ = ["place"]
 
@@ -161,7 +161,7 @@ def place(
     [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --to plan.json[/dim]
     """
     from bireme.cli.place_model import ModelPlacing, OfModel
-    from bireme.placement.workload_file import Counts, ReadWorkload
+    from bireme.placement.workload_file import DeviceCounts, ReadWorkload
 
     if expert is not None and method is Method.AUTO:
         method = Method.EXPERT
@@ -175,7 +175,7 @@ def place(
     placing = None
     if model is None:
         refuse(context, "there is no --model", *OF_A_MODEL)
-        found = _read(workload, Counts(accelerators, cpus, memory))
+        found = _read(workload, DeviceCounts(accelerators, cpus, memory))
     else:
         if workload is not None:
             raise BiremeError(f"{workload} and --model {model} both name a workload. Leave out one of them.")
@@ -219,7 +219,7 @@ def place(
         run.show(files, as_json=as_json, of_model=OfModel(placing, to, schedule, microbatches))
 
 
-def _read(path: Path | None, counts: "Counts") -> "ReadWorkload":
+def _read(path: Path | None, counts: "DeviceCounts") -> "ReadWorkload":
     from bireme.placement.workload_file import read_workload
 
     if path is None:

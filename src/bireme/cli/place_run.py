@@ -11,14 +11,14 @@ import typer
 
 from bireme.cli.options import print_json
 from bireme.errors import BiremeError
-from bireme.placement.check import Verdict, check
+from bireme.placement.check import PlacementVerdict, check
 from bireme.placement.request import Method, Request
 from bireme.placement.workload import Objective, Workload, device_names
 
 if TYPE_CHECKING:
     from bireme.cli.place_model import OfModel
     from bireme.placement.placement import Placement
-    from bireme.placement.split_file import Split
+    from bireme.placement.split_file import WrittenSplit
     from bireme.placement.workload_file import ReadWorkload
 
 __all__ = ["Files", "PlaceRun", "check_split"]
@@ -66,7 +66,9 @@ class PlaceRun:
             expert_pieces=() if split is None else split.pieces,
         )
 
-    def _expert(self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int) -> "Split":
+    def _expert(
+        self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int
+    ) -> "WrittenSplit":
         """An expert's split; it must keep all rules."""
         from bireme.placement.split_file import read_split
 
@@ -189,14 +191,14 @@ def check_split(
     return verdict.valid
 
 
-def _wrong_loads(workload: Workload, split: "Split", verdict: Verdict) -> Iterator[str]:
+def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: PlacementVerdict) -> Iterator[str]:
     """A sentence for each device whose load is not what the file claims."""
     for name, claimed, load in zip(device_names(workload), split.loads, verdict.loads, strict=False):
         if not math.isclose(claimed, load, rel_tol=SAME, abs_tol=NOTHING):
             yield f"The file claims a load of {claimed:.9g} for {name}, but it is {load:.9g}."
 
 
-def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> Verdict:
+def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> PlacementVerdict:
     """The independent verdict on a solver's result, which must agree with the solver."""
     verdict = check(
         workload,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bireme.plan.explain import Help
     from bireme.plan.forecast import Answer
     from bireme.plan.plan_request import PlanRequest
-    from bireme.plan.search.stage_memory import StageMemory
+    from bireme.plan.search.stage_memory import PagedStageMemory
     from bireme.profile.profile import Profile
 
 __all__ = ["PlanRun"]
@@ -134,7 +134,7 @@ class PlanRun:
 
         return agreements(answer.best, self.profile, self.cluster, self.request)
 
-    def _stages(self, answer: "Answer") -> "tuple[StageMemory, ...]":
+    def _stages(self, answer: "Answer") -> "tuple[PagedStageMemory, ...]":
         from bireme.plan.search.stage_memory import stage_memory
 
         return stage_memory(answer.best.plan, self.profile, self.cluster, self.request)

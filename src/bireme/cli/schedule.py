@@ -27,7 +27,7 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bireme.schedule.checker import Report
+    from bireme.schedule.checker import CheckReport
     from bireme.schedule.program import Program
 
 __all__ = ["schedule"]
@@ -141,7 +141,7 @@ def _list(*, as_json: bool) -> None:
     console.print("\nDraw one: bireme schedule NAME --stages D --microbatches M --batches N", style="dim")
 
 
-def _document(program: "Program", report: "Report | None") -> dict[str, Any]:
+def _document(program: "Program", report: "CheckReport | None") -> dict[str, Any]:
     document: dict[str, Any] = {
         "name": program.name,
         "rule": program.rule,
@@ -177,7 +177,7 @@ def _document(program: "Program", report: "Report | None") -> dict[str, Any]:
     return document
 
 
-def _print(program: "Program", report: "Report | None", csv: Path | None) -> None:
+def _print(program: "Program", report: "CheckReport | None", csv: Path | None) -> None:
     from rich.console import Console
 
     from bireme.report.grid import print_program
@@ -193,7 +193,7 @@ def _print(program: "Program", report: "Report | None", csv: Path | None) -> Non
         )
 
 
-def _print_report(program: "Program", report: "Report", console: "Console") -> None:
+def _print_report(program: "Program", report: "CheckReport", console: "Console") -> None:
     from rich.markup import escape
 
     from bireme.report.columns import columns

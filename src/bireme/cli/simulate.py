@@ -31,7 +31,7 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.schedule.program import Program
-    from bireme.simulate.comparison import Contender
+    from bireme.simulate.comparison import ScheduleOutcome
     from bireme.simulate.costs import Costs
     from bireme.simulate.links import Links
     from bireme.simulate.lookahead import Lookahead
@@ -259,7 +259,7 @@ def simulate(
 
     whole, tier_links = program, TierLinks(host_bytes_per_s or inf, disk_bytes_per_s or inf)
     if device_memory is not None:
-        from bireme.schedule.paging import Budgets
+        from bireme.schedule.budgets import Budgets
         from bireme.simulate.paging import solve_paging
 
         program = solve_paging(
@@ -359,7 +359,7 @@ def _show(timeline: "Timeline", advice: "Lookahead | None", written: list[Path],
         console.print(f"Wrote {path}.", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show_comparison(contenders: "list[Contender]", *, as_json: bool) -> None:
+def _show_comparison(contenders: "list[ScheduleOutcome]", *, as_json: bool) -> None:
     if as_json:
         from bireme.report.document import comparison_document
 

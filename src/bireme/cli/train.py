@@ -15,8 +15,8 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from bireme.train.checkpoint.checkpoint import Checkpoint
     from bireme.train.folder import RunFolder
-    from bireme.train.launching import Finished
-    from bireme.train.prepare import Prepared
+    from bireme.train.launching import FinishedRun
+    from bireme.train.prepare import PreparedRun
 
 __all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
@@ -89,7 +89,7 @@ def train(
     run_to_end(prepared, folder, None, restarts=restarts, as_json=as_json)
 
 
-def _show_dry(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
+def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
     from bireme.train.data.notes import data_notes
     from bireme.train.disk_room import disk_room
@@ -132,7 +132,7 @@ def begin() -> None:
 
 
 def run_to_end(
-    prepared: "Prepared",
+    prepared: "PreparedRun",
     folder: "RunFolder",
     checkpoint: "Checkpoint | None",
     *,
@@ -168,7 +168,7 @@ def _train_with_others(run_file: Path | None, sets: Sequence[str], *, anyway: bo
         raise typer.Exit(1)
 
 
-def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -> None:
+def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) -> None:
     """Show devices and plan before the first step."""
     from rich.console import Console
 
@@ -197,7 +197,7 @@ def show_prepared(prepared: "Prepared", folder: "RunFolder", *, as_json: bool) -
         console.print(sentence, style="yellow", markup=False, highlight=False)
 
 
-def show_finished(finished: "Finished", *, as_json: bool) -> None:
+def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
     """Show the results."""
     if as_json:
         print_json(finished.summary.document())

@@ -20,17 +20,17 @@ from bireme.codec.description import NONE, CodecChoice, parse_codec
 
 if TYPE_CHECKING:
     from bireme.codec.above import KeepAbove
-    from bireme.codec.blocks import Blocks
+    from bireme.codec.blocks import BlockCodec
     from bireme.codec.cast import Cast
     from bireme.codec.codec import Codec, Masking
     from bireme.codec.cut import through
-    from bireme.codec.keep import Keep, Kept
+    from bireme.codec.keep import Keep, KeptEntries
     from bireme.codec.of_choice import codec_of
 
 __all__ = [
     "NONE",
     "NO_CODECS",
-    "Blocks",
+    "BlockCodec",
     "BorderCodecs",
     "Cast",
     "Codec",
@@ -38,7 +38,7 @@ __all__ = [
     "CodecPhase",
     "Keep",
     "KeepAbove",
-    "Kept",
+    "KeptEntries",
     "LinkCodecs",
     "Masking",
     "codec_of",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import check_given, check_length
 from bireme.codec.description import BLOCK, DENSITY_SLACK, blocks_bytes, mask_bytes, most_above
 from bireme.codec.packing import pack_mask, unpack_mask
@@ -123,7 +123,7 @@ class KeptAbove:
         else:
             places = places_first(mask, most_above(flat.numel(), self._share))
             values = torch.where(mask.take(places), flat.take(places), 0)
-        return Blocks(self._bits).encode(values, out, seed=seed)
+        return BlockCodec(self._bits).encode(values, out, seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, with zeros outside the mask."""
@@ -132,7 +132,7 @@ class KeptAbove:
         # align the codes.
         num_blocks = message.numel() // (SCALE_BYTES + self._bits * BLOCK // 8)
         num_sent = min(num_blocks * BLOCK, mask.numel())
-        values = Blocks(self._bits).decode(message, (num_sent,), dtype)
+        values = BlockCodec(self._bits).decode(message, (num_sent,), dtype)
         if mask.is_cpu:
             num_set = int(np.count_nonzero(mask.numpy()))
             check_length(message, blocks_bytes(num_set, self._bits))

@@ -28,7 +28,7 @@ from bireme.codec.noise import NOISE_LENGTH, noise, noise_start, noise_table, sc
 from bireme.codec.packing import pack_codes, unpack_codes
 from bireme.compiled import pays_off
 
-__all__ = ["Blocks"]
+__all__ = ["BlockCodec"]
 
 PART_VALUES = NOISE_LENGTH
 """Values that are worked on at a time on a CPU."""
@@ -45,7 +45,7 @@ LOOP_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 CPU, NO_FLOATS = torch.device("cpu"), np.empty(0, np.float32)
 
 
-class Blocks:
+class BlockCodec:
     """Rounds values to `bits` (1 to 8) in blocks of `block` values that share a scale.
 
     With 8 bits zero stays zero; with fewer, codes lie in the middle of equal steps from the most negative to

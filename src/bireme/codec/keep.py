@@ -2,7 +2,7 @@
 (Gupta et al., "Training Recommender Systems at Scale", KDD 2021) for what crosses a border of a pipeline.
 
 The next stage works on the tensor with zeros in all other entries. The exact gradient of that is zero there
-too, so the gradient is sent for the same entries, without their places (`Kept`).
+too, so the gradient is sent for the same entries, without their places (`KeptEntries`).
 """
 
 from math import prod
@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.cast import Cast
 from bireme.codec.codec import Codec, check_given, check_length
 from bireme.codec.description import (
@@ -25,7 +25,7 @@ from bireme.codec.packing import unpack_mask
 from bireme.codec.places import read_places, write_places
 from bireme.codec.selection import selected, spread, take_largest
 
-__all__ = ["Keep", "Kept"]
+__all__ = ["Keep", "KeptEntries"]
 
 
 class Keep:
@@ -71,12 +71,12 @@ class Keep:
     def _place_bytes(self, shape: tuple[int, ...]) -> int:
         return place_bytes(prod(shape), num_kept(prod(shape), _width(shape), self._share))
 
-    def back(self, mask: Tensor) -> "Kept":
+    def back(self, mask: Tensor) -> "KeptEntries":
         """The codec of the gradient of a tensor that was sent with this mask."""
-        return Kept(mask, self._share, self._bits)
+        return KeptEntries(mask, self._share, self._bits)
 
 
-class Kept:
+class KeptEntries:
     """Sends the entries of a mask that both ends know; the others arrive as zeros.
 
     `mask` is of bools, or of bits as in the message of `Keep`; `share` and `bits` are those of `Keep`.
@@ -117,7 +117,7 @@ class Kept:
 
 def _codec(bits: int | None, kept: int) -> Codec:
     """Of the values that are kept, so many a row."""
-    return Cast() if bits is None else Blocks(bits, block=kept_block(kept))
+    return Cast() if bits is None else BlockCodec(bits, block=kept_block(kept))
 
 
 def _width(shape: tuple[int, ...]) -> int:

@@ -3,7 +3,7 @@
 import torch
 
 from bireme.codec.above import KeepAbove
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.cast import Cast
 from bireme.codec.codec import Codec
 from bireme.codec.description import CodecChoice
@@ -20,7 +20,7 @@ def codec_of(choice: CodecChoice) -> Codec:
             return Cast(torch.bfloat16)
         case "int":
             assert choice.bits is not None
-            return Blocks(choice.bits, is_rotated=choice.is_rotated)
+            return BlockCodec(choice.bits, is_rotated=choice.is_rotated)
         case "keep":
             assert choice.share is not None
             if choice.life is not None:

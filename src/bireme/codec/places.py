@@ -26,7 +26,7 @@ def write_places(mask: Tensor, count: int, num_sent: int, out: Tensor) -> None:
     low = low_bits(count, num_sent)
     if low is None:
         out.copy_(mask)
-    elif (loops := _loops(mask, count, low)) is not None:
+    elif (loops := _place_loops(mask, count, low)) is not None:
         loops.write_sparse(mask.numpy(), low, num_sent, out.numpy())
     else:
         places = _set_places(unpack_mask(mask, (count,)), num_sent)
@@ -45,7 +45,7 @@ def read_places(message: Tensor, count: int, num_sent: int) -> Tensor:
         return message[: mask_bytes(count)]
     message = message[: place_bytes(count, num_sent)]
     bits = torch.zeros(mask_bytes(count), dtype=torch.uint8, device=message.device)
-    if (loops := _loops(message, count, low)) is not None:
+    if (loops := _place_loops(message, count, low)) is not None:
         loops.read_sparse(message.numpy(), low, num_sent, bits.numpy())
         return bits
     size = -(-num_sent // 8)
@@ -59,7 +59,7 @@ def read_places(message: Tensor, count: int, num_sent: int) -> Tensor:
     return bits
 
 
-def _loops(tensor: Tensor, count: int, low: int) -> ModuleType | None:
+def _place_loops(tensor: Tensor, count: int, low: int) -> ModuleType | None:
     """The compiled loops, where they are faster."""
     if not tensor.is_cpu or not pays_off(count):
         return None

@@ -15,10 +15,10 @@ from bireme.errors import BiremeError, closest
 __all__ = [
     "DENSE",
     "DENSE_SUMS",
-    "DENSITY_SLACK",
     "ENTRY_BYTES",
     "QUORUM_SUMS",
     "SUM_CODEC_WORDS",
+    "SUM_DENSITY_SLACK",
     "WHOLE_STEPS",
     "Gathered",
     "SumCodec",
@@ -32,7 +32,7 @@ __all__ = [
 LEAST_BITS_ALONE = 4
 """With fewer bits, what rounding loses is kept and added to the next gradient."""
 
-DENSITY_SLACK = 4
+SUM_DENSITY_SLACK = 4
 """How many times more entries than asked for an old threshold may send before it is renewed."""
 
 INDEX_BYTES, MASK_BYTES = 2, 1 / 8

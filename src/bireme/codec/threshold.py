@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.codec.sum_words import DENSITY_SLACK
+from bireme.codec.sum_words import SUM_DENSITY_SLACK
 
 __all__ = ["Threshold", "new_memory"]
 
@@ -39,7 +39,7 @@ def new_memory() -> Tensor:
 class Threshold:
     """Sends the largest `share` of the entries, at least one; a threshold lives `life` steps.
 
-    Where an old threshold would send `DENSITY_SLACK` times more or fewer entries than asked for, it is
+    Where an old threshold would send `SUM_DENSITY_SLACK` times more or fewer entries than asked for, it is
     renewed before its time.
     """
 
@@ -102,7 +102,9 @@ class Threshold:
         places = sizes.new_empty(0, dtype=torch.int64)
         if age:
             places = _at_least(sizes, threshold)
-            is_far = places.numel() > DENSITY_SLACK * wanted or DENSITY_SLACK * places.numel() < wanted
+            is_far = (
+                places.numel() > SUM_DENSITY_SLACK * wanted or SUM_DENSITY_SLACK * places.numel() < wanted
+            )
             age = 0 if is_far else age
         if not age:
             threshold = float(torch.topk(sizes, wanted, sorted=False).values.amin()) if num_entries else 0.0
@@ -115,7 +117,7 @@ class Threshold:
         return min(max(1, int(num_entries * self.share)), num_entries)
 
     def _most_sent(self, num_entries: int) -> int:
-        return min(DENSITY_SLACK * self._wanted(num_entries), num_entries)
+        return min(SUM_DENSITY_SLACK * self._wanted(num_entries), num_entries)
 
 
 def _at_least(sizes: Tensor, threshold: float) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.memory.slots import Slots
 
 __all__ = ["Arena"]
@@ -17,7 +17,7 @@ class Arena:
     __slots__ = ("flat", "slots", "views")
 
     def __init__(
-        self, slots: Slots, dtype: torch.dtype, device: torch.device, memory: Carver = PLAIN
+        self, slots: Slots, dtype: torch.dtype, device: torch.device, memory: ArenaAllocator = PLAIN
     ) -> None:
         self.slots = slots
         self.flat = memory.carve(slots.num_elements, dtype, device)

@@ -5,10 +5,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PLAIN", "Carver"]
+__all__ = ["PLAIN", "ArenaAllocator"]
 
 
-class Carver(Protocol):
+class ArenaAllocator(Protocol):
     """Gives flat memory."""
 
     def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -21,5 +21,5 @@ class _Plain:
         return torch.empty(num_elements, dtype=dtype, device=device)
 
 
-PLAIN: Carver = _Plain()
+PLAIN: ArenaAllocator = _Plain()
 """Torch's allocator."""

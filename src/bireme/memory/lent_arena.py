@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bireme.memory.arena import Arena
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.memory.slots import Slots
 
 __all__ = ["LentArena"]
@@ -24,7 +24,7 @@ class LentArena(Arena):
 
     def __init__(self, slots: Slots, dtype: torch.dtype, device: torch.device) -> None:
         self._pages = _Pages() if device.type == "cpu" else None
-        memory: Carver = self._pages or PLAIN
+        memory: ArenaAllocator = self._pages or PLAIN
         super().__init__(slots, dtype, device, memory)
         self.unversioned: Tensor = self.flat.data
         """The arena as a tensor that autograd does not know: what is written to it is no change of leaves

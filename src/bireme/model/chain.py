@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
+from bireme.model.argument import Argument, Reference
 from bireme.model.capture import Inputs, Loss, batch_size, resized
 from bireme.model.convert import dtype_name
-from bireme.model.graph import Argument, Graph, Operator, Output, Reference, Value
+from bireme.model.graph import Graph, Operator, Output, Value
 from bireme.model.length import Length
-from bireme.model.links import LOSS, Caller, Link, Modules, first_arguments, links_of
+from bireme.model.links import LOSS, Caller, ChainLink, Modules, first_arguments, links_of
 from bireme.model.stage import Resolve
 from bireme.model.torch_private import DispatchMode, version_of
 
@@ -82,7 +83,7 @@ def _made_by(operator: Operator) -> tuple[str, ...]:
     return tuple(value.name for value in operator.outputs if value is not None)
 
 
-def _by_name(example_inputs: Inputs, links: Mapping[str, Link]) -> dict[str, Tensor]:
+def _by_name(example_inputs: Inputs, links: Mapping[str, ChainLink]) -> dict[str, Tensor]:
     """The tensors among the inputs, on the modules' device."""
     if isinstance(example_inputs, Mapping):
         named = dict(example_inputs)
@@ -109,7 +110,11 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it 
 
 
 def _traced(
-    links: Mapping[str, Link], first: tuple[Argument, ...], inputs: Tensors, loss: Loss | None, training: bool
+    links: Mapping[str, ChainLink],
+    first: tuple[Argument, ...],
+    inputs: Tensors,
+    loss: Loss | None,
+    training: bool,
 ) -> tuple[Operator, ...]:
     """The operators with the shapes they have for these inputs."""
     caller = Caller(links, tuple(inputs), loss, training)

@@ -12,8 +12,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from bireme.errors import BiremeError
+from bireme.model.argument import Argument, Reference, Token
 from bireme.model.flops import flops_of
-from bireme.model.graph import Argument, Graph, Operator, Output, Reference, State, Token, Value
+from bireme.model.graph import Graph, ModelState, Operator, Output, Value
 from bireme.model.length import Length
 from bireme.model.torch_private import OpOverload, schema_of, storage_id
 
@@ -83,7 +84,7 @@ class _States:
     def __init__(self, exported: ExportedProgram, model: torch.nn.Module) -> None:
         self.kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
         self.names: dict[str, str] = {}
-        self.found: dict[InputKind, dict[str, State]] = {}
+        self.found: dict[InputKind, dict[str, ModelState]] = {}
         first = _first_names(model)
         aliases = _aliases(first)
         for spec in exported.graph_signature.input_specs:
@@ -98,7 +99,7 @@ class _States:
                     f"The model holds {own}, a {type(tensor).__name__}; only tensors can be moved."
                 )
             is_parameter = spec.kind is InputKind.PARAMETER
-            self.found.setdefault(spec.kind, {})[state_name] = State(
+            self.found.setdefault(spec.kind, {})[state_name] = ModelState(
                 name=state_name,
                 shape=tuple(tensor.shape),
                 dtype=dtype_name(tensor.dtype),
@@ -109,7 +110,7 @@ class _States:
                 data=_data(tensor) if spec.kind is InputKind.CONSTANT_TENSOR else None,
             )
 
-    def of(self, kind: InputKind) -> tuple[State, ...]:
+    def of(self, kind: InputKind) -> tuple[ModelState, ...]:
         return tuple(self.found.get(kind, {}).values())
 
 

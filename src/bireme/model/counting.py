@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.model.graph import Argument, Graph, Operator, Reference, Value
+from bireme.model.argument import Argument, Reference
+from bireme.model.graph import Graph, Operator, Value
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
 

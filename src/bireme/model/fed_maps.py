@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bireme.model.graph import Operator, Reference
+from bireme.model.argument import Reference
+from bireme.model.graph import Operator
 from bireme.model.linear_maps import LinearMap, MapKind
 from bireme.model.stage import Resolve
 
-__all__ = ["Feed", "Outlet", "feeding"]
+__all__ = ["Feed", "GradientHook", "feeding"]
 
 Feed = Callable[[str, Tensor, Tensor], None]
 """Takes pairs of a weight, by its name: rows for its first axis, and for all others together."""
 
 
-class Outlet:
+class GradientHook:
     """Where pairs go: to the batch whose backward is running. One stage has one."""
 
     __slots__ = ("feed",)
@@ -36,7 +37,7 @@ class Outlet:
         self.feed(name, left, right)
 
 
-def feeding(resolve: Resolve, maps: Mapping[str, LinearMap], outlet: Outlet) -> Resolve:
+def feeding(resolve: Resolve, maps: Mapping[str, LinearMap], outlet: GradientHook) -> Resolve:
     """Resolves operators as before, but those that use one of these weights feed the outlet."""
 
     def resolved(operator: Operator) -> Callable[..., Any]:
@@ -47,7 +48,9 @@ def feeding(resolve: Resolve, maps: Mapping[str, LinearMap], outlet: Outlet) -> 
     return resolved
 
 
-def _fed(plain: Callable[..., Any], operator: Operator, one: LinearMap, outlet: Outlet) -> Callable[..., Any]:
+def _fed(
+    plain: Callable[..., Any], operator: Operator, one: LinearMap, outlet: GradientHook
+) -> Callable[..., Any]:
     place = operator.arguments.index(Reference(one.name))
     has_bias_first = one.kind is MapKind.PRODUCT and place == 2
     use: _Use = USES[one.kind](one)
@@ -76,7 +79,7 @@ class _Fed(torch.autograd.Function):
     def forward(
         ctx: Any,
         use: "_Use",
-        outlet: Outlet,
+        outlet: GradientHook,
         run: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         given: Tensor,
         weight: Tensor,

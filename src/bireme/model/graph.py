@@ -15,7 +15,17 @@ from bireme.bounds import Count, Place
 from bireme.model.argument import Argument, Reference, Token, references
 from bireme.model.length import evaluate
 
-__all__ = ["Argument", "Graph", "Operator", "Output", "Reference", "State", "Token", "Value", "references"]
+__all__ = [
+    "Argument",
+    "Graph",
+    "ModelState",
+    "Operator",
+    "Output",
+    "Reference",
+    "Token",
+    "Value",
+    "references",
+]
 
 BYTES_OF = {
     "float64": 8,
@@ -51,7 +61,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ModelState:
     """A parameter, a buffer, or a tensor that the model's code holds as a constant.
 
     `aliases` are the other names of the same tensor (tied weights). A constant carries its `data`.
@@ -129,9 +139,9 @@ class Graph:
     batch: Count
     any_batch: bool
     inputs: tuple[Value, ...]
-    parameters: tuple[State, ...]
-    buffers: tuple[State, ...]
-    constants: tuple[State, ...]
+    parameters: tuple[ModelState, ...]
+    buffers: tuple[ModelState, ...]
+    constants: tuple[ModelState, ...]
     operators: tuple[Operator, ...]
     outputs: tuple[Output, ...]
 

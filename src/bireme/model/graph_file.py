@@ -16,7 +16,7 @@ from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.argument import Reference, Token
-from bireme.model.graph import Graph, Operator, Output, State, Value
+from bireme.model.graph import Graph, ModelState, Operator, Output, Value
 
 __all__ = ["graph_hash", "load_graph", "save_graph"]
 
@@ -71,7 +71,7 @@ def _worded(thing: Any) -> Any:
             return {"token": kind, "name": name}
         case Operator():
             return _table(thing) | {"flops": float(thing.flops)}
-        case Value() | State() | Output():
+        case Value() | ModelState() | Output():
             return _table(thing)
         case tuple():
             return [_worded(part) for part in thing]
@@ -80,7 +80,7 @@ def _worded(thing: Any) -> Any:
     return thing
 
 
-def _num_bytes(state: State) -> int:
+def _num_bytes(state: ModelState) -> int:
     try:
         return state.num_bytes
     except KeyError as error:

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 
 from bireme.codec.gradient_words import GradientForm
 from bireme.errors import BiremeError
-from bireme.model.graph import Argument, Graph, Operator, Reference, State
+from bireme.model.argument import Argument, Reference
+from bireme.model.graph import Graph, ModelState, Operator
 
 __all__ = ["LinearMap", "MapKind", "chosen_maps", "linear_maps"]
 
@@ -111,11 +112,11 @@ def _all_smaller(maps: Mapping[str, LinearMap], form: GradientForm) -> dict[str,
     return found
 
 
-def _fits(state: State, pattern: str) -> bool:
+def _fits(state: ModelState, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in (state.name, *state.aliases))
 
 
-def _why_not(graph: Graph, own: list[State], maps: Mapping[str, LinearMap]) -> str:
+def _why_not(graph: Graph, own: list[ModelState], maps: Mapping[str, LinearMap]) -> str:
     if not own:
         some = ", ".join(list(maps)[:3])
         return f"which matches no parameter. The linear maps have names such as {some}."
@@ -131,7 +132,7 @@ def _why_not(graph: Graph, own: list[State], maps: Mapping[str, LinearMap]) -> s
     return f"but {one.name}, of shape {list(one.shape)}, is not the weight of a linear map. Leave it out."
 
 
-def _kind(operator: Operator, state: State) -> MapKind | None:
+def _kind(operator: Operator, state: ModelState) -> MapKind | None:
     """How an operator uses a weight, None if not as a linear map."""
     space, _, rest = operator.target.partition(".")
     name = rest.rpartition(".")[0]
@@ -151,5 +152,5 @@ def _kind(operator: Operator, state: State) -> MapKind | None:
     return None
 
 
-def _is(given: tuple[Argument, ...], place: int, state: State) -> bool:
+def _is(given: tuple[Argument, ...], place: int, state: ModelState) -> bool:
     return len(given) > place and given[place] == Reference(state.name)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
+from bireme.model.argument import Argument, Reference
 from bireme.model.capture import Inputs, Loss
 from bireme.model.convert import dtype_name
-from bireme.model.graph import Argument, Operator, Reference, State
+from bireme.model.graph import ModelState, Operator
 from bireme.model.torch_private import own_buffers, own_parameters
 
-__all__ = ["LOSS", "Caller", "Link", "Modules", "first_arguments", "links_of"]
+__all__ = ["LOSS", "Caller", "ChainLink", "Modules", "first_arguments", "links_of"]
 
 LOSS = "chain.loss"
 """The target of the operator that is the loss; it is given the last link's result and all inputs."""
@@ -24,17 +25,17 @@ Modules = nn.Sequential | Sequence[nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One module of a chain."""
 
     module: nn.Module
     target: str
     names: dict[str, str]
     """The module's own names of its parameters and buffers, and under which they are in the graph."""
-    states: tuple[State, ...]
+    states: tuple[ModelState, ...]
 
 
-def links_of(modules: Modules) -> dict[str, Link]:
+def links_of(modules: Modules) -> dict[str, ChainLink]:
     """The modules by their names in an nn.Sequential."""
     if isinstance(modules, nn.Sequential):
         inside = modules.named_modules(remove_duplicate=False)
@@ -59,7 +60,7 @@ def links_of(modules: Modules) -> dict[str, Link]:
         names = {local: first[id(tensor)] for local, tensor in _tensors(module)}
         persistent = set(module.state_dict(keep_vars=True))
         states = tuple(
-            State(
+            ModelState(
                 name=name,
                 shape=tuple(tensors[name].shape),
                 dtype=dtype_name(tensors[name].dtype),
@@ -71,7 +72,7 @@ def links_of(modules: Modules) -> dict[str, Link]:
             for local, name in names.items()
             if name == f"{key}.{local}"
         )
-        links[key] = Link(module, _target(module), names, states)
+        links[key] = ChainLink(module, _target(module), names, states)
     return links
 
 
@@ -95,7 +96,7 @@ class Caller:
     """
 
     def __init__(
-        self, links: Mapping[str, Link], inputs: tuple[str, ...], loss: Loss | None, training: bool
+        self, links: Mapping[str, ChainLink], inputs: tuple[str, ...], loss: Loss | None, training: bool
     ) -> None:
         self.links = links
         self.inputs = inputs
@@ -127,7 +128,7 @@ class Caller:
 
         return call_loss
 
-    def _function_of_link(self, link: Link) -> Callable[..., Any]:
+    def _function_of_link(self, link: ChainLink) -> Callable[..., Any]:
         training, module = self.training, link.module
         places = _places(module, link.names)
         inside = list(module.modules())

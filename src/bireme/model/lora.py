@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError, closest
-from bireme.model.graph import Graph, State
-from bireme.model.part import ALL_LINEAR, Lora
+from bireme.model.graph import Graph, ModelState
+from bireme.model.part import ALL_LINEAR, LoraPart
 
 __all__ = ["Adapter", "add_adapter"]
 
@@ -66,7 +66,7 @@ class Adapter:
             graph, parameters=self._of_base(graph.parameters), buffers=self._of_base(graph.buffers)
         )
 
-    def _of_base(self, states: Iterable[State]) -> tuple[State, ...]:
+    def _of_base(self, states: Iterable[ModelState]) -> tuple[ModelState, ...]:
         return tuple(
             replace(
                 state,
@@ -154,7 +154,7 @@ class _Merged(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def add_adapter(model: nn.Module, lora: Lora) -> Adapter:
+def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
     """Wrap the targets of a model in place; only the adapter's parameters learn from then on."""
     peft = peft_library()
     base = copy.deepcopy(model)

@@ -79,7 +79,7 @@ def _run(model: torch.nn.Module, inputs: Any, loss: Loss | None, *, training: bo
         calls.made[id(tensor)] = _Made(tensor, name)
         calls.told.append((name, tensor.requires_grad))
     given = inputs.values() if isinstance(inputs, dict) else inputs
-    for place, one in enumerate(_tensors(list(given))):
+    for place, one in enumerate(_tensors_within(list(given))):
         calls.made[id(one)] = _Made(one, f"input {place}")
     with as_in_capture(), calls:
         returned = Whole(copy, loss, names)(inputs)
@@ -126,7 +126,7 @@ class _Calls(TorchFunctionMode):
             self.told.append((func, self.known(args), self.known(named)))
         result = func(*args, **named)
         number = len(self.told)
-        for place, one in enumerate(_tensors(result)):
+        for place, one in enumerate(_tensors_within(result)):
             # What writes to a tensor returns it, and so does a dropout that drops nothing.
             if drops or id(one) not in self.made:
                 self.made[id(one)] = _Made(one, (number, place))
@@ -145,9 +145,9 @@ class _Calls(TorchFunctionMode):
         return type(given), given
 
 
-def _tensors(result: Any) -> Iterable[Tensor]:
+def _tensors_within(result: Any) -> Iterable[Tensor]:
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):
         for one in result:
-            yield from _tensors(one)
+            yield from _tensors_within(one)

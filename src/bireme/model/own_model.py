@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.capture import resized
 from bireme.model.examples import example_inputs
-from bireme.model.graph import State
+from bireme.model.graph import ModelState
 from bireme.model.torch_private import own_buffers, own_parameters
 from bireme.user_code import reason_of, user_function
 
@@ -56,7 +56,7 @@ def own_model(
     return model, example_inputs(model, model.config, batch, length)
 
 
-def made_states(text: str, states: Sequence[State], seed: int) -> dict[str, Tensor]:
+def made_states(text: str, states: Sequence[ModelState], seed: int) -> dict[str, Tensor]:
     """The numbers of these parameters and buffers, as the function makes them on the CPU.
 
     Parameters of real numbers come in float32, all else in the type of the state. A parameter with a NaN is
@@ -93,7 +93,7 @@ def made_states(text: str, states: Sequence[State], seed: int) -> dict[str, Tens
     return found
 
 
-def _check_no_nan(text: str, state: State, tensor: Tensor) -> None:
+def _check_no_nan(text: str, state: ModelState, tensor: Tensor) -> None:
     # The sum is quick and takes no memory. Infinities can make it NaN too, so the elements decide.
     is_real = state.is_parameter and tensor.is_floating_point()
     if is_real and bool(tensor.detach().sum().isnan()) and bool(tensor.isnan().any()):

@@ -5,14 +5,14 @@ It is data and imports no torch: a run file and the command line make it, `load_
 
 from dataclasses import dataclass
 
-__all__ = ["ALL_LINEAR", "WHOLE", "Lora", "Part"]
+__all__ = ["ALL_LINEAR", "WHOLE", "LoraPart", "TrainedPart"]
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the output head."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
+class LoraPart:
     """A low-rank adapter: every target W becomes W + alpha / rank · B A, and only A and B learn.
 
     `targets` are names of modules, or ends of names, as in the peft library; `alpha` is twice the rank where
@@ -31,13 +31,13 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TrainedPart:
     """What learns. `train` and `freeze` are fnmatch patterns over the model's own parameter names."""
 
     train: tuple[str, ...] | None = None
     freeze: tuple[str, ...] | None = None
-    lora: Lora | None = None
+    lora: LoraPart | None = None
 
 
-WHOLE = Part()
+WHOLE = TrainedPart()
 """All that the model itself leaves trainable."""

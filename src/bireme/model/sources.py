@@ -25,11 +25,11 @@ from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
 from bireme.model.lora import Adapter, add_adapter
 from bireme.model.own_model import own_model
-from bireme.model.part import WHOLE, Part
+from bireme.model.part import WHOLE, TrainedPart
 from bireme.model.trainable import choose_trainable
 from bireme.user_code import PREFIX, names_function, reason_of
 
-__all__ = ["NOTATIONS", "Source", "load_source"]
+__all__ = ["NOTATIONS", "ModelSource", "load_source"]
 
 NOTATIONS = (
     "gpt:layers=8,width=256,heads=8,vocab=256,context=128",
@@ -57,7 +57,7 @@ LARGEST_BATCH, LONGEST = 2**20, 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A model and its example inputs. `folder` holds its weights, None if no folder does. `adapter` is the
     adapter that was added to it, if there is one. `is_own` if a function of the user makes the model.
 
@@ -90,10 +90,10 @@ def load_source(
     device: str = "meta",
     dtype: str | None = None,
     training: bool = True,
-    part: Part = WHOLE,
+    part: TrainedPart = WHOLE,
     weights: Path | None = None,
     seed: int = 0,
-) -> Source:
+) -> ModelSource:
     """The model that `text` names, in training or evaluation mode, with inputs of `batch` samples.
 
     Of it `part` learns.
@@ -125,7 +125,7 @@ def load_source(
     if part.train is not None or part.freeze is not None:
         choose_trainable(model, train=part.train, freeze=part.freeze)
     adapter = None if part.lora is None else add_adapter(model, part.lora)
-    return Source(text, model.train(training), inputs, folder, adapter, is_own)
+    return ModelSource(text, model.train(training), inputs, folder, adapter, is_own)
 
 
 def is_function(text: str) -> bool:

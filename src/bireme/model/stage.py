@@ -15,7 +15,8 @@ import torch
 
 from bireme.devices import default_generator, is_accelerator
 from bireme.errors import BiremeError
-from bireme.model.graph import Argument, Graph, Operator, Reference, State, Token, Value
+from bireme.model.argument import Argument, Reference, Token
+from bireme.model.graph import Graph, ModelState, Operator, Value
 from bireme.model.length import Length, evaluate, expand
 from bireme.model.torch_private import compiler_errors, cpp_compiler, set_grad_enabled
 from bireme.model.units import Unit
@@ -229,7 +230,7 @@ class _Builder:
     def start_stream(self, seed: torch.fx.Node, unit: int) -> None:
         self.graph.call_function(_start_stream, (seed, unit, self.device))
 
-    def hold(self, state: State) -> None:
+    def hold(self, state: ModelState) -> None:
         attribute = f"constant{len(self.nodes)}"
         dtype = getattr(torch, state.dtype)
         data = (

@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bireme.model.graph import Argument, Graph, Reference, Token, Value, references
+from bireme.model.argument import Argument, Reference, Token, references
+from bireme.model.graph import Graph, Value
 
 __all__ = ["Unit", "units_of"]
 

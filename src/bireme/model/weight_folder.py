@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError, closest
-from bireme.model.graph import Graph, State
+from bireme.model.graph import Graph, ModelState
 
 __all__ = ["check_weights", "load_weights", "open_weights", "weight_files"]
 
@@ -226,7 +226,7 @@ class _Sources:
             rule.parts.append((pattern, key))
             self.rules |= {name.replace(first, other): rule for other in others}
 
-    def read(self, state: State) -> Tensor:
+    def read(self, state: ModelState) -> Tensor:
         """The tensor of a state, in the shape that the graph has it."""
         names = [state.name, *state.aliases]
         rule = next((self.rules[name] for name in names if name in self.rules), None)
@@ -242,7 +242,7 @@ class _Sources:
             )
         return tensor
 
-    def _key(self, state: State, names: list[str]) -> str:
+    def _key(self, state: ModelState, names: list[str]) -> str:
         exact = [self.key[name] for name in names if name in self.key]
         if exact:
             return exact[0]
@@ -261,7 +261,7 @@ class _Sources:
             f"another model. {closest(state.name, self.key)}"
         )
 
-    def _convert(self, state: State, names: list[str], rule: _Rule) -> Tensor:
+    def _convert(self, state: ModelState, names: list[str], rule: _Rule) -> Tensor:
         if not any(name in rule.made for name in names):
             converter = copy.deepcopy(rule.converter)
             for pattern, key in rule.parts:

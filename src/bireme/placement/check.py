@@ -13,7 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from bireme.placement.latency.latency import latency_of
 from bireme.placement.workload import Edge, Objective, Workload, device_names
 
-__all__ = ["Verdict", "Work", "check", "pieces_of", "work_of"]
+__all__ = ["DeviceWork", "PlacementVerdict", "check", "pieces_of", "work_of"]
 
 SLACK = 2e-12
 """Relative room for the rounding of sums of bytes that are not whole; more than what searches allow."""
@@ -26,7 +26,7 @@ MOST_SENTENCES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlacementVerdict:
     """What was found: a sentence for every broken rule, and the numbers of a placement that can be counted.
 
     `contiguous` is the published rule: no path leaves a device and enters it again (for latency: a piece of
@@ -47,7 +47,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Work:
+class DeviceWork:
     """What a device does: its forward and backward times of computing and of moving, and what it holds."""
 
     compute: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -74,14 +74,14 @@ def check(
     contiguous: bool = True,
     num_pieces: int = 1,
     pieces: Sequence[int] | None = None,
-) -> Verdict:
+) -> PlacementVerdict:
     """Check the device of each node and, for latency, its piece; without pieces, `pieces_of` cuts them.
 
     `contiguous` says whether a device must be contiguous. A piece for latency always must.
     """
     missing = tuple(_without_device(workload, devices))
     if missing:
-        return Verdict(missing, math.inf, (), contiguous=False, ordered=False)
+        return PlacementVerdict(missing, math.inf, (), contiguous=False, ordered=False)
     placed = _Placed(workload, devices)
     problems = [*_unsupported(placed), *_too_large(placed), *_torn_colours(placed, objective)]
     if objective is Objective.LATENCY:
@@ -101,15 +101,17 @@ def check(
         works = work_of(workload, devices)
         value = _value(works, objective)
         loads = tuple(work.forward + work.backward for work in works)
-    return Verdict(tuple(problems), value, loads, contiguous=not entered_again, ordered=_in_line(placed))
+    return PlacementVerdict(
+        tuple(problems), value, loads, contiguous=not entered_again, ordered=_in_line(placed)
+    )
 
 
-def work_of(workload: Workload, devices: Sequence[int], pieces: Sequence[int] = ()) -> tuple[Work, ...]:
+def work_of(workload: Workload, devices: Sequence[int], pieces: Sequence[int] = ()) -> tuple[DeviceWork, ...]:
     """What each device does.
 
     An output is moved once for each device, or piece of one, that makes it or needs it; CPUs move nothing.
     """
-    works = tuple(Work() for _ in device_names(workload))
+    works = tuple(DeviceWork() for _ in device_names(workload))
     runs = list(zip(devices, pieces or [0] * len(devices), strict=True))
     place_of = {node.id: place for place, node in enumerate(workload.nodes)}
     elsewhere: list[set[tuple[int, int]]] = [set() for _ in runs]
@@ -151,7 +153,7 @@ def pieces_of(workload: Workload, devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(pieces)
 
 
-def _value(works: Sequence[Work], objective: Objective) -> float:
+def _value(works: Sequence[DeviceWork], objective: Objective) -> float:
     if objective is Objective.FLUSH:
         return max(work.forward for work in works) + max(work.backward for work in works)
     return max(work.forward + work.backward for work in works)

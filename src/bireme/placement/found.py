@@ -8,14 +8,14 @@ import numpy as np
 from bireme.placement.items import Floats, Items
 from bireme.placement.workload import Objective
 
-__all__ = ["Found", "fits", "loads_of", "value_of"]
+__all__ = ["FoundPlacement", "fits", "loads_of", "value_of"]
 
 SLACK = 1e-9
 """Relative: values that differ by less are the same, added up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlacement:
     """A placement: the device of each item, its value, and a value that no placement is below."""
 
     where: tuple[int, ...]

@@ -16,8 +16,8 @@ from bireme.placement.items import Floats, Integers, Items
 from bireme.placement.workload import Objective
 
 __all__ = [
-    "State",
-    "Tables",
+    "MoveState",
+    "MoveTables",
     "draw",
     "excess",
     "overflow",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Tables(NamedTuple):
+class MoveTables(NamedTuple):
     """What does not change while items move.
 
     `time` is by kind of device (0 accelerator, 1 CPU), item and column; loads have two columns where forward
@@ -51,7 +51,7 @@ class Tables(NamedTuple):
     per_byte: float
 
 
-class State(NamedTuple):
+class MoveState(NamedTuple):
     """Where the items are, and what follows from it: pins of each net on each device, loads, bytes held.
 
     `trial` has the loads of two devices for a move that is weighed. `best` is the best placement that was
@@ -68,14 +68,14 @@ class State(NamedTuple):
     random: Integers
 
 
-def tables_of(items: Items, objective: Objective, *, unit: float = 1.0) -> Tables:
+def tables_of(items: Items, objective: Objective, *, unit: float = 1.0) -> MoveTables:
     """The tables of items, with all times and costs divided by a unit."""
     time = np.stack([items.accelerator_time, items.cpu_time]) / unit
     cost = items.net_cost / unit
     if objective is not Objective.FLUSH:
         time, cost = time.sum(axis=2, keepdims=True), cost.sum(axis=1, keepdims=True)
     most_bytes = items.room
-    return Tables(
+    return MoveTables(
         np.ascontiguousarray(time),
         items.size,
         ~items.supported,
@@ -90,10 +90,10 @@ def tables_of(items: Items, objective: Objective, *, unit: float = 1.0) -> Table
     )
 
 
-def state_of(items: Items, tables: Tables, where: Sequence[int], seed: int) -> State:
+def state_of(items: Items, tables: MoveTables, where: Sequence[int], seed: int) -> MoveState:
     """The state of a placement, with nothing kept as the best so far."""
     columns = tables.net_cost.shape[1]
-    state = State(
+    state = MoveState(
         np.array(where, np.int64),
         np.zeros((len(tables.net_cost), items.num_devices), np.int64),
         np.zeros((items.num_devices, columns)),
@@ -119,7 +119,7 @@ def draw(random: Integers, limit: int) -> int:
 
 
 @compiled
-def recount(tables: Tables, state: State) -> None:
+def recount(tables: MoveTables, state: MoveState) -> None:
     """Work out pins, loads and bytes from where the items are."""
     state.pins_on[:] = 0
     state.load[:] = 0.0
@@ -142,7 +142,7 @@ def recount(tables: Tables, state: State) -> None:
 
 
 @compiled
-def weigh(tables: Tables, state: State, item: int, target: int) -> None:
+def weigh(tables: MoveTables, state: MoveState, item: int, target: int) -> None:
     """What would be the loads of an item's device and of another one, had it moved there: in `trial`."""
     source = state.where[item]
     on_source = source < tables.num_accelerators
@@ -170,7 +170,7 @@ def weigh(tables: Tables, state: State, item: int, target: int) -> None:
 
 
 @compiled
-def shift(tables: Tables, state: State, item: int, target: int) -> None:
+def shift(tables: MoveTables, state: MoveState, item: int, target: int) -> None:
     """Move an item to another device."""
     weigh(tables, state, item, target)
     source = state.where[item]
@@ -186,7 +186,7 @@ def shift(tables: Tables, state: State, item: int, target: int) -> None:
 
 
 @compiled
-def excess(tables: Tables, held: float, device: int) -> float:
+def excess(tables: MoveTables, held: float, device: int) -> float:
     """What a device holds too much, as a part of an accelerator's memory."""
     if device >= tables.num_accelerators:
         return 0.0
@@ -194,7 +194,7 @@ def excess(tables: Tables, held: float, device: int) -> float:
 
 
 @compiled
-def overflow(tables: Tables, state: State) -> float:
+def overflow(tables: MoveTables, state: MoveState) -> float:
     """What all devices hold too much."""
     total = 0.0
     for device in range(tables.num_accelerators):
@@ -203,7 +203,7 @@ def overflow(tables: Tables, state: State) -> float:
 
 
 @compiled
-def value_now(state: State) -> float:
+def value_now(state: MoveState) -> float:
     """What the placement comes to: the largest load of each column, added."""
     value = 0.0
     for column in range(state.load.shape[1]):

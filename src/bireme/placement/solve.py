@@ -8,13 +8,14 @@ from time import monotonic
 
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import HAS_SOLVER, Anywhere
-from bireme.placement.baselines.simple import greedy, local_search, pipedream, single
+from bireme.placement.baselines.local_search import local_search
+from bireme.placement.baselines.simple import greedy, pipedream, single
 from bireme.placement.bounds import simple_bound
 from bireme.placement.check import check
 from bireme.placement.contiguous.chain import NoSplitFoundError
-from bireme.placement.contiguous.search import MOST_IDEALS, Contiguous, Split, carried_over
+from bireme.placement.contiguous.search import MOST_IDEALS, Contiguous, ContiguousSplit, carried_over
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import Found, loads_of
+from bireme.placement.found import FoundPlacement, loads_of
 from bireme.placement.integer.contiguous import solve_contiguous
 from bireme.placement.items import Items
 from bireme.placement.latency.integer import solve_latency
@@ -152,7 +153,7 @@ class _Solving:
             return self._of(Method.MILP, anywhere.items, found)
         return self._integer_contiguous(anywhere.split)
 
-    def _integer_contiguous(self, split: Split | None) -> Placement:
+    def _integer_contiguous(self, split: ContiguousSplit | None) -> Placement:
         items = items_of(self.workload, contiguous=True, weightless=Weightless.STAY)
         if len(items) > MOST_ITEMS_IN_PROGRAM:
             raise BiremeError(
@@ -179,16 +180,18 @@ class _Solving:
                 found = single(items, self.objective)
         return self._of(method, items, self._bounded(found))
 
-    def _bounded(self, found: Found) -> Found:
+    def _bounded(self, found: FoundPlacement) -> FoundPlacement:
         """The same, bounded by counting work."""
         bare = items_of(self.workload, contiguous=False, weightless=Weightless.VANISH)
         return replace(found, lower_bound=min(found.value, simple_bound(bare, self.objective)))
 
-    def _of_split(self, method: Method, split: Split) -> Placement:
+    def _of_split(self, method: Method, split: ContiguousSplit) -> Placement:
         found = split.found if self.is_contiguous else self._bounded(split.found)
         return self._of(method, split.items, found, num_ideals=split.num_ideals)
 
-    def _of(self, method: Method, items: Items, found: Found, num_ideals: int | None = None) -> Placement:
+    def _of(
+        self, method: Method, items: Items, found: FoundPlacement, num_ideals: int | None = None
+    ) -> Placement:
         devices = [0] * len(self.workload.nodes)
         for members, device in zip(items.members, found.where, strict=True):
             for place in members:
@@ -222,7 +225,7 @@ class _Solving:
         bound = (
             latency_lower_bound(self.workload)
             if is_latency
-            else self._bounded(Found((), verdict.value, 0.0)).lower_bound
+            else self._bounded(FoundPlacement((), verdict.value, 0.0)).lower_bound
         )
         return Placement(
             self.objective,

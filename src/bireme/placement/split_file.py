@@ -21,13 +21,13 @@ from bireme.placement.placement import Placement
 from bireme.placement.workload import Objective, Workload, device_names
 from bireme.placement.workload_file import Whole
 
-__all__ = ["Split", "load_split", "read_split", "write_split"]
+__all__ = ["WrittenSplit", "load_split", "read_split", "write_split"]
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class WrittenSplit:
     """The device of each node, in the workload's order, and what else the file says of it.
 
     `pieces` are empty where the file names none, else numbered from 0 on each device; `value` and `objective`
@@ -46,7 +46,7 @@ def load_split(path: Path, workload: Workload) -> tuple[int, ...]:
     return read_split(path, workload).devices
 
 
-def read_split(path: Path, workload: Workload) -> Split:
+def read_split(path: Path, workload: Workload) -> WrittenSplit:
     """A split with what the file claims of it."""
     plain = read_json_object(path)
     try:
@@ -73,32 +73,32 @@ def write_split(path: Path, workload: Workload, placement: Placement) -> None:
     write_text_atomically(path, json.dumps(document, allow_nan=False, indent=1) + "\n")
 
 
-_Number = Annotated[float, Field(allow_inf_nan=False)]
+_SplitNumber = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Document(BaseModel):
+class _SplitDocument(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class _AssignmentDocument(_Document):
+class _AssignmentDocument(_SplitDocument):
     assignment: dict[str, str]
     pieces: dict[str, Whole] | None = None
-    value: _Number | None = None
+    value: _SplitNumber | None = None
     objective: str | None = None
-    loads: dict[str, _Number] | None = None
+    loads: dict[str, _SplitNumber] | None = None
 
 
-class _DeviceDocument(_Document):
+class _DeviceDocument(_SplitDocument):
     nodes: list[Whole]
 
 
-class _PublishedDocument(_Document):
-    max_load: Annotated[_Number | None, Field(alias="maxLoad")] = None
+class _PublishedDocument(_SplitDocument):
+    max_load: Annotated[_SplitNumber | None, Field(alias="maxLoad")] = None
     fpgas: list[_DeviceDocument] = []
     cpus: list[_DeviceDocument] = []
 
 
-def _assigned(document: _AssignmentDocument, workload: Workload) -> Split:
+def _assigned(document: _AssignmentDocument, workload: Workload) -> WrittenSplit:
     numbers = {name: number for number, name in enumerate(device_names(workload))}
     placed = []
     for node, name in _by_node(document.assignment, workload):
@@ -123,7 +123,7 @@ def _assigned(document: _AssignmentDocument, workload: Workload) -> Split:
     if loads and loads.keys() != numbers.keys():
         raise BiremeError(f"`loads` must have a number for each device. {_there(workload)}")
     devices = tuple(device_of[node.id] for node in workload.nodes)
-    return Split(
+    return WrittenSplit(
         devices,
         _renumbered(devices, [pieces.get(node.id, 0) for node in workload.nodes]) if pieces else (),
         document.value,
@@ -152,7 +152,7 @@ def _by_node(plain: Mapping[str, Value], workload: Workload) -> Iterator[tuple[i
         yield known[text], value
 
 
-def _published(document: _PublishedDocument, workload: Workload) -> Split:
+def _published(document: _PublishedDocument, workload: Workload) -> WrittenSplit:
     known = {node.id for node in workload.nodes}
     placed = []
     kinds = (
@@ -173,7 +173,7 @@ def _published(document: _PublishedDocument, workload: Workload) -> Split:
     _check_complete(device_of, workload)
     # Splits made by hand often say 0, or nothing at all.
     claimed = document.max_load or None
-    return Split(tuple(device_of[node.id] for node in workload.nodes), value=claimed)
+    return WrittenSplit(tuple(device_of[node.id] for node in workload.nodes), value=claimed)
 
 
 def _complete_by_colour(device_of: dict[int, int], workload: Workload) -> None:

@@ -20,14 +20,14 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.placement.workload import Edge, Node, Workload
 
-__all__ = ["Counts", "ReadWorkload", "Whole", "load_workload", "read_workload", "write_workload"]
+__all__ = ["DeviceCounts", "ReadWorkload", "Whole", "load_workload", "read_workload", "write_workload"]
 
 MOST_WARNINGS = 5
 """More different unknown keys than these are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class DeviceCounts:
     """Devices to place on instead of those that a file names; None keeps what the file says."""
 
     accelerators: int | None = None
@@ -48,7 +48,7 @@ def load_workload(path: Path) -> Workload:
     return read_workload(path).workload
 
 
-def read_workload(path: Path, counts: Counts | None = None) -> ReadWorkload:
+def read_workload(path: Path, counts: DeviceCounts | None = None) -> ReadWorkload:
     """The workload in a file, with the devices of `counts` where those are given, and warnings."""
     plain = read_json_object(path)
     _refuse_merged(plain, path)
@@ -57,7 +57,7 @@ def read_workload(path: Path, counts: Counts | None = None) -> ReadWorkload:
     except ValidationError as error:
         raise BiremeError(f"{path}: {_sentence(error, plain)}") from None
     try:
-        workload = document.workload(counts or Counts())
+        workload = document.workload(counts or DeviceCounts())
     except BiremeError as error:
         raise BiremeError(f"{path}: {error}") from None
     return ReadWorkload(workload, tuple(_warnings(plain, path)))
@@ -157,7 +157,7 @@ class _WorkloadDocument(_Document):
     nodes: Annotated[list[_NodeDocument], Field(description="the operators")]
     edges: Annotated[list[_EdgeDocument], Field(description="what flows between operators")]
 
-    def workload(self, counts: Counts) -> Workload:
+    def workload(self, counts: DeviceCounts) -> Workload:
         size = counts.accelerator_bytes
         return Workload(
             nodes=tuple(node.node() for node in self.nodes),

@@ -20,8 +20,8 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.ring import hops
 from bireme.profile.profile import Profile
 from bireme.schedule.rule import Rule
-from bireme.simulate.agreements import Everyone, Groups, OuterRounds
-from bireme.simulate.replicas import Exchange, Speed, Work
+from bireme.simulate.agreements import Everyone, GroupsAgreement, OuterRounds
+from bireme.simulate.replicas import Exchange, SampleWork, Speed
 from bireme.simulate.together import Agreement, Together, one_stage
 from bireme.sync.coordinator.settings import GroupSettings
 
@@ -105,7 +105,7 @@ def _forecasts(
 
 def _agreement(steps: AgreementSteps, own_s: float) -> Agreement:
     if steps.mode == "groups":
-        return Groups(GroupSettings(steps.every), 1)
+        return GroupsAgreement(GroupSettings(steps.every), 1)
     return OuterRounds(steps.every, own_s / 2)
 
 
@@ -134,7 +134,7 @@ def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
 def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exchange: Exchange) -> float:
     every = agreement.every if isinstance(agreement, OuterRounds) else 1
     make = one_stage(agreement.average_lag)
-    work = Work((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
+    work = SampleWork((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
     num_rounds = EXCHANGES * ceil(max(ALL_BATCHES // width, LEAST_BATCHES) / (EXCHANGES * every))

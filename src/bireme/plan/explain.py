@@ -7,12 +7,12 @@ from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.what_if import Change, changes
+from bireme.plan.what_if import WhatIf, changes
 from bireme.profile.profile import Profile
 
 __all__ = ["Help", "explain"]
 
-Search = Callable[[Profile, Cluster, PlanRequest], object]
+ExplainingSearch = Callable[[Profile, Cluster, PlanRequest], object]
 """`find_plan`: an `Answer`, or something else where nothing fits."""
 
 Tell = Callable[[float, str], None]
@@ -34,7 +34,7 @@ def explain(
     cluster: Cluster,
     request: PlanRequest,
     answer: Answer,
-    search: Search,
+    search: ExplainingSearch,
     *,
     tell: Tell = lambda *_: None,
 ) -> tuple[Help, ...]:
@@ -53,7 +53,7 @@ def explain(
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def _planned(search: Search, profile: Profile, change: Change) -> Answer | None:
+def _planned(search: ExplainingSearch, profile: Profile, change: WhatIf) -> Answer | None:
     try:
         found = search(profile, change.cluster, change.request)
     except BiremeError:

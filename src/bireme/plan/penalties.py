@@ -18,7 +18,7 @@ __all__ = [
     "DEFAULT_DELAY_WARMUP",
     "ENOUGH_STEPS",
     "MEASURED",
-    "Steps",
+    "PenaltySteps",
     "delay_warmup_of",
     "steps_for_one",
     "unseen_share",
@@ -35,7 +35,7 @@ Short runs show that it must outlast the warm-up of the rate; this number is a j
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class PenaltySteps:
     """Steps for one: so many with the whole batch before seen, and so many more with nothing of it."""
 
     seen: float
@@ -46,11 +46,27 @@ class Steps:
         return self.seen + unseen * self.unseen
 
 
-MEASURED: Mapping[tuple[Rule, bool], Mapping[str, Steps]] = {
-    (Rule.DELAYED, False): {"adamw": Steps(2.15), "muon": Steps(1.74), "sgd": Steps(3.66)},
-    (Rule.DELAYED, True): {"adamw": Steps(1.48), "muon": Steps(1.51), "sgd": Steps(2.06)},
-    (Rule.FRESH, False): {"adamw": Steps(1.03, 0.32), "muon": Steps(1.01, 0.11), "sgd": Steps(1.0, 0.34)},
-    (Rule.FRESH, True): {"adamw": Steps(1.0, 0.11), "muon": Steps(1.0, 0.07), "sgd": Steps(1.0)},
+MEASURED: Mapping[tuple[Rule, bool], Mapping[str, PenaltySteps]] = {
+    (Rule.DELAYED, False): {
+        "adamw": PenaltySteps(2.15),
+        "muon": PenaltySteps(1.74),
+        "sgd": PenaltySteps(3.66),
+    },
+    (Rule.DELAYED, True): {
+        "adamw": PenaltySteps(1.48),
+        "muon": PenaltySteps(1.51),
+        "sgd": PenaltySteps(2.06),
+    },
+    (Rule.FRESH, False): {
+        "adamw": PenaltySteps(1.03, 0.32),
+        "muon": PenaltySteps(1.01, 0.11),
+        "sgd": PenaltySteps(1.0, 0.34),
+    },
+    (Rule.FRESH, True): {
+        "adamw": PenaltySteps(1.0, 0.11),
+        "muon": PenaltySteps(1.0, 0.07),
+        "sgd": PenaltySteps(1.0),
+    },
 }
 """By the rule and whether the run starts without delay; optimisers that are not here are taken for adamw."""
 

@@ -16,11 +16,11 @@ from bireme.files import write_text_atomically
 from bireme.plan.forecast import Answer, Candidate, Forecast, Origin
 from bireme.plan.hashes import PlannedUnit
 from bireme.plan.plan import Plan
-from bireme.plan.summary import Summary, summarize
+from bireme.plan.summary import PlanSummary, summarize
 
-__all__ = ["FORMAT", "SavedPlan", "load_plan", "plain_plan", "saved_plan", "write_plan"]
+__all__ = ["PLAN_FORMAT", "SavedPlan", "load_plan", "plain_plan", "saved_plan", "write_plan"]
 
-FORMAT = 1
+PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SavedPlan:
     forecast: Forecast | None = None
     origin: Origin | None = None
     units: tuple[PlannedUnit, ...] = ()
-    others: tuple[Summary, ...] = ()
+    others: tuple[PlanSummary, ...] = ()
 
 
 def saved_plan(found: Answer | Candidate | Plan, units: tuple[PlannedUnit, ...] = ()) -> SavedPlan:
@@ -57,7 +57,7 @@ def write_plan(
 
 def plain_plan(saved: SavedPlan) -> dict[str, Any]:
     """A plan in the words of JSON. What only plans that page or share have is left out of others."""
-    plain = {"format": FORMAT, **asdict(saved)}
+    plain = {"format": PLAN_FORMAT, **asdict(saved)}
     if saved.plan.sweep == 1:
         del plain["plan"]["sweep"]
     if saved.plan.paging is None:
@@ -82,7 +82,7 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
 
 def load_plan(path: Path) -> SavedPlan:
     """The plan in a file."""
-    saved = read_dataclass(path, SavedPlan, number=FORMAT)
+    saved = read_dataclass(path, SavedPlan, number=PLAN_FORMAT)
     try:
         _check(saved)
     except BiremeError as error:

@@ -10,7 +10,7 @@ from bireme.plan.forecast import Candidate
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.rule import Rule
 
-__all__ = ["ZERO_BUBBLE", "Kind", "Summary", "best_of_kinds", "headroom_bytes", "summarize"]
+__all__ = ["ZERO_BUBBLE", "PlanKind", "PlanSummary", "best_of_kinds", "headroom_bytes", "summarize"]
 
 ZERO_BUBBLE = frozenset({"zb-h1", "zbv"})
 """The schedules that split the backward in two so that nothing waits."""
@@ -32,7 +32,7 @@ class PlanShape(Protocol):
         """How many replicas."""
 
 
-class Kind(StrEnum):
+class PlanKind(StrEnum):
     """What a plan is, as people compare plans."""
 
     DELAYED = "2bw"
@@ -44,26 +44,26 @@ class Kind(StrEnum):
     STASHED = "pipedream"
 
     @staticmethod
-    def of(plan: PlanShape) -> "Kind":
+    def of(plan: PlanShape) -> "PlanKind":
         """The kind of a plan, or of all plans of a shape."""
         rule = schedule_named(plan.schedule).rule
         if rule is not Rule.SYNCHRONOUS:
             return OF_DELAY[rule]
         if plan.num_stages == 1:
-            return Kind.ONE_DEVICE if plan.width == 1 else Kind.DATA_PARALLEL
-        return Kind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else Kind.FLUSH
+            return PlanKind.ONE_DEVICE if plan.width == 1 else PlanKind.DATA_PARALLEL
+        return PlanKind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else PlanKind.FLUSH
 
 
-OF_DELAY = {Rule.DELAYED: Kind.DELAYED, Rule.FRESH: Kind.FRESH, Rule.STASHED: Kind.STASHED}
+OF_DELAY = {Rule.DELAYED: PlanKind.DELAYED, Rule.FRESH: PlanKind.FRESH, Rule.STASHED: PlanKind.STASHED}
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class PlanSummary:
     """`depth` is how many devices a replica has, on which its stages lie; `micro_batch_sizes` has a size for
     each replica. The rest means what it does in plan and forecast.
     """
 
-    kind: Kind
+    kind: PlanKind
     schedule: str
     depth: Count
     width: Count
@@ -81,13 +81,13 @@ class Summary:
     joules_per_sample: Positive | None = None
 
 
-def summarize(candidate: Candidate) -> Summary:
+def summarize(candidate: Candidate) -> PlanSummary:
     """A candidate in short."""
     plan, forecast = candidate.plan, candidate.forecast
     batch_size = max(1, round(forecast.samples_per_s * forecast.batch_s))
     equal = -(-batch_size // (plan.width * plan.num_microbatches))
-    return Summary(
-        kind=Kind.of(plan),
+    return PlanSummary(
+        kind=PlanKind.of(plan),
         schedule=plan.schedule,
         depth=plan.num_ranks // plan.width,
         width=plan.width,
@@ -106,9 +106,9 @@ def summarize(candidate: Candidate) -> Summary:
     )
 
 
-def best_of_kinds(candidates: Iterable[Candidate]) -> dict[Kind, Summary]:
+def best_of_kinds(candidates: Iterable[Candidate]) -> dict[PlanKind, PlanSummary]:
     """The first candidate of each kind; the candidates come best first."""
-    found: dict[Kind, Summary] = {}
+    found: dict[PlanKind, PlanSummary] = {}
     for candidate in candidates:
         short = summarize(candidate)
         found.setdefault(short.kind, short)

@@ -13,7 +13,7 @@ from bireme.codec.sum_words import SumCost, parse_sum_codec, sum_cost
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.plan_request import AUTO, PlanRequest
 
-__all__ = ["Change", "changes"]
+__all__ = ["WhatIf", "changes"]
 
 TIMES = 2
 """As much of it: enough to see whether a thing limits."""
@@ -31,7 +31,7 @@ Group = TypeVar("Group", Bridge, Mesh, Card)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WhatIf:
     """What is otherwise, in words that follow on "with", and the cluster and request that are then."""
 
     words: str
@@ -39,11 +39,11 @@ class Change:
     request: PlanRequest
 
 
-def changes(cluster: Cluster, request: PlanRequest) -> Iterator[Change]:
+def changes(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
     """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
     for device in _most_frequent([placed.device for placed in cluster.devices()]):
         names = [placed.name for placed in cluster.devices() if placed.device == device]
-        yield Change(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
+        yield WhatIf(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
     links = [(type(group), group.link) for server in cluster.servers for group in _groups(server)]
     for kind, link in _most_frequent(links):
         names = [
@@ -54,28 +54,28 @@ def changes(cluster: Cluster, request: PlanRequest) -> Iterator[Change]:
         ]
         if _faster(link) != link:
             other = _with_link(cluster, kind, link, _faster(link))
-            yield Change(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, request)
+            yield WhatIf(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, request)
     rate = None if cluster.switch is None else cluster.switch.bytes_per_s
     if cluster.switch is not None and rate is not None and _more(rate) != rate:
         switch = replace(cluster.switch, bytes_per_s=_more(rate))
-        yield Change(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
+        yield WhatIf(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
     yield from _other_tiers(cluster, request)
-    yield from (Change(words, cluster, other) for words, other in _other_request(cluster, request))
+    yield from (WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
 
 
-def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[Change]:
+def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
     """Where paging is allowed: more of the device, and faster wires as far as the cluster says them."""
     memory = request.memory
     if memory is None:
         return
     if memory.device_bytes is not None:
         more = replace(memory, device_bytes=TIMES * memory.device_bytes)
-        yield Change(f"{TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
+        yield WhatIf(f"{TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
     if any(server.disk_bytes_per_s for server in cluster.servers):
         disks = _changed(
             cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
         )
-        yield Change(f"{TIMES} × the bandwidth of the disks", disks, request)
+        yield WhatIf(f"{TIMES} × the bandwidth of the disks", disks, request)
     if any(device.device.host_bytes_per_s for device in cluster.devices()):
         wires = _changed(
             cluster,
@@ -86,7 +86,7 @@ def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[Change]:
                 ),
             ),
         )
-        yield Change(f"{TIMES} × the bandwidth between devices and hosts", wires, request)
+        yield WhatIf(f"{TIMES} × the bandwidth between devices and hosts", wires, request)
 
 
 def _most_frequent(things: Iterable[Thing]) -> list[Thing]:

@@ -23,7 +23,7 @@ from bireme.schedule.tiers import Chunk
 
 __all__ = ["read_windows", "write_windows"]
 
-FORMAT = 1
+WINDOWS_FORMAT = 1
 
 
 class _Row(NamedTuple):
@@ -74,7 +74,7 @@ def write_windows(path: Path, plans: Sequence[Plan]) -> None:
             for plan in paged
             for num_batches, first_batch in _asked_for(plan)
         ]
-        document = {"format": FORMAT, "windows": windows}
+        document = {"format": WINDOWS_FORMAT, "windows": windows}
         write_text_atomically(path, json.dumps(document, separators=(",", ":")) + "\n")
 
 
@@ -82,7 +82,7 @@ def read_windows(path: Path, plans: Sequence[Plan]) -> None:
     """Have the windows in a file at hand, as far as they are of these plans."""
     digests = {_digest(plan): plan for plan in plans if plan.paging is not None}
     if digests and path.is_file():
-        for window in read_dataclass(path, _Windows, number=FORMAT).windows:
+        for window in read_dataclass(path, _Windows, number=WINDOWS_FORMAT).windows:
             plan = digests.get(window.plan)
             if plan is not None:
                 tracks = [_track(rows) for rows in window.ranks]

@@ -13,14 +13,14 @@ from itertools import accumulate
 from bireme.profile.events import Event, EventKind, Owner, Phase, Storage
 from bireme.profile.repetition import Repetition
 
-__all__ = ["Access", "Allocator", "Behaviour", "Block", "Peak", "Span", "behaviour_of"]
+__all__ = ["Allocator", "Behaviour", "BlockAccess", "MemoryBlock", "Peak", "Span", "behaviour_of"]
 
 BEFORE = -1
 """The event at which blocks are born that were there already."""
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class BlockAccess:
     """A block is read or written by an operator that runs from `start_s` to `end_s`."""
 
     event: int
@@ -32,7 +32,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MemoryBlock:
     """One allocation. Being made by an operator counts as its first access.
 
     `name` is that of the parameter, buffer or input in it or that it belongs to, `module` the one whose
@@ -51,7 +51,7 @@ class Block:
     birth_phase: Phase | None
     death_event: int | None
     death_s: float | None
-    accesses: tuple[Access, ...]
+    accesses: tuple[BlockAccess, ...]
 
     def title(self, longest: int | None = None) -> str:
         """Its name, else where it was made and by what; what is too long for people loses its middle."""
@@ -113,7 +113,7 @@ class Behaviour:
     duration_s: float
     traced_s: float
     spans: tuple[Span, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[MemoryBlock, ...]
     event_s: tuple[float, ...]
     peak: Peak
     repetition: Repetition
@@ -128,7 +128,7 @@ class Behaviour:
         """How much lives before the first event, and after each."""
         return _live_bytes(self.blocks, self.num_events)
 
-    def at_peak(self) -> tuple[Block, ...]:
+    def at_peak(self) -> tuple[MemoryBlock, ...]:
         """The blocks that live at the peak, the largest first."""
         alive = [block for block in self.blocks if block.lives_after(self.peak.event)]
         return tuple(sorted(alive, key=lambda block: (-block.num_bytes, block.id)))
@@ -210,16 +210,16 @@ class _Life:
     birth: Event | None = None
     death_event: int | None = None
     death: Event | None = None
-    accesses: list[Access] = field(default_factory=list)
+    accesses: list[BlockAccess] = field(default_factory=list)
 
 
-def _access(index: int, event: Event, clock: _Clock) -> Access:
+def _access(index: int, event: Event, clock: _Clock) -> BlockAccess:
     start_s, end_s = clock.at(event.start_s), clock.at(event.end_s)
-    return Access(index, event.kind, event.operator, event.phase, start_s, end_s)
+    return BlockAccess(index, event.kind, event.operator, event.phase, start_s, end_s)
 
 
-def _block(storage: Storage, life: _Life, clock: _Clock) -> Block:
-    return Block(
+def _block(storage: Storage, life: _Life, clock: _Clock) -> MemoryBlock:
+    return MemoryBlock(
         id=storage.block,
         num_bytes=storage.num_bytes,
         owner=storage.owner,
@@ -236,7 +236,7 @@ def _block(storage: Storage, life: _Life, clock: _Clock) -> Block:
     )
 
 
-def _peak(blocks: Sequence[Block], events: Sequence[Event], clock: _Clock) -> Peak:
+def _peak(blocks: Sequence[MemoryBlock], events: Sequence[Event], clock: _Clock) -> Peak:
     live = _live_bytes(blocks, len(events))
     most = max(live)
     event = live.index(most) - 1
@@ -246,7 +246,7 @@ def _peak(blocks: Sequence[Block], events: Sequence[Event], clock: _Clock) -> Pe
     return Peak(most, event, clock.at(cause.start_s), cause.phase, cause.operator)
 
 
-def _live_bytes(blocks: Sequence[Block], num_events: int) -> list[int]:
+def _live_bytes(blocks: Sequence[MemoryBlock], num_events: int) -> list[int]:
     changes = [0] * (num_events + 1)
     for block in blocks:
         changes[block.birth_event + 1] += block.num_bytes

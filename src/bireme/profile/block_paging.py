@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.behaviour import Behaviour, MemoryBlock
 from bireme.profile.events import EventKind, Owner
 from bireme.profile.swapping import Bandwidth
-from bireme.schedule.accesses import Access
+from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.chunks import best_chunk_bytes, is_paged, num_chunks
 from bireme.schedule.eviction import OverfullError, decide
 from bireme.schedule.gaps import gaps_of, settle
@@ -86,7 +86,7 @@ def page_blocks(behaviour: Behaviour, bandwidth: Bandwidth) -> BlockPaging | Non
     return BlockPaging(chunk_bytes, least_bytes, unpaged_bytes, tuple(budgets))
 
 
-def _accesses(blocks: Sequence[Block], chunk_bytes: int) -> tuple[list[Access], int]:
+def _accesses(blocks: Sequence[MemoryBlock], chunk_bytes: int) -> tuple[list[ChunkAccess], int]:
     """What operators do to chunks, in the order of time, and how many operators there are."""
     moments = sorted({access.start_s for block in blocks for access in block.accesses})
     step_at = {moment: step for step, moment in enumerate(moments)}
@@ -94,7 +94,7 @@ def _accesses(blocks: Sequence[Block], chunk_bytes: int) -> tuple[list[Access], 
     return sorted(found, key=lambda access: access.at), len(moments)
 
 
-def _of_block(block: Block, step_at: dict[float, int], chunk_bytes: int) -> Iterator[Access]:
+def _of_block(block: MemoryBlock, step_at: dict[float, int], chunk_bytes: int) -> Iterator[ChunkAccess]:
     by_step: dict[int, list[EventKind]] = {}
     for access in block.accesses:
         by_step.setdefault(step_at[access.start_s], []).append(access.kind)
@@ -104,7 +104,7 @@ def _of_block(block: Block, step_at: dict[float, int], chunk_bytes: int) -> Iter
         is_written = is_born or EventKind.WRITE in by_step[at]
         is_last = at == steps[-1] and block.death_event is not None
         for number in range(num_chunks(block.num_bytes, chunk_bytes)):
-            yield Access(
+            yield ChunkAccess(
                 at,
                 Chunk(PAGED[block.owner], 0, block.id, number),
                 (at, block.id),

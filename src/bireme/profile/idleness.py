@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bireme.profile.behaviour import Access, Behaviour, Block
+from bireme.profile.behaviour import Behaviour, BlockAccess, MemoryBlock
 
 __all__ = ["Idle", "idle_intervals", "percentile"]
 
@@ -18,7 +18,7 @@ __all__ = ["Idle", "idle_intervals", "percentile"]
 class Idle:
     """A block is not touched between two accesses; one in the next iteration is later than this one's end."""
 
-    block: Block
+    block: MemoryBlock
     start_s: float
     end_s: float
     num_events: int
@@ -48,6 +48,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
 
 
-def _between(block: Block, one: Access, other: Access) -> Idle:
+def _between(block: MemoryBlock, one: BlockAccess, other: BlockAccess) -> Idle:
     # One operator's accesses of a block are one, so that `other` is a later operator.
     return Idle(block, one.end_s, max(other.start_s, one.end_s), other.event - one.event)

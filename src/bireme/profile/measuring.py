@@ -1,7 +1,7 @@
 """Measuring the units of a model by running them, in this process or in several at once.
 
-What is to be measured is a `Job` that can be handed to another process, so that a profile can be made under
-the load that training will have; who does that is a `Measurer`.
+What is to be measured is a `MeasuringJob` that can be handed to another process, so that a profile can be
+made under the load that training will have; who does that is a `Measurer`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +13,20 @@ from torch import Tensor
 
 from bireme.cluster.engine_cost import EngineCost
 from bireme.model.stage import Resolve, stage_function, torch_operator
-from bireme.profile.pieces import Pieces
+from bireme.profile.pieces import ProfiledUnits
 from bireme.profile.timing import Effort, Seconds, time_benches, time_update
 from bireme.profile.workbench import Workbench
 
-__all__ = ["BatchEnd", "Here", "Job", "Measured", "Measurer", "Progress", "bench_of", "measure_units"]
+__all__ = [
+    "BatchEndTimes",
+    "Here",
+    "Measured",
+    "Measurer",
+    "MeasuringJob",
+    "Progress",
+    "bench_of",
+    "measure_units",
+]
 
 Progress = Callable[[float, str], None]
 """Is told which part of the work is done, and what comes next."""
@@ -27,16 +36,16 @@ MEMORY_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class BatchEnd:
+class BatchEndTimes:
     """Seconds of a batch's end for a unit: over its gradients, a step, a step that leaves the weights."""
 
     reduce_s: float
     update_s: float
     trial_s: float
 
-    def beyond(self, other: "BatchEnd") -> "BatchEnd":
+    def beyond(self, other: "BatchEndTimes") -> "BatchEndTimes":
         """What these seconds are more than others."""
-        return BatchEnd(
+        return BatchEndTimes(
             max(self.reduce_s - other.reduce_s, 0.0),
             max(self.update_s - other.update_s, 0.0),
             max(self.trial_s - other.trial_s, 0.0),
@@ -44,14 +53,14 @@ class BatchEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MeasuringJob:
     """What is to be measured: the units that stand for all others, by micro-batch size.
 
     `needed_bytes` is what running each of them takes on a device of `memory_bytes`; `message_bytes` is the
     most that goes from one to the next.
     """
 
-    pieces: Mapping[int, Pieces]
+    pieces: Mapping[int, ProfiledUnits]
     needed_bytes: Mapping[int, Mapping[int, int]]
     memory_bytes: int
     message_bytes: int
@@ -62,7 +71,7 @@ class Job:
     effort: Effort
 
     @property
-    def first(self) -> Pieces:
+    def first(self) -> ProfiledUnits:
         """The units at the first size, which stand for the state that all sizes share."""
         return next(iter(self.pieces.values()))
 
@@ -85,7 +94,7 @@ class Measured:
     """What was found: by size and unit, and by unit."""
 
     seconds: Mapping[int, Mapping[int, Seconds]]
-    ends: Mapping[int, BatchEnd]
+    ends: Mapping[int, BatchEndTimes]
     engine: EngineCost | None = None
 
 
@@ -96,7 +105,7 @@ class Measurer(Protocol):
     def circumstances(self) -> tuple[object, ...]:
         """What its figures depend on besides the job itself."""
 
-    def __call__(self, job: Job, progress: Progress) -> Measured:
+    def __call__(self, job: MeasuringJob, progress: Progress) -> Measured:
         """Do a job."""
 
 
@@ -108,19 +117,19 @@ class Here:
     def __init__(self, resolve: Resolve = torch_operator) -> None:
         self._resolve = resolve
 
-    def __call__(self, job: Job, progress: Progress) -> Measured:
+    def __call__(self, job: MeasuringJob, progress: Progress) -> Measured:
         """Do a job."""
-        ends: dict[int, BatchEnd] = {}
+        ends: dict[int, BatchEndTimes] = {}
 
         def update(index: int, bench: Workbench) -> None:
             seconds = time_update(bench, job.optimizer)
-            ends[index] = BatchEnd(0.0, seconds, seconds)
+            ends[index] = BatchEndTimes(0.0, seconds, seconds)
 
         return Measured(measure_units(job, progress, resolve=self._resolve, afterwards=update), ends)
 
 
 def measure_units(
-    job: Job,
+    job: MeasuringJob,
     progress: Progress,
     *,
     resolve: Resolve = torch_operator,
@@ -157,7 +166,7 @@ def measure_units(
 
 
 def bench_of(
-    pieces: Pieces,
+    pieces: ProfiledUnits,
     index: int,
     size: int,
     device: torch.device,

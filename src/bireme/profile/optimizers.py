@@ -6,7 +6,7 @@ Weights of sixteen bits get float32 sums of gradients, float32 state, and a floa
 from collections.abc import Iterable
 
 from bireme.errors import BiremeError, closest
-from bireme.model.graph import State
+from bireme.model.graph import ModelState
 
 __all__ = [
     "OPTIMIZERS",
@@ -47,19 +47,19 @@ def is_hidden_matrix(name: str, num_axes: int) -> bool:
     return num_axes == 2 and any(part.isdecimal() for part in name.split(".")[:-2])
 
 
-def frozen_bytes(state: State) -> int:
+def frozen_bytes(state: ModelState) -> int:
     """The bytes of a parameter that does not learn; none of what learns, and none of a buffer."""
     return state.num_bytes if state.is_parameter and not state.trainable else 0
 
 
-def gradient_bytes(state: State) -> int:
+def gradient_bytes(state: ModelState) -> int:
     """The bytes of the sum of one parameter's gradients, which has at least 32 bits an element."""
     if not state.trainable:
         return 0
     return 4 * state.num_elements if state.dtype in SHORT else state.num_bytes
 
 
-def optimizer_bytes(state: State, optimizer: str) -> int:
+def optimizer_bytes(state: ModelState, optimizer: str) -> int:
     """The bytes an optimiser keeps of one parameter; nothing of one that is frozen."""
     if not state.trainable:
         return 0
@@ -68,13 +68,13 @@ def optimizer_bytes(state: State, optimizer: str) -> int:
     return (num_moments + is_short) * gradient_bytes(state) + (0 if num_moments == 1 else STEP_BYTES)
 
 
-def moments_share(states: Iterable[State], optimizer: str) -> float:
+def moments_share(states: Iterable[ModelState], optimizer: str) -> float:
     """The bytes of what an optimiser remembers of each weight, for each byte of all gradients."""
     found = [(gradient_bytes(state), _num_moments(state, optimizer)) for state in states]
     return sum(own * num for own, num in found) / max(sum(own for own, _ in found), 1)
 
 
-def optimizer_flops(state: State, optimizer: str) -> int:
+def optimizer_flops(state: ModelState, optimizer: str) -> int:
     """The floating-point operations of the products in a step; other arithmetic counts as none."""
     if not state.trainable or not _is_muons(state, optimizer):
         return 0
@@ -83,10 +83,10 @@ def optimizer_flops(state: State, optimizer: str) -> int:
     return MUON_ROUNDS * (4 * m * m * n + 2 * m * m * m)
 
 
-def _num_moments(state: State, optimizer: str) -> int:
+def _num_moments(state: ModelState, optimizer: str) -> int:
     """How many numbers an optimiser remembers of each weight of a parameter."""
     return 1 if optimizer == "sgd" or _is_muons(state, optimizer) else 2
 
 
-def _is_muons(state: State, optimizer: str) -> bool:
+def _is_muons(state: ModelState, optimizer: str) -> bool:
     return optimizer == "muon" and is_hidden_matrix(state.name, len(state.shape))

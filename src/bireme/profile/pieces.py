@@ -10,13 +10,13 @@ from bireme.model.graph import Graph
 from bireme.model.learned import learned_values
 from bireme.model.units import Unit, units_of
 from bireme.profile.optimizers import frozen_bytes, gradient_bytes
-from bireme.profile.profile import Held, Kept
+from bireme.profile.profile import KeptMemory, SharedState
 
-__all__ = ["Pieces", "pieces_of"]
+__all__ = ["ProfiledUnits", "pieces_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ProfiledUnits:
     """A graph's units. `firsts[i]` is the first unit of the same work as unit i, often i itself.
 
     `learned` are the values that a gradient comes back to, `common` those that several units make for
@@ -38,7 +38,7 @@ class Pieces:
         """What a unit makes for itself that others make too."""
         return tuple(name for name in _made(self.graph, unit) if name in self.common)
 
-    def translated(self, kept: tuple[Kept, ...], index: int) -> tuple[Kept, ...]:
+    def translated(self, kept: tuple[KeptMemory, ...], index: int) -> tuple[KeptMemory, ...]:
         """What the first unit of the same work shares, in the names that it has at this one."""
         there, here = self.units[self.firsts[index]], self.units[index]
         pairs = zip(_outside(self.graph, there), _outside(self.graph, here), strict=True)
@@ -53,12 +53,12 @@ class Pieces:
         made = (value for operator in self.graph.operators for value in operator.outputs if value is not None)
         return sum(value.num_bytes(size) for value in made if value.name in sent & self.learned)
 
-    def tied(self, unit: Unit, optimizer_bytes: dict[str, int]) -> tuple[Held, ...]:
+    def tied(self, unit: Unit, optimizer_bytes: dict[str, int]) -> tuple[SharedState, ...]:
         """The parameters and buffers of a unit that others use too."""
         uses = Counter(name for other in self.units for name in (*other.parameters, *other.buffers))
         states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
         return tuple(
-            Held(
+            SharedState(
                 name=name,
                 parameter_bytes=states[name].num_bytes if states[name].trainable else 0,
                 gradient_bytes=gradient_bytes(states[name]),
@@ -71,14 +71,14 @@ class Pieces:
         )
 
 
-def pieces_of(graph: Graph) -> Pieces:
+def pieces_of(graph: Graph) -> ProfiledUnits:
     """The pieces of a graph."""
     units = units_of(graph)
     learned = learned_values(graph)
     times_made = Counter(name for unit in units for name in _made(graph, unit))
     first: dict[tuple[str, tuple[bool, ...]], int] = {}
     keys = [(unit.structure, tuple(name in learned for name in unit.receives)) for unit in units]
-    return Pieces(
+    return ProfiledUnits(
         graph=graph,
         units=units,
         firsts=tuple(first.setdefault(key, index) for index, key in enumerate(keys)),

@@ -14,11 +14,11 @@ from bireme.cluster.engine_cost import EngineCost
 from bireme.codec.rate import CodecRate
 from bireme.errors import BiremeError
 
-__all__ = ["Held", "Kept", "Profile", "UnitCost", "UnitProfile"]
+__all__ = ["KeptMemory", "Profile", "SharedState", "UnitCost", "UnitProfile"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptMemory:
     """A piece of memory of a unit that a neighbour may know by one of its names too.
 
     `is_saved` tells whether this unit keeps it for its backward.
@@ -30,7 +30,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class SharedState:
     """A parameter or buffer of a unit that has a place in other units too (tied weights, a common table)."""
 
     name: str
@@ -68,7 +68,7 @@ class UnitCost:
     saved_bytes: Bytes
     boundary_bytes: Bytes
     workspace_bytes: Bytes
-    shared: tuple[Kept, ...]
+    shared: tuple[KeptMemory, ...]
     returned_bytes: Bytes | None = None
     waiting_bytes: Bytes | None = None
     halves_workspace_bytes: Bytes | None = None
@@ -103,7 +103,7 @@ class UnitProfile:
     optimizer_bytes: Bytes
     buffer_bytes: Bytes
     update_s: Seconds
-    tied: tuple[Held, ...]
+    tied: tuple[SharedState, ...]
     costs: Annotated[tuple[UnitCost, ...], MinLen(1)]
     trial_s: Seconds
     reduce_s: Seconds

@@ -20,7 +20,7 @@ from bireme.model.torch_private import fake_tensors
 from bireme.profile.cache import cache_path, cached_profile, keep_profile
 from bireme.profile.estimate import estimate_unit, estimated_update_s
 from bireme.profile.here import check_measurable, device_here, versions_here
-from bireme.profile.measuring import BatchEnd, Here, Job, Measured, Measurer, Progress, bench_of
+from bireme.profile.measuring import BatchEndTimes, Here, Measured, Measurer, MeasuringJob, Progress, bench_of
 from bireme.profile.optimizers import (
     check_optimizer,
     frozen_bytes,
@@ -28,7 +28,7 @@ from bireme.profile.optimizers import (
     optimizer_bytes,
     optimizer_flops,
 )
-from bireme.profile.pieces import Pieces, pieces_of
+from bireme.profile.pieces import ProfiledUnits, pieces_of
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.saved import Residue, residue_of
 from bireme.profile.timing import Effort, Seconds
@@ -148,7 +148,7 @@ class _Work:
 
     def __init__(
         self,
-        pieces: dict[int, Pieces],
+        pieces: dict[int, ProfiledUnits],
         optimizer: str,
         examples: Mapping[str, Tensor] | None,
         resolve: Resolve,
@@ -171,7 +171,7 @@ class _Work:
         }
         self.residues: dict[int, dict[int, Residue]] = {size: {} for size in pieces}
         self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in pieces}
-        self.ends: dict[int, BatchEnd] = {}
+        self.ends: dict[int, BatchEndTimes] = {}
         self.engine: EngineCost | None = None
 
     def count(self, device: torch.device, *, halves: bool) -> None:
@@ -202,7 +202,7 @@ class _Work:
             update_s = estimated_update_s(
                 state.gradient_bytes, state.optimizer_bytes, state.optimizer_flops, device
             )
-            self.ends[index] = BatchEnd(0.0, update_s, update_s)
+            self.ends[index] = BatchEndTimes(0.0, update_s, update_s)
 
     def measure(
         self,
@@ -220,7 +220,7 @@ class _Work:
             for size, one in self.pieces.items()
         }
         message_bytes = max(one.boundary_bytes for own in self.residues.values() for one in own.values())
-        job = Job(
+        job = MeasuringJob(
             self.pieces,
             needed,
             memory_bytes,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bireme.model.halves import backward_input
 from bireme.model.torch_private import storage_id
-from bireme.profile.profile import Kept
+from bireme.profile.profile import KeptMemory
 from bireme.profile.trace import StorageTrace
 from bireme.profile.workbench import Workbench
 
@@ -65,7 +65,7 @@ class Residue:
     kept_bytes: int
     boundary_bytes: int
     workspace_bytes: int
-    shared: tuple[Kept, ...]
+    shared: tuple[KeptMemory, ...]
     halves: "Halves | None" = None
 
 
@@ -142,7 +142,7 @@ def _adopted(trace: StorageTrace, bench: Workbench) -> int:
 
 def _named(
     bench: Workbench, results: Mapping[str, Tensor], common: frozenset[str], saved: Saved
-) -> tuple[Kept, ...]:
+) -> tuple[KeptMemory, ...]:
     """The memory that has a name outside the unit: what comes in, what goes out, what neighbours make too."""
     tensors = {
         **bench.given,
@@ -152,7 +152,7 @@ def _named(
     for name, tensor in tensors.items():
         groups.setdefault(storage_id(tensor), []).append(name)
     return tuple(
-        Kept(
+        KeptMemory(
             names=tuple(names),
             num_bytes=tensors[names[0]].untyped_storage().nbytes(),
             is_saved=saved.keeps(tensors[names[0]]),

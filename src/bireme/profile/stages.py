@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bireme.errors import BiremeError
-from bireme.profile.profile import Held, Profile, UnitCost, UnitProfile
+from bireme.profile.profile import Profile, SharedState, UnitCost, UnitProfile
 
 __all__ = ["StageCost", "stage_cost"]
 
@@ -117,7 +117,7 @@ def _sum_if_known(values: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _repeated(units: Iterable[UnitProfile]) -> Iterable[Held]:
+def _repeated(units: Iterable[UnitProfile]) -> Iterable[SharedState]:
     """The tied parameters again each time that a unit uses one which another of them has already."""
     seen: set[str] = set()
     for unit in units:

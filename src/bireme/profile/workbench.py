@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bireme.model.graph import Graph, State, Value
+from bireme.model.graph import Graph, ModelState, Value
 from bireme.model.length import evaluate
 from bireme.model.stage import StageFunction
 
@@ -88,7 +88,7 @@ class Workbench:
                 self._output_gradients[name] = torch.ones_like(root, requires_grad=False)
         return [self._output_gradients[name] for name in roots]
 
-    def _parameter(self, state: State) -> Tensor:
+    def _parameter(self, state: ModelState) -> Tensor:
         dtype = getattr(torch, state.dtype)
         if len(state.shape) > 1 and dtype.is_floating_point:
             tensor = self._random(state.shape, dtype).mul_(DEVIATION)
@@ -101,7 +101,7 @@ class Workbench:
             tensor.grad = torch.zeros_like(tensor, dtype=tensor.grad_dtype, requires_grad=False)
         return tensor
 
-    def _buffer(self, state: State) -> Tensor:
+    def _buffer(self, state: ModelState) -> Tensor:
         dtype = getattr(torch, state.dtype)
         fill = torch.ones if dtype.is_floating_point or dtype is torch.bool else torch.zeros
         return fill(state.shape, dtype=dtype, device=self.device)

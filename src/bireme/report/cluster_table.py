@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bounds import bytes_text
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
@@ -17,7 +18,7 @@ from bireme.cluster.links import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Link,
 from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
 from bireme.report.columns import columns
-from bireme.report.units import bytes_text, counted, rate_text, seconds_text
+from bireme.report.units import counted, rate_text, seconds_text
 
 __all__ = ["cluster_document", "link_notes", "print_cluster"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from bireme.simulate.comparison import Contender
+from bireme.simulate.comparison import ScheduleOutcome
 from bireme.simulate.lookahead import Lookahead
 from bireme.timeline.pace import pace
 from bireme.timeline.timeline import Timeline
@@ -81,7 +81,7 @@ def _chunks(timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
 
 
-def comparison_document(contenders: Iterable[Contender]) -> dict[str, Any]:
+def comparison_document(contenders: Iterable[ScheduleOutcome]) -> dict[str, Any]:
     """All schedules compared; one that cannot run in this shape says why."""
     rows: list[dict[str, Any]] = []
     for contender in contenders:

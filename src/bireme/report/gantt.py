@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.behaviour import Behaviour, MemoryBlock
 from bireme.profile.events import Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
@@ -21,7 +22,7 @@ from bireme.report.packing import packed
 from bireme.report.palette import Colour
 from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
 from bireme.report.svg import svg
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 
 __all__ = ["check_suffix", "gantt", "write_gantt"]
 
@@ -109,7 +110,7 @@ class _View:
     """What is drawn, and how large."""
 
     behaviour: Behaviour
-    blocks: tuple[Block, ...]
+    blocks: tuple[MemoryBlock, ...]
     offsets: dict[int, int]
     top: int
     whole_bytes: int
@@ -127,7 +128,7 @@ class _View:
         """Where a byte is among them."""
         return self.top + LIVES - self.height(offset)
 
-    def left_out(self) -> list[Block]:
+    def left_out(self) -> list[MemoryBlock]:
         """Blocks too small to be seen."""
         drawn = {block.id for block in self.blocks}
         return [block for block in self.behaviour.blocks if block.id not in drawn]
@@ -230,7 +231,7 @@ def _lives(view: _View, swaps: Sequence[Swap]) -> Iterator[Shape]:
     yield from _marks(view)
 
 
-def _rect(view: _View, block: Block, start_s: float, end_s: float, colour: Colour) -> Rect:
+def _rect(view: _View, block: MemoryBlock, start_s: float, end_s: float, colour: Colour) -> Rect:
     height = view.height(block.num_bytes)
     left, right = view.x(start_s), view.x(end_s)
     gap = 0.5 if height > 3 else 0.0
@@ -266,7 +267,7 @@ def _peak(view: _View, bottom: float) -> Iterator[Shape]:
     yield Text(x - 6 if is_right else x + 6, PHASES + PHASE + 11, text, 12, palette.TRIAL, anchor, bold=True)
 
 
-def _told(block: Block) -> str:
+def _told(block: MemoryBlock) -> str:
     """What a reader sees who points at a block."""
     born = f"born {_seconds(block.birth_s)}" if block.birth_operator else "there before"
     ends = "stays" if block.death_s is None else f"freed {_seconds(block.death_s)}"

@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.text import Text
 
 from bireme.report.palette import HUES, Colour, fill, on
-from bireme.schedule.grid import MARKS, Drawing, Piece, drawn, grid, opening
+from bireme.schedule.grid import MARKS, Drawing, GridText, drawn, grid, opening
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.rule import Rule
@@ -57,7 +57,7 @@ def _print(console: Console, texts: Iterable[Text]) -> None:
     console.print(Text.assemble(*texts), soft_wrap=True)
 
 
-def _styled(piece: Piece, rule: Rule, *, coloured: bool) -> Text:
+def _styled(piece: GridText, rule: Rule, *, coloured: bool) -> Text:
     if not coloured:
         return Text(piece.text)
     if piece.cell is None:

@@ -84,7 +84,7 @@ def plain_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LaneRow:
     """All of one rank: the tops of its computations, of its strip of versions, and of each of its links and
     ways between tiers.
     """
@@ -121,7 +121,7 @@ class Lanes:
         lines = len(self.links[rank]) + len(self.copies[rank])
         return self.head + FLAG + self.lane + strip + lines * (SPACE + LINK)
 
-    def rows(self, top: float) -> Iterator["Row"]:
+    def rows(self, top: float) -> Iterator["LaneRow"]:
         """Where the parts of each rank are."""
         for rank in self.timeline.ranks:
             y = top + self.head + FLAG
@@ -129,7 +129,7 @@ class Lanes:
             link_y = strip_y + STRIP + SPACE if self.has_strips else strip_y
             links, copies = self.links[rank.rank], self.copies[rank.rank]
             places = [link_y + place * (LINK + SPACE) for place in range(len(links) + len(copies))]
-            yield Row(
+            yield LaneRow(
                 rank,
                 y,
                 strip_y,

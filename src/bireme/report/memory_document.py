@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from bireme.profile.behaviour import Behaviour, Block
+from bireme.profile.behaviour import Behaviour, MemoryBlock
 from bireme.profile.block_paging import BlockPaging
 from bireme.profile.idleness import Idle, idle_intervals, percentile
 from bireme.profile.swapping import SwapPlan
@@ -92,7 +92,7 @@ def _blocks(behaviour: Behaviour, intervals: list[Idle]) -> list[dict[str, Any]]
     ]
 
 
-def _block(block: Block, longest_idle_s: float, *, lives_at_peak: bool) -> dict[str, Any]:
+def _block(block: MemoryBlock, longest_idle_s: float, *, lives_at_peak: bool) -> dict[str, Any]:
     return {
         "id": block.id,
         "bytes": block.num_bytes,

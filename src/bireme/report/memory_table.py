@@ -8,14 +8,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from bireme.profile.behaviour import Behaviour, Block
+from bireme.bounds import bytes_text
+from bireme.profile.behaviour import Behaviour, MemoryBlock
 from bireme.profile.block_paging import BlockPaging
 from bireme.profile.events import Owner
 from bireme.profile.idleness import Idle, idle_intervals, percentile
 from bireme.profile.swapping import Bandwidth, SwapPlan
 from bireme.report.columns import columns
 from bireme.report.published_memory import PUBLISHED
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 
 __all__ = ["print_memory"]
 
@@ -180,7 +181,7 @@ def _footprint(behaviour: Behaviour, letters: int) -> str:
     return "".join(LEVELS[round(live / whole * (len(LEVELS) - 1))] for live in most)
 
 
-def _life(behaviour: Behaviour, block: Block, letters: int) -> str:
+def _life(behaviour: Behaviour, block: MemoryBlock, letters: int) -> str:
     """Blank where a block is not there, a line where it is, a bar where it is used."""
     end_s = behaviour.duration_s if block.death_s is None else block.death_s
     first, last = _columns(behaviour, block.birth_s, end_s, letters)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bounds import bytes_text
 from bireme.plan.forecast import Answer, Candidate
-from bireme.plan.search.stage_memory import StageMemory
+from bireme.plan.search.stage_memory import PagedStageMemory
 from bireme.plan.summary import summarize
 from bireme.report.columns import columns
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 from bireme.schedule.instruction import Item
 
 __all__ = ["stages_table", "tiers_table", "ways_table"]
@@ -36,7 +37,7 @@ def tiers_table(best: Candidate) -> Table:
     return table
 
 
-def stages_table(stages: Sequence[StageMemory]) -> Table:
+def stages_table(stages: Sequence[PagedStageMemory]) -> Table:
     """What each stage copies in a batch, and what recomputation takes or would take."""
     items = [item for item in Item if any(item in stage.copied_bytes for stage in stages)]
     table = columns(

@@ -12,8 +12,8 @@ from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.stage_memory import StageMemory
-from bireme.plan.summary import Summary, headroom_bytes, summarize
+from bireme.plan.search.stage_memory import PagedStageMemory
+from bireme.plan.summary import PlanSummary, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 from bireme.report.cluster_table import link_notes
 
@@ -163,7 +163,7 @@ def explanation_document(
     answer: Answer,
     helps: Sequence[Help],
     agreed: Sequence[AgreementForecast],
-    stages: Sequence[StageMemory] = (),
+    stages: Sequence[PagedStageMemory] = (),
 ) -> dict[str, Any]:
     """What limits the candidates is with them; this is what would help, with `gain` in samples' worth, and
     what other ways for the replicas to agree would give.
@@ -193,7 +193,7 @@ FIELDS = (
 """What only a forecast says of a plan."""
 
 
-def _candidate(short: Summary) -> dict[str, Any]:
+def _candidate(short: PlanSummary) -> dict[str, Any]:
     """A candidate in short, under the names that documents have for what is predicted and counted."""
     plain = asdict(short)
     names = {"batch_s": "predicted_batch_s", "num_microbatches": "num_micro_batches"}

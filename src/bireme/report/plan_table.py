@@ -6,19 +6,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bounds import bytes_text
 from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.device_ranges import device_ranges
 from bireme.plan.explain import Help
 from bireme.plan.forecast import Answer, Candidate, StageForecast
 from bireme.plan.plan import Plan
-from bireme.plan.search.stage_memory import StageMemory
+from bireme.plan.search.stage_memory import PagedStageMemory
 from bireme.plan.sum_penalties import sum_steps
-from bireme.plan.summary import Kind, Summary, best_of_kinds, headroom_bytes, summarize
+from bireme.plan.summary import PlanKind, PlanSummary, best_of_kinds, headroom_bytes, summarize
 from bireme.profile.profile import Profile
 from bireme.report.columns import GAP, columns
 from bireme.report.memory_ways import stages_table, tiers_table, ways_table
-from bireme.report.units import bytes_text, counted, seconds_text
+from bireme.report.units import counted, seconds_text
 
 __all__ = ["print_explanation", "print_plan"]
 
@@ -28,10 +29,10 @@ LEAST_UNITS = 12
 MOST_DEVICES = 24
 """Letters for the devices of a stage; where there are more, they wrap."""
 
-SEVERAL = (Kind.FLUSH, Kind.ZERO_BUBBLE)
+SEVERAL = (PlanKind.FLUSH, PlanKind.ZERO_BUBBLE)
 """The kinds that have more than one schedule."""
 
-NOT_SHOWN = Kind.STASHED
+NOT_SHOWN = PlanKind.STASHED
 """The kind that the engine does not run."""
 
 LEGEND = (
@@ -81,7 +82,7 @@ def print_explanation(
     answer: Answer,
     helps: Sequence[Help],
     agreed: Sequence[AgreementForecast],
-    stages: Sequence[StageMemory],
+    stages: Sequence[PagedStageMemory],
     console: Console,
 ) -> None:
     """Print what each stage pages, the best candidates with what limits each, other ways for the replicas to
@@ -149,7 +150,7 @@ def _table(headings: Sequence[str]) -> Table:
     return columns(headings, words=words, wrapped=("with",))
 
 
-def _shape(plan: Plan, short: Summary) -> str:
+def _shape(plan: Plan, short: PlanSummary) -> str:
     """The plan in a line."""
     devices = counted(plan.num_ranks, "device")
     stages = counted(plan.num_stages, "stage")
@@ -226,7 +227,7 @@ def _inner(name: str) -> str:
     return ".".join(words[number:])
 
 
-def _promise(best: Candidate, short: Summary) -> str:
+def _promise(best: Candidate, short: PlanSummary) -> str:
     busy = "it is" if best.plan.num_ranks == 1 else "the devices are"
     return (
         f"[bold]{seconds_text(short.batch_s)}[/bold] for a batch of {counted(short.batch_size, 'sample')}, "
@@ -235,7 +236,7 @@ def _promise(best: Candidate, short: Summary) -> str:
     )
 
 
-def _limit(best: Candidate, short: Summary) -> str:
+def _limit(best: Candidate, short: PlanSummary) -> str:
     device, left = _left(best)
     return f"{escape(short.bottleneck)} limits the pace. {escape(device)} has the least free memory: {left}."
 
@@ -290,19 +291,19 @@ def _kinds(answer: Answer) -> Table:
             "" if place == 0 else f"{short.cost_s_per_sample / least - 1:.0%}",
             style="bold" if place == 0 else None,
         )
-    for kind in Kind:
+    for kind in PlanKind:
         if kind not in found and kind is not NOT_SHOWN:
             table.add_row(str(kind), "none", style="dim")
     return table
 
 
-def _sizes(short: Summary) -> str:
+def _sizes(short: PlanSummary) -> str:
     """Such as `4×2, 8×4`: devices of a replica and replicas, micro-batches and their samples."""
     sizes = sorted(set(short.micro_batch_sizes))
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}…{sizes[-1]}"
     return f"{short.depth}×{short.width}, {short.num_microbatches}×{samples}"
 
 
-def _rate(short: Summary) -> str:
+def _rate(short: PlanSummary) -> str:
     per_s = short.samples_per_s
     return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"

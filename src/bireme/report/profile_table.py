@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bounds import bytes_text
 from bireme.codec.rate import CodecRate
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 
 __all__ = ["print_profile"]
 

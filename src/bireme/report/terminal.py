@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bounds import bytes_text
 from bireme.report.columns import columns
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 from bireme.schedule.instruction import Kind
 from bireme.schedule.rule import Rule
-from bireme.simulate.comparison import Contender
+from bireme.simulate.comparison import ScheduleOutcome
 from bireme.simulate.lookahead import Lookahead
 from bireme.timeline.pace import pace
 from bireme.timeline.timeline import Timeline
@@ -141,7 +142,7 @@ def _pace_sentence(timeline: Timeline) -> str:
     return f"The critical path is {consists}." if consists else "Nothing takes any time."
 
 
-def print_comparison(contenders: Sequence[Contender], console: Console) -> None:
+def print_comparison(contenders: Sequence[ScheduleOutcome], console: Console) -> None:
     """All schedules with the same work on the same devices, fastest first."""
     ran = [(c, c.timeline) for c in contenders if c.timeline is not None]
     ran.sort(key=lambda pair: pair[1].steady_batch_s)

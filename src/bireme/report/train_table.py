@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bireme.bounds import bytes_text
 from bireme.cluster.cluster import Cluster
 from bireme.plan.forecast import Answer
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
-from bireme.report.units import against_predicted, bytes_text, counted, seconds_text
+from bireme.report.units import against_predicted, counted, seconds_text
 from bireme.schedule.rule import Rule
 
 __all__ = ["print_prepared", "print_summary"]

@@ -7,8 +7,8 @@ import torch
 
 from bireme.codec.gradient_words import GradientForm
 from bireme.errors import BiremeError
-from bireme.model.fed_maps import Outlet, feeding
-from bireme.model.graph import Graph, State
+from bireme.model.fed_maps import GradientHook, feeding
+from bireme.model.graph import Graph, ModelState
 from bireme.model.linear_maps import LinearMap, chosen_maps
 from bireme.model.segments import SegmentedFunction
 from bireme.model.stage import Resolve, stage_function
@@ -51,7 +51,7 @@ class Assembly:
         maps = self._maps()
         found = {}
         for stage, own in self.layout.units.items():
-            outlet = Outlet() if maps else None
+            outlet = GradientHook() if maps else None
             function = self._function(own, maps, outlet)
             found[stage] = self._stage(stage, function, weights, factory, bank_dtype, maps, outlet)
         return found
@@ -90,7 +90,7 @@ class Assembly:
         return found
 
     def _function(
-        self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], outlet: Outlet | None
+        self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], outlet: GradientHook | None
     ) -> AnyStageFunction:
         """What runs some units in training."""
         resolve = self.resolve if outlet is None else feeding(self.resolve, maps, outlet)
@@ -114,7 +114,7 @@ class Assembly:
         factory: OptimizerFactory,
         bank_dtype: torch.dtype | None,
         maps: Mapping[str, LinearMap],
-        outlet: Outlet | None,
+        outlet: GradientHook | None,
     ) -> Stage:
         states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
         names = (*function.parameters, *function.buffers)
@@ -165,7 +165,7 @@ class Assembly:
         )
 
 
-def _check_dtype(state: State, given: torch.dtype, bank_dtype: torch.dtype | None) -> None:
+def _check_dtype(state: ModelState, given: torch.dtype, bank_dtype: torch.dtype | None) -> None:
     """A stage computes with banks of the dtype that it was captured in."""
     computes_with = bank_dtype if bank_dtype is not None and given.is_floating_point else given
     found = str(computes_with).removeprefix("torch.")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import Limits, Shares
+from bireme.balance.shares import ShareLimits, Shares
 from bireme.documents import as_dataclass
 from bireme.errors import BiremeError
 from bireme.runtime.layout import Layout
@@ -35,7 +35,7 @@ class Sharing:
     """
 
     first: Shares
-    limits: Limits
+    limits: ShareLimits
     policy: Policy | None = field(default_factory=Policy)
     lead: int = 0
     busy_s: Callable[[int, int, int], float] | None = None

@@ -29,7 +29,7 @@ from bireme.runtime.principal import principal_of
 from bireme.runtime.product_steps import most_piece_elements, step_all
 from bireme.runtime.shared_weights import SharedWeights
 from bireme.runtime.sharers import Sharers
-from bireme.runtime.shelf_weights import ShelfWeights, bank_dtype_of, copy_by_name, step_dtype_of
+from bireme.runtime.shelf_weights import ParameterGroupWeights, bank_dtype_of, copy_by_name, step_dtype_of
 from bireme.runtime.stage_memory import StageMemory
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
@@ -98,7 +98,7 @@ class WeightBanks(BankContents):
         parts = self._stepper.parts or (None,) * len(self._stepper.shelves)
         gathers = sharers is not None and sharers.gathers
         self._stores = [
-            ShelfWeights(
+            ParameterGroupWeights(
                 shelf,
                 given,
                 self._dtypes,

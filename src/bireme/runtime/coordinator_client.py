@@ -18,9 +18,18 @@ from typing import Any, TypeVar
 
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.message_lines import decode, encode
-from bireme.sync.coordinator.messages import TERM, Known, Life, Notice, RankId, Report, RoundAt, Word
+from bireme.sync.coordinator.messages import (
+    TERM,
+    CoordinatorReply,
+    Incarnation,
+    Known,
+    Notice,
+    RankId,
+    Report,
+    RoundAt,
+)
 
-__all__ = ["BEAT_S", "Address", "CoordinatorClient", "Dropped", "NoWord", "Observer", "coordinating"]
+__all__ = ["BEAT_S", "Address", "CoordinatorClient", "Dropped", "NoReply", "Observer", "coordinating"]
 
 Found = TypeVar("Found")
 
@@ -36,18 +45,18 @@ FAREWELL = 3.0
 BEAT_S = 0.5
 """How often an observer asks a host."""
 
-NOTHING = Word(epoch=0, number=-1)
+NOTHING = CoordinatorReply(epoch=0, number=-1)
 
 
 class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
     """The others continue without this replica: its ranks end, and it starts again."""
 
 
-class NoWord(Exception):  # noqa: N818 (it is an event, which the caller acts on)
+class NoReply(Exception):  # noqa: N818 (it is an event, which the caller acts on)
     """What was waited for has not come in time."""
 
 
-def coordinating(word: Word, hosts: Sequence[Address]) -> int:
+def coordinating(word: CoordinatorReply, hosts: Sequence[Address]) -> int:
     """The number of the host whose coordinator gave a word."""
     return word.epoch // TERM % len(hosts)
 
@@ -61,7 +70,7 @@ class Observer:
 
     def __init__(self, hosts: Sequence[Address], token: str) -> None:
         self._hosts, self._token = tuple(hosts), token.encode()
-        self._ended: frozenset[Life] = frozenset()
+        self._ended: frozenset[Incarnation] = frozenset()
         self._word = NOTHING
         self._heard_s = time.monotonic()
         self._refused_s: dict[int, float] = {}
@@ -79,7 +88,7 @@ class Observer:
             thread.start()
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         """The latest word of any coordinator; before the first one it says that nobody is a member."""
         return self._word
 
@@ -93,7 +102,7 @@ class Observer:
         since_s = self._refused_s.get(number)
         return 0.0 if since_s is None else time.monotonic() - since_s
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: Incarnation) -> None:
         """Say from now on that a start of a replica is over for certain."""
         self._ended |= {life}
 
@@ -130,9 +139,9 @@ class Observer:
                         return
                     *lines, come = (come + more).split(b"\n")
                     for line in lines:
-                        self._take(decode(Word, line))
+                        self._take(decode(CoordinatorReply, line))
 
-    def _take(self, word: Word) -> None:
+    def _take(self, word: CoordinatorReply) -> None:
         with self._lock:
             if word.place >= self._word.place:
                 self._word, self._heard_s = word, time.monotonic()
@@ -157,7 +166,7 @@ class CoordinatorClient:
         self._report = Report(rank, 0, 0, address, rounds=rounds)
         self._known = Known()
         self._has_word = False
-        self._farewell: Word | None = None
+        self._farewell: CoordinatorReply | None = None
         self._is_closing = self._is_due = self._was_silent = False
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._seeker: Observer | None = None
@@ -174,7 +183,7 @@ class CoordinatorClient:
         self._thread.start()
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         """The last word; before the first one it says that nobody is a member."""
         return self._farewell or self._known.last or NOTHING
 
@@ -206,10 +215,10 @@ class CoordinatorClient:
             self._report = replace(self._report, rounds=tuple(rounds))
         self._tell()
 
-    def wait(self, find: Callable[[Word], Found | None], limit_s: float) -> Found:
+    def wait(self, find: Callable[[CoordinatorReply], Found | None], limit_s: float) -> Found:
         """What `find` finds in a word, once that is something.
 
-        Raises `Dropped` if this replica is a member no more, and `NoWord` after the limit.
+        Raises `Dropped` if this replica is a member no more, and `NoReply` after the limit.
         """
         ends_s = time.monotonic() + limit_s
         with self._changed:
@@ -221,7 +230,7 @@ class CoordinatorClient:
                     return found
                 left_s = ends_s - time.monotonic()
                 if left_s <= 0:
-                    raise NoWord(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
+                    raise NoReply(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
                 self._changed.wait(left_s)
 
     def close(self, *, is_leaving: bool = True) -> None:
@@ -333,7 +342,7 @@ class CoordinatorClient:
                         return
                     *lines, come = (come + more).split(b"\n")
                     for line in lines:
-                        self._take(decode(Word, line))
+                        self._take(decode(CoordinatorReply, line))
                         heard_s = time.monotonic()
                 if self._has_word or time.monotonic() > heard_s + BEAT_S:
                     self._seek(is_needed=not self._has_word)
@@ -357,7 +366,7 @@ class CoordinatorClient:
             line = encode(self._report) + b"\n"
         made.sendall(line)
 
-    def _take(self, word: Word) -> None:
+    def _take(self, word: CoordinatorReply) -> None:
         with self._changed:
             last = self.word
             if word.is_dropped and word.place >= last.place:

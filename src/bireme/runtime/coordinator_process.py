@@ -17,9 +17,9 @@ from bireme.runtime.coordinator_server import CoordinatorServer, listener
 from bireme.runtime.ledger import Ledger
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.host import Host, beginner, waiting
-from bireme.sync.coordinator.messages import Life
-from bireme.sync.coordinator.settings import Settings
-from bireme.sync.coordinator.succession import Candidate
+from bireme.sync.coordinator.messages import Incarnation
+from bireme.sync.coordinator.settings import CoordinatorSettings
+from bireme.sync.coordinator.succession import CoordinatorCandidate
 
 __all__ = ["CoordinatorOrder", "CoordinatorProcess", "serve_host"]
 
@@ -35,7 +35,7 @@ ASLEEP_S = 1.0
 class CoordinatorOrder:
     """What a coordinator's process is told. The host with the number 0 begins the run, if it `begins`."""
 
-    settings: Settings
+    settings: CoordinatorSettings
     number: int
     num_hosts: int
     token: str
@@ -121,7 +121,7 @@ class CoordinatorProcess:
         self._looked_s = now_s
         return now_s > self._asked_s + max(self._order.settings.lease_s, LEAST_SILENCE_S)
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: Incarnation) -> None:
         """Say that a start of a replica is over for certain."""
         if self._talk is not None:
             with suppress(OSError):
@@ -177,4 +177,4 @@ def _host(order: CoordinatorOrder, ledger: Ledger) -> Host:
     # Where each line is of a replica's own batch, the ledger does not say which rounds count.
     is_own = used >= 0 and used % order.num_hosts == order.number and not order.settings.averages
     recorded = ledger.num_committed if is_own else None
-    return waiting(order.settings, Candidate(order.number, order.num_hosts, recorded, used))
+    return waiting(order.settings, CoordinatorCandidate(order.number, order.num_hosts, recorded, used))

@@ -18,7 +18,7 @@ from bireme.runtime.ledger import Ledger
 from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import Host, host_step, host_wake_s
 from bireme.sync.coordinator.message_lines import decode, encode
-from bireme.sync.coordinator.messages import Life, Notice, RankId, Report, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, Notice, RankId, Report
 from bireme.sync.coordinator.state import Ended, Event, Tick
 
 __all__ = ["CoordinatorServer", "listener"]
@@ -49,7 +49,7 @@ class _Caller:
         self.is_known = False
         self.come = b""
         self.going = b""
-        self.next: Word | None = None
+        self.next: CoordinatorReply | None = None
 
     def lines(self) -> list[bytes]:
         """The whole lines that have come. Raises an `OSError` if the caller has hung up."""
@@ -98,7 +98,7 @@ class CoordinatorServer:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._callers: dict[socket.socket, _Caller] = {}
         self._ranks: dict[RankId, _Caller] = {}
-        self._ended: deque[Life] = deque()
+        self._ended: deque[Incarnation] = deque()
         self._answer = answer
         self._is_asked = self._is_closing = False
         self._stopped_s = 0.0
@@ -117,7 +117,7 @@ class CoordinatorServer:
         """Begin to serve."""
         self._thread.start()
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: Incarnation) -> None:
         """Say that a start of a replica is over for certain."""
         self._ended.append(life)
         self._wake()

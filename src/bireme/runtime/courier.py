@@ -16,11 +16,12 @@ from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.borders import Borders
 from bireme.runtime.coding import Coding
 from bireme.runtime.microbatches import Feed
-from bireme.runtime.transport import Pending, Transport
-from bireme.runtime.wire import Arrival, Parcel, WireFormat
+from bireme.runtime.transport import Transport
+from bireme.runtime.wire import Arrival, OutgoingMessage, WireFormat
 from bireme.schedule.instruction import Instruction, Message
+from bireme.sync.group import Pending
 
-__all__ = ["Courier", "Traffic"]
+__all__ = ["BoundaryTraffic", "StageMessages"]
 
 Tensors = dict[str, Tensor]
 
@@ -41,19 +42,19 @@ class _Awaited:
 class _Sent:
     """A message on its way."""
 
-    parcel: Parcel
+    parcel: OutgoingMessage
     pending: Pending
 
 
 @dataclass(slots=True)
-class Traffic:
+class BoundaryTraffic:
     """The bytes of all messages that went over a border in one direction: as sent, and without a codec."""
 
     raw_bytes: int = 0
     sent_bytes: int = 0
 
 
-class Courier:
+class StageMessages:
     """Moves the messages of one rank. `begin` says which batches they are about, and by which codecs."""
 
     feed: Feed
@@ -78,13 +79,13 @@ class Courier:
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, _Awaited] = {}
         self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
-        self._ready: dict[Message, Parcel] = {}
+        self._ready: dict[Message, OutgoingMessage] = {}
         """Room for messages that are about to be made."""
-        self._free: dict[tuple[bool, int], deque[Parcel]] = {}
+        self._free: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
         """Room whose last message has gone, by border and direction; what was used last is last."""
         self._coding = Coding()
         self._own_codecs = self._codecs = codecs
-        self.traffic: dict[tuple[bool, int], Traffic] = {}
+        self.traffic: dict[tuple[bool, int], BoundaryTraffic] = {}
         """What this rank has sent of training, by direction and border."""
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
@@ -168,7 +169,7 @@ class Courier:
             while channel:
                 channel.popleft().pending.wait()
 
-    def _free_over(self, border: tuple[bool, int]) -> deque[Parcel]:
+    def _free_over(self, border: tuple[bool, int]) -> deque[OutgoingMessage]:
         """The room for more messages over a border, at most for as many as may be under way."""
         return self._free.setdefault(border, deque(maxlen=MOST_SENDS))
 
@@ -176,7 +177,7 @@ class Courier:
         """Whether a message is for another stage of this rank."""
         return self._rank_of_stage[key.to_stage] == self._rank_of_stage[key.from_stage]
 
-    def _parcel(self, key: Message) -> Parcel:
+    def _parcel(self, key: Message) -> OutgoingMessage:
         """Room for a message, with its address on it."""
         wire_format = self._format(key)
         free = self._free_over((key.forward, key.to_stage))
@@ -212,8 +213,8 @@ class Courier:
         codec = codecs.choice(forward=key.forward)
         return of_border(key.to_stage, one.num_samples, codec, whole.num_samples)
 
-    def _count(self, key: Message, parcel: Parcel) -> None:
+    def _count(self, key: Message, parcel: OutgoingMessage) -> None:
         border = key.forward, min(key.from_stage, key.to_stage)
-        counted = self.traffic.setdefault(border, Traffic())
+        counted = self.traffic.setdefault(border, BoundaryTraffic())
         counted.raw_bytes += self._format(key, is_raw=True).num_bytes
         counted.sent_bytes += parcel.num_bytes if self._transport.is_host else parcel.message.nbytes

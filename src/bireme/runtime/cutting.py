@@ -10,7 +10,7 @@ from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Balancer
 from bireme.runtime.layout import Layout
 from bireme.runtime.microbatches import Cutter
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.stage import Stage
 
 __all__ = ["cutter_of"]
@@ -24,7 +24,7 @@ def cutter_of(
     seed: int,
     device: torch.device,
     balancer: Balancer | None,
-    agreement: Agreement | None,
+    agreement: QuorumAgreement | None,
 ) -> Cutter:
     """The cutter of a rank. With an agreement its batches are parts of whole ones."""
     num_microbatches = plan.source.num_microbatches

@@ -17,10 +17,10 @@ from bireme.runtime.nccl_transport import NcclTransport
 from bireme.runtime.peer_sockets import meet
 from bireme.runtime.socket_sums import SocketSums
 from bireme.runtime.socket_transport import SocketTransport
-from bireme.runtime.transport import Pending, Transport
+from bireme.runtime.transport import Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
-from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, SingleRankGroup, Sums
+from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums
 
 __all__ = ["DistFabric", "Fabric", "PipelineFabric", "SingleRankFabric", "fabric_of", "teller"]
 

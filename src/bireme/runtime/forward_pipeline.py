@@ -21,7 +21,7 @@ from bireme.plan.program_plan import even_cuts
 from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders
-from bireme.runtime.courier import Courier
+from bireme.runtime.courier import StageMessages
 from bireme.runtime.evaluation import Evaluation, EvaluationStage, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.interpreter import Interpreter
@@ -30,7 +30,7 @@ from bireme.runtime.microbatches import Cutter
 from bireme.runtime.prepared import Weights
 from bireme.runtime.runnable import work_of
 from bireme.runtime.stage import LOSS
-from bireme.runtime.updates import Settings, Updates
+from bireme.runtime.updates import Updates, UpdateSettings
 from bireme.runtime.world import World
 from bireme.sync.group import SingleRankGroup
 from bireme.sync.reducer import Reducer
@@ -79,9 +79,9 @@ class ForwardPipeline:
         )
         """What this rank takes of each batch."""
         transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
-        courier = Courier(layout.rank_of_stage, borders, transport, device)
+        courier = StageMessages(layout.rank_of_stage, borders, transport, device)
         alone = Reducer(SingleRankGroup(), in_background=False)
-        updates = Updates({}, Batches(), alone, Settings())  # a program of forwards has none
+        updates = Updates({}, Batches(), alone, UpdateSettings())  # a program of forwards has none
         interpreter = Interpreter({}, courier, updates, teller(world))
         self._evaluator = Evaluator(stages, layout, interpreter, self._fabric.everyone(), self.cutter)
 

@@ -11,13 +11,13 @@ from bireme.errors import BiremeError
 from bireme.runtime.header import HEADER_BYTES, read_header
 from bireme.runtime.socket_line import Transfer, posted_for
 
-__all__ = ["Freight"]
+__all__ = ["LargeMessages"]
 
 CHUNK_BYTES = 1 << 20
 """What is written at once. A link that moves less than this within the timeout counts as stuck."""
 
 
-class Freight:
+class LargeMessages:
     """Both directions of one socket, which blocks. The threads start with the first message that needs
     them, and `ring` whenever one is done with.
     """

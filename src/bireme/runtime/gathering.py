@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from bireme.model.graph import State
+from bireme.model.graph import ModelState
 from bireme.runtime.recorder import Recording
 from bireme.sync.group import Group, MessageGroup
 
@@ -57,7 +57,7 @@ def gather_times(group: Group, recording: Recording) -> list[Recording]:
 
 
 def gather_tensors(
-    group: MessageGroup, states: Sequence[State], own: Mapping[str, Tensor], owner: Mapping[str, int]
+    group: MessageGroup, states: Sequence[ModelState], own: Mapping[str, Tensor], owner: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Each of the states from the rank that owns it, one after the other, as a new tensor on rank 0's CPU.
 
@@ -98,7 +98,7 @@ DTYPES = (
 
 
 def _agreed_dtypes(
-    group: Group, states: Sequence[State], own: Mapping[str, torch.dtype]
+    group: Group, states: Sequence[ModelState], own: Mapping[str, torch.dtype]
 ) -> list[torch.dtype]:
     """The dtype each is held in, which its owner alone knows: master weights are longer than the graph's."""
     row = [float(DTYPES.index(own[s.name])) + 1.0 if s.name in own else 0.0 for s in states]

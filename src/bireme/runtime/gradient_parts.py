@@ -11,9 +11,9 @@ from torch import Tensor
 from bireme.memory.arena import Arena
 from bireme.memory.lent_arena import LentArena
 from bireme.memory.system_memory import give_back_heap
-from bireme.runtime.paging.mover import Job
+from bireme.runtime.paging.mover import CopyJob
 from bireme.runtime.sharers import Sharers
-from bireme.runtime.shelf_part import ShelfPart
+from bireme.runtime.shelf_part import ParameterGroupPart
 from bireme.sync.exchange import SentBytes
 from bireme.sync.gradients import BatchGradients
 from bireme.sync.parts import sum_parts
@@ -29,7 +29,9 @@ class GradientParts:
 
     __slots__ = ("_arenas", "_device", "_own", "_under_way", "held", "names", "views")
 
-    def __init__(self, arenas: Sequence[LentArena], parts: Sequence[ShelfPart], device: torch.device) -> None:
+    def __init__(
+        self, arenas: Sequence[LentArena], parts: Sequence[ParameterGroupPart], device: torch.device
+    ) -> None:
         self._device = device
         self._arenas = [*zip(arenas, parts, strict=True)]
         self._own = [Arena(part.own.slots, part.own.dtype, device) for part in parts]
@@ -39,7 +41,7 @@ class GradientParts:
         }
         """This replica's pieces."""
         self.held: set[str] = set()
-        self._under_way: tuple[BatchGradients, Job] | None = None
+        self._under_way: tuple[BatchGradients, CopyJob] | None = None
 
     @property
     def num_bytes(self) -> int:

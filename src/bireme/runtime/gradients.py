@@ -16,12 +16,12 @@ from torch import Tensor
 from bireme.codec.principal import Product
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.memory.lent_arena import LentArena
 from bireme.runtime.gradient_parts import GradientParts
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
-from bireme.runtime.shelf import Shelf, without
-from bireme.runtime.shelf_part import ShelfPart
+from bireme.runtime.shelf import ParameterGroup, without
+from bireme.runtime.shelf_part import ParameterGroupPart
 
 __all__ = ["GradientPool", "GradientSums"]
 
@@ -40,8 +40,8 @@ class GradientSums:
         self,
         arenas: Sequence[Arena],
         names: Sequence[str],
-        memory: Carver,
-        source: Callable[[], Carver],
+        memory: ArenaAllocator,
+        source: Callable[[], ArenaAllocator],
         parts: GradientParts | None = None,
     ) -> None:
         self.arenas = tuple(arenas)
@@ -89,7 +89,7 @@ class GradientSums:
             yield from self.streams.items()
 
 
-def _plain() -> Carver:
+def _plain() -> ArenaAllocator:
     return PLAIN
 
 
@@ -104,12 +104,12 @@ class GradientPool:
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        shelves: Sequence[ParameterGroup],
         names: Sequence[str],
         device: torch.device,
         principal: PrincipalGradients | None = None,
-        memory: Callable[[], Carver] | None = None,
-        parts: Sequence[ShelfPart] = (),
+        memory: Callable[[], ArenaAllocator] | None = None,
+        parts: Sequence[ParameterGroupPart] = (),
         *,
         summed_apart: Collection[str] | None = None,
     ) -> None:
@@ -123,13 +123,13 @@ class GradientPool:
         self._most_stream_bytes = 0
         self._device = device
         self._memory = memory
-        self._free: dict[Callable[[], Carver], list[GradientSums]] = {memory: [], _plain: []}
+        self._free: dict[Callable[[], ArenaAllocator], list[GradientSums]] = {memory: [], _plain: []}
         """By who gave their memory."""
         self._reserved: GradientSums | None = None
         self._num_sets = 0
         self._set_bytes = sum(shelf.num_bytes for shelf in self._shelves)
 
-    def reserve(self) -> Carver:
+    def reserve(self) -> ArenaAllocator:
         """The memory of the sums that are opened next."""
         self._reserved = self._opened(self._memory)
         return self._reserved.memory
@@ -142,7 +142,7 @@ class GradientPool:
             sums.streams = self.principal.open(batch)
         return sums
 
-    def _opened(self, source: Callable[[], Carver]) -> GradientSums:
+    def _opened(self, source: Callable[[], ArenaAllocator]) -> GradientSums:
         if self._free[source]:
             return self._free[source].pop()
         self._num_sets += 1
@@ -153,7 +153,7 @@ class GradientPool:
         return GradientSums(arenas, self._names, memory, source)
 
     def _opened_in_parts(
-        self, summed_apart: frozenset[str], memory: Carver, source: Callable[[], Carver]
+        self, summed_apart: frozenset[str], memory: ArenaAllocator, source: Callable[[], ArenaAllocator]
     ) -> GradientSums:
         arenas, lent, parts = [], [], []
         for shelf, part in zip(self._shelves, self.parts, strict=True):

@@ -5,7 +5,7 @@ import torch
 from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.transport import Transport
 from bireme.sync.coded import CodedSums
@@ -21,7 +21,7 @@ def reducer_of(
     transport: Transport,
     device: torch.device,
     codec: SumCodec = DENSE,
-    agreement: Agreement | None = None,
+    agreement: QuorumAgreement | None = None,
     sharers: Sharers | None = None,
 ) -> SumsBatches:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.

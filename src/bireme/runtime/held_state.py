@@ -9,7 +9,7 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.balancer import Balancer
-from bireme.runtime.courier import Courier
+from bireme.runtime.courier import StageMessages
 from bireme.runtime.feedback_sections import feedback_sections, load_feedback
 from bireme.runtime.gathering import gather_rows, gather_tensors
 from bireme.runtime.layout import Layout
@@ -32,7 +32,7 @@ class HeldState:
     num_trained = 0
     balancer: Balancer | None
     _averages: Averages | None
-    _courier: Courier
+    _courier: StageMessages
     _reducer: SumsBatches
     _spare: MessageGroup
     _updates: Updates

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from bireme.codec.border import NO_CODECS, LinkCodecs
 from bireme.runtime.averaging.averages import Averages
-from bireme.runtime.courier import Courier
+from bireme.runtime.courier import StageMessages
 from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.recorder import Moment, Recorder
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.stopwatch import Stopwatch
-from bireme.runtime.updates import Finished, Updates
+from bireme.runtime.updates import FinishedBatch, Updates
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Kind
 from bireme.schedule.program import Block
 
@@ -46,7 +46,7 @@ class Interpreter:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        courier: Courier,
+        courier: StageMessages,
         updates: Updates,
         on_instruction: OnInstruction,
         stopwatch: Stopwatch | None = None,
@@ -104,7 +104,7 @@ class Interpreter:
         *,
         forwards: Mapping[int, RunsForward] | None = None,
         codecs: LinkCodecs = NO_CODECS,
-    ) -> Iterator[Finished]:
+    ) -> Iterator[FinishedBatch]:
         """Run what the blocks say on the batches of the feed; gives what came of each batch when it is
         done. Forwards are those of the stages that train, or of `forwards`, by these codecs.
         """

@@ -23,10 +23,10 @@ from bireme.errors import BiremeError
 from bireme.runtime.board import Board
 from bireme.runtime.failures import Failure, FailureKind, grace_s
 from bireme.runtime.processes import UNREPORTED, Process, preload, start_process
-from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, Order, run_rank
+from bireme.runtime.rank_process import LOCALHOST, UNGUARDED_STATUS, RankSetup, run_rank
 
 if TYPE_CHECKING:
-    from bireme.runtime.world import Backend
+    from bireme.devices import Backend
 
 __all__ = ["Crew", "launch", "pickled", "preload_own", "signal_ranks"]
 
@@ -74,7 +74,7 @@ def launch(
     from bireme.runtime.stores import open_store
 
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    order = Order(
+    order = RankSetup(
         port=store.port,
         num_processes=num_processes,
         timeout_s=timeout_s,
@@ -112,7 +112,7 @@ def signal_ranks(number: signal.Signals) -> bool:
 class _Rank:
     """One process, and the thread that hands it its work and takes its result."""
 
-    def __init__(self, order: Order, rank: int, call: bytes) -> None:
+    def __init__(self, order: RankSetup, rank: int, call: bytes) -> None:
         self.number = rank
         self.result: bytes | None = None
         self.process: Process | None = None
@@ -154,7 +154,7 @@ class _Rank:
 class Crew:
     """All processes of a launch. Whatever happens inside this context, none of them is left after it."""
 
-    def __init__(self, order: Order, call: bytes, board: Board) -> None:
+    def __init__(self, order: RankSetup, call: bytes, board: Board) -> None:
         self.cause: Failure | None = None
         self.is_given_up = False
         """Whether somebody else wants the end of it."""

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.transport import Channel, Pending
+from bireme.runtime.transport import Channel
 from bireme.schedule.instruction import Message
+from bireme.sync.group import Pending
 
 __all__ = ["NcclTransport"]
 

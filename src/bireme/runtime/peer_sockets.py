@@ -28,7 +28,7 @@ GREETING = Struct(f"<{TOKEN_BYTES}sIBI")
 """The token, who calls, for which of the two lines, and the longest message that goes over the small one."""
 GREETING_S = 5.0
 """How long a caller may take to greet; a rank does so with its first packet."""
-LOOK_S = 0.5
+CONNECT_LOOK_S = 0.5
 
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 """Whether Unix sockets may have names that no file system knows, and that nobody need clean up."""
@@ -130,7 +130,7 @@ class _Acceptor:
         while absent := wanted - self.sockets.keys():
             if time.monotonic() > ends_s:
                 raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
-            for key, _ in self._selector.select(min(LOOK_S, timeout_s)):
+            for key, _ in self._selector.select(min(CONNECT_LOOK_S, timeout_s)):
                 if isinstance(key.data, _Call):
                     self._hear(key.data)
                 else:

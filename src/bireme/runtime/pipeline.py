@@ -32,7 +32,7 @@ from bireme.runtime.batch_end import Batches
 from bireme.runtime.batches import Batch
 from bireme.runtime.borders import Borders, received_by
 from bireme.runtime.coding import checked
-from bireme.runtime.courier import Courier, Traffic
+from bireme.runtime.courier import BoundaryTraffic, StageMessages
 from bireme.runtime.cutting import cutter_of
 from bireme.runtime.evaluation import Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
@@ -47,22 +47,22 @@ from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.prepared import Weights, prepared
-from bireme.runtime.quorum.agreement import Agreement, join
+from bireme.runtime.quorum.agreement import QuorumAgreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.recorder import Recorder, Recording, timeline_of
 from bireme.runtime.refusals import check_together
-from bireme.runtime.result import Result, result_of
+from bireme.runtime.result import BatchResult, result_of
 from bireme.runtime.runnable import AnyPlan, for_sharers, on_pages, runnable, unhurried, work_of
 from bireme.runtime.sharers import sharers_of
 from bireme.runtime.stopwatch import Stopwatch
-from bireme.runtime.updates import Settings, Updates
-from bireme.runtime.wire import TensorSpec
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.runtime.updates import Updates, UpdateSettings
 from bireme.runtime.world import World
 from bireme.sync.exchange import SentBytes
 from bireme.sync.reducer import Reducer
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Pipeline", "Result", "Weights"]
+__all__ = ["BatchResult", "Pipeline", "Weights"]
 
 
 class Pipeline(HeldState):
@@ -112,7 +112,7 @@ class Pipeline(HeldState):
         gradient_of: Sequence[str] | None = None,
         paging: PagingSettings | None = None,
         shard: str = "none",
-        agreement: Agreement | None = None,
+        agreement: QuorumAgreement | None = None,
         averaging: Averaging | None = None,
     ) -> None:
         self._device = torch.device(device)
@@ -197,7 +197,7 @@ class Pipeline(HeldState):
         if self._paging is not None and not self._paging.keeps_gradients:
             assert isinstance(self._reducer, Reducer), "with an agreement no rank pages"
             norms_of = self._reducer.norms_of
-        settings = Settings(lr, clip_norm)
+        settings = UpdateSettings(lr, clip_norm)
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, QuorumReducer):
@@ -206,7 +206,7 @@ class Pipeline(HeldState):
                 self._reducer, self.stages, self._device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        self._courier = Courier(ranks, self._borders, transport, self._device, self.codecs)
+        self._courier = StageMessages(ranks, self._borders, transport, self._device, self.codecs)
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
@@ -230,7 +230,7 @@ class Pipeline(HeldState):
         *,
         record: bool = False,
         votes: Callable[[], float] = lambda: 0.0,
-    ) -> Iterator[Result]:
+    ) -> Iterator[BatchResult]:
         """Train on batches, and give what came of each as soon as it is known.
 
         The pipeline stays full from the first batch to the last, so batches are read some ahead, and a result
@@ -244,7 +244,7 @@ class Pipeline(HeldState):
         self._updates.votes = votes
         return self._train(batches, record=record)
 
-    def _train(self, batches: Iterable[Batch], *, record: bool) -> Iterator[Result]:
+    def _train(self, batches: Iterable[Batch], *, record: bool) -> Iterator[BatchResult]:
         self._check_drained()  # again: another training may have begun since this one was asked for
         self._is_running = True
         try:
@@ -254,7 +254,7 @@ class Pipeline(HeldState):
             raise
         self._is_running = False
 
-    def _results(self, batches: Iterable[Batch], *, record: bool) -> Iterator[Result]:
+    def _results(self, batches: Iterable[Batch], *, record: bool) -> Iterator[BatchResult]:
         for stage in self.stages.values():
             stage.banks.settle()
         first = self.num_trained
@@ -383,7 +383,7 @@ class Pipeline(HeldState):
         return () if self._paging is None else self._paging.tiers()
 
     @property
-    def traffic(self) -> Mapping[tuple[bool, int], Traffic]:
+    def traffic(self) -> Mapping[tuple[bool, int], BoundaryTraffic]:
         """What this rank has sent of training so far, by direction (forward or not) and border."""
         return self._courier.traffic
 

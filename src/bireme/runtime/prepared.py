@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
+from bireme.model.argument import references
 from bireme.model.capture import Inputs, Loss, capture
-from bireme.model.graph import Graph, references
+from bireme.model.graph import Graph
 from bireme.model.stage import torch_operator
 from bireme.model.torch_private import schema_of
 from bireme.model.weights import materialise
 
-__all__ = ["Prepared", "Weights", "prepared"]
+__all__ = ["PreparedModel", "Weights", "prepared"]
 
 Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Gives parameters and buffers by name; the engine takes them over and writes to them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """A model in training mode, maybe one in evaluation mode, and its weights."""
 
     graph: Graph
@@ -35,7 +36,7 @@ def prepared(
     example_inputs: Inputs | None,
     loss: Loss | None,
     seed: int,
-) -> Prepared:
+) -> PreparedModel:
     """A graph as it is given; a module captured in both modes, with copies of its own weights.
 
     A module on the meta device gets weights from the seed.
@@ -47,7 +48,7 @@ def prepared(
                 "A graph holds no weights. Give a function as weights= that has them by name, such as one "
                 "that calls materialise(model, names, seed=0)."
             )
-        return Prepared(model, evaluation, weights)
+        return PreparedModel(model, evaluation, weights)
     if example_inputs is None:
         raise BiremeError(
             f"To capture {type(model).__name__}, the pipeline needs example_inputs=: a dict of tensors that "
@@ -57,7 +58,7 @@ def prepared(
     _refuse_sparse_gradients(graph)
     if evaluation is None:
         evaluation = capture(model, example_inputs, loss=loss, training=False)
-    return Prepared(graph, evaluation, weights or _own_weights(model, seed))
+    return PreparedModel(graph, evaluation, weights or _own_weights(model, seed))
 
 
 def _refuse_sparse_gradients(graph: Graph) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.codec.principal import Product
 from bireme.runtime.stepper import Home, Stepped, Stepper
-from bireme.runtime.trial import Piece, pieces_of
+from bireme.runtime.trial import ParameterRows, pieces_of
 
 __all__ = ["most_piece_elements", "step_all"]
 
@@ -85,7 +85,7 @@ def _step(stepper: Stepper, home: Home, weight: Tensor, product: Product, lr_fac
     stepper.keep(Stepped(home, weight, weight, state))
 
 
-def _own_state(known: Mapping[str, Any], piece: Piece) -> Iterator[tuple[str, Any]]:
+def _own_state(known: Mapping[str, Any], piece: ParameterRows) -> Iterator[tuple[str, Any]]:
     """What a piece is stepped with: its rows of what there is for each element, and copies of the rest."""
     for key, value in known.items():
         if isinstance(value, Tensor):

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
-    from bireme.runtime.world import Backend, World
+    from bireme.devices import Backend
+    from bireme.runtime.world import World
 
-__all__ = ["UNGUARDED_STATUS", "Order", "run_rank"]
+__all__ = ["UNGUARDED_STATUS", "RankSetup", "run_rank"]
 
 UNGUARDED_STATUS = 64
 """The exit status of a process that came to launch processes while it was itself being started."""
@@ -28,7 +29,7 @@ LOOPBACK = ("lo", "lo0")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RankSetup:
     """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
     in the store. The first of them is the process `first_local` of the machine, and the rank `first_rank` of
     all that a run has, by which processes are called.
@@ -45,7 +46,7 @@ class Order:
     first_rank: int = 0
 
 
-def run_rank(starter: Connection, order: Order, rank: int) -> None:
+def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
     """Be that rank until its function has returned or anything has failed.
 
     From its starter comes the pickled function with its arguments, to it goes the pickled result.
@@ -71,7 +72,7 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _world(order: Order, rank: int) -> "World":
+def _world(order: RankSetup, rank: int) -> "World":
     # For libraries that start their threads when they are imported, and for processes that this one starts.
     os.environ["OMP_NUM_THREADS"] = str(order.num_threads)
     _stay_on_this_machine()

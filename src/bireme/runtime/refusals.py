@@ -5,7 +5,7 @@ from bireme.codec.sum_words import DENSE, SumCodec
 from bireme.errors import BiremeError
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.paging.rank_paging import RankPaging
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 
 __all__ = ["check_together"]
 
@@ -15,7 +15,7 @@ def check_together(
     form: GradientForm | None,
     codec: SumCodec,
     paging: RankPaging | None,
-    agreement: Agreement | None,
+    agreement: QuorumAgreement | None,
     averaging: Averaging | None,
 ) -> None:
     """Refuse what does not go together, before anything is open."""

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from bireme.runtime.microbatches import Portion
-from bireme.runtime.updates import Finished
+from bireme.runtime.updates import FinishedBatch
 
-__all__ = ["Result", "result_of"]
+__all__ = ["BatchResult", "result_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BatchResult:
     """What came of a batch; the same on every rank, but for `seconds`, which passed here since the last
     one. `votes` is the sum of what the ranks gave along with it. `shares` are the samples of each replica;
     `busy_s` says for how long the batch kept each rank busy, where shares follow that. The replicas that have
@@ -39,7 +39,9 @@ class Result:
         return self.order[0]
 
 
-def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed: bool = False) -> Result:
+def result_of(
+    finished: FinishedBatch, portion: Portion, seconds: float, *, is_agreed: bool = False
+) -> BatchResult:
     """The result of a batch that is finished, of which this replica had a portion.
 
     It `is_agreed` where a replica knows no more than its own portion: then what all gave along are the weight
@@ -53,7 +55,7 @@ def result_of(finished: Finished, portion: Portion, seconds: float, *, is_agreed
         shares, firsts, busy_s = tuple(map(round, rest[:half])), rest[half:], ()
         parts = [one for one, num in enumerate(shares) if num]
         order = tuple(sorted(parts, key=lambda one: (firsts[one], one)))
-    return Result(
+    return BatchResult(
         batch=finished.batch,
         loss=finished.loss,
         grad_norm=finished.grad_norm,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.sharers import Sharers
-from bireme.runtime.shelf_part import ShelfPart
-from bireme.runtime.shelf_weights import ShelfWeights
+from bireme.runtime.shelf_part import ParameterGroupPart
+from bireme.runtime.shelf_weights import ParameterGroupWeights
 from bireme.runtime.stepper import Home, Stepper
-from bireme.runtime.trial import CHUNK_ELEMENTS, Piece, Trials, Tried
+from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.sync.parts import pieces_of, rounds_of
 
 __all__ = ["make_shared_trial"]
@@ -25,7 +25,7 @@ def make_shared_trial(
     sharers: Sharers,
     stepper: Stepper,
     trials: Trials,
-    stores: Sequence[ShelfWeights],
+    stores: Sequence[ParameterGroupWeights],
     bank: int,
     flats: Sequence[Tensor],
     held: Collection[str],
@@ -78,7 +78,7 @@ def _sent_bytes(sharers: Sharers, given: Sequence[Tensor]) -> int:
 
 
 def _tried(
-    part: ShelfPart,
+    part: ParameterGroupPart,
     homes: dict[str, Home],
     source: Tensor,
     begin: int,
@@ -94,7 +94,7 @@ def _tried(
             continue
         here = slice(first - begin, last - begin)
         yield Tried(
-            Piece(homes[name], slice(first - slot.begin, last - slot.begin)),
+            ParameterRows(homes[name], slice(first - slot.begin, last - slot.begin)),
             source[first:last],
             goal[here],
             gradient[here] if name in held else None,

@@ -8,8 +8,8 @@ from torch import Tensor
 from bireme.memory.arena import Arena
 from bireme.runtime.shared_trial import make_shared_trial
 from bireme.runtime.sharers import Sharers
-from bireme.runtime.shelf_part import ShelfPart
-from bireme.runtime.shelf_weights import ShelfWeights
+from bireme.runtime.shelf_part import ParameterGroupPart
+from bireme.runtime.shelf_weights import ParameterGroupWeights
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.sync.gradients import Parts
@@ -31,7 +31,7 @@ class SharedWeights:
         sharers: Sharers,
         stepper: Stepper,
         trials: Trials,
-        stores: Sequence[ShelfWeights],
+        stores: Sequence[ParameterGroupWeights],
         num_banks: int,
     ) -> None:
         self._sharers = sharers
@@ -39,7 +39,9 @@ class SharedWeights:
         self._trials = trials
         self._stores = stores
         self._arriving: list[list[Pending]] = [[] for _ in range(num_banks)]
-        self.part_of: Mapping[str, ShelfPart] = {name: part for part in stepper.parts for name in part.pieces}
+        self.part_of: Mapping[str, ParameterGroupPart] = {
+            name: part for part in stepper.parts for name in part.pieces
+        }
         """Of each parameter that this replica owns a piece of, the part that this lies in."""
         self.shapes = {name: slot.shape for store in stores for name, slot in store.banks[0].slots.items()}
 
@@ -133,7 +135,7 @@ class SharedWeights:
         bank = version % len(self._arriving)
         return {name: leaf for store in self._stores for name, leaf in store.leaves[bank].items()}
 
-    def _whole_copies(self, owned: Iterable[tuple[ShelfWeights, Tensor]]) -> Tensors:
+    def _whole_copies(self, owned: Iterable[tuple[ParameterGroupWeights, Tensor]]) -> Tensors:
         """Copies of weights of some stores, of each of which this is the part that this replica has; take
         part with the others.
         """
@@ -148,6 +150,6 @@ class SharedWeights:
         return found
 
 
-def _parts(store: ShelfWeights) -> Parts:
+def _parts(store: ParameterGroupWeights) -> Parts:
     assert store.part is not None, "the stores of shared weights have parts"
     return store.part.parts

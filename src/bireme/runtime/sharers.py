@@ -8,9 +8,9 @@ from torch import Tensor
 from bireme.errors import BiremeError, closest
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
-from bireme.runtime.paging.mover import Job, ThreadMover
-from bireme.runtime.shelf import Shelf
-from bireme.runtime.shelf_part import ShelfPart, part_of
+from bireme.runtime.paging.mover import CopyJob, ThreadMover
+from bireme.runtime.shelf import ParameterGroup
+from bireme.runtime.shelf_part import ParameterGroupPart, part_of
 from bireme.sync.gradients import Parts
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import SLICE_BYTES
@@ -53,14 +53,14 @@ class Sharers:
         """From now on the members can reach each other."""
         self._group, self._sums, self._worker = group, sums, ThreadMover(device)
 
-    def post(self, work: Callable[[], None]) -> Job:
+    def post(self, work: Callable[[], None]) -> CopyJob:
         """Have work done in a thread, one after the other; only that thread uses `sums`."""
         assert self._worker is not None, "a pipeline is joined before it trains"
-        job = Job((0, False), 0, work)
+        job = CopyJob((0, False), 0, work)
         self._worker.post(job)
         return job
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: CopyJob) -> None:
         """Wait for work that was posted; raises what went wrong."""
         assert self._worker is not None, "what was posted has a worker"
         self._worker.wait(job)
@@ -70,7 +70,7 @@ class Sharers:
         if self._worker is not None:
             self._worker.close()
 
-    def cut(self, shelf: Shelf) -> ShelfPart:
+    def cut(self, shelf: ParameterGroup) -> ParameterGroupPart:
         """This replica's part of a shelf."""
         return part_of(shelf, self.member, self.num_members)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from bireme.memory.slots import Slots
 
-__all__ = ["ALIGNED_ELEMENTS", "Shelf", "shelves_of", "without"]
+__all__ = ["ALIGNED_ELEMENTS", "ParameterGroup", "parameter_groups_of", "without"]
 
 ALIGNED_ELEMENTS = 16
 """Parameters of other lengths lie last, so that kernels find the beginnings of all others aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shelf:
+class ParameterGroup:
     """The layout of some parameters; `dtype` is what they are stepped and their gradients summed in."""
 
     slots: Slots
@@ -30,21 +30,23 @@ class Shelf:
         return self.slots.num_elements * self.dtype.itemsize
 
 
-def shelves_of(parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]) -> tuple[Shelf, ...]:
+def parameter_groups_of(
+    parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]
+) -> tuple[ParameterGroup, ...]:
     """Lay out parameters: those whose entries in `alike` are equal share a shelf."""
     groups: dict[tuple[Hashable, torch.dtype], list[str]] = {}
     for name, tensor in parameters.items():
         groups.setdefault((alike[name], tensor.dtype), []).append(name)
     return tuple(
-        Shelf(Slots({name: parameters[name].shape for name in _ordered(names, parameters)}), dtype)
+        ParameterGroup(Slots({name: parameters[name].shape for name in _ordered(names, parameters)}), dtype)
         for (_, dtype), names in groups.items()
     )
 
 
-def without(shelves: Sequence[Shelf], names: Collection[str]) -> tuple[Shelf, ...]:
+def without(shelves: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
     """The shelves as they are if parameters of these names have no place; empty ones are left out."""
     left = (
-        Shelf(
+        ParameterGroup(
             Slots({name: slot.shape for name, slot in shelf.slots.items() if name not in names}), shelf.dtype
         )
         for shelf in shelves

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bireme.memory.slots import Slots
-from bireme.runtime.shelf import ALIGNED_ELEMENTS, Shelf
+from bireme.runtime.shelf import ALIGNED_ELEMENTS, ParameterGroup
 from bireme.sync.gradients import Parts
 
-__all__ = ["ShelfPart", "part_of"]
+__all__ = ["ParameterGroupPart", "part_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShelfPart:
+class ParameterGroupPart:
     """The part of one `member`; `parts` are those of all members.
 
     `own` lays out the pieces in it, which are flat, and `pieces` says where in its parameter each lies.
@@ -26,7 +26,7 @@ class ShelfPart:
 
     parts: Parts
     member: int
-    own: Shelf
+    own: ParameterGroup
     pieces: Mapping[str, slice]
 
     def of(self, flat: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class ShelfPart:
         return tensor if is_piece else tensor.reshape(-1)[self.pieces[name]]
 
 
-def part_of(shelf: Shelf, member: int, num_members: int) -> ShelfPart:
+def part_of(shelf: ParameterGroup, member: int, num_members: int) -> ParameterGroupPart:
     """The part of a member: as many elements as the others', to a few."""
     num_elements = shelf.slots.num_elements
     ideal = (place * num_elements // num_members for place in range(1, num_members))
@@ -56,7 +56,7 @@ def part_of(shelf: Shelf, member: int, num_members: int) -> ShelfPart:
         if max(slot.begin, begin) < min(slot.end, end)
     }
     own = Slots({name: (piece.stop - piece.start,) for name, piece in pieces.items()})
-    return ShelfPart(parts, member, Shelf(own, shelf.dtype), pieces)
+    return ParameterGroupPart(parts, member, ParameterGroup(own, shelf.dtype), pieces)
 
 
 def _aligned(slots: Slots, place: int) -> int:

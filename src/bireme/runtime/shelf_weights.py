@@ -8,17 +8,17 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena
 from bireme.memory.lent_arena import LentArena
-from bireme.runtime.shelf import Shelf
-from bireme.runtime.shelf_part import ShelfPart
+from bireme.runtime.shelf import ParameterGroup
+from bireme.runtime.shelf_part import ParameterGroupPart
 from bireme.runtime.stage_memory import StageMemory
 from bireme.schedule.instruction import Item
 
-__all__ = ["ShelfWeights", "bank_dtype_of", "copy_by_name", "step_dtype_of"]
+__all__ = ["ParameterGroupWeights", "bank_dtype_of", "copy_by_name", "step_dtype_of"]
 
 Tensors = Mapping[str, Tensor]
 
 
-class ShelfWeights:
+class ParameterGroupWeights:
     """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks.
 
     With a `part` only that is stepped here, and only that is kept apart. With `keeps_part` there is no more
@@ -27,14 +27,14 @@ class ShelfWeights:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: ParameterGroup,
         given: Tensors,
         dtypes: Mapping[str, torch.dtype],
         num_banks: int,
         memory: StageMemory,
         *,
         is_apart: bool,
-        part: ShelfPart | None = None,
+        part: ParameterGroupPart | None = None,
         keeps_part: bool = False,
     ) -> None:
         self.part = part

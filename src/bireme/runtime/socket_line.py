@@ -10,7 +10,15 @@ from bireme.errors import BiremeError
 from bireme.runtime.header import HEADER_BYTES, read_header
 from bireme.schedule.instruction import Message
 
-__all__ = ["BUFFER_BYTES", "LARGE_BYTES", "NUM_UNDER_WAY", "Line", "Transfer", "ordinary_bytes", "posted_for"]
+__all__ = [
+    "BUFFER_BYTES",
+    "LARGE_BYTES",
+    "NUM_UNDER_WAY",
+    "SocketLine",
+    "Transfer",
+    "ordinary_bytes",
+    "posted_for",
+]
 
 LARGE_BYTES = 256 * 1024
 """Messages of more bytes go over the second socket, and of fewer where the kernel's buffers are small."""
@@ -78,7 +86,7 @@ def posted_for(header: bytes, posted: dict[bytes, Transfer]) -> Transfer | None:
     return transfer
 
 
-class Line:
+class SocketLine:
     """The socket for ordinary messages to one rank, which never blocks.
 
     What has come is read into `_staging`, whole messages and parts of one; from `_begin` to `_end` it is not

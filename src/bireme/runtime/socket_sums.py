@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.socket_transport import SocketPending, SocketTransport
-from bireme.runtime.transport import Pending
-from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
+from bireme.runtime.tensor_spec import TensorSpec
+from bireme.runtime.wire import Arrival, WireFormat
 from bireme.schedule.instruction import Message
+from bireme.sync.group import Pending
 
 __all__ = ["SocketSums"]
 

@@ -16,11 +16,12 @@ from contextlib import suppress
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.freight import Freight
+from bireme.runtime.freight import LargeMessages
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.socket_line import BUFFER_BYTES, LARGE_BYTES, Line, Transfer
-from bireme.runtime.transport import AbortedError, nothing_came, nothing_taken
+from bireme.runtime.socket_line import BUFFER_BYTES, LARGE_BYTES, SocketLine, Transfer
+from bireme.runtime.transport import nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
+from bireme.sync.group import AbortedError
 
 __all__ = ["Lines", "SocketPending", "SocketTransport"]
 
@@ -64,11 +65,11 @@ class SocketTransport:
         self.timeout_s = timeout_s
         self._awake_s = awake_s
         self._failure: Exception | None = None
-        self._lines = {peer: Line(peer, pair.small) for peer, pair in lines.items()}
+        self._lines = {peer: SocketLine(peer, pair.small) for peer, pair in lines.items()}
         self._bell, self._rung = socket.socketpair()
         for one in (self._bell, self._rung):
             one.setblocking(False)
-        self._freight = {peer: Freight(peer, pair.large, self._ring) for peer, pair in lines.items()}
+        self._freight = {peer: LargeMessages(peer, pair.large, self._ring) for peer, pair in lines.items()}
         self._ordinary_bytes = {peer: pair.ordinary_bytes for peer, pair in lines.items()}
         self._sockets = [one for pair in lines.values() for one in (pair.small, pair.large)]
         self._poller = select.poll()
@@ -134,7 +135,7 @@ class SocketTransport:
         self._failure = error
         return error
 
-    def wait(self, line: Line | Freight, transfer: Transfer) -> None:
+    def wait(self, line: SocketLine | LargeMessages, transfer: Transfer) -> None:
         """Move bytes on all lines until that message has gone or come, or for too long none moved on its."""
         began_s = 0.0
         while not transfer.is_done:
@@ -192,7 +193,7 @@ class SocketTransport:
         with suppress(OSError):  # full of rings, or closed
             self._bell.send(b"\0")
 
-    def _move(self, line: Line | Freight) -> None:
+    def _move(self, line: SocketLine | LargeMessages) -> None:
         """Write what goes and read what has come; a broken connection means that its rank is gone, or that
         this one gave up.
         """
@@ -208,7 +209,9 @@ class SocketPending:
 
     __slots__ = ("_line", "_transfer", "_transport")
 
-    def __init__(self, transport: SocketTransport, line: Line | Freight, transfer: Transfer) -> None:
+    def __init__(
+        self, transport: SocketTransport, line: SocketLine | LargeMessages, transfer: Transfer
+    ) -> None:
         self._transport = transport
         self._line = line
         self._transfer = transfer

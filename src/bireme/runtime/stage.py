@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bireme.model.fed_maps import Outlet
+from bireme.model.fed_maps import GradientHook
 from bireme.model.halves import Rest, backward_input
 from bireme.model.segments import SegmentedFunction, untouched
 from bireme.model.stage import StageFunction
@@ -84,7 +84,7 @@ class Stage:
         *,
         device: torch.device,
         recomputes: bool,
-        outlet: Outlet | None = None,
+        outlet: GradientHook | None = None,
         memory: StageMemory | None = None,
     ) -> None:
         self.index = index

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.schedule.instruction import Item
 
 __all__ = ["UNPAGED", "StageMemory", "Stash"]
@@ -39,15 +39,15 @@ class StageMemory:
     has_master = False
     """Whether weights must be made from a master copy, because the version before may be elsewhere."""
 
-    def bank(self, _number: int) -> Carver:
+    def bank(self, _number: int) -> ArenaAllocator:
         """For the weights of a bank."""
         return PLAIN
 
-    def optimizer(self) -> Carver:
+    def optimizer(self) -> ArenaAllocator:
         """For what an optimiser steps and remembers, besides banks."""
         return PLAIN
 
-    def gradients(self) -> Carver:
+    def gradients(self) -> ArenaAllocator:
         """For the sums of one batch more."""
         return PLAIN
 
@@ -55,7 +55,7 @@ class StageMemory:
         """Weights that do not learn, where they stay; maybe copies."""
         return weights
 
-    def before_gradients(self, reserve: Callable[[], Carver]) -> None:
+    def before_gradients(self, reserve: Callable[[], ArenaAllocator]) -> None:
         """`reserve` is to be asked for memory of `gradients` when a batch's first is about to come."""
 
     def stash(self, _batch: int, _microbatch: int) -> Stash:

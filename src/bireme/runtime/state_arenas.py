@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bireme.memory.arena import Arena
-from bireme.memory.carver import PLAIN, Carver
-from bireme.runtime.shelf import Shelf
+from bireme.memory.carver import PLAIN, ArenaAllocator
+from bireme.runtime.shelf import ParameterGroup
 
 __all__ = ["StateArenas"]
 
@@ -22,10 +22,10 @@ __all__ = ["StateArenas"]
 class StateArenas:
     """The arenas of the parameters on some shelves."""
 
-    def __init__(self, shelves: Iterable[Shelf], memory: Carver = PLAIN) -> None:
+    def __init__(self, shelves: Iterable[ParameterGroup], memory: ArenaAllocator = PLAIN) -> None:
         self._memory = memory
         self._shelf_of = {name: shelf for shelf in shelves for name in shelf.slots}
-        self._arenas: dict[tuple[Shelf, torch.dtype], list[Arena]] = {}
+        self._arenas: dict[tuple[ParameterGroup, torch.dtype], list[Arena]] = {}
         self._kept: dict[str, dict[str, Arena]] = {}
         """For each parameter the arenas in which it has something, by the keys of its state."""
         self._made: dict[str, list[Arena]] = {}

@@ -17,10 +17,10 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from bireme.errors import BiremeError
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.shelf import Shelf, shelves_of
-from bireme.runtime.shelf_part import ShelfPart
+from bireme.runtime.shelf import ParameterGroup, parameter_groups_of
+from bireme.runtime.shelf_part import ParameterGroupPart
 from bireme.runtime.state_arenas import StateArenas
 
 __all__ = ["ELEMENTWISE", "Home", "Stepped", "Stepper"]
@@ -97,15 +97,15 @@ class Stepper:
         parameters: Tensors,
         factory: OptimizerFactory,
         alike: Mapping[str, Hashable] | None = None,
-        memory: Carver = PLAIN,
-        cut: Callable[[Shelf], ShelfPart] | None = None,
+        memory: ArenaAllocator = PLAIN,
+        cut: Callable[[ParameterGroup], ParameterGroupPart] | None = None,
     ) -> None:
         self._factory = factory
-        self.parts: tuple[ShelfPart, ...] = ()
+        self.parts: tuple[ParameterGroupPart, ...] = ()
         """Those of the shelves, if it steps parts only."""
         self._homes = self._made(parameters)
         numbers = {id(one): index for index, one in enumerate(self._optimizers)}
-        self.shelves = shelves_of(
+        self.shelves = parameter_groups_of(
             parameters,
             {
                 name: (numbers[id(home.optimizer)], alike[name] if alike else None)
@@ -119,7 +119,7 @@ class Stepper:
         self._states: dict[str, dict[str, Any]] = {}
 
     @property
-    def own_shelves(self) -> Sequence[Shelf]:
+    def own_shelves(self) -> Sequence[ParameterGroup]:
         """The layout of what it steps."""
         return [part.own for part in self.parts] or self.shelves
 

@@ -15,7 +15,7 @@ from bireme.codec.principal import Product
 from bireme.runtime.shelf import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
 
-__all__ = ["CHUNK_ELEMENTS", "Piece", "Trials", "Tried", "pieces_of"]
+__all__ = ["CHUNK_ELEMENTS", "ParameterRows", "Trials", "Tried", "pieces_of"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product]
@@ -27,7 +27,7 @@ apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterRows:
     """Some rows of a parameter, or all of it."""
 
     home: Home
@@ -46,7 +46,7 @@ class Piece:
 class Tried:
     """A piece to be tried: from `start` into `goal`, with its gradient, or copied where it has none."""
 
-    piece: Piece
+    piece: ParameterRows
     start: Tensor
     goal: Tensor
     gradient: Tensor | None
@@ -116,7 +116,7 @@ class Trials:
                     yield one.piece.of(value) if is_of_each_element else value, value.dtype
 
 
-def _tried(piece: Piece, source: Tensors, target: Tensors, gradients: Gradients) -> Tried:
+def _tried(piece: ParameterRows, source: Tensors, target: Tensors, gradients: Gradients) -> Tried:
     name = piece.home.name
     gradient = piece.of_gradient(gradients[name]) if name in gradients else None
     return Tried(piece, piece.of(source[name]), piece.of(target[name].detach()), gradient)
@@ -156,12 +156,12 @@ class _Workspace:
         return copies
 
 
-def _chunks(stepper: Stepper) -> Iterator[list[Piece]]:
+def _chunks(stepper: Stepper) -> Iterator[list[ParameterRows]]:
     """All parameters, in chunks of bounded size as far as they may be apart and in slices."""
-    together = [Piece(home) for home in stepper.homes if not home.may_be_apart]
+    together = [ParameterRows(home) for home in stepper.homes if not home.may_be_apart]
     if together:
         yield together
-    chunk: list[Piece] = []
+    chunk: list[ParameterRows] = []
     size = 0
     for home in stepper.homes:
         for piece, elements in pieces_of(home) if home.may_be_apart else ():
@@ -174,14 +174,14 @@ def _chunks(stepper: Stepper) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def pieces_of(home: Home) -> Iterator[tuple[Piece, int]]:
+def pieces_of(home: Home) -> Iterator[tuple[ParameterRows, int]]:
     """The pieces of a parameter with their lengths in elements."""
     num_elements = prod(home.shape)
     if num_elements <= CHUNK_ELEMENTS or not home.may_be_sliced:
-        yield Piece(home), num_elements
+        yield ParameterRows(home), num_elements
         return
     row_elements = num_elements // home.shape[0]
     rows = max(CHUNK_ELEMENTS // row_elements, 1)
     for begin in range(0, home.shape[0], rows):
         end = min(begin + rows, home.shape[0])
-        yield Piece(home, slice(begin, end)), (end - begin) * row_elements
+        yield ParameterRows(home, slice(begin, end)), (end - begin) * row_elements

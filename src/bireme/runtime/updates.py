@@ -21,11 +21,11 @@ from bireme.sync.norm import PieceNorms, squared_norm_of
 from bireme.sync.reduced import OwnPart, Reduced
 from bireme.sync.reducer import Reduction, SumsBatches, nothing_more
 
-__all__ = ["Finished", "Settings", "Updates"]
+__all__ = ["FinishedBatch", "UpdateSettings", "Updates"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class UpdateSettings:
     """How gradients become updates: the factor on the learning rate by batch, and the largest norm, if
     any.
     """
@@ -35,7 +35,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedBatch:
     """What came of a batch, the same on all ranks. `is_skipped` says that there was no step, for its gradient
     was not finite or nothing in it counts; in the latter case the loss is NaN and the norm 0.
     """
@@ -61,7 +61,7 @@ class Updates:
         stages: Mapping[int, Stage],
         batches: Batches,
         reducer: SumsBatches,
-        settings: Settings,
+        settings: UpdateSettings,
         *,
         norms_of: Callable[[Mapping[str, Tensor]], PieceNorms] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Updates:
         self._reducer = reducer
         self._tries = any(stage.banks.is_fresh for stage in stages.values())
         self.settings = settings
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedBatch] = []
         """Batches that are done and not yet taken."""
         self.scale = 1.0
         """The last known factor that brings the gradient's norm down to the limit."""
@@ -157,7 +157,7 @@ class Updates:
             assert reduced is not None, "the last update of a rank is not apart"
             self._batches.forget(step.batch)
             self.finished.append(
-                Finished(
+                FinishedBatch(
                     batch=step.batch,
                     loss=reduced.loss,
                     grad_norm=reduced.grad_norm,
@@ -197,7 +197,7 @@ class Updates:
             flats=flats,
         )
 
-    def take_finished(self) -> Iterator[Finished]:
+    def take_finished(self) -> Iterator[FinishedBatch]:
         """The batches that were finished since it was last asked."""
         while self.finished:
             yield self.finished.pop(0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bireme.runtime.board import Board, Heartbeat
 from bireme.runtime.failures import Failure, RankFailed, grace_s
 from bireme.runtime.peers import PeerLost
-from bireme.runtime.transport import AbortedError
+from bireme.sync.group import AbortedError
 
 __all__ = ["Watch", "is_of_a_peer"]
 

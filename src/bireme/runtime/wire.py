@@ -22,9 +22,9 @@ from bireme.runtime.header import HEADER_BYTES, header_of, read_header
 from bireme.runtime.tensor_spec import TensorSpec, shown
 from bireme.schedule.instruction import Message
 
-__all__ = ["Arrival", "Parcel", "TensorSpec", "WireFormat"]
+__all__ = ["Arrival", "OutgoingMessage", "TensorSpec", "WireFormat"]
 
-ALIGNMENT_BYTES = 64
+MESSAGE_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class WireFormat:
         written = ";".join(spec.form for spec in self.specs)
         self.signature = int.from_bytes(blake2b(written.encode(), digest_size=8).digest(), "little")
 
-    def parcel(self, device: torch.device, *, is_pinned: bool = False) -> "Parcel":
+    def parcel(self, device: torch.device, *, is_pinned: bool = False) -> "OutgoingMessage":
         """Room for one message at a time, in the memory that the transport sends from."""
-        return Parcel(self, self._memory(device, is_pinned=is_pinned))
+        return OutgoingMessage(self, self._memory(device, is_pinned=is_pinned))
 
     def arrival(self, key: Message, device: torch.device, *, is_pinned: bool = False) -> "Arrival":
         """Room for the message that `key` names to come, in the memory that the transport receives into."""
@@ -131,7 +131,7 @@ class WireFormat:
         )
 
 
-class Parcel:
+class OutgoingMessage:
     """The memory of a message to be sent, with its tensors as views, made once and packed many times."""
 
     __slots__ = ("_header", "_key", "_views", "message", "num_bytes", "wire_format")
@@ -221,4 +221,4 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-num_bytes // MESSAGE_ALIGNMENT_BYTES) * MESSAGE_ALIGNMENT_BYTES

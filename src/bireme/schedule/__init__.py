@@ -1,7 +1,7 @@
 """A schedule as data: instructions, the programs made of them, and what can be proved about them."""
 
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.schedule.checker import Report, check
+from bireme.schedule.checker import CheckReport, check
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program, Track
@@ -9,10 +9,10 @@ from bireme.schedule.rule import Rule
 
 __all__ = [
     "SCHEDULES",
+    "CheckReport",
     "Instruction",
     "Kind",
     "Program",
-    "Report",
     "Rule",
     "Track",
     "check",

@@ -9,10 +9,10 @@ from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
 from bireme.schedule.uses import ChunkUses, Mode, Use
 
-__all__ = ["Access", "accesses_of", "host_accesses_of"]
+__all__ = ["ChunkAccess", "accesses_of", "host_accesses_of"]
 
 
-class Access(NamedTuple):
+class ChunkAccess(NamedTuple):
     """One use of a chunk in a tier, at a step.
 
     `label` is the same in every batch, `batch` tells which it is. `takes` where the chunk must have a slot
@@ -40,14 +40,14 @@ ItemKey = tuple[Item, int, int]
 
 def accesses_of(
     program: Program, rank: int, tiers: RankTiers, *, is_summed: bool = False
-) -> dict[int, list[Access]]:
+) -> dict[int, list[ChunkAccess]]:
     """What the instructions of a track do to chunks on the device, by their place in the track.
 
     Each instruction that uses chunks is a step. Where gradients are summed over replicas, they are used all
     the time from REDUCE to UPDATE. An update on the host uses gradients and weights below; what it remembers
     is never on the device.
     """
-    found: dict[int, list[Access]] = {}
+    found: dict[int, list[ChunkAccess]] = {}
     made: set[ItemKey] = set()
     summed: dict[ItemKey, tuple[Chunk, ...]] = {}
     uses = ChunkUses(program, tiers)
@@ -58,7 +58,7 @@ def accesses_of(
         at, label, batch = len(found), _label(step), step.batch
         others = sorted(chunk for key, chunks in summed.items() if key not in used for chunk in chunks)
         own = found[index] = [
-            Access(at, chunk, label, batch, step, reads=True, writes=False) for chunk in others
+            ChunkAccess(at, chunk, label, batch, step, reads=True, writes=False) for chunk in others
         ]
         for key, (use, chunks) in used.items():
             if use.tier:
@@ -75,16 +75,16 @@ def accesses_of(
             elif is_summed and step.kind is Kind.REDUCE:
                 summed[key] = chunks
             own += [
-                Access(at, chunk, label, batch, step, reads, writes, ends, is_kept_below=is_kept_below)
+                ChunkAccess(at, chunk, label, batch, step, reads, writes, ends, is_kept_below=is_kept_below)
                 for chunk in chunks
             ]
     return found
 
 
-def host_accesses_of(uses: ChunkUses, step: Instruction, at: int) -> list[Access]:
+def host_accesses_of(uses: ChunkUses, step: Instruction, at: int) -> list[ChunkAccess]:
     """What a step does to chunks on the host, as an access of that tier."""
     return [
-        Access(
+        ChunkAccess(
             at,
             chunk,
             _label(step),
@@ -100,13 +100,13 @@ def host_accesses_of(uses: ChunkUses, step: Instruction, at: int) -> list[Access
     ]
 
 
-def _seen_above(at: int, chunk: Chunk, step: Instruction, use: Use) -> Iterator[Access]:
+def _seen_above(at: int, chunk: Chunk, step: Instruction, use: Use) -> Iterator[ChunkAccess]:
     """What an update on the host is to the device: it needs gradients below, and makes weights there. What
     an optimiser remembers is never on the device, and of weights there is always a copy below.
     """
     is_made = use.item is Item.WEIGHTS and use.mode is not Mode.READ
     if is_made or use.item is Item.GRADIENT:
-        yield Access(
+        yield ChunkAccess(
             at,
             chunk,
             _label(step),

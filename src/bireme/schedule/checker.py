@@ -16,14 +16,14 @@ from bireme.schedule.proofs.places import misplaced
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Residency, resident
 
-__all__ = ["Report", "check"]
+__all__ = ["CheckReport", "check"]
 
 MOST_PROBLEMS = 20
 """One mistake can have many consequences; the first ones tell enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """What the checker found.
 
     `deadlock` is the circle of waiting instructions where sends are synchronous, or None;
@@ -50,12 +50,12 @@ class Report:
         return f"{name} deadlocks: {'; '.join(self.deadlock or ())}."
 
 
-def check(program: Program) -> Report:
+def check(program: Program) -> CheckReport:
     """Everything that is wrong with a program, and what each rank keeps."""
     problems = list(islice(misplaced(program), MOST_PROBLEMS))
     if problems:
         # An instruction in a wrong place makes nonsense of every other proof.
-        return Report(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
+        return CheckReport(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
     proofs = chain(
         stage_problems(program),
         message_problems(program),
@@ -70,7 +70,7 @@ def check(program: Program) -> Report:
         deadlock = tuple(stuck.waits[rank] for rank in stuck.cycle)
     elif stuck is not None and not problems:
         problems.extend(f"{wait[0].upper()}{wait[1:]}, for ever." for wait in stuck.waits.values())
-    return Report(
+    return CheckReport(
         problems=tuple(problems),
         deadlock=deadlock,
         deadlock_if_buffered=buffered is not None and bool(buffered.cycle),

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bireme.schedule.accesses import Access
+from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.gaps import Choice, Gap
 
 __all__ = ["OverfullError", "decide"]
@@ -42,7 +42,7 @@ class OverfullError(Exception):
 
 
 def decide(
-    accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
+    accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
 ) -> dict[Hashable, Choice]:
     """The groups to evict and how far ahead to fetch them again.
 
@@ -68,7 +68,7 @@ def _best(table: "_Table", capacity: int, ahead: int) -> "_Plan":
 class _Table:
     """What all plans for the same gaps share: gaps and groups by number, and what is held with all gaps."""
 
-    def __init__(self, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int) -> None:
+    def __init__(self, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int) -> None:
         self.num_steps = num_steps
         self.starts = [gap.start for gap in gaps]
         self.ends = [gap.end(num_steps) for gap in gaps]

@@ -7,7 +7,7 @@ copy in where its content is read at its end.
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bireme.schedule.accesses import Access
+from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 
@@ -21,8 +21,8 @@ class Gap:
     """
 
     chunk: Chunk
-    before: Access | None
-    after: Access | None
+    before: ChunkAccess | None
+    after: ChunkAccess | None
     chain: int
     """The same for gaps of a chunk between which nothing was written: a copy below stays valid."""
     start: int
@@ -74,10 +74,10 @@ class Choice:
     lead: int
 
 
-def gaps_of(accesses: Iterable[Access]) -> list[Gap]:
+def gaps_of(accesses: Iterable[ChunkAccess]) -> list[Gap]:
     """All gaps in the order of their ends, from accesses in the order of time."""
     gaps: list[Gap] = []
-    last: dict[Chunk, Access] = {}
+    last: dict[Chunk, ChunkAccess] = {}
     chains: dict[Chunk, int] = {}
     seen: set[Chunk] = set()
     for access in accesses:
@@ -100,7 +100,7 @@ def gaps_of(accesses: Iterable[Access]) -> list[Gap]:
     return gaps
 
 
-def _gap(chunk: Chunk, before: Access | None, after: Access | None, chain: int) -> Gap:
+def _gap(chunk: Chunk, before: ChunkAccess | None, after: ChunkAccess | None, chain: int) -> Gap:
     item, stage, _, number = chunk
     if before is None:
         assert after is not None, "a gap has an access before or after it"

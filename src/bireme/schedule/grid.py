@@ -19,7 +19,7 @@ __all__ = [
     "Cell",
     "Drawing",
     "Grid",
-    "Piece",
+    "GridText",
     "ascii_picture",
     "drawn",
     "grid",
@@ -92,7 +92,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GridText:
     """Some characters of a line, and the cell they show; rank names, spaces and marks have none."""
 
     text: str
@@ -106,7 +106,7 @@ class Drawing:
     Each band has a line per rank. `legend` says what the signs in it mean.
     """
 
-    bands: tuple[tuple[tuple[Piece, ...], ...], ...]
+    bands: tuple[tuple[tuple[GridText, ...], ...], ...]
     legend: str
     num_columns: int
     """How many columns are in it: fewer than the grid has where the bands did not suffice."""
@@ -257,41 +257,41 @@ def _stays_legible(cells: Grid, pitch: int) -> bool:
     return True
 
 
-def _pieces(program: Program, cell: Cell, pitch: int) -> Iterator[Piece]:
+def _pieces(program: Program, cell: Cell, pitch: int) -> Iterator[GridText]:
     """A cell's characters: `pitch` for each column."""
     mark = _mark(cell)
     if cell.instruction is None:
         if not cell.width:
-            yield Piece(mark)
+            yield GridText(mark)
         for column in range(cell.width):
-            yield Piece(" " if column else mark)
-            yield Piece(".".ljust(pitch - 1), cell)
+            yield GridText(" " if column else mark)
+            yield GridText(".".ljust(pitch - 1), cell)
         return
     text = label(program, cell.instruction)
     length = pitch * cell.width
     if len(text) < length:
-        yield Piece(mark)
+        yield GridText(mark)
         length -= 1
-    yield Piece(text.ljust(length, "=" if cell.width > 1 else " "), cell)
+    yield GridText(text.ljust(length, "=" if cell.width > 1 else " "), cell)
 
 
 def _mark(cell: Cell) -> str:
     return MARKS[frozenset(step.kind for step in cell.marks)][0] if cell.marks else " "
 
 
-def _line(name: str, row: Iterable[Piece], begin: int, end: int) -> tuple[Piece, ...]:
+def _line(name: str, row: Iterable[GridText], begin: int, end: int) -> tuple[GridText, ...]:
     """The characters of a row from `begin` to before `end`, without spaces at its end."""
-    line = [Piece(name)]
+    line = [GridText(name)]
     position = 0
     for piece in row:
         text = piece.text[max(begin - position, 0) : max(end - position, 0)]
         position += len(piece.text)
         if text:
-            line.append(Piece(text, piece.cell))
+            line.append(GridText(text, piece.cell))
     while line and not (kept := line[-1].text.rstrip()):
         line.pop()
     if line:
-        line[-1] = Piece(kept, line[-1].cell)
+        line[-1] = GridText(kept, line[-1].cell)
     return tuple(line)
 
 

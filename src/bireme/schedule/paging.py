@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.schedule.accesses import Access, accesses_of, host_accesses_of
+from bireme.schedule.accesses import ChunkAccess, accesses_of, host_accesses_of
 from bireme.schedule.budgets import Budgets, Cut, TierTooSmallError, cut_memory
 from bireme.schedule.eviction import decide
 from bireme.schedule.folding import WRITTEN_OUT, fold
@@ -187,7 +187,7 @@ class _Copy(NamedTuple):
     """A FETCH or EVICT, and what it is to the tier below: an access of that chunk."""
 
     instruction: Instruction
-    access: Access
+    access: ChunkAccess
 
     @property
     def goes_into(self) -> int | None:
@@ -214,7 +214,7 @@ class _Planner:
         self.accesses = [access for own in self.used.values() for access in own]
         self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)
-        self.used_on_host: dict[int, list[Access]] = {}
+        self.used_on_host: dict[int, list[ChunkAccess]] = {}
         """What instructions do to chunks on the host themselves, by their place in the track."""
         if tiers.host_updates:
             uses = ChunkUses(program, tiers)
@@ -297,14 +297,14 @@ class _Planner:
                 woven += back[step]
         return woven
 
-    def _accesses_below(self, woven: Woven, gaps: Sequence[Gap]) -> tuple[list[Access], int]:
+    def _accesses_below(self, woven: Woven, gaps: Sequence[Gap]) -> tuple[list[ChunkAccess], int]:
         """What the device's copies read and write in the tier below, and what is updated there; and how many
         steps that are.
 
         What is written on the device is worthless below, and what ends there ends below.
         """
         there = {gap.chunk for gap in gaps if gap.before is None and gap.is_evicted}
-        found: list[Access] = []
+        found: list[ChunkAccess] = []
         at = index = 0
         for one in woven:
             if isinstance(one, _Copy):
@@ -347,7 +347,7 @@ class _Planner:
         return more
 
     def _decide(
-        self, number: int, accesses: Sequence[Access], gaps: Sequence[Gap], num_steps: int, ahead: int
+        self, number: int, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, ahead: int
     ) -> Choices:
         capacity = self.tiers.tiers[number].capacity
         assert capacity is not None, "a tier without a limit needs no plan"
@@ -384,7 +384,7 @@ class _Planner:
                 backs[end - gap.lead].append(_Copy(back, access))
         return outs, backs
 
-    def _instruction(self, kind: Kind, access: Access, tier: int, *, is_copied: bool) -> Instruction:
+    def _instruction(self, kind: Kind, access: ChunkAccess, tier: int, *, is_copied: bool) -> Instruction:
         chunk, step = access.chunk, access.step
         batch, microbatch, version = step.batch, None, None
         if chunk.item is Item.WEIGHTS:

@@ -9,22 +9,22 @@ from random import Random
 from bireme.simulate.replicas import Trained
 from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.group_events import (
+    AveragingGroup,
     Came,
-    Event,
     Formed,
-    Gone,
-    Group,
-    Settled,
-    Summed,
-    Tick,
+    GroupEvent,
+    GroupGone,
+    GroupSummed,
+    GroupTick,
+    SettledGroup,
 )
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
-from bireme.sync.coordinator.groups import GroupState, begun, next_deadline_s, step
+from bireme.sync.coordinator.groups import GroupState, groups_begun, groups_step, next_deadline_s
 from bireme.sync.coordinator.paces import Paces
-from bireme.sync.coordinator.rounds import Line, next_grant
+from bireme.sync.coordinator.rounds import RoundSequence, next_grant
 from bireme.sync.coordinator.settings import GroupSettings
 
-__all__ = ["AsynchronousPairs", "BoundedStaleness", "Everyone", "Groups", "OuterRounds"]
+__all__ = ["AsynchronousPairs", "BoundedStaleness", "Everyone", "GroupsAgreement", "OuterRounds"]
 
 
 class Everyone(Agreement):
@@ -47,7 +47,7 @@ class Everyone(Agreement):
                 self.run.update(one, batch, at_s)
 
 
-class Groups(Agreement):
+class GroupsAgreement(Agreement):
     """`groups`: weights are averaged within the group that is ready, by the coordinator's own rules.
 
     A dead replica is dropped after `noticed_s`. One that returns takes the weights of the others, which
@@ -72,7 +72,7 @@ class Groups(Agreement):
     def begin(self, run: Together) -> None:
         """Everybody is a member."""
         super().begin(run)
-        self.state: GroupState = begun(self.settings, self.num_stages, range(run.num_replicas))
+        self.state: GroupState = groups_begun(self.settings, self.num_stages, range(run.num_replicas))
         self.waits_s: dict[tuple[int, int], float] = {}
         self.paces = Paces()
         self.deadline_s: float | None = None
@@ -90,7 +90,7 @@ class Groups(Agreement):
         """The wait of an opener may be over."""
         if self.deadline_s is not None and now_s >= self.deadline_s:
             self.deadline_s = None
-            self._happened(Tick(), now_s)
+            self._happened(GroupTick(), now_s)
 
     def died(self, replica: int, now_s: float) -> None:
         """The coordinator hears of it, or its lease ends."""
@@ -99,43 +99,43 @@ class Groups(Agreement):
 
     def returned(self, replica: int, now_s: float) -> None:
         """It takes the weights of the others, and is a member from then on."""
-        self._happened(Gone(replica), now_s)
+        self._happened(GroupGone(replica), now_s)
         self.run.at(now_s + self.heal_s, partial(self._join, replica))
 
     def _drop(self, replica: int, now_s: float) -> None:
         if not self.run.is_alive(replica):
-            self._happened(Gone(replica), now_s)
+            self._happened(GroupGone(replica), now_s)
 
     def _join(self, replica: int, now_s: float) -> None:
         self._happened(Came(replica), now_s)
         self.run.start(replica, self.furthest + 1, now_s)
 
-    def _happened(self, event: Event, now_s: float) -> None:
-        found = step(self.state, event, now_s)
+    def _happened(self, event: GroupEvent, now_s: float) -> None:
+        found = groups_step(self.state, event, now_s)
         self.state = found.state
         for reply in found.replies:
             if isinstance(reply, Formed):
                 self._exchange(reply.group, now_s)
-            elif isinstance(reply, Settled):
+            elif isinstance(reply, SettledGroup):
                 self._settled(reply.group, now_s)
         deadline_s = next_deadline_s(self.state)
         if deadline_s is not None and (self.deadline_s is None or deadline_s < self.deadline_s):
             self.deadline_s = deadline_s
             self.run.wake_at(max(deadline_s, now_s))
 
-    def _exchange(self, group: Group, now_s: float) -> None:
+    def _exchange(self, group: AveragingGroup, now_s: float) -> None:
         """All members hold the mean after the time that it takes, but for those who die meanwhile."""
         if len(group.members) > 1:
             at_s = now_s + self.run.exchange.seconds(len(group.members))
             for replica in group.replicas:
-                summed = Summed(group.stage, replica, group.number, group.attempt)
+                summed = GroupSummed(group.stage, replica, group.number, group.attempt)
                 self.run.at(at_s, partial(self._happened_to, summed))
 
-    def _happened_to(self, summed: Summed, now_s: float) -> None:
+    def _happened_to(self, summed: GroupSummed, now_s: float) -> None:
         if self.run.is_alive(summed.replica):
             self._happened(summed, now_s)
 
-    def _settled(self, group: Group, now_s: float) -> None:
+    def _settled(self, group: AveragingGroup, now_s: float) -> None:
         for replica in group.replicas:
             place = replica, group.stage
             self.waits_s[place] = next_wait_s(self.waits_s[place], len(group.members))
@@ -158,7 +158,7 @@ class OuterRounds(Agreement):
     def begin(self, run: Together) -> None:
         """No round is open."""
         super().begin(run)
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, RoundSequence] = {}
         self.offers: dict[int, dict[int, int]] = {}
         """By stage and replica, after which batch of its own it waits for the round."""
 
@@ -175,7 +175,7 @@ class OuterRounds(Agreement):
     def _grant(self, stage: int, now_s: float) -> None:
         offers, everyone = self.offers.get(stage, {}), range(self.run.num_replicas)
         line = next_grant(
-            self.lines.get(stage, Line(stage)),
+            self.lines.get(stage, RoundSequence(stage)),
             dict.fromkeys(offers, 1),
             everyone,
             quorum=len(everyone) // 2 + 1,

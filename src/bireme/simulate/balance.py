@@ -11,7 +11,7 @@ from random import Random
 from typing import Protocol
 
 from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import Limits, Shares, fair_shares
+from bireme.balance.shares import ShareLimits, Shares, fair_shares
 from bireme.errors import BiremeError
 
 __all__ = ["BalancedRun", "Fixed", "Following", "Informed", "ReplicaCost", "ShareRule", "balanced_run"]
@@ -88,7 +88,7 @@ class Informed:
 
     replicas: Sequence[ReplicaCost]
     batch_size: int
-    limits: Limits
+    limits: ShareLimits
 
     def shares(self, batch: int) -> Shares:
         """Those for the speeds that there are in this batch."""
@@ -105,7 +105,7 @@ class Following:
     """The engine's policy: shares follow the busy seconds, and take effect on what nobody has read yet."""
 
     first: Shares
-    limits: Limits
+    limits: ShareLimits
     policy: Policy = field(default_factory=Policy)
     read_ahead: int = 2
     balance: Balance = field(init=False)

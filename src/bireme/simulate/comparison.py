@@ -19,11 +19,11 @@ from bireme.simulate.simulator import simulate
 from bireme.simulate.slicing import solve_slices
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Contender", "compare", "spread"]
+__all__ = ["ScheduleOutcome", "compare", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class ScheduleOutcome:
     """One schedule's outcome, or why it cannot run in this shape.
 
     `advice` says what a lookahead would bring, for schedules that have one.
@@ -45,7 +45,7 @@ def compare(
     overlap: bool = True,
     overlap_reduce: bool = True,
     agree: bool = False,
-) -> Iterator[Contender]:
+) -> Iterator[ScheduleOutcome]:
     """Each schedule in turn, on as many devices as the costs have stages; `network` joins its ranks."""
     for schedule in SCHEDULES.values():
         num_stages = costs.num_stages * schedule.stages_per_rank
@@ -64,7 +64,7 @@ def compare(
                 recompute=range(parts.num_stages) if recompute else (),
             )
         except BiremeError as error:
-            yield Contender(schedule, refused=str(error))
+            yield ScheduleOutcome(schedule, refused=str(error))
             continue
         timeline = simulate(
             program,
@@ -84,7 +84,7 @@ def compare(
                 recompute=recompute,
                 overlap_reduce=overlap_reduce,
             )
-        yield Contender(schedule, timeline, advice=advice)
+        yield ScheduleOutcome(schedule, timeline, advice=advice)
 
 
 def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:

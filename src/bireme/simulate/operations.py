@@ -9,7 +9,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path
-from bireme.simulate.parcels import Channel
+from bireme.simulate.parcels import SimulatedChannel
 
 __all__ = ["AGREED", "AVERAGE", "LOCAL", "RECEIVE", "REDUCE", "SEND", "UPDATE", "USE", "Op", "Operations"]
 
@@ -47,7 +47,7 @@ class Operations:
     """The operations of a program's ranks, and the channels that their messages go through."""
 
     def __init__(self, program: Program, costs: Costs, network: Network, *, agree: bool) -> None:
-        self.channels: list[Channel] = []
+        self.channels: list[SimulatedChannel] = []
         self._program = program
         self._costs = costs
         self._network = network
@@ -120,7 +120,7 @@ class Operations:
         if number is None:
             number = self._number_of_channel[*ends, averages] = len(self.channels)
             path = self._sync_path(source) if source == destination else self._path(ends)
-            self.channels.append(Channel(source, destination, path))
+            self.channels.append(SimulatedChannel(source, destination, path))
         return number
 
     def _path(self, ends: tuple[int, int]) -> Path:

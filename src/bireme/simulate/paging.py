@@ -5,8 +5,8 @@ If copies begin earlier, more of them run during work, but their slots cannot ke
 
 from itertools import product
 
-from bireme.schedule.budgets import TierTooSmallError
-from bireme.schedule.paging import Budgets, page
+from bireme.schedule.budgets import Budgets, TierTooSmallError
+from bireme.schedule.paging import page
 from bireme.schedule.program import Program
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs

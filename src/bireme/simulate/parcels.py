@@ -6,22 +6,22 @@ from collections import deque
 from bireme.simulate.network import Path
 from bireme.timeline.timeline import Transfers
 
-__all__ = ["Channel", "Parcel"]
+__all__ = ["SimulatedChannel", "SimulatedMessage"]
 
 
-class Channel:
+class SimulatedChannel:
     """The messages from one rank to another, or the gradient syncs of one rank: one after the other."""
 
     def __init__(self, source: int, destination: int, path: Path) -> None:
         self.path = path
         self.free_s = 0.0
         self.is_busy = False
-        self.queue: deque[Parcel] = deque()
+        self.queue: deque[SimulatedMessage] = deque()
         self.transfers = Transfers(
             source, destination, array("d"), array("d"), array("d"), array("q"), array("q")
         )
 
-    def book(self, parcel: "Parcel", start_s: float, end_s: float) -> None:
+    def book(self, parcel: "SimulatedMessage", start_s: float, end_s: float) -> None:
         """A parcel was on its way from then to then."""
         self.transfers.start_s.append(start_s)
         self.transfers.end_s.append(end_s)
@@ -30,7 +30,7 @@ class Channel:
         self.transfers.received_by.append(parcel.received_by)
 
 
-class Parcel:
+class SimulatedMessage:
     """A message between the moment one end is ready for it and its arrival."""
 
     __slots__ = ("channel", "key", "late_s", "num_bytes", "ready_s", "received_by", "sent_by")

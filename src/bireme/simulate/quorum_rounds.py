@@ -8,12 +8,12 @@ known after `noticed_s`: its launcher says so, or its lease ends. Before that it
 from collections.abc import Iterable
 from functools import partial
 
-from bireme.balance.shares import Limits
+from bireme.balance.shares import ShareLimits
 from bireme.simulate.replicas import Trained
 from bireme.simulate.together import Agreement, Together
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.messages import Grant
-from bireme.sync.coordinator.rounds import Line, next_grant
+from bireme.sync.coordinator.rounds import RoundSequence, next_grant
 from bireme.sync.coordinator.samples import Pool
 
 __all__ = ["QuorumRounds"]
@@ -40,7 +40,7 @@ class QuorumRounds(Agreement):
 
     def begin(self, run: Together) -> None:
         """Everybody is a member, with an equal share."""
-        self.line = Line(0)
+        self.line = RoundSequence(0)
         self.pool = Pool()
         self.members = set(range(run.num_replicas))
         self.silent: frozenset[int] = frozenset()
@@ -51,7 +51,7 @@ class QuorumRounds(Agreement):
         self.there: dict[int, set[int]] = {}
         """By batch, whose contributions have come."""
         most = (run.batch_size,) * run.num_replicas
-        self.dealing = Dealing(run.batch_size, Limits((1,) * run.num_replicas, most))
+        self.dealing = Dealing(run.batch_size, ShareLimits((1,) * run.num_replicas, most))
         self.redone = 0
         super().begin(run)
 

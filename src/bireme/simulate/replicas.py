@@ -7,7 +7,7 @@ from random import Random
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
 
-__all__ = ["Averaged", "Exchange", "Kill", "Ran", "Speed", "Trained", "Work"]
+__all__ = ["Averaged", "Exchange", "Kill", "Ran", "SampleWork", "Speed", "Trained"]
 
 FORWARD_TICKS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
@@ -53,7 +53,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SampleWork:
     """What a sample costs on each stage, and what a batch costs besides.
 
     `message_s` is a micro-batch's way to the next stage, `agree_s` the time in which the ranks of a replica

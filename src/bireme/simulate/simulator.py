@@ -26,7 +26,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.gathering import RankGatherer
 from bireme.simulate.network import Network, Traffic
 from bireme.simulate.operations import AGREED, AVERAGE, LOCAL, RECEIVE, REDUCE, SEND, USE, Op, Operations
-from bireme.simulate.parcels import Channel, Parcel
+from bireme.simulate.parcels import SimulatedChannel, SimulatedMessage
 from bireme.simulate.processors import Processors
 from bireme.timeline.timeline import RankTimeline, Timeline
 
@@ -168,13 +168,13 @@ class _Run:
         self.agenda = [(0.0, rank.number, GOES_ON, 0) for rank in self.ranks]
         """When which rank goes on or has worked, or (rank −1) which flow is through; work and flows with the
         stamp that makes it valid."""
-        self.parcels: dict[int, Parcel] = {}
+        self.parcels: dict[int, SimulatedMessage] = {}
         """Messages that one end is ready for and the other not yet."""
         self.arrival_s: dict[int, float] = {}
         self.waiting: dict[int, _Rank] = {}
         self.synced: dict[int, list[tuple[int, float]]] = {}
         """By batch, the syncs that have come and wait for those of the other stages, and when they came."""
-        self.flows: dict[int, tuple[Parcel, float]] = {}
+        self.flows: dict[int, tuple[SimulatedMessage, float]] = {}
         self.stamps: dict[int, int] = {}
         self.work_stamps = [0] * program.num_ranks
         self.num_stamps = 0
@@ -286,18 +286,18 @@ class _Run:
             heappush(self.agenda, (arrival, rank.number, GOES_ON, 0))
 
     def _sent(self, op: Op, key: int, index: int, now: float) -> None:
-        parcel = self.parcels.pop(key, None) or Parcel(key, op.channel)
+        parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
         parcel.num_bytes = op.num_bytes
         parcel.late_s = self.costs.engine.lateness_s(op.num_bytes)
         parcel.sent_by = index
         self._one_end(parcel, now)
 
     def _ready(self, op: Op, key: int, index: int, now: float) -> None:
-        parcel = self.parcels.pop(key, None) or Parcel(key, op.channel)
+        parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
         parcel.received_by = index
         self._one_end(parcel, now)
 
-    def _one_end(self, parcel: Parcel, now: float) -> None:
+    def _one_end(self, parcel: SimulatedMessage, now: float) -> None:
         """One end of a message is ready; when the other is too, it sets out."""
         parcel.ready_s = max(parcel.ready_s, now)
         if parcel.sent_by < 0 or parcel.received_by < 0:
@@ -306,7 +306,7 @@ class _Run:
             self._set_out(parcel)
 
     def _sync(self, op: Op, key: int, index: int, now: float) -> None:
-        parcel = Parcel(key, op.channel)
+        parcel = SimulatedMessage(key, op.channel)
         parcel.num_bytes = op.num_bytes
         is_average = key % 8 == AVERAGE
         if is_average or self.program.average_lag is None:
@@ -317,7 +317,7 @@ class _Run:
         parcel.sent_by = parcel.received_by = index
         self._set_out(parcel)
 
-    def _set_out(self, parcel: Parcel) -> None:
+    def _set_out(self, parcel: SimulatedMessage) -> None:
         channel = self.channels[parcel.channel]
         if not self.in_order or not channel.path.wires:
             start = max(parcel.ready_s, channel.free_s)
@@ -329,7 +329,7 @@ class _Run:
         else:
             self._begin_flow(channel, parcel, parcel.ready_s)
 
-    def _begin_flow(self, channel: Channel, parcel: Parcel, now: float) -> None:
+    def _begin_flow(self, channel: SimulatedChannel, parcel: SimulatedMessage, now: float) -> None:
         channel.is_busy = True
         self.flows[parcel.channel] = parcel, now
         self._stamp(self.traffic.begin(parcel.channel, channel.path, parcel.num_bytes, now))
@@ -351,7 +351,9 @@ class _Run:
             self.stamps[flow] = self.num_stamps
             heappush(self.agenda, (end, -1, flow, self.num_stamps))
 
-    def _arrive(self, channel: Channel, parcel: Parcel, start: float, through: float) -> None:
+    def _arrive(
+        self, channel: SimulatedChannel, parcel: SimulatedMessage, start: float, through: float
+    ) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
         if self.agree and channel.transfers.is_sync and parcel.key % 8 != AVERAGE:

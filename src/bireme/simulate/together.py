@@ -26,7 +26,7 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.ticks import providers
-from bireme.simulate.replicas import Averaged, Exchange, Kill, Ran, Speed, Trained, Work
+from bireme.simulate.replicas import Averaged, Exchange, Kill, Ran, SampleWork, Speed, Trained
 
 __all__ = ["Agreement", "Together", "one_stage"]
 
@@ -108,7 +108,7 @@ class Together:
     def __init__(
         self,
         make: Callable[[int, int], Program],
-        work: Work,
+        work: SampleWork,
         speeds: Sequence[Speed],
         agreement: Agreement,
         exchange: Exchange,

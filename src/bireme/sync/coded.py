@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from bireme.codec.blocks import Blocks
+from bireme.codec.blocks import BlockCodec
 from bireme.codec.description import aligned
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_words import SumCodec, SumKind
@@ -160,14 +160,14 @@ def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-Coder = Threshold | Blocks
+Coder = Threshold | BlockCodec
 
 
 def _coder(codec: SumCodec) -> Coder:
     """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
-    return Blocks(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
+    return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> 
 
 
 def _encode(coder: Coder, one: _Own, out: Tensor) -> int:
-    if isinstance(coder, Blocks):
+    if isinstance(coder, BlockCodec):
         return coder.encode(one.wanted, out, seed=crc32(one.word.encode()))
     return coder.encode(one.wanted, out, one.kept.setdefault(THRESHOLD, new_memory()))
 

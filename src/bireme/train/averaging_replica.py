@@ -13,12 +13,13 @@ from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averaging import Averaging
 from bireme.runtime.averaging.outer import OuterSettings
 from bireme.runtime.failures import RunFailed
-from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.talk import Talk
+from bireme.runtime.quorum.talk import LazyCoordinatorClient
+from bireme.runtime.result import BatchResult
 from bireme.runtime.world import World
 from bireme.sync.coordinator.membership import Changes
-from bireme.sync.coordinator.messages import Life, RankId, Window, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, Window
 from bireme.train.data.order import SampleOrder
 from bireme.train.data.samples import Samples
 from bireme.train.replica import DealtBatches, MortalReplica
@@ -59,7 +60,9 @@ class AveragingReplica(MortalReplica):
         rank = RankId(order.life.replica, order.life.life, world.rank)
         self._agent = AveragingAgent(
             rank,
-            Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty),
+            LazyCoordinatorClient(
+                order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
+            ),
             timeout_s=world.timeout_s,
             device=world.device,
             on_error=world.watch.failed,
@@ -96,7 +99,7 @@ class AveragingReplica(MortalReplica):
         """
         members = self._agent.word.members
         living = {one.own_life for one in members}
-        known = [one for one in self._order if Life(one, self._lives[one]) in living]
+        known = [one for one in self._order if Incarnation(one, self._lives[one]) in living]
         others = [one.replica for one in sorted(members, key=lambda one: (one.life, one.first, one.replica))]
         return (known or others)[:1] == [self.number]
 
@@ -128,7 +131,7 @@ class AveragingReplica(MortalReplica):
         """The factor on the learning rate of this replica's batches."""
         return lambda batch: factor(self._batch_of_run(batch))
 
-    def note(self, result: Result) -> None:
+    def note(self, result: BatchResult) -> None:
         """A batch is done."""
         reason = Reason.of(result.votes) if result.votes else Reason.NONE
         self._reason = max(self._reason, reason)
@@ -144,11 +147,11 @@ class AveragingReplica(MortalReplica):
 
         return vote
 
-    def step_after(self, result: Result) -> int:
+    def step_after(self, result: BatchResult) -> int:
         """The step of the run after one of this replica's batches."""
         return self._batch_of_run(result.batch) + 1
 
-    def num_samples(self, result: Result) -> int:
+    def num_samples(self, result: BatchResult) -> int:
         """How many samples all replicas were given since this one's batch before."""
         place = self._agent.deals.of(result.batch).samples[0].begin
         found, self._place = max(place - self._place, 0), max(place, self._place)
@@ -219,7 +222,7 @@ class AveragingReplica(MortalReplica):
     def _known_place(self) -> int:
         """The first sample of the run that has not been dealt."""
 
-        def is_known(word: Word) -> bool:
+        def is_known(word: CoordinatorReply) -> bool:
             return bool(word.members)
 
         return self._agent.wait_for(is_known).fresh

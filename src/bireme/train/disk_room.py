@@ -9,16 +9,17 @@ user is not seen unless the file system reports it as its own size.
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.profile.optimizers import SHORT, optimizer_bytes
-from bireme.report.units import bytes_text, counted
+from bireme.report.units import counted
 from bireme.schedule.rule import Rule
 from bireme.train.base_weights import has_base, names_in_base
 from bireme.train.checkpoint.checkpoint import find_checkpoints
 from bireme.train.checkpoint.writer import LEAST_KEPT
 from bireme.train.folder import RunFolder
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 
 __all__ = ["DiskRoom", "check_room", "disk_room"]
 
@@ -67,7 +68,7 @@ class DiskRoom:
         return asdict(self) | {"needed_bytes": self.needed_bytes}
 
 
-def disk_room(prepared: Prepared, folder: RunFolder, step: int = 0) -> DiskRoom | None:
+def disk_room(prepared: PreparedRun, folder: RunFolder, step: int = 0) -> DiskRoom | None:
     """What a run needs from that step on; None if it saves nothing."""
     run, wanted, steps = prepared.run, prepared.run.checkpoint, prepared.run.training.steps
     most = int(step < steps and (wanted.at_end or wanted.every_s is not None))
@@ -89,7 +90,7 @@ def disk_room(prepared: Prepared, folder: RunFolder, step: int = 0) -> DiskRoom 
     )
 
 
-def check_room(prepared: Prepared, folder: RunFolder, step: int = 0) -> None:
+def check_room(prepared: PreparedRun, folder: RunFolder, step: int = 0) -> None:
     """Refuse a run that cannot save its checkpoints and its model where its folder lies."""
     room = disk_room(prepared, folder, step)
     if room is None or not room.is_short:
@@ -102,7 +103,7 @@ def check_room(prepared: Prepared, folder: RunFolder, step: int = 0) -> None:
     )
 
 
-def _checkpoint_bytes(prepared: Prepared) -> int:
+def _checkpoint_bytes(prepared: PreparedRun) -> int:
     """The tensors of one checkpoint over all ranks."""
     run, graph, plan = prepared.run, prepared.graph, prepared.plan.plan
     left_out = names_in_base(graph) if has_base(run) else frozenset[str]()
@@ -117,7 +118,7 @@ def _checkpoint_bytes(prepared: Prepared) -> int:
     return found
 
 
-def _export_bytes(prepared: Prepared) -> int:
+def _export_bytes(prepared: PreparedRun) -> int:
     """The tensors of the exported model, or of its adapter."""
     run, graph = prepared.run, prepared.graph
     is_adapter = run.model.lora.rank is not None and not run.model.lora.merge

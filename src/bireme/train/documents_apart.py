@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.model.graph import Argument, Graph, Operator, Reference
+from bireme.model.argument import Argument, Reference
+from bireme.model.graph import Graph, Operator
 from bireme.model.length import evaluate
-from bireme.model.sources import Source
+from bireme.model.sources import ModelSource
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
 
@@ -34,7 +35,7 @@ HIDDEN = -1e4
 """What a mask of numbers adds at least where nothing is to be seen."""
 
 
-def with_positions(source: Source) -> Source:
+def with_positions(source: ModelSource) -> ModelSource:
     """The model with positions among its example inputs: two documents in each sample."""
     accepted = inspect.signature(source.model.forward).parameters
     ids = source.example_inputs.get("input_ids")

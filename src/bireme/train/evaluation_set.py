@@ -15,7 +15,7 @@ from bireme.runtime.evaluation import Evaluation
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.order import Order
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
-from bireme.train.data.samples import Part, Samples
+from bireme.train.data.samples import SampleRange, Samples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.tokens import IGNORED
 from bireme.train.run_file import RunFile
@@ -58,7 +58,7 @@ class EvaluationSet:
         self._batch_size, self._num_batches = batch_size, num_batches
         self._num_workers = num_workers
         end = num_batches * batch_size
-        self._rest = Part(samples, end, len(samples)) if with_rest and end < len(samples) else None
+        self._rest = SampleRange(samples, end, len(samples)) if with_rest and end < len(samples) else None
         self._counts: dict[float, _Text | None] = {}
 
     @classmethod

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bireme.files import new_folder
-from bireme.model.graph import Graph, State
+from bireme.model.graph import Graph, ModelState
 from bireme.model.length import evaluate
 from bireme.model.sources import load_source
 from bireme.train.base_weights import BaseWeights, base_of_checkpoint, names_in_base
@@ -148,7 +148,7 @@ def _base_of(run: RunFile) -> str:
     return str(Path(rest).resolve()) if kind == "hf" else run.model.source
 
 
-def _entry(state: State) -> TensorEntry:
+def _entry(state: ModelState) -> TensorEntry:
     return TensorEntry(name=state.name, dtype=state.dtype, shape=list(state.shape))
 
 

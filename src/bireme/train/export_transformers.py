@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.model.graph import Graph, State
+from bireme.model.graph import Graph, ModelState
 from bireme.model.sources import load_source
 from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import tensor_entry
@@ -53,7 +53,7 @@ def _copy_tokenizer(source: Path, to: Path) -> None:
                 shutil.copyfile(path, to / path.name)
 
 
-def _names(model: Any, graph: Graph, weights: Mapping[str, Tensor]) -> dict[str, State]:
+def _names(model: Any, graph: Graph, weights: Mapping[str, Tensor]) -> dict[str, ModelState]:
     """The names under which a model saves its tensors, tied ones once, each with its state in the graph."""
     states = {
         name: state
@@ -80,7 +80,7 @@ class _Reverted(Mapping[str, Tensor]):
     They are to be asked for in the order of `entries`, or else are made more than once.
     """
 
-    def __init__(self, model: Any, names: Mapping[str, State], weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: Any, names: Mapping[str, ModelState], weights: Mapping[str, Tensor]) -> None:
         self._model, self._names, self._weights = model, names, weights
         self._group_of: dict[str, list[str]] = {}
         self._made: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ class _Reverted(Mapping[str, Tensor]):
         return len(self._group_of)
 
 
-def _blank(state: State) -> Tensor:
+def _blank(state: ModelState) -> Tensor:
     return torch.empty(state.shape, dtype=getattr(torch, state.dtype), device="meta")
 
 

@@ -10,7 +10,7 @@ from bireme.model.units import units_of
 from bireme.plan.homes import homes_of, servers_of_places
 from bireme.plan.plan import Plan
 from bireme.runtime.microbatches import apportioned
-from bireme.train.data.home import HomeOrder, HomeSamples
+from bireme.train.data.home import ReadableOrder, ReadableSamples
 from bireme.train.data.placing import Epoch, Stock
 from bireme.train.data.samples import Samples
 from bireme.train.model import RunModel
@@ -18,7 +18,7 @@ from bireme.train.private_census import Census
 from bireme.train.run_data import private_samples_of
 from bireme.train.run_file import RunFile
 
-__all__ = ["HomeData", "home_data", "readers_of"]
+__all__ = ["ReadableData", "readable_data", "readers_of"]
 
 
 def readers_of(graph: Graph) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def readers_of(graph: Graph) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class HomeData:
+class ReadableData:
     """The samples that this process may read, and where all samples are placed.
 
     `owners` are the servers with private samples, `homes` the place in it of each replica's home, and `own`
@@ -43,9 +43,9 @@ class HomeData:
     own: int | None
     planned: tuple[int, ...]
 
-    def order(self, rows: Callable[[int], Sequence[int]]) -> HomeOrder:
+    def order(self, rows: Callable[[int], Sequence[int]]) -> ReadableOrder:
         """The order of the run, where `rows(step)` are those that each replica has of a batch."""
-        return HomeOrder(self.stock, self.seed, self.homes, self.planned, rows, own=self.own)
+        return ReadableOrder(self.stock, self.seed, self.homes, self.planned, rows, own=self.own)
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class HomeData:
         return self.order(lambda _step: self.planned).placing.epoch
 
 
-def home_data(
+def readable_data(
     run: RunFile,
     model: RunModel,
     graph: Graph,
@@ -86,7 +86,7 @@ def home_data(
     plan: Plan,
     cluster: Cluster,
     place: int,
-) -> HomeData:
+) -> ReadableData:
     """What the process at a place of the plan reads. It opens the private data of its own server alone."""
     owners = tuple(sorted(census))
     numbers = {name: number for number, name in enumerate(owners)}
@@ -96,8 +96,8 @@ def home_data(
     m, size = plan.num_microbatches, run.training.batch_size
     shares = plan.micro_batch_sizes or (1,) * plan.width
     rows = apportioned(size, [share for share in shares for _ in range(m)])
-    return HomeData(
-        HomeSamples(public, own, server),
+    return ReadableData(
+        ReadableSamples(public, own, server),
         Stock(len(public), tuple(census[name].num_samples for name in owners), size),
         run.data.seed,
         owners,

@@ -34,17 +34,17 @@ from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProc
 from bireme.runtime.failures import RunFailed
 from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.site import Site
-from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.settings import CoordinatorSettings
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.hosts import replicas_of_hosts
-from bireme.train.launching import VISIBLE, Finished, finish, signals_passed_on
+from bireme.train.launching import VISIBLE, FinishedRun, finish, signals_passed_on
 from bireme.train.orders import Orders
 from bireme.train.outcome import Outcome, first_of
-from bireme.train.prepare import Prepared, prepared_before
-from bireme.train.rank_part import Start
+from bireme.train.prepare import PreparedRun, prepared_before
+from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup
-from bireme.train.rendezvous import Environment, Talk, until
+from bireme.train.rendezvous import Announcements, Environment, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
 
@@ -64,7 +64,7 @@ class HostOrders:
     and the step after which updates are delayed.
     """
 
-    settings: Settings
+    settings: CoordinatorSettings
     token: str
     replicas: tuple[tuple[int, ...], ...]
     first_delayed_step: int
@@ -89,7 +89,7 @@ _HOST_ORDERS, _UNDER_WAY = TypeAdapter(HostOrders), TypeAdapter(UnderWay)
 def host_orders(led: RunSetup) -> dict[str, Any]:
     """What `meet_hosts` takes, as it goes through the store."""
     plan = led.prepared.plan.plan
-    start = with_delay(led.prepared, led.checkpoint, Start(led.folder.path, None, None, False, {}))
+    start = with_delay(led.prepared, led.checkpoint, RunStart(led.folder.path, None, None, False, {}))
     assert start.first_delayed_step is not None, "it was just found"
     orders = HostOrders(
         replica_settings(led.prepared, led.folder, led.checkpoint),
@@ -101,7 +101,7 @@ def host_orders(led: RunSetup) -> dict[str, Any]:
     return found
 
 
-def meet_hosts(orders: Orders, number: int, talk: Talk) -> Site:
+def meet_hosts(orders: Orders, number: int, talk: Announcements) -> Site:
     """Start the coordinator of this host, and learn where those of the others listen."""
     own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
     coordinator = _coordinator(own, number, folder)
@@ -181,13 +181,13 @@ def _begun_before(
     return None if folder is None or not run.sync.is_coordinated else (run, folder)
 
 
-def train_on_host(orders: Orders, site: Site, prepared: Prepared | None) -> Finished | None:
+def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> FinishedRun | None:
     """Train the replicas of this host. If one of them leads at the end, write down what came of the run."""
     own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
     threads, plan = orders.threads, load_plan(folder.plan).plan
     if threads is None and orders.device == "cpu":
         threads = max(1, num_cores() // max(1, len(site.replicas) * own.settings.num_stages))
-    start = Start(
+    start = RunStart(
         folder.path,
         None if orders.checkpoint is None else Path(orders.checkpoint),
         threads,

@@ -1,11 +1,11 @@
 """What a process holds for the host's tier where its device is a processor, whose memory is the host's."""
 
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 
 __all__ = ["host_tier_bytes"]
 
 
-def host_tier_bytes(prepared: Prepared, rank: int) -> float:
+def host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
     """The most that the plan says a rank of a pipeline keeps on the host, if that is memory of its process
     that counts as the device's.
     """

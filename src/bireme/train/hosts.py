@@ -13,13 +13,13 @@ from bireme.cluster.cluster_file import load_cluster
 from bireme.errors import BiremeError
 from bireme.plan.homes import servers_of_places
 from bireme.plan.plan import Plan
-from bireme.train.machine_devices import Member
+from bireme.train.machine_devices import LaunchedProcess
 from bireme.train.machines import CPU_WORKERS
 from bireme.train.run_file import RunFile
 
 __all__ = ["check_launchers", "processes_of", "replicas_of_hosts", "within_servers"]
 
-Nodes = Mapping[str, Sequence[Member]]
+Nodes = Mapping[str, Sequence[LaunchedProcess]]
 
 ALIKE = 1.1
 """Devices of one speed are equal if none has so many times the memory of another."""
@@ -39,10 +39,10 @@ def check_launchers(nodes: Nodes, mode: str) -> None:
             )
 
 
-def processes_of(run: RunFile, nodes: Nodes) -> dict[str, list[Member]]:
+def processes_of(run: RunFile, nodes: Nodes) -> dict[str, list[LaunchedProcess]]:
     """The processes that the launchers of all hosts will start, numbered host by host."""
     counts = _counts(run, [members[0] for members in nodes.values()])
-    found, first = dict[str, list[Member]](), 0
+    found, first = dict[str, list[LaunchedProcess]](), 0
     for (node, (launcher, *_)), count in zip(nodes.items(), counts, strict=True):
         found[node] = [
             replace(launcher, rank=first + place, has_cuda=place < launcher.num_cuda)
@@ -52,7 +52,7 @@ def processes_of(run: RunFile, nodes: Nodes) -> dict[str, list[Member]]:
     return found
 
 
-def _counts(run: RunFile, launchers: Sequence[Member]) -> list[int]:
+def _counts(run: RunFile, launchers: Sequence[LaunchedProcess]) -> list[int]:
     asked = run.cluster
     if asked.source is not None:
         servers = {server.name: len(server.devices) for server in load_cluster(asked.source).servers}

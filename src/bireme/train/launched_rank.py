@@ -40,13 +40,13 @@ from bireme.train.host_launcher import (
     train_on_host,
     under_way,
 )
-from bireme.train.launching import DONE, Finished, finish
-from bireme.train.machine_devices import Member, nodes_of, server_here
+from bireme.train.launching import DONE, FinishedRun, finish
+from bireme.train.machine_devices import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.network_card import let_gloo_use_the_way_to
 from bireme.train.orders import Orders, digest_of
 from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 from bireme.train.private_census import (
     Census,
     census_from,
@@ -56,9 +56,9 @@ from bireme.train.private_census import (
     plain_census,
     write_census,
 )
-from bireme.train.rank_part import Start
+from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
-from bireme.train.rendezvous import Environment, Talk, rendezvous, until
+from bireme.train.rendezvous import Announcements, Environment, rendezvous, until
 from bireme.train.restart_limit import RestartLimitError
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_data import data_of
@@ -77,10 +77,12 @@ SEEN_S = 30.0
 
 PARTING_S = 30.0
 
-Show = Callable[[Prepared, RunFolder], None]
+Show = Callable[[PreparedRun, RunFolder], None]
 
 
-def join(run_file: Path | None, sets: Sequence[str], show: Show, *, anyway: bool = False) -> Finished | None:
+def join(
+    run_file: Path | None, sets: Sequence[str], show: Show, *, anyway: bool = False
+) -> FinishedRun | None:
     """Take part in the run that the environment places this process in, to its end; with `anyway` although
     the disk has no room for what the run saves.
 
@@ -120,9 +122,9 @@ class _Joined:
         self._anyway = anyway
         self._environment = environment
         self._store = store
-        self._talk = Talk(store)
+        self._talk = Announcements(store)
 
-    def go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> Finished | None:
+    def go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
         """Prepare together, train, part."""
         rank, size = self._environment.rank, self._environment.size
         with World(PrefixStore("prepare", self._store), rank=rank, size=size):
@@ -159,15 +161,15 @@ class _Joined:
         until(lambda: self._talk.counted("parted") == size, PARTING_S)
         return finish(led.prepared, led.folder, outcomes)
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[LaunchedProcess]:
         own = self._environment
         has_cuda = own.local_rank < num_accelerators()
-        member = Member(own.rank, own.node or host_name(), host_name(), has_cuda, num_accelerators())
+        member = LaunchedProcess(own.rank, own.node or host_name(), host_name(), has_cuda, num_accelerators())
         self._talk.say(f"member/{own.rank}", asdict(member))
-        return [Member(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
+        return [LaunchedProcess(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
 
     def _lead(
-        self, run_file: Path | None, sets: Sequence[str], nodes: dict[str, list[Member]], show: Show
+        self, run_file: Path | None, sets: Sequence[str], nodes: dict[str, list[LaunchedProcess]], show: Show
     ) -> RunSetup | None:
         """Rank 0's part of preparing. A mistake is printed here, and reported to the others."""
         talk, led, status, complaint = self._talk, None, 0, ""
@@ -212,7 +214,7 @@ class _Joined:
         for complaint in filter(None, told):
             raise BiremeError(complaint)
 
-    def _servers(self, nodes: dict[str, list[Member]]) -> Callable[[str, list[int]], list[str]]:
+    def _servers(self, nodes: dict[str, list[LaunchedProcess]]) -> Callable[[str, list[int]], list[str]]:
         """Asks all machines for so many devices of a kind, and gives their texts in the order of nodes."""
 
         def ask(device: str, counts: list[int]) -> list[str]:
@@ -226,7 +228,7 @@ class _Joined:
 
         return ask
 
-    def _say_server(self, device: str, counts: list[int], nodes: dict[str, list[Member]]) -> None:
+    def _say_server(self, device: str, counts: list[int], nodes: dict[str, list[LaunchedProcess]]) -> None:
         """The first rank of a machine tells what the machine has."""
         rank = self._environment.rank
         firsts = [(members[0], count) for members, count in zip(nodes.values(), counts, strict=True)]
@@ -240,7 +242,7 @@ class _Joined:
             found = {"text": "", "error": f"On {first.host}: {error}"}
         self._talk.say(f"server/{rank}", found)
 
-    def _follow(self, nodes: dict[str, list[Member]]) -> None:
+    def _follow(self, nodes: dict[str, list[LaunchedProcess]]) -> None:
         """The part of every other rank in preparing."""
         asked = self._talk.hear("device")
         if asked is None:
@@ -250,7 +252,7 @@ class _Joined:
         if told is not None:
             self._take(Orders(**told), nodes)
 
-    def _take(self, orders: Orders, nodes: dict[str, list[Member]]) -> None:
+    def _take(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
         census: Census = {}
         try:
@@ -261,7 +263,7 @@ class _Joined:
         self._talk.say(f"census/{self._environment.rank}", plain_census(census))
         self._talk.say(f"ready/{self._environment.rank}", complaint)
 
-    def _census(self, orders: Orders, nodes: dict[str, list[Member]]) -> Census:
+    def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
         rank = self._environment.rank
         here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
@@ -275,7 +277,7 @@ class _Joined:
         owned = sorted(own & run.data.private.keys())
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
-    def _check(self, orders: Orders, nodes: dict[str, list[Member]]) -> None:
+    def _check(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
         folder = RunFolder(Path(orders.folder))
         if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
@@ -310,7 +312,7 @@ class _Joined:
         ) as world:
             passed_over = tuple(map(Path, orders.passed_over))
             census = census_from(self._talk.hear("census"))
-            start = Start(
+            start = RunStart(
                 Path(orders.folder),
                 checkpoint,
                 threads,

@@ -16,10 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from bireme.bounds import bytes_text
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, SampleError
 from bireme.files import free_bytes
-from bireme.report.units import bytes_text, counted
+from bireme.report.units import counted
 from bireme.runtime.failures import RankFailed, RunFailed
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
@@ -30,19 +31,19 @@ from bireme.train.initial_weights import remove_initial
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, first_of
 from bireme.train.predicted import write_predicted
-from bireme.train.prepare import Prepared, write_prepared
-from bireme.train.rank_part import Start
+from bireme.train.prepare import PreparedRun, write_prepared
+from bireme.train.rank_part import RunStart
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
 from bireme.train.restart_limit import count_start
 from bireme.train.run_data import learns
 from bireme.train.run_file import RunFile
-from bireme.train.summary import Summary, summary_of
+from bireme.train.summary import RunSummary, summary_of
 from bireme.train.text_sample import written
 from bireme.train.worker import train_rank
 
-__all__ = ["DONE", "VISIBLE", "Finished", "finish", "first_words", "signals_passed_on", "start"]
+__all__ = ["DONE", "VISIBLE", "FinishedRun", "finish", "first_words", "signals_passed_on", "start"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -53,10 +54,10 @@ DONE = ("finished", "time limit")
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRun:
     """The result of a run that was started here, and how it ended."""
 
-    summary: Summary
+    summary: RunSummary
     reason: str
     lost: str = ""
     """Why the result that was asked for is not on the disk, and what to do; empty if it is."""
@@ -68,13 +69,13 @@ class Finished:
 
 
 def start(
-    prepared: Prepared,
+    prepared: PreparedRun,
     folder: RunFolder,
     checkpoint: Checkpoint | None,
     *,
     is_shown: bool,
     restarts: int | None = None,
-) -> Finished:
+) -> FinishedRun:
     """Run the processes of a prepared run to their end, then write what came of it.
 
     One that ends because a stage has become slow goes on with a new plan, once. One that fails goes on from
@@ -95,7 +96,7 @@ def start(
 
 
 def _run_through(
-    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool, restarts: int
+    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool, restarts: int
 ) -> list[Outcome]:
     """What the ranks of a run come to, after as many restarts as it takes and may take."""
     num_in_vain = 0
@@ -131,13 +132,18 @@ def _size_of(path: Path) -> int:
 
 
 def _run(
-    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool, may_replan: bool
+    prepared: PreparedRun,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    *,
+    is_shown: bool,
+    may_replan: bool,
 ) -> list[Outcome]:
     """What the ranks of a run come to."""
     plan = prepared.plan.plan
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     words = first_words(prepared)
-    begin = Start(
+    begin = RunStart(
         folder.path,
         None if checkpoint is None else checkpoint.folder,
         prepared.machines.threads,
@@ -161,7 +167,7 @@ def _run(
         )
 
 
-def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Finished:
+def finish(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]) -> FinishedRun:
     """Export the model, let it write a sample, and write down what came of the run."""
     own, run = first_of(outcomes), prepared.run
     sample = lost = ""
@@ -180,7 +186,7 @@ def finish(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome]) -> Fi
         summary.write(folder.summary)
     except BiremeError as error:  # what it says is shown all the same
         summary = replace(summary, warnings=(*summary.warnings, str(error)))
-    return Finished(summary, own.reason, lost)
+    return FinishedRun(summary, own.reason, lost)
 
 
 def _without_checkpoint(run: RunFile, folder: RunFolder, steps: int, newest: Checkpoint | None) -> str:
@@ -203,7 +209,7 @@ def _without_checkpoint(run: RunFile, folder: RunFolder, steps: int, newest: Che
     )
 
 
-def _exported(prepared: Prepared, folder: RunFolder, newest: Checkpoint) -> str:
+def _exported(prepared: PreparedRun, folder: RunFolder, newest: Checkpoint) -> str:
     """Export the model; what went wrong, in sentences, empty if nothing did."""
     try:
         export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
@@ -218,7 +224,7 @@ def _exported(prepared: Prepared, folder: RunFolder, newest: Checkpoint) -> str:
     return ""
 
 
-def first_words(prepared: Prepared) -> dict[str, Any]:
+def first_words(prepared: PreparedRun) -> dict[str, Any]:
     """What the log of a run begins with."""
     import torch
 
@@ -238,7 +244,7 @@ def first_words(prepared: Prepared) -> dict[str, Any]:
 
 
 @contextmanager
-def _gpus_as_planned(prepared: Prepared) -> Iterator[None]:
+def _gpus_as_planned(prepared: PreparedRun) -> Iterator[None]:
     """Let the processes that are started inside count the GPUs in the order in which the plan names them."""
     before = os.environ.get(VISIBLE)
     wanted = visible_gpus(prepared.plan.plan, prepared.machines, before, num_cuda=num_accelerators())

@@ -14,7 +14,7 @@ from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.runtime.coding import checked
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.links import AUTO, Links
+from bireme.train.run_file.links import AUTO, LinksTable
 
 __all__ = [
     "check_borders",
@@ -61,7 +61,7 @@ def with_own_codecs(found: SavedPlan, run: RunFile) -> SavedPlan:
     file promises is then not of this run, and left out.
     """
     check_borders(run, found.plan)
-    usual = main_codecs(run.model_copy(update={"links": Links()}), found.plan)
+    usual = main_codecs(run.model_copy(update={"links": LinksTable()}), found.plan)
     return found if main_codecs(run, found.plan) == usual else replace(found, forecast=None)
 
 

@@ -13,7 +13,8 @@ from time import perf_counter
 
 from bireme.profile.control import Control
 from bireme.runtime.paging.rank_paging import TierMoves, together
-from bireme.runtime.pipeline import Pipeline, Result
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.result import BatchResult
 from bireme.schedule.rule import Rule
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
@@ -23,7 +24,7 @@ from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead
-from bireme.train.home_data import HomeData
+from bireme.train.home_data import ReadableData
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
 from bireme.train.recorded_batches import RECORDED, has_room, recorded_first
@@ -74,7 +75,7 @@ class Loop:
         not_saved: frozenset[str] = frozenset(),
         notes: Sequence[str] = (),
         replicas: ReplicaNotes | None = None,
-        home: HomeData | None = None,
+        home: ReadableData | None = None,
         member: Replica | AveragingReplica | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
@@ -284,7 +285,7 @@ class Loop:
                 return
             yield batch
 
-    def _note(self, result: Result, *, is_first: bool) -> None:
+    def _note(self, result: BatchResult, *, is_first: bool) -> None:
         """What follows from a batch: the log, a checkpoint, the request to stop."""
         step, num_samples = result.batch + 1, result.num_samples
         if self._member is not None:
@@ -323,7 +324,7 @@ class Loop:
         is_early = self._reason is Reason.NONE and self.step < self.run.training.steps
         return self._replicas.slow is not None and is_early
 
-    def _log(self, result: Result, step: int) -> None:
+    def _log(self, result: BatchResult, step: int) -> None:
         batch = result.num_samples if self._averaging is None else self.run.training.batch_size
         self.tell(
             "train",

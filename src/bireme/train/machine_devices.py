@@ -17,11 +17,11 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.here import device_here
 
-__all__ = ["Member", "cluster_of", "nodes_of", "places_in", "ranks_on", "server_here"]
+__all__ = ["LaunchedProcess", "cluster_of", "nodes_of", "places_in", "ranks_on", "server_here"]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class LaunchedProcess:
     """One process: its machine's name, which of the launcher's nodes it is of, whether a GPU is its own, and
     how many the machine has.
     """
@@ -33,9 +33,9 @@ class Member:
     num_cuda: int = 0
 
 
-def nodes_of(members: Sequence[Member]) -> dict[str, list[Member]]:
+def nodes_of(members: Sequence[LaunchedProcess]) -> dict[str, list[LaunchedProcess]]:
     """The processes of each node, nodes in the order of their first rank."""
-    found: dict[str, list[Member]] = {}
+    found: dict[str, list[LaunchedProcess]] = {}
     for member in sorted(members, key=lambda one: one.rank):
         found.setdefault(member.node, []).append(member)
     return found
@@ -79,7 +79,7 @@ def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
     return Cluster(tuple(named)), f"{known}. To measure them: bireme cluster probe, and cluster.source."
 
 
-def ranks_on(cluster: Cluster, nodes: Mapping[str, Sequence[Member]]) -> list[int]:
+def ranks_on(cluster: Cluster, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> list[int]:
     """Which rank each device of the cluster is computed by.
 
     Servers and machines of the same names belong together. Where the names do not say it, devices and

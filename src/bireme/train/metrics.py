@@ -17,13 +17,13 @@ from typing import Any
 from bireme.documents import read_json_lines
 from bireme.train.tracker import Tracker
 
-__all__ = ["Metrics"]
+__all__ = ["MetricsLog"]
 
 LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 """What some readers take for the end of a line. JSON leaves these as they are, but for others it escapes."""
 
 
-class Metrics:
+class MetricsLog:
     """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
 
     def __init__(self, path: Path, *, trackers: Sequence[Tracker] = ()) -> None:

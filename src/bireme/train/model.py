@@ -13,13 +13,14 @@ from torch.nn import functional
 
 from bireme.cluster.machine import available_bytes
 from bireme.errors import BiremeError
+from bireme.model.argument import Reference
 from bireme.model.capture import Inputs, Loss, batch_size, resized
 from bireme.model.captures import Captures
-from bireme.model.graph import Graph, Reference, State
+from bireme.model.graph import Graph, ModelState
 from bireme.model.learned import learned_values
 from bireme.model.modes import Modes, modes_of
 from bireme.model.own_model import made_states
-from bireme.model.sources import Source, load_source
+from bireme.model.sources import ModelSource, load_source
 from bireme.model.weight_folder import check_weights, load_weights
 from bireme.model.weights import materialise
 from bireme.runtime.prepared import Weights
@@ -46,7 +47,7 @@ class RunModel:
     """A run's model on the meta device, and how to capture it."""
 
     run: RunFile
-    source: Source
+    source: ModelSource
     training: Captures
     evaluation: Captures
 
@@ -107,7 +108,7 @@ class RunModel:
         if self.source.is_own:
             self._fresh([state.name for state in states if not self._is_reset(state)])
 
-    def _is_reset(self, state: State) -> bool:
+    def _is_reset(self, state: ModelState) -> bool:
         """Whether the module of a state has code of its own to make it anew."""
         module = self.source.base.get_submodule(state.name.rpartition(".")[0])
         return hasattr(module, "reset_parameters")
@@ -196,12 +197,12 @@ class RunModel:
             ) from error
 
 
-def _made_bytes(state: State) -> int:
+def _made_bytes(state: ModelState) -> int:
     """The bytes of a state as a function makes it: parameters in float32, whatever they are trained in."""
     return max(state.num_bytes, 4 * prod(state.shape)) if state.is_parameter else state.num_bytes
 
 
-def _with_target(source: Source, run: RunFile) -> Source:
+def _with_target(source: ModelSource, run: RunFile) -> ModelSource:
     """The source with examples of what the loss needs, if the function of the model gives no target.
 
     They are from the first of the run's own samples: the target of a loss by name, or all that a loss of the

@@ -1,7 +1,7 @@
 """The optimiser of a run, as its file asks for it."""
 
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
-from bireme.train.run_file.tables import Training
+from bireme.train.run_file.training import Training
 
 __all__ = ["optimizer_of"]
 

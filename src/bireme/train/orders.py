@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.runtime.world import Backend
+from bireme.devices import Backend
 from bireme.train.folder import RunFolder
 
 __all__ = ["Orders", "digest_of"]

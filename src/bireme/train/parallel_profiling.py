@@ -23,7 +23,7 @@ from bireme.model.graph import Graph
 from bireme.profile.cache import cache_path, cached_figures, keep_figures
 from bireme.profile.control import Control
 from bireme.profile.here import device_here, versions_here
-from bireme.profile.measuring import BatchEnd, Job, Measured, Progress, measure_units
+from bireme.profile.measuring import BatchEndTimes, Measured, MeasuringJob, Progress, measure_units
 from bireme.profile.timing import Seconds
 from bireme.profile.waits import waited_s
 from bireme.runtime.launch import launch
@@ -63,7 +63,7 @@ class ParallelMeasurer:
         """How many compute at once, and whether there will be messages."""
         return "companions", self._at_once, min(self._num_workers, 2)
 
-    def __call__(self, job: Job, progress: Progress) -> Measured:
+    def __call__(self, job: MeasuringJob, progress: Progress) -> Measured:
         """Do a job."""
         size = max(self._at_once, min(self._num_workers, 2))
         progress(0.0, f"starting {size} processes to measure")
@@ -114,7 +114,7 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _measure(
-    world: World, run: RunFile, job: Job, at_once: int, engine: EngineCost | _Unknown, path: Path
+    world: World, run: RunFile, job: MeasuringJob, at_once: int, engine: EngineCost | _Unknown, path: Path
 ) -> _Found | None:
     """Measure as one of several; None from a process that there is no core for.
 
@@ -142,7 +142,7 @@ def _measure(
     seconds = measure_units(job, lambda done, what: tell(UNITS_SHARE * done, what), in_turns=control.time)
     tell(UNITS_SHARE, "measuring the end of a batch")
     first = job.first
-    alone = BatchEnd(costs.reduce_s, costs.update_s, costs.trial_s)
+    alone = BatchEndTimes(costs.reduce_s, costs.update_s, costs.trial_s)
     if costs is not engine:
         alone = batch_end_of_next_to_nothing(job.optimizer)
     ends = {
@@ -173,7 +173,7 @@ def mean_of(found: Sequence[Measured]) -> Measured:
             size: {index: _mean(Seconds, [one.seconds[size][index] for one in found]) for index in own}
             for size, own in first.seconds.items()
         },
-        {index: _mean(BatchEnd, [one.ends[index] for one in found]) for index in first.ends},
+        {index: _mean(BatchEndTimes, [one.ends[index] for one in found]) for index in first.ends},
         replace(
             _mean(EngineCost, engines),
             process_bytes=max(one.process_bytes for one in engines),

@@ -63,7 +63,7 @@ from bireme.train.tiers_here import check_paging_disk, with_tiers_here
 from bireme.train.tracker import check_trackers
 
 __all__ = [
-    "Prepared",
+    "PreparedRun",
     "prepare",
     "prepared_again",
     "prepared_before",
@@ -77,7 +77,7 @@ Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRun:
     """A run that is ready to start. `answer`, `profile` and the seconds of planning are None where the plan
     came from a file. `census` counts the private samples, as far as they are known here. `initial` are the
     weights that a function of the user makes, for a run that does not resume from a checkpoint.
@@ -104,7 +104,7 @@ class Prepared:
         check_schedule(self.run, self.plan.plan)
 
 
-def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: bool = True) -> Prepared:
+def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: bool = True) -> PreparedRun:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`.
 
     With `is_alone` all servers are this machine, which reads their private samples too. A run that `begins`
@@ -137,7 +137,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
         check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
         known = data, identity, None, census, initial
-        return Prepared(run, machines, graph, evaluation, plan, None, None, *known)
+        return PreparedRun(run, machines, graph, evaluation, plan, None, None, *known)
     check_depth(run, graph)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
@@ -154,7 +154,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
         data = data_of(run, model, progress)
     identity = data_identity(run, data)
     last = identity, planning_s, census, initial
-    return Prepared(run, machines, graph, evaluation, plan, answer, measured, data, *last)
+    return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, data, *last)
 
 
 def _initial(model: RunModel, graph: Graph, progress: Progress) -> InitialWeights | None:
@@ -172,7 +172,7 @@ def prepared_again(
     tell: Callable[[str], None],
     *,
     is_alone: bool = True,
-) -> Prepared:
+) -> PreparedRun:
     """A run that was begun, ready to go on from a checkpoint: with its own plan, unless what that rests on
     was changed. `tell` is for sentences to people; `is_alone` is as for `prepare`.
     """
@@ -198,7 +198,7 @@ def prepared_again(
 
 def prepared_before(
     run: RunFile, folder: RunFolder, progress: Progress, *, is_alone: bool = True, begins: bool = False
-) -> Prepared:
+) -> PreparedRun:
     """A run that was begun, as what its folder holds says it was prepared. `begins` is as for `prepare`."""
     machines = _machines(run)
     measured = load_profile(folder.profile) if folder.profile.is_file() else None
@@ -213,7 +213,7 @@ def prepared_before(
     identity = data_identity(run, data)
     initial = _initial(model, graph, progress) if begins else None
     known = data, identity, None, census, initial
-    return Prepared(run, machines, graph, evaluation, plan, None, measured, *known)
+    return PreparedRun(run, machines, graph, evaluation, plan, None, measured, *known)
 
 
 def _keeps_plan(run: RunFile, folder: RunFolder) -> bool:
@@ -273,7 +273,7 @@ def _machines(run: RunFile) -> Machines:
     return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
 
 
-def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
+def write_prepared(prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
     """Write what the processes of a run read, and what people may want to look up; then the record of it."""
     if prepared.initial is not None:
         prepared.initial.write(folder.initial)
@@ -293,7 +293,7 @@ def write_prepared(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint
     folder.record()
 
 
-def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
+def written_paths(prepared: PreparedRun, folder: RunFolder) -> list[Path]:
     """What a new run leaves in its folder, as far as that is known before it begins."""
     run, log, is_planned = prepared.run, prepared.run.log, prepared.profile is not None
     saves = bool(run.checkpoint.every_steps or run.checkpoint.every_s or run.checkpoint.at_end)
@@ -322,7 +322,7 @@ def written_paths(prepared: Prepared, folder: RunFolder) -> list[Path]:
     return [path for path, is_written in known.items() if is_written]
 
 
-def prepared_document(prepared: Prepared) -> dict[str, Any]:
+def prepared_document(prepared: PreparedRun) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
     sync = sync_document(plan_request_of(prepared.run, prepared.graph))
     kept = gradient_document(prepared.run, prepared.graph)

@@ -34,7 +34,7 @@ from bireme.train.run_file import RunFile
 
 __all__ = [
     "Census",
-    "Holding",
+    "PrivateHolding",
     "census_from",
     "census_of",
     "check_same_census",
@@ -45,7 +45,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class PrivateHolding:
     """The private samples of a server: how many, and their fingerprint under the key of that name."""
 
     num_samples: int
@@ -53,7 +53,7 @@ class Holding:
     key: str
 
 
-Census = Mapping[str, Holding]
+Census = Mapping[str, PrivateHolding]
 """What each server with private samples holds."""
 
 
@@ -63,7 +63,7 @@ class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1]
-    servers: dict[str, Holding]
+    servers: dict[str, PrivateHolding]
 
 
 def census_of(run: RunFile, model: RunModel, graph: Graph, data: RunData, servers: Iterable[str]) -> Census:
@@ -81,12 +81,12 @@ def census_of(run: RunFile, model: RunModel, graph: Graph, data: RunData, server
     return found
 
 
-def _holding(samples: Samples) -> Holding:
+def _holding(samples: Samples) -> PrivateHolding:
     key, digest = _own_key(), samples_digest(samples)
     if not samples.is_quick and not is_repeatable(samples, digest):
         digest = "draws numbers of its own each time"
     fingerprint = hmac.digest(key.encode(), digest.encode(), "sha256").hex()
-    return Holding(len(samples), fingerprint, sha256(key.encode()).hexdigest()[:12])
+    return PrivateHolding(len(samples), fingerprint, sha256(key.encode()).hexdigest()[:12])
 
 
 def _own_key() -> str:
@@ -112,7 +112,7 @@ def plain_census(census: Census) -> dict[str, Any]:
 
 def census_from(plain: Mapping[str, Any]) -> Census:
     """What `plain_census` has made."""
-    return {server: Holding(**holding) for server, holding in plain.items()}
+    return {server: PrivateHolding(**holding) for server, holding in plain.items()}
 
 
 def write_census(path: Path, census: Census) -> None:

@@ -14,17 +14,17 @@ from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.home_data import HomeData
+from bireme.train.home_data import ReadableData
 from bireme.train.model import RunModel
 from bireme.train.private_census import Census
 from bireme.train.replica import Replica
 from bireme.train.run_file import RunFile
 
-__all__ = ["RankPart", "Start"]
+__all__ = ["RankPart", "RunStart"]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """Which run, from which checkpoint if any, and what else the processes need beyond what its folder says.
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
@@ -51,12 +51,12 @@ class RankPart:
     """
 
     world: World
-    start: Start
+    start: RunStart
     folder: RunFolder
     run: RunFile
     model: RunModel
     data: RunData
-    home: HomeData | None = None
+    home: ReadableData | None = None
     order: ReplicaOrder | None = None
     member: Replica | AveragingReplica | None = None
 

@@ -10,7 +10,8 @@ from bireme.model.graph_file import load_graph
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.paging.settings import PagingSettings
-from bireme.runtime.pipeline import Pipeline, Weights
+from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.prepared import Weights
 from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.delay_warmup import flush_twin
 from bireme.train.initial_weights import placeholders

@@ -26,10 +26,10 @@ from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.hosts import check_launchers, processes_of, within_servers
 from bireme.train.launching import first_words
-from bireme.train.machine_devices import Member, cluster_of, places_in, ranks_on
+from bireme.train.machine_devices import LaunchedProcess, cluster_of, places_in, ranks_on
 from bireme.train.machines import check_kinds
 from bireme.train.predicted import write_predicted
-from bireme.train.prepare import Prepared, prepare, prepared_again, write_prepared
+from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.rendezvous import Environment
 from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
@@ -38,7 +38,7 @@ from bireme.train.run_file import RunFile
 
 __all__ = ["RunSetup", "set_up_run"]
 
-Nodes = Mapping[str, Sequence[Member]]
+Nodes = Mapping[str, Sequence[LaunchedProcess]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RunSetup:
     launchers of all hosts will start, and ranks are theirs.
     """
 
-    prepared: Prepared
+    prepared: PreparedRun
     folder: RunFolder
     checkpoint: Checkpoint | None
     places: list[int]
@@ -219,7 +219,7 @@ def _prepared_anew(
     begun: RunFolder | None,
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None],
-) -> tuple[Prepared, RunFolder]:
+) -> tuple[PreparedRun, RunFolder]:
     """The run with a new plan, and its folder with all that the other processes read."""
     with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
         path = Path(scratch) / "cluster.toml"
@@ -237,7 +237,7 @@ def _prepared_anew(
     return prepared, folder
 
 
-def _on_hosts(prepared: Prepared) -> Prepared:
+def _on_hosts(prepared: PreparedRun) -> PreparedRun:
     """With each replica on one host, where replicas may die."""
     sync = prepared.run.sync
     if not sync.is_coordinated:

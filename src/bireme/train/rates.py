@@ -7,7 +7,7 @@ been.
 import math
 from collections.abc import Callable
 
-from bireme.train.run_file.tables import Training
+from bireme.train.run_file.training import Training
 
 __all__ = ["rate_factor"]
 

@@ -20,7 +20,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.parent_watch import die_with_parent
 from bireme.runtime.stores import PrefixStore, Store, open_store
 
-__all__ = ["Environment", "Talk", "rendezvous", "until"]
+__all__ = ["Announcements", "Environment", "rendezvous", "until"]
 
 FIND_S = 300.0
 """How long the processes have to find each other: a machine may have to start first."""
@@ -96,7 +96,7 @@ def rendezvous(environment: Environment) -> Store:
     return PrefixStore(f"bireme-{word}", store)
 
 
-class Talk:
+class Announcements:
     """Things that ranks tell each other by name, each name once. To hear waits until it was said."""
 
     def __init__(self, store: Store) -> None:

@@ -6,13 +6,13 @@ from bireme.plan.hashes import planned_units
 from bireme.plan.plan_file import saved_plan
 from bireme.train.outcome import Outcome
 from bireme.train.plan_search import planned
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 from bireme.train.slow_stages import slowed
 
 __all__ = ["replanned"]
 
 
-def replanned(prepared: Prepared, outcome: Outcome) -> Prepared:
+def replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
     """The run with the best plan for its devices as they are now, or as it is if that would be no faster.
 
     What is known of the machines stays as it was: a device that is slow today may be its old self tomorrow.

@@ -15,16 +15,16 @@ from typing import Any, Protocol, Self
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.runtime.pipeline import Result
 from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.agreement import Agreement
+from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import PeerAgent
-from bireme.runtime.quorum.talk import Talk
+from bireme.runtime.quorum.talk import LazyCoordinatorClient
+from bireme.runtime.result import BatchResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.world import World
-from bireme.sync.coordinator.membership import Change, Changes
-from bireme.sync.coordinator.messages import Life, RankId
+from bireme.sync.coordinator.membership import Changes, MembershipChange
+from bireme.sync.coordinator.messages import Incarnation, RankId
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -47,7 +47,7 @@ class MortalReplica:
     have a part in the run, as all of their ranks know it: the first of them leads.
     """
 
-    def __init__(self, life: Life, agent: PeerAgent, order: Sequence[int], changes: Changes) -> None:
+    def __init__(self, life: Incarnation, agent: PeerAgent, order: Sequence[int], changes: Changes) -> None:
         self._changes = changes
         self.number = life.replica
         self.has_come_late = life.life > 0
@@ -63,7 +63,7 @@ class MortalReplica:
         """Whether this replica writes the log."""
         return self.leads
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MembershipChange]:
         """Which replicas have gone and come back since this was last asked."""
         return self._changes.in_word(self._peer.word)
 
@@ -96,7 +96,9 @@ class Replica(MortalReplica):
         kept_bytes: int,
     ) -> None:
         rank = RankId(order.life.replica, order.life.life, world.rank)
-        talk = Talk(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty)
+        talk = LazyCoordinatorClient(
+            order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
+        )
         # The rank itself may be waiting for another one, which is stopped.
         self._agent = Agent(
             rank,
@@ -108,7 +110,9 @@ class Replica(MortalReplica):
             kept_bytes=kept_bytes,
         )
         world.watch.abort_on_failure(self._agent)
-        self.agreement = Agreement(self._agent, num_replicas, batch_size, balances, compare_every, rebuilt)
+        self.agreement = QuorumAgreement(
+            self._agent, num_replicas, batch_size, balances, compare_every, rebuilt
+        )
         changes = Changes(batch_size, is_quorum=True)
         super().__init__(order.life, self._agent, () if order.life.life else (0,), changes)
 
@@ -131,7 +135,7 @@ class Replica(MortalReplica):
         heal = next((one for one in word.heals if one.replica == self.number), None)
         return step if heal is None else max(step, heal.batch)
 
-    def note(self, result: Result) -> None:
+    def note(self, result: BatchResult) -> None:
         """A batch is done, which says who leads now."""
         self._order = result.order
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from bireme.devices import Backend
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.runtime.quorum.site import Site
-from bireme.sync.coordinator.settings import GroupSettings, Settings, SyncMode
+from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures, first_of
-from bireme.train.prepare import Prepared
-from bireme.train.rank_part import Start
+from bireme.train.prepare import PreparedRun
+from bireme.train.rank_part import RunStart
 from bireme.train.run_file import RunFile
 from bireme.train.samples_left import left_at
 from bireme.train.shares import share_limits
@@ -22,7 +22,7 @@ __all__ = ["launch_here", "replica_settings", "run_replicas", "with_delay"]
 
 
 def run_replicas(
-    prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None, begin: Start
+    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None, begin: RunStart
 ) -> list[Outcome]:
     """What the ranks of a replica come to, after a run in which others may have died and come back.
 
@@ -39,19 +39,21 @@ def run_replicas(
     )
 
 
-def with_delay(prepared: Prepared, checkpoint: Checkpoint | None, begin: Start) -> Start:
+def with_delay(prepared: PreparedRun, checkpoint: Checkpoint | None, begin: RunStart) -> RunStart:
     """With the step after which updates are delayed: who is started again has no checkpoint that says it."""
     resumed = None if checkpoint is None else checkpoint.manifest
     return replace(begin, first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed))
 
 
-def replica_settings(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoint | None) -> Settings:
+def replica_settings(
+    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None
+) -> CoordinatorSettings:
     """What coordinators are told of a run."""
     run, plan = prepared.run, prepared.plan.plan
     step = 0 if checkpoint is None else checkpoint.manifest.step
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
-    return Settings(
+    return CoordinatorSettings(
         SyncMode(run.sync.mode),
         plan.width,
         plan.source.num_ranks,
@@ -72,8 +74,8 @@ def replica_settings(prepared: Prepared, folder: RunFolder, checkpoint: Checkpoi
 def launch_here(
     run: RunFile,
     folder: RunFolder,
-    settings: Settings,
-    begin: Start,
+    settings: CoordinatorSettings,
+    begin: RunStart,
     *,
     threads: int | None,
     backend: Backend,

@@ -5,8 +5,9 @@ from dataclasses import replace
 from enum import IntEnum
 from time import monotonic, perf_counter, sleep
 
+from bireme.bounds import bytes_text
 from bireme.files import free_bytes
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter

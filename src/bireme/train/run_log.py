@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bireme.train.folder import RunFolder
-from bireme.train.metrics import Metrics
+from bireme.train.metrics import MetricsLog
 from bireme.train.mlflow_tracker import MLflow
 from bireme.train.outcome import Outcome
 from bireme.train.run_file import RunFile
@@ -20,7 +20,7 @@ class RunLog:
     """The log of a run. `words` are its first values; with `is_shown` the terminal has it too."""
 
     def __init__(self, folder: RunFolder, run: RunFile, words: Mapping[str, Any], *, is_shown: bool) -> None:
-        self._metrics = Metrics(folder.metrics, trackers=_trackers(folder, run))
+        self._metrics = MetricsLog(folder.metrics, trackers=_trackers(folder, run))
         self._words = words
         self._screen = Screen(run.training.steps) if is_shown else None
         self._failed: set[str] = set()

@@ -14,7 +14,7 @@ from bireme.train.data.order import SampleOrder
 from bireme.train.data.prepare import RunData
 from bireme.train.data.rank_batches import PartlyRead, RankBatches
 from bireme.train.data.samples import Samples
-from bireme.train.home_data import HomeData
+from bireme.train.home_data import ReadableData
 from bireme.train.replica import Replica
 from bireme.train.run_file import RunFile
 
@@ -30,7 +30,7 @@ class RunReading:
         self,
         run: RunFile,
         data: RunData,
-        home: HomeData | None,
+        home: ReadableData | None,
         member: Replica | AveragingReplica | None,
     ) -> None:
         self._run, self._data, self._home, self._member = run, data, home, member

@@ -6,7 +6,7 @@ from typing import Any
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.ledger_line import in_force
-from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.sync.coordinator.samples import united
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
@@ -14,9 +14,9 @@ from bireme.train.run_file import RunFile
 __all__ = ["check_none_left", "left_at"]
 
 
-def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Samples, ...]]:
+def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[SamplePlaces, ...]]:
     """The first sample that nobody was given before a step, and those before it that do not count yet."""
-    fresh, waiting = step * batch_size, tuple[Samples, ...]()
+    fresh, waiting = step * batch_size, tuple[SamplePlaces, ...]()
     records = read_json_lines(ledger, start="start").records if ledger.exists() else {}
     averages = False
     for record in in_force(records).values():
@@ -26,16 +26,16 @@ def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[Sample
             if record["fresh"] <= step * batch_size:
                 fresh, waiting = step * batch_size, _before(record, step * batch_size)
         elif record.get("kind") == "round" and record.get("batch") == step - 1:
-            fresh, waiting = record["fresh"], tuple(Samples(*pair) for pair in record["open"])
+            fresh, waiting = record["fresh"], tuple(SamplePlaces(*pair) for pair in record["open"])
     return fresh, waiting
 
 
-def _before(record: dict[str, Any], end: int) -> tuple[Samples, ...]:
+def _before(record: dict[str, Any], end: int) -> tuple[SamplePlaces, ...]:
     """The places below `end` that do not count after a line."""
     return united(
         (
-            *(Samples(*pair) for pair in record["open"]),
-            *((Samples(record["fresh"], end),) if record["fresh"] < end else ()),
+            *(SamplePlaces(*pair) for pair in record["open"]),
+            *((SamplePlaces(record["fresh"], end),) if record["fresh"] < end else ()),
         )
     )
 

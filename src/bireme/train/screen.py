@@ -4,7 +4,8 @@ import sys
 from time import monotonic
 from typing import Any
 
-from bireme.report.units import bytes_text, seconds_text
+from bireme.bounds import bytes_text
+from bireme.report.units import seconds_text
 
 __all__ = ["Screen"]
 

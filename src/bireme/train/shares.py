@@ -8,7 +8,7 @@ from math import ceil, inf
 from typing import Literal
 
 from bireme.balance.policy import Policy
-from bireme.balance.shares import Limits, Shares, in_proportion, limits_of
+from bireme.balance.shares import ShareLimits, Shares, in_proportion, limits_of
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.forecast import StageForecast
@@ -72,7 +72,7 @@ def sharing_of(
     )
 
 
-def _plain_shares(plan: Plan, batch_size: int, limits: Limits) -> Shares:
+def _plain_shares(plan: Plan, batch_size: int, limits: ShareLimits) -> Shares:
     """The shares that a plan has, which may not know of this size of a batch."""
     return in_proportion(batch_size, plan.micro_batch_sizes or (1,) * plan.width, limits)
 
@@ -86,7 +86,7 @@ def _lead(run: RunFile, samples: Samples) -> int:
     return 0 if samples.is_quick else run.data.prefetch + run.data.num_workers
 
 
-def share_limits(saved: SavedPlan, profile: Profile | None, batch_size: int, *, grows: bool) -> Limits:
+def share_limits(saved: SavedPlan, profile: Profile | None, batch_size: int, *, grows: bool) -> ShareLimits:
     """The samples of a batch that each replica can take: one in each micro-batch, and what memory holds."""
     plan, forecast = saved.plan, saved.forecast
     least = 2 if plan.source.num_sliced else 1

@@ -10,7 +10,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
 from bireme.profile.stages import stage_cost
-from bireme.runtime.result import Result
+from bireme.runtime.result import BatchResult
 from bireme.schedule.source import ProgramSource
 
 __all__ = ["ReplicaNotes", "sample_seconds", "slowed", "stage_watch_of"]
@@ -63,7 +63,7 @@ class ReplicaNotes:
         self.slow: SlowStage | None = None
         """The stage for whose sake a new plan is to be made."""
 
-    def note(self, result: Result, source: ProgramSource) -> str | None:
+    def note(self, result: BatchResult, source: ProgramSource) -> str | None:
         """Take notice of a batch; gives a warning if there is one."""
         if result.shares != self._shares and len(result.shares) > 1:
             self._tell("shares", result.batch, shares=list(result.shares))

@@ -8,18 +8,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.energy import joules_per_sample
 from bireme.report.page.metrics import Shared, read_metrics
-from bireme.report.units import bytes_text
 from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.host_tier_bytes import host_tier_bytes
 from bireme.train.kept_gradients import gradient_document
 from bireme.train.link_codecs import idle_codec, main_codecs
 from bireme.train.outcome import Outcome, first_of
-from bireme.train.prepare import Prepared
+from bireme.train.prepare import PreparedRun
 from bireme.train.run_data import learns
 from bireme.train.shared_bytes import SharedSummary, shared_summary
 from bireme.train.slow_tiers import slow_tiers
@@ -30,9 +30,9 @@ __all__ = [
     "LinkSummary",
     "MembershipSummary",
     "RankSummary",
+    "RunSummary",
     "ShareSummary",
     "StageSummary",
-    "Summary",
     "SyncSummary",
     "TierSummary",
     "summary_of",
@@ -147,7 +147,7 @@ class TierSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
     updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
     where there are replicas. `eval_loss` is that of the model as it is exported, without codecs on borders.
@@ -216,12 +216,12 @@ class Summary:
         write_text_atomically(path, json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n")
 
 
-def summary_of(prepared: Prepared, folder: RunFolder, outcomes: list[Outcome], sample: str) -> Summary:
+def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome], sample: str) -> RunSummary:
     """The summary of a run from what its ranks tell."""
     own = first_of(outcomes)
     saved = prepared.plan
     forecast, shared = saved.forecast, _shared(folder)
-    return Summary(
+    return RunSummary(
         steps=own.steps,
         train_loss=own.train_loss,
         eval_loss=own.eval_loss,
@@ -275,7 +275,7 @@ def _shared(folder: RunFolder) -> Sequence[Shared]:
         return ()
 
 
-def _sync(prepared: Prepared, outcomes: list[Outcome]) -> SyncSummary:
+def _sync(prepared: PreparedRun, outcomes: list[Outcome]) -> SyncSummary:
     raw_bytes = sum(one.own.raw_sum_bytes for one in outcomes)
     sent_bytes = sum(one.own.sent_sum_bytes for one in outcomes)
     figures = first_of(outcomes).sync
@@ -293,7 +293,7 @@ def _membership(shared: Sequence[Shared]) -> tuple[MembershipSummary, ...]:
     return tuple(found)
 
 
-def _joules(prepared: Prepared, own: Outcome) -> float | None:
+def _joules(prepared: PreparedRun, own: Outcome) -> float | None:
     forecast = prepared.plan.forecast
     if forecast is None or not own.samples_per_s:
         return None
@@ -342,7 +342,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:
+def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     source = plan.source
     bounds = (0, *plan.cuts, _num_units(prepared))
@@ -375,7 +375,7 @@ def _stages(prepared: Prepared, outcomes: list[Outcome]) -> tuple[StageSummary, 
     return tuple(found)
 
 
-def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ...]:
+def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[RankSummary, ...]:
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     program = plan.program(1)
     found = []
@@ -390,7 +390,7 @@ def _ranks(prepared: Prepared, outcomes: list[Outcome]) -> tuple[RankSummary, ..
     return tuple(found)
 
 
-def _links(prepared: Prepared, outcomes: list[Outcome]) -> tuple[LinkSummary, ...]:
+def _links(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[LinkSummary, ...]:
     """The borders between ranks, replicas together."""
     plan = prepared.plan.plan
     ranks = plan.source.rank_of_stage
@@ -410,7 +410,7 @@ def _tiers(outcomes: list[Outcome]) -> tuple[TierSummary, ...]:
     return tuple(TierSummary(own.rank, **asdict(tier)) for own in of_ranks for tier in own.tiers)
 
 
-def _control(prepared: Prepared, outcomes: list[Outcome]) -> ControlSummary | None:
+def _control(prepared: PreparedRun, outcomes: list[Outcome]) -> ControlSummary | None:
     engine = None if prepared.profile is None else prepared.profile.engine
     took_s = [one.own.control_s for one in outcomes if one.own.control_s]
     if engine is None or not engine.control_s or not took_s:
@@ -418,7 +418,7 @@ def _control(prepared: Prepared, outcomes: list[Outcome]) -> ControlSummary | No
     return ControlSummary(engine.control_s, fmean(took_s), engine.control_s / fmean(took_s))
 
 
-def _num_units(prepared: Prepared) -> int:
+def _num_units(prepared: PreparedRun) -> int:
     from bireme.model.units import units_of
 
     return len(units_of(prepared.graph))

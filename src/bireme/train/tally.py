@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from bireme.errors import BiremeError
-from bireme.runtime.pipeline import Result
+from bireme.runtime.result import BatchResult
 from bireme.train.run_file import RunFile
 
 __all__ = ["Tally", "Tell"]
@@ -61,7 +61,7 @@ class Tally:
         seconds, _, tokens = self._all
         return tokens / seconds if seconds and tokens else None
 
-    def add(self, result: Result, num_samples: int, *, is_first: bool) -> None:
+    def add(self, result: BatchResult, num_samples: int, *, is_first: bool) -> None:
         """Count a batch. The first of a window fills the pipeline, so its seconds do not make `batch_s`."""
         for sums in (self._since, self._all):
             for place, value in enumerate((result.seconds, num_samples, num_samples * self._tokens)):
@@ -79,7 +79,7 @@ class Tally:
         """Leave the batches so far out of `batch_s`."""
         self._batch_s.clear()
 
-    def note_outcome(self, result: Result) -> None:
+    def note_outcome(self, result: BatchResult) -> None:
         """Note the loss of a batch, or that it was skipped; too many skipped in a row end the run."""
         self._note_skipped(result)
         if not result.is_skipped:
@@ -92,7 +92,7 @@ class Tally:
         every, before, self._noted = self._run.log.every_steps, self._noted, max(step, self._noted)
         return step > before and (step // every > before // every or step == self._run.training.steps)
 
-    def line(self, result: Result, batch_size: int) -> dict[str, Any]:
+    def line(self, result: BatchResult, batch_size: int) -> dict[str, Any]:
         """What a line of the log says of the batches since the one before."""
         seconds, samples, tokens = self._since
         self._since = [0.0, 0.0, 0.0]
@@ -108,7 +108,7 @@ class Tally:
             "num_skipped": num_skipped,
         }
 
-    def _note_skipped(self, result: Result) -> None:
+    def _note_skipped(self, result: BatchResult) -> None:
         self.num_skipped += result.is_skipped
         if not result.weight:
             self._warn(

@@ -34,13 +34,13 @@ from bireme.train.data.notes import data_notes
 from bireme.train.data.place import find_place
 from bireme.train.delay_warmup import first_delayed_step, plans_of
 from bireme.train.folder import RunFolder
-from bireme.train.home_data import HomeData, home_data
+from bireme.train.home_data import ReadableData, readable_data
 from bireme.train.loop import Loop
 from bireme.train.measured_start import measured_shares
 from bireme.train.memory_used import MemoryUsed
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
-from bireme.train.rank_part import RankPart, Start
+from bireme.train.rank_part import RankPart, RunStart
 from bireme.train.rank_pipelines import pipelines_of
 from bireme.train.replica import LeaderLog, LeaderWriter, Replica
 from bireme.train.resume_checks import run_conditions
@@ -63,7 +63,7 @@ ALL = 10**9
 get_ready(Graph, SavedPlan, Profile)  # which every rank reads, as a copy of a process that has imported this
 
 
-def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
+def train_replica(world: World, order: ReplicaOrder, start: RunStart) -> Outcome:
     """Train as one rank of a replica that may die, whose ranks are the world.
 
     One that is started after others have trained gets all from them. What the run was resumed from may be
@@ -76,7 +76,7 @@ def train_replica(world: World, order: ReplicaOrder, start: Start) -> Outcome:
     return train_rank(world, start, order)
 
 
-def train_rank(world: World, start: Start, order: ReplicaOrder | None = None) -> Outcome:
+def train_rank(world: World, start: RunStart, order: ReplicaOrder | None = None) -> Outcome:
     """Train as one rank of a world, until the end or until all are asked to stop."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
@@ -257,12 +257,12 @@ def _grown(part: RankPart, saved: SavedPlan, batch_size: int) -> RankPart:
     return replace(part, home=_home(part, saved))
 
 
-def _home(part: RankPart, saved: SavedPlan) -> HomeData | None:
+def _home(part: RankPart, saved: SavedPlan) -> ReadableData | None:
     """What this rank reads where some samples are private."""
     if not part.start.census:
         return None
     graph, cluster = load_graph(part.folder.graph), read_cluster(part.folder.cluster)
-    return home_data(
+    return readable_data(
         part.run,
         part.model,
         graph,
@@ -281,7 +281,7 @@ def _control(part: RankPart) -> Control | None:
     return Control(counts_waits=not any(server.num_cores for server in part.cluster.servers))
 
 
-def _checkpoint(start: Start) -> Checkpoint | None:
+def _checkpoint(start: RunStart) -> Checkpoint | None:
     """What the run goes on from, which was found whole before any process started."""
     if start.checkpoint is None:
         return None

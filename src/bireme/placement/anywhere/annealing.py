@@ -16,13 +16,13 @@ import numpy as np
 
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.blocks import blocks_of
-from bireme.placement.anywhere.kernel import Heat, Scratch, anneal
+from bireme.placement.anywhere.kernel import AnnealingScratch, Heat, anneal
 from bireme.placement.baselines.local_search import random_start
 from bireme.placement.baselines.simple import greedy
 from bireme.placement.bounds import simple_bound
-from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
 from bireme.placement.items import Items
-from bireme.placement.moves import Tables, overflow, state_of, tables_of
+from bireme.placement.moves import MoveTables, overflow, state_of, tables_of
 from bireme.placement.workload import Objective
 
 __all__ = ["improve"]
@@ -44,7 +44,7 @@ COLD = 0.0003
 PRICE = 4.0
 """What a whole memory too much costs at first, in values; it rises while memory lacks."""
 
-FIRST_MOVES = 200
+FIRST_ANNEALING_MOVES = 200
 """Of one temperature, where time limits, until it is known how long they take."""
 
 MOST_MOVES = 5_000
@@ -70,7 +70,7 @@ def improve(
     time_limit_s: float,
     seed: int = 0,
     num_moves: int | None = None,
-) -> Found:
+) -> FoundPlacement:
     """The best placement found in time, never worse than a start that fits; the order of items is not kept.
 
     With `num_moves` so many moves are tried, however long it takes, and the result is always the same. The
@@ -91,10 +91,12 @@ def improve(
             f"{items.num_accelerators} accelerators have {items.accelerator_bytes:g} each. Give the search "
             "more time, or more memory."
         )
-    return Found(best.where, best.value, min(bound, best.value))
+    return FoundPlacement(best.where, best.value, min(bound, best.value))
 
 
-def _starts(items: Items, objective: Objective, start: Sequence[int] | None, seed: int) -> list[Found]:
+def _starts(
+    items: Items, objective: Objective, start: Sequence[int] | None, seed: int
+) -> list[FoundPlacement]:
     """A random placement, the greedy split of the items in their order, and what was given."""
     starts = [_found(items, objective, random_start(items, Random(seed)))]
     with suppress(BiremeError):
@@ -104,11 +106,11 @@ def _starts(items: Items, objective: Objective, start: Sequence[int] | None, see
     return starts
 
 
-def _found(items: Items, objective: Objective, where: Sequence[int]) -> Found:
-    return Found(tuple(where), value_of(loads_of(items, where), objective), 0.0)
+def _found(items: Items, objective: Objective, where: Sequence[int]) -> FoundPlacement:
+    return FoundPlacement(tuple(where), value_of(loads_of(items, where), objective), 0.0)
 
 
-def _best_that_fits(items: Items, candidates: Sequence[Found]) -> Found | None:
+def _best_that_fits(items: Items, candidates: Sequence[FoundPlacement]) -> FoundPlacement | None:
     return min((one for one in candidates if fits(items, one.where)), key=lambda one: one.value, default=None)
 
 
@@ -136,7 +138,7 @@ class _Pace:
     def first_moves(self) -> int:
         """How many moves to make at the first temperature."""
         if self.num_moves is None:
-            return FIRST_MOVES
+            return FIRST_ANNEALING_MOVES
         return max(1, min(MOST_MOVES, self.num_moves // LEAST_STEPS))
 
     def moves_at_once(self, before: int, took_s: float) -> int:
@@ -147,8 +149,8 @@ class _Pace:
 
 
 def _search(
-    items: Items, objective: Objective, starts: list[Found], bound: float, pace: _Pace, seed: int
-) -> list[Found]:
+    items: Items, objective: Objective, starts: list[FoundPlacement], bound: float, pace: _Pace, seed: int
+) -> list[FoundPlacement]:
     """What the tracks find, each from one of the starts."""
     unit = (_best_that_fits(items, starts) or starts[0]).value or 1.0
     tables = tables_of(items, objective, unit=unit)
@@ -173,11 +175,13 @@ def _search(
 class _Track:
     """One search: its arrays, and the numbers it draws."""
 
-    def __init__(self, items: Items, tables: Tables, start: Sequence[int], seed: int, bound: float) -> None:
+    def __init__(
+        self, items: Items, tables: MoveTables, start: Sequence[int], seed: int, bound: float
+    ) -> None:
         self.tables = tables
         self.blocks = blocks_of(items, Random(seed))
         self.state = state_of(items, tables, start, seed)
-        self.scratch = Scratch(
+        self.scratch = AnnealingScratch(
             np.zeros_like(self.state.load), np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
         )
         self.goal = bound * (1 + ROUNDING)

@@ -12,7 +12,7 @@ import numpy as np
 
 from bireme.placement.items import Floats, Integers, Items
 
-__all__ = ["Blocks", "blocks_of"]
+__all__ = ["ItemBlocks", "blocks_of"]
 
 MOST_LEVELS = 12
 
@@ -23,7 +23,7 @@ LEAST_SHRINKAGE = 0.95
 """Levels end where there would be more than this part of the blocks of the level before."""
 
 
-class Blocks(NamedTuple):
+class ItemBlocks(NamedTuple):
     """`of[level, item]` is the block of an item; `items[starts[block] : starts[block + 1]]` are its items."""
 
     of: Integers
@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
     items: Integers
 
 
-def blocks_of(items: Items, random: Random) -> Blocks:
+def blocks_of(items: Items, random: Random) -> ItemBlocks:
     """Blocks of several levels, each level parting the items; at least one level."""
     block_of = np.arange(len(items), dtype=np.int64)
     members = [[item] for item in range(len(items))]
@@ -89,12 +89,12 @@ def _paired(members: list[list[int]], ties: list[dict[int, float]], random: Rand
     return pairs
 
 
-def _flattened(levels: list[Integers], members: list[list[list[int]]]) -> Blocks:
+def _flattened(levels: list[Integers], members: list[list[list[int]]]) -> ItemBlocks:
     """All levels as one, with blocks numbered throughout."""
     counts = [len(level) for level in members]
     firsts = np.cumsum([0, *counts[:-1]])
     rows = [row for level in members for row in level]
-    return Blocks(
+    return ItemBlocks(
         np.stack([level + first for level, first in zip(levels, firsts, strict=True)]).astype(np.int64),
         np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64),
         np.array([item for row in rows for item in row], np.int64),

@@ -9,11 +9,11 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from bireme.compiled import compiled
-from bireme.placement.anywhere.blocks import Blocks
+from bireme.placement.anywhere.blocks import ItemBlocks
 from bireme.placement.items import Floats, Integers
 from bireme.placement.moves import (
-    State,
-    Tables,
+    MoveState,
+    MoveTables,
     draw,
     excess,
     overflow,
@@ -23,7 +23,7 @@ from bireme.placement.moves import (
     weigh,
 )
 
-__all__ = ["Heat", "Scratch", "anneal"]
+__all__ = ["AnnealingScratch", "Heat", "anneal"]
 
 SETS_PERCENT = 20
 """Of all moves, those of several items at once."""
@@ -47,7 +47,7 @@ class Heat(NamedTuple):
     squarings: int
 
 
-class Scratch(NamedTuple):
+class AnnealingScratch(NamedTuple):
     """The powers of the loads, and the items moved on trial with the devices they were on."""
 
     power: Floats
@@ -57,7 +57,12 @@ class Scratch(NamedTuple):
 
 @compiled
 def anneal(
-    tables: Tables, blocks: Blocks, state: State, scratch: Scratch, heat: Heat, num_moves: int
+    tables: MoveTables,
+    blocks: ItemBlocks,
+    state: MoveState,
+    scratch: AnnealingScratch,
+    heat: Heat,
+    num_moves: int,
 ) -> None:
     """Try so many moves, at one temperature."""
     recount(tables, state)
@@ -89,14 +94,14 @@ def anneal(
 
 
 @compiled
-def _accepted(state: State, energy: float, new: float, temperature: float) -> bool:
+def _accepted(state: MoveState, energy: float, new: float, temperature: float) -> bool:
     if new <= energy:
         return True
     return new < energy - temperature * log((1 + draw(state.random, 1 << 30)) * STEP)
 
 
 @compiled
-def _pick(tables: Tables, state: State) -> tuple[int, int]:
+def _pick(tables: MoveTables, state: MoveState) -> tuple[int, int]:
     """An item and another device, mostly one where something is that it shares a net with."""
     num_items = len(state.where)
     if draw(state.random, 16):
@@ -117,7 +122,14 @@ def _pick(tables: Tables, state: State) -> tuple[int, int]:
 
 
 @compiled
-def _move_set(tables: Tables, blocks: Blocks, state: State, scratch: Scratch, item: int, target: int) -> int:
+def _move_set(
+    tables: MoveTables,
+    blocks: ItemBlocks,
+    state: MoveState,
+    scratch: AnnealingScratch,
+    item: int,
+    target: int,
+) -> int:
     """Move several items, as many as the result says: a stretch, a block, or two for each other."""
     way = draw(state.random, 3)
     if way == 0:
@@ -128,7 +140,9 @@ def _move_set(tables: Tables, blocks: Blocks, state: State, scratch: Scratch, it
 
 
 @compiled
-def _move_stretch(tables: Tables, state: State, scratch: Scratch, item: int, target: int) -> int:
+def _move_stretch(
+    tables: MoveTables, state: MoveState, scratch: AnnealingScratch, item: int, target: int
+) -> int:
     """An item and those of the next numbers that are on the same device; short stretches most often."""
     source = state.where[item]
     longest = 2 << draw(state.random, LONGEST_STRETCH_BITS)
@@ -143,7 +157,12 @@ def _move_stretch(tables: Tables, state: State, scratch: Scratch, item: int, tar
 
 @compiled
 def _move_block(
-    tables: Tables, blocks: Blocks, state: State, scratch: Scratch, item: int, target: int
+    tables: MoveTables,
+    blocks: ItemBlocks,
+    state: MoveState,
+    scratch: AnnealingScratch,
+    item: int,
+    target: int,
 ) -> int:
     """A block of an item: what of it is on the same device or, now and then, all of it."""
     source = state.where[item]
@@ -161,7 +180,7 @@ def _move_block(
 
 
 @compiled
-def _swap(tables: Tables, state: State, scratch: Scratch, item: int, target: int) -> int:
+def _swap(tables: MoveTables, state: MoveState, scratch: AnnealingScratch, item: int, target: int) -> int:
     """An item, for one on the target; nothing where none was drawn."""
     source = state.where[item]
     for _ in range(TRIES):
@@ -173,7 +192,9 @@ def _swap(tables: Tables, state: State, scratch: Scratch, item: int, target: int
 
 
 @compiled
-def _move(tables: Tables, state: State, scratch: Scratch, item: int, target: int, num_moved: int) -> int:
+def _move(
+    tables: MoveTables, state: MoveState, scratch: AnnealingScratch, item: int, target: int, num_moved: int
+) -> int:
     """Move one item of a set, if the target can run it, and note it down."""
     if tables.needs_cpu[item] and target < tables.num_accelerators:
         return num_moved
@@ -184,7 +205,7 @@ def _move(tables: Tables, state: State, scratch: Scratch, item: int, target: int
 
 
 @compiled
-def _energy(tables: Tables, state: State, scratch: Scratch, heat: Heat) -> float:
+def _energy(tables: MoveTables, state: MoveState, scratch: AnnealingScratch, heat: Heat) -> float:
     """The norms of the columns of loads, and the price of the memory that lacks; powers are refreshed."""
     total = 0.0
     for column in range(state.load.shape[1]):
@@ -198,7 +219,9 @@ def _energy(tables: Tables, state: State, scratch: Scratch, heat: Heat) -> float
 
 
 @compiled
-def _energy_if(tables: Tables, state: State, scratch: Scratch, heat: Heat, item: int, target: int) -> float:
+def _energy_if(
+    tables: MoveTables, state: MoveState, scratch: AnnealingScratch, heat: Heat, item: int, target: int
+) -> float:
     """The same had an item moved, with what `weigh` found in `trial`."""
     source = state.where[item]
     total = 0.0
@@ -218,7 +241,7 @@ def _energy_if(tables: Tables, state: State, scratch: Scratch, heat: Heat, item:
 
 
 @compiled
-def _refresh(state: State, scratch: Scratch, heat: Heat, device: int) -> None:
+def _refresh(state: MoveState, scratch: AnnealingScratch, heat: Heat, device: int) -> None:
     for column in range(state.load.shape[1]):
         scratch.power[device, column] = _raised(state.load[device, column], heat.squarings)
 
@@ -238,7 +261,7 @@ def _root(powers: float, squarings: int) -> float:
 
 
 @compiled
-def _keep_best(tables: Tables, state: State) -> None:
+def _keep_best(tables: MoveTables, state: MoveState) -> None:
     value = value_now(state)
     if value < state.best_value[0] and overflow(tables, state) == 0.0:
         state.best_value[0] = value

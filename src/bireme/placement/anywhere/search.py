@@ -15,9 +15,9 @@ import numpy as np
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.annealing import improve
 from bireme.placement.bounds import simple_bound
-from bireme.placement.contiguous.search import Split, carried_over
+from bireme.placement.contiguous.search import ContiguousSplit, carried_over
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import Found
+from bireme.placement.found import FoundPlacement
 from bireme.placement.integer.anywhere import solve_any
 from bireme.placement.items import Items
 from bireme.placement.workload import Objective, Workload
@@ -44,7 +44,7 @@ class Anywhere:
 
     workload: Workload
     objective: Objective
-    split: Split | None = None
+    split: ContiguousSplit | None = None
     seed: int = 0
     stop_at: float = math.inf
     say: Callable[[str], None] = lambda _: None
@@ -54,14 +54,16 @@ class Anywhere:
     def __post_init__(self) -> None:
         object.__setattr__(self, "items", _exact_items(self.workload))
 
-    def start(self) -> Found | None:
+    def start(self) -> FoundPlacement | None:
         """The contiguous split, as a placement of these items."""
         if self.split is None:
             return None
         bound = simple_bound(self.items, self.objective)
         return replace(carried_over(self.split, self.items, self.objective), lower_bound=bound)
 
-    def annealed(self, start: Found | None, seconds: float, num_moves: int | None = None) -> Found:
+    def annealed(
+        self, start: FoundPlacement | None, seconds: float, num_moves: int | None = None
+    ) -> FoundPlacement:
         """What annealing makes of a placement, in so many seconds or moves; bounded by counting work."""
         found = improve(
             self.items,
@@ -74,7 +76,7 @@ class Anywhere:
         bound = simple_bound(self.items, self.objective)
         return replace(found, lower_bound=min(found.value, max(bound, start.lower_bound if start else 0.0)))
 
-    def solved(self, start: Found | None, seconds: float) -> Found:
+    def solved(self, start: FoundPlacement | None, seconds: float) -> FoundPlacement:
         """What the integer program makes of a placement."""
         found = solve_any(
             self.items,
@@ -85,7 +87,7 @@ class Anywhere:
         bound = max(found.lower_bound, start.lower_bound if start else 0.0)
         return replace(found, lower_bound=min(bound, found.value))
 
-    def best(self) -> Found:
+    def best(self) -> FoundPlacement:
         """The best placement that the time allows; raises where none fits."""
         found = self._first()
         shares = (0.2, 0.3, 1.0)
@@ -105,7 +107,7 @@ class Anywhere:
             return self.annealed(None, 1.0)
         return found
 
-    def _first(self) -> Found | None:
+    def _first(self) -> FoundPlacement | None:
         """A short annealing; what it cannot place at all the integer program may."""
         start = self.start()
         self.say("annealing")

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.moves import (
-    State,
-    Tables,
+    MoveState,
+    MoveTables,
     recount,
     shift,
     state_of,
@@ -31,11 +31,11 @@ LEAST_GAIN = 1e-7
 """Relative; the paper's is 1e-5 in its milliseconds, but times may have any unit."""
 
 
-def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed: int = 0) -> Found:
+def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed: int = 0) -> FoundPlacement:
     """The best of what so many random starts lead to. Raises `BiremeError` where none of them fits."""
     random = Random(seed)
     tables = tables_of(items, objective)
-    best: Found | None = None
+    best: FoundPlacement | None = None
     for _ in range(restarts):
         start = random_start(items, random)
         if not fits(items, start):
@@ -43,7 +43,7 @@ def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed
         state = state_of(items, tables, start, 0)
         _descend(tables, state)
         where = tuple(state.where.tolist())
-        found = Found(where, value_of(loads_of(items, where), objective), 0.0)
+        found = FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
         if best is None or found.value < best.value:
             best = found
     if best is None:
@@ -80,7 +80,7 @@ def random_start(items: Items, random: Random) -> tuple[int, ...]:
 
 
 @compiled
-def _descend(tables: Tables, state: State) -> None:
+def _descend(tables: MoveTables, state: MoveState) -> None:
     """Make the best move until none gains much.
 
     Only moves from or to a device with a largest load can gain at all.
@@ -109,7 +109,7 @@ def _descend(tables: Tables, state: State) -> None:
 
 
 @compiled
-def _mark_busiest(state: State, is_busiest: NDArray[np.bool_]) -> None:
+def _mark_busiest(state: MoveState, is_busiest: NDArray[np.bool_]) -> None:
     """Mark the devices that have the largest load of a column."""
     is_busiest[:] = False
     for column in range(state.load.shape[1]):
@@ -122,14 +122,14 @@ def _mark_busiest(state: State, is_busiest: NDArray[np.bool_]) -> None:
 
 
 @compiled
-def _has_room(tables: Tables, state: State, item: int, target: int) -> bool:
+def _has_room(tables: MoveTables, state: MoveState, item: int, target: int) -> bool:
     if target >= tables.num_accelerators:
         return True
     return not tables.needs_cpu[item] and state.held[target] + tables.size[item] <= tables.most_bytes
 
 
 @compiled
-def _value_if(state: State, source: int, target: int) -> float:
+def _value_if(state: MoveState, source: int, target: int) -> float:
     """The value with the loads of two devices as `trial` has them."""
     value = 0.0
     for column in range(state.load.shape[1]):

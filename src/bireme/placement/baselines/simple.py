@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.placement.baselines.local_search import local_search
 from bireme.placement.contiguous.chain import cut_chain, no_split_found
 from bireme.placement.contraction import items_of
-from bireme.placement.found import Found, fits, loads_of, value_of
+from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
 from bireme.placement.items import Floats, Items
 from bireme.placement.workload import Objective, Workload
 
@@ -26,7 +26,7 @@ HALVINGS = 40
 """Of the range in which the lowest level is searched that `greedy` can fill devices up to."""
 
 
-def greedy(items: Items, objective: Objective) -> Found:
+def greedy(items: Items, objective: Objective) -> FoundPlacement:
     """Fill one device after the other, in the order of the items, up to the lowest level that takes them all.
 
     The level counts times only: what moves between devices is paid but not looked at. Raises `BiremeError`
@@ -47,7 +47,7 @@ def greedy(items: Items, objective: Objective) -> Found:
     return _found(items, objective, where)
 
 
-def single(items: Items, objective: Objective) -> Found:
+def single(items: Items, objective: Objective) -> FoundPlacement:
     """Everything on one accelerator, or on one CPU where it does not fit there.
 
     Raises `BiremeError` where neither takes it all.
@@ -64,7 +64,7 @@ def single(items: Items, objective: Objective) -> Found:
     )
 
 
-def pipedream(workload: Workload, objective: Objective) -> tuple[Found, Items]:
+def pipedream(workload: Workload, objective: Objective) -> tuple[FoundPlacement, Items]:
     """PipeDream's way: make the graph a chain, then cut that in the best way; and the items of the chain.
 
     Parallel branches become one: of each biconnected component all but the last operators are merged. What
@@ -74,8 +74,8 @@ def pipedream(workload: Workload, objective: Objective) -> tuple[Found, Items]:
     return cut_chain(items, objective), items
 
 
-def _found(items: Items, objective: Objective, where: tuple[int, ...]) -> Found:
-    return Found(where, value_of(loads_of(items, where), objective), 0.0)
+def _found(items: Items, objective: Objective, where: tuple[int, ...]) -> FoundPlacement:
+    return FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
 
 
 class _Line:

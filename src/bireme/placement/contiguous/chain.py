@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 from bireme.placement.bounds import simple_bound
-from bireme.placement.contiguous.limits import Limits, flush_by_limits
-from bireme.placement.found import SLACK, Found, loads_of, value_of
+from bireme.placement.contiguous.limits import SplitLimits, flush_by_limits
+from bireme.placement.found import SLACK, FoundPlacement, loads_of, value_of
 from bireme.placement.items import Floats, Integers, Items
 from bireme.placement.workload import Objective
 
@@ -33,7 +33,7 @@ def cut_chain(
     objective: Objective,
     order: Sequence[int] | None = None,
     is_over: Callable[[], bool] = lambda: False,
-) -> Found:
+) -> FoundPlacement:
     """The best split of the items, in an order that is topological, into one stretch for each device.
 
     Its lower bound is 0: another order may be better. Raises `NoSplitFoundError` where no cut of this order
@@ -47,17 +47,17 @@ def cut_chain(
     most = items.accelerator_time.sum() + items.cpu_time.sum() + items.net_cost.sum()
     below = 1.3 * simple_bound(items, objective)
     while 0 < below < most and not is_over():
-        where = line.split(Limits(value=below), by_sum=True)
+        where = line.split(SplitLimits(value=below), by_sum=True)
         if where is not None:
             return _found(items, objective, where)
         below *= 1.6
-    return _found(items, objective, line.split(Limits(), by_sum=True))
+    return _found(items, objective, line.split(SplitLimits(), by_sum=True))
 
 
-def _found(items: Items, objective: Objective, where: tuple[int, ...] | None) -> Found:
+def _found(items: Items, objective: Objective, where: tuple[int, ...] | None) -> FoundPlacement:
     if where is None:
         raise no_split_found(items, "in the order tried")
-    return Found(where, value_of(loads_of(items, where), objective), 0.0)
+    return FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
 
 
 def no_split_fits(items: Items) -> BiremeError:
@@ -106,7 +106,7 @@ class _Line:
                 joins[place].append((net, previous, places[0] if place == places[-1] else -1))
         return joins
 
-    def split(self, limits: Limits, *, by_sum: bool) -> tuple[int, ...] | None:
+    def split(self, limits: SplitLimits, *, by_sum: bool) -> tuple[int, ...] | None:
         """The devices of the best split within the limits, or None where there is none, or the time is over.
 
         Best is the smallest maximum of forward and backward together where `by_sum` is set, else of backward
@@ -143,7 +143,7 @@ class _Line:
             return None
         return self._trace(best[:, :, count], begins, on_cpu)
 
-    def _first_begins(self, limits: Limits, *, by_sum: bool) -> list[int]:
+    def _first_begins(self, limits: SplitLimits, *, by_sum: bool) -> list[int]:
         """For every end the first beginning of a stretch that some device computes within the limit."""
         columns = slice(0, 2) if by_sum else slice(1, 2)
         firsts = []
@@ -190,7 +190,7 @@ def _sums(values: Floats | NDArray[np.bool_]) -> Floats:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _cost(loads: Floats, limits: Limits, *, by_sum: bool) -> Floats:
+def _cost(loads: Floats, limits: SplitLimits, *, by_sum: bool) -> Floats:
     """What each stretch counts for; infinite past the limit on forward loads."""
     cost: Floats = loads.sum(axis=0) if by_sum else np.where(loads[0] < limits.forward, loads[1], np.inf)
     return cost

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from bireme.cluster.machine import num_cores
 from bireme.placement.bounds import simple_bound
 from bireme.placement.contiguous.ideals import Lattice, Narrow
-from bireme.placement.contiguous.limits import Limits, flush_by_limits
+from bireme.placement.contiguous.limits import SplitLimits, flush_by_limits
 from bireme.placement.contiguous.sweep import sweep
-from bireme.placement.found import SLACK, Found, loads_of, value_of
+from bireme.placement.found import SLACK, FoundPlacement, loads_of, value_of
 from bireme.placement.items import Floats, Items
 from bireme.placement.workload import Objective
 
@@ -50,7 +50,7 @@ class DynamicProgram:
         """Whether the time is."""
         return monotonic() > self.stop_at
 
-    def best(self, objective: Objective, start: tuple[int, ...] | None = None) -> Found | None:
+    def best(self, objective: Objective, start: tuple[int, ...] | None = None) -> FoundPlacement | None:
         """The best split; None where none fits. `start` is a split of the same items that is known.
 
         Where the time limit strikes it is the best so far, and its lower bound tells what is proven.
@@ -60,17 +60,17 @@ class DynamicProgram:
         known = math.inf if start is None else value_of(loads_of(self.items, start), objective)
         bound = simple_bound(self.items, objective)
         if known <= bound * (1 + SLACK):
-            return Found(start, known, known) if start is not None else None
-        where = self._split(Limits(value=known * (1 - SLACK)), by_sum=True)
+            return FoundPlacement(start, known, known) if start is not None else None
+        where = self._split(SplitLimits(value=known * (1 - SLACK)), by_sum=True)
         if where is None and start is None:
             return None
         if where is None:
             assert start is not None
             where = start
         value = value_of(loads_of(self.items, where), objective)
-        return Found(where, value, min(value, bound) if self.is_over() else value)
+        return FoundPlacement(where, value, min(value, bound) if self.is_over() else value)
 
-    def _flush(self, start: tuple[int, ...] | None) -> Found | None:
+    def _flush(self, start: tuple[int, ...] | None) -> FoundPlacement | None:
         steps = flush_by_limits(
             self.items,
             lambda limits: self._split(limits, by_sum=False),
@@ -82,7 +82,7 @@ class DynamicProgram:
             return None
         value = value_of(loads_of(self.items, steps.where), Objective.FLUSH)
         bound = max(steps.lower_bound, simple_bound(self.items, Objective.FLUSH))
-        return Found(steps.where, value, min(value, bound))
+        return FoundPlacement(steps.where, value, min(value, bound))
 
     def _forward_bound(self) -> float:
         """A forward load that some device has in every split."""
@@ -94,7 +94,7 @@ class DynamicProgram:
         )
         return simple_bound(alone, Objective.THROUGHPUT)
 
-    def _split(self, limits: Limits, *, by_sum: bool) -> tuple[int, ...] | None:
+    def _split(self, limits: SplitLimits, *, by_sum: bool) -> tuple[int, ...] | None:
         """The best split within the limits, by the sum of forward and backward or by backward alone."""
         table = _Table(self, limits, by_sum=by_sum)
         for _ in table.fill():
@@ -122,7 +122,7 @@ class _Columns:
 class _Table:
     """The cells of the dynamic program: for each ideal, by how many devices of each kind it has."""
 
-    def __init__(self, program: DynamicProgram, limits: Limits, *, by_sum: bool) -> None:
+    def __init__(self, program: DynamicProgram, limits: SplitLimits, *, by_sum: bool) -> None:
         self.program, self.items, self.lattice = program, program.items, program.lattice
         self.limits = limits
         self.columns = _Columns.of(self.items, by_sum=by_sum)

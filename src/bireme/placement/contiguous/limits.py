@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from bireme.placement.found import loads_of
 from bireme.placement.items import Items
 
-__all__ = ["Limits", "Steps", "flush_by_limits"]
+__all__ = ["SplitLimits", "SplitSteps", "flush_by_limits"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SplitLimits:
     """What a split must stay below: every device's forward load, and the value that is made small."""
 
     forward: float = math.inf
@@ -24,7 +24,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class SplitSteps:
     """Where the way ended: the best split, None where there is none, and a bound that no split is below."""
 
     where: tuple[int, ...] | None
@@ -33,12 +33,12 @@ class Steps:
 
 def flush_by_limits(
     items: Items,
-    smallest_backward: Callable[[Limits], tuple[int, ...] | None],
+    smallest_backward: Callable[[SplitLimits], tuple[int, ...] | None],
     *,
     forward_bound: float = 0.0,
     start: tuple[int, ...] | None = None,
     is_over: Callable[[], bool] = lambda: False,
-) -> Steps:
+) -> SplitSteps:
     """The split with the smallest sum of the two maxima.
 
     `smallest_backward` finds the split of the smallest largest backward load within limits, and None where
@@ -49,9 +49,9 @@ def flush_by_limits(
     best, best_sum = start, math.inf if start is None else sum(_maxima(items, start))
     limit, backward_bound = math.inf, 0.0
     while forward_bound < limit and forward_bound + backward_bound < best_sum:
-        found = smallest_backward(Limits(limit, best_sum - forward_bound))
+        found = smallest_backward(SplitLimits(limit, best_sum - forward_bound))
         if is_over():
-            return Steps(best, min(best_sum, forward_bound + backward_bound))
+            return SplitSteps(best, min(best_sum, forward_bound + backward_bound))
         if found is None:
             break
         forward, backward_bound = _maxima(items, found)
@@ -59,7 +59,7 @@ def flush_by_limits(
             best, best_sum = found, forward + backward_bound
         # The next one is really below this one, whatever the last digit of a sum in another order is.
         limit = min(forward, limit) * (1 - 1e-12)
-    return Steps(best, best_sum)
+    return SplitSteps(best, best_sum)
 
 
 def _maxima(items: Items, where: tuple[int, ...]) -> tuple[float, float]:

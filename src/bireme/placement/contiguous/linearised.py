@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from bireme.placement.contiguous.chain import NoSplitFoundError, cut_chain, no_split_found
-from bireme.placement.found import Found
+from bireme.placement.found import FoundPlacement
 from bireme.placement.items import Items
 from bireme.placement.workload import Objective
 
@@ -33,7 +33,7 @@ def cut_lines(
     seed: int = 0,
     most_lines: int = MOST_LINES,
     is_over: Callable[[], bool] = lambda: False,
-) -> Found:
+) -> FoundPlacement:
     """The best cut of all lines tried; raises `NoSplitFoundError` where none fits.
 
     Whatever `is_over` says, one line is cut, and more as long as none fits that was not drawn by chance.
@@ -41,7 +41,7 @@ def cut_lines(
     random = Random(seed)
     cells = (items.num_accelerators + 1) * (items.num_cpus + 1)
     num_lines = min(most_lines, max(AT_LEAST, int(WORK / (len(items) ** 2 * cells))))
-    best: Found | None = None
+    best: FoundPlacement | None = None
     best_order: list[int] = []
     seen: set[tuple[int, ...]] = set()
     fixed = _fixed_orders(items)
@@ -68,7 +68,9 @@ def _never() -> bool:
     return False
 
 
-def _cut(items: Items, objective: Objective, order: list[int], is_over: Callable[[], bool]) -> Found | None:
+def _cut(
+    items: Items, objective: Objective, order: list[int], is_over: Callable[[], bool]
+) -> FoundPlacement | None:
     try:
         return cut_chain(items, objective, order, is_over)
     except NoSplitFoundError:  # this line has no cut that fits; another may

@@ -21,11 +21,11 @@ from bireme.placement.contiguous.dynamic import DynamicProgram
 from bireme.placement.contiguous.ideals import Lattice, lattice_of
 from bireme.placement.contiguous.linearised import cut_lines
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import SLACK, Found, loads_of, value_of
+from bireme.placement.found import SLACK, FoundPlacement, loads_of, value_of
 from bireme.placement.items import Items
 from bireme.placement.workload import Objective, Workload
 
-__all__ = ["MOST_IDEALS", "Contiguous", "Split", "carried_over"]
+__all__ = ["MOST_IDEALS", "Contiguous", "ContiguousSplit", "carried_over"]
 
 MOST_IDEALS = 1_000_000 if IS_COMPILED else 5_000
 """How many ideals the dynamic program goes through at most."""
@@ -38,11 +38,11 @@ MOST_BYTES = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ContiguousSplit:
     """A contiguous split: of which items, and among how many ideals where they were counted."""
 
     items: Items
-    found: Found
+    found: FoundPlacement
     num_ideals: int | None = None
 
 
@@ -65,7 +65,7 @@ class Contiguous:
         """How many ideals `best` goes through at most, by time and memory."""
         return self._most_ideals_of(self._items(Weightless.JOIN))
 
-    def best_of_lines(self) -> Split:
+    def best_of_lines(self) -> ContiguousSplit:
         """The best cut of some lines, with the bound from counting work.
 
         Raises `NoSplitFoundError` where no cut fits.
@@ -76,9 +76,11 @@ class Contiguous:
         except BiremeError:
             items = self._items(Weightless.STAY)
             found = self._cut_lines(items)
-        return Split(items, replace(found, lower_bound=min(simple_bound(bare, self.objective), found.value)))
+        return ContiguousSplit(
+            items, replace(found, lower_bound=min(simple_bound(bare, self.objective), found.value))
+        )
 
-    def best(self) -> Split | None:
+    def best(self) -> ContiguousSplit | None:
         """The best split of all, proven where the time suffices; None where the ideals are too many,
         or take too long to list.
 
@@ -94,15 +96,17 @@ class Contiguous:
         if is_light and found is None:
             raise self._none_of(items)
         if is_light and found is not None:
-            return Split(items, found, len(lattice))
+            return ContiguousSplit(items, found, len(lattice))
         relaxed = self._search(bare, lattice, known=found)
         if relaxed is None:
             raise self._none_of(bare)
         if found is not None and relaxed.lower_bound >= found.value * (1 - SLACK):
-            return Split(items, replace(found, lower_bound=found.value), len(lattice))
-        return self._best_apart(Split(items, found, len(lattice)) if found else None, relaxed.lower_bound)
+            return ContiguousSplit(items, replace(found, lower_bound=found.value), len(lattice))
+        return self._best_apart(
+            ContiguousSplit(items, found, len(lattice)) if found else None, relaxed.lower_bound
+        )
 
-    def _best_apart(self, joined: Split | None, lower_bound: float) -> Split | None:
+    def _best_apart(self, joined: ContiguousSplit | None, lower_bound: float) -> ContiguousSplit | None:
         """The best split where what takes no time may be apart from its neighbour, if there is time."""
         items = self._items(Weightless.STAY)
         lattice = None if self._is_over() else self._lattice(items)
@@ -111,7 +115,7 @@ class Contiguous:
             known = None if joined is None else carried_over(joined, items, self.objective)
             found = self._search(items, lattice, known=known)
             if found is not None:
-                return Split(
+                return ContiguousSplit(
                     items, replace(found, lower_bound=max(found.lower_bound, lower_bound)), len(lattice)
                 )
             raise self._none_of(items)
@@ -142,7 +146,9 @@ class Contiguous:
         stop_at = began + (self.stop_at - began) / 2
         return lattice_of(items, self._most_ideals_of(items), lambda: monotonic() > stop_at)
 
-    def _search(self, items: Items, lattice: Lattice, *, known: Found | None = None) -> Found | None:
+    def _search(
+        self, items: Items, lattice: Lattice, *, known: FoundPlacement | None = None
+    ) -> FoundPlacement | None:
         """The dynamic program, from the best split that is known."""
         if known is None:
             with suppress(BiremeError):
@@ -150,11 +156,11 @@ class Contiguous:
         program = DynamicProgram(items, lattice, self.stop_at)
         return program.best(self.objective, None if known is None else known.where)
 
-    def _cut_lines(self, items: Items) -> Found:
+    def _cut_lines(self, items: Items) -> FoundPlacement:
         return cut_lines(items, self.objective, seed=self.seed, is_over=self._is_over)
 
 
-def carried_over(split: Split, items: Items, objective: Objective) -> Found:
+def carried_over(split: ContiguousSplit, items: Items, objective: Objective) -> FoundPlacement:
     """The same split, of finer items."""
     device_of = {
         place: device
@@ -162,4 +168,4 @@ def carried_over(split: Split, items: Items, objective: Objective) -> Found:
         for place in members
     }
     where = tuple(device_of[members[0]] for members in items.members)
-    return Found(where, value_of(loads_of(items, where), objective), split.found.lower_bound)
+    return FoundPlacement(where, value_of(loads_of(items, where), objective), split.found.lower_bound)

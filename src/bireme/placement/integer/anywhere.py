@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bireme.placement.found import Found
+from bireme.placement.found import FoundPlacement
 from bireme.placement.integer.loads import Frame, frame_of, memory_rows
 from bireme.placement.integer.nets import cut_nets
-from bireme.placement.integer.program import Columns, Program
+from bireme.placement.integer.program import Columns, IntegerProgram
 from bireme.placement.integer.spreading import bounded
 from bireme.placement.items import Floats, Integers, Items
 from bireme.placement.workload import Objective
@@ -31,7 +31,7 @@ def solve_any(
     time_limit_s: float,
     start: Sequence[int] | None = None,
     gap: float = 0.0,
-) -> Found:
+) -> FoundPlacement:
     """The best placement, or the best one known when the time is over; never worse than `start`.
 
     The search also ends when value and bound are no more than `gap` apart, relative. The placement need not
@@ -58,7 +58,7 @@ class _Model:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.items = frame.items
-        self.program = Program()
+        self.program = IntegerProgram()
         self.rank = np.argsort(-frame.accelerator_time.sum(axis=0), kind="stable")
         accelerators, cpus = self.items.num_accelerators, self.items.num_cpus
         self.maxima = frame.add_maxima(self.program)

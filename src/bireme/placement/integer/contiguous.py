@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.found import Found
+from bireme.placement.found import FoundPlacement
 from bireme.placement.integer.loads import Frame, frame_of, memory_rows
 from bireme.placement.integer.nets import cut_nets
-from bireme.placement.integer.program import Columns, Program
+from bireme.placement.integer.program import Columns, IntegerProgram
 from bireme.placement.integer.spreading import bounded
 from bireme.placement.integer.windows import order_of, windows_of
 from bireme.placement.items import Floats, Items
@@ -36,7 +36,7 @@ def solve_contiguous(
     time_limit_s: float,
     start: Sequence[int] | None = None,
     gap: float = 0.0,
-) -> Found:
+) -> FoundPlacement:
     """The best contiguous placement, or the best one known when the time is over; never worse than `start`.
 
     The search also ends when value and bound are no more than `gap` apart, relative. `start` must be
@@ -63,7 +63,7 @@ class _Model:
     """The program for a frame. Columns are `[item, slot]`; there is none of a kind that has no device."""
 
     def __init__(self, frame: Frame) -> None:
-        self.frame, self.items, self.program = frame, frame.items, Program()
+        self.frame, self.items, self.program = frame, frame.items, IntegerProgram()
         self.num_accelerators = min(self.items.num_accelerators, len(self.items))
         self.num_cpus = min(self.items.num_cpus, len(self.items))
         self.num_slots = self.num_accelerators + self.num_cpus

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.placement.bounds import each_maximum, runs_on_accelerator, simple_bound
 from bireme.placement.contiguous.chain import cut_chain, no_split_fits
-from bireme.placement.found import Found, fits, loads_of, value_of
-from bireme.placement.integer.program import Columns, Outcome, Program, Solved
+from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
+from bireme.placement.integer.program import Columns, IntegerProgram, Solved, SolverOutcome
 from bireme.placement.items import Floats, Items
 from bireme.placement.workload import Objective
 
@@ -39,7 +39,7 @@ class Frame:
 
     items: Items
     objective: Objective
-    start: Found | None
+    start: FoundPlacement | None
     scale: float
     most: float
     ceiling: float
@@ -50,7 +50,7 @@ class Frame:
     on_accelerator: NDArray[np.bool_]
     on_cpu: NDArray[np.bool_]
 
-    def add_maxima(self, program: Program) -> Columns:
+    def add_maxima(self, program: IntegerProgram) -> Columns:
         """A column for each maximum; their sum is what the program makes small."""
         maxima = program.add_columns(len(self.net_cost), upper=min(self.ceiling, self.most), cost=1.0)
         # The floor makes no row: where it is above what a node's own program proves, all branches look alike.
@@ -79,14 +79,14 @@ class Frame:
         """A value, in its scale, that the floor shows to be as good as asked for."""
         return self.floor / (1 - max(gap, ROUNDING)) if gap < 1 else math.inf
 
-    def found(self, solved: Solved | None = None, where: Sequence[int] | None = None) -> Found:
+    def found(self, solved: Solved | None = None, where: Sequence[int] | None = None) -> FoundPlacement:
         """The better one of the start and what the solver found, with a bound that holds for all."""
         best, floor = self.start, self.floor
         if where is not None and fits(self.items, where):
             value = value_of(loads_of(self.items, where), self.objective)
             if best is None or value < best.value:
-                best = Found(tuple(where), value, 0.0)
-        if best is None and solved is not None and solved.outcome is Outcome.INFEASIBLE:
+                best = FoundPlacement(tuple(where), value, 0.0)
+        if best is None and solved is not None and solved.outcome is SolverOutcome.INFEASIBLE:
             raise no_split_fits(self.items)
         if best is None:
             raise BiremeError(
@@ -95,7 +95,7 @@ class Frame:
             )
         if solved is not None:
             floor = max(floor, self.proven(solved.bound))
-        return Found(best.where, best.value, min(floor / self.scale, best.value))
+        return FoundPlacement(best.where, best.value, min(floor / self.scale, best.value))
 
 
 def frame_of(items: Items, objective: Objective, start: Sequence[int] | None) -> Frame:
@@ -133,25 +133,25 @@ def sizes_in_scale(items: Items) -> Floats:
     return items.size * (FULL_SCALE / items.accelerator_bytes)
 
 
-def memory_rows(program: Program, items: Items, on_device: Columns) -> None:
+def memory_rows(program: IntegerProgram, items: Items, on_device: Columns) -> None:
     """Rows for the accelerators' memory; `on_device[d, i]` is the column for item `i` on one of them."""
     sizes = sizes_in_scale(items)
     if sizes.sum() > FULL_SCALE:
         program.add_rows(on_device, sizes, upper=FULL_SCALE)
 
 
-def _by_order(items: Items, objective: Objective) -> Found | None:
+def _by_order(items: Items, objective: Objective) -> FoundPlacement | None:
     try:
         where = cut_chain(items, Objective.THROUGHPUT).where
     except BiremeError:
         return None
-    return Found(where, value_of(loads_of(items, where), objective), 0.0)
+    return FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
 
 
-def _checked(items: Items, objective: Objective, start: Sequence[int]) -> Found:
+def _checked(items: Items, objective: Objective, start: Sequence[int]) -> FoundPlacement:
     if len(start) != len(items) or not fits(items, start):
         raise BiremeError(
             "The placement to start from does not fit these items: an accelerator cannot run or hold what it "
             "is given, or the number of items differs. Start from another one, or from none."
         )
-    return Found(tuple(start), value_of(loads_of(items, start), objective), 0.0)
+    return FoundPlacement(tuple(start), value_of(loads_of(items, start), objective), 0.0)

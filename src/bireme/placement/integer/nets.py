@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bireme.placement.integer.program import Columns, Program
+from bireme.placement.integer.program import Columns, IntegerProgram
 from bireme.placement.items import Floats, Integers, Items
 
 __all__ = ["CutNets", "cut_nets"]
@@ -45,7 +45,7 @@ class CutNets:
         values[self.low] = low[: len(self.low)]
 
 
-def cut_nets(program: Program, items: Items, on: Columns) -> list[CutNets]:
+def cut_nets(program: IntegerProgram, items: Items, on: Columns) -> list[CutNets]:
     """Columns and rows for all nets; `on[i, place]` is the column that says that item `i` is there."""
     sizes = np.diff(items.pins.starts)
     groups = []
@@ -57,7 +57,7 @@ def cut_nets(program: Program, items: Items, on: Columns) -> list[CutNets]:
     return groups
 
 
-def _cut_pairs(program: Program, numbers: Integers, pins: Columns) -> CutNets:
+def _cut_pairs(program: IntegerProgram, numbers: Integers, pins: Columns) -> CutNets:
     cut = program.add_columns((len(pins), pins.shape[2]), upper=1.0)
     first, second = pins[:, 0].ravel(), pins[:, 1].ravel()
     for one, other in ((first, second), (second, first)):
@@ -65,7 +65,7 @@ def _cut_pairs(program: Program, numbers: Integers, pins: Columns) -> CutNets:
     return CutNets(numbers, pins, cut, cut[:0])
 
 
-def _cut(program: Program, numbers: Integers, pins: Columns) -> CutNets:
+def _cut(program: IntegerProgram, numbers: Integers, pins: Columns) -> CutNets:
     high, low = (program.add_columns((len(pins), pins.shape[2]), upper=1.0) for _ in range(2))
     for pin in range(pins.shape[1]):
         here = pins[:, pin].ravel()

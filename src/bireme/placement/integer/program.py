@@ -19,7 +19,7 @@ from bireme.placement.items import Floats
 if TYPE_CHECKING:
     import highspy
 
-__all__ = ["Columns", "Outcome", "Program", "Solved"]
+__all__ = ["Columns", "IntegerProgram", "Solved", "SolverOutcome"]
 
 Columns = NDArray[np.int32]
 
@@ -27,7 +27,7 @@ POLL_S = 0.1
 """How long Ctrl-C waits to be seen."""
 
 
-class Outcome(Enum):
+class SolverOutcome(Enum):
     """How a search ended: with a proof, without one for its time or target, or with no solution to find."""
 
     OPTIMAL = "optimal"
@@ -43,12 +43,12 @@ class Solved:
     where nothing is proven.
     """
 
-    outcome: Outcome
+    outcome: SolverOutcome
     values: Floats | None
     bound: float
 
 
-class Program:
+class IntegerProgram:
     """An integer program, to be made as small as it can be. What it costs must be bounded below.
 
     >>> program = Program()
@@ -262,12 +262,12 @@ def _solved(solver: "highspy.Highs", *, has_integers: bool) -> Solved:
     status, info = solver.getModelStatus(), solver.getInfo()
     statuses = package.HighsModelStatus
     if status in (statuses.kInfeasible, statuses.kUnboundedOrInfeasible):
-        return Solved(Outcome.INFEASIBLE, None, np.inf)
+        return Solved(SolverOutcome.INFEASIBLE, None, np.inf)
     is_known = info.primal_solution_status == package.SolutionStatus.kSolutionStatusFeasible
     values = np.array(solver.getSolution().col_value) if is_known else None
     if status == statuses.kOptimal:
         bound = info.mip_dual_bound if has_integers else info.objective_function_value
-        return Solved(Outcome.OPTIMAL, values, float(bound))
+        return Solved(SolverOutcome.OPTIMAL, values, float(bound))
     # A search that fails on numbers has proven nothing, but a solution it had is one.
     is_proven = has_integers and status == statuses.kTimeLimit
-    return Solved(Outcome.STOPPED, values, float(info.mip_dual_bound) if is_proven else -np.inf)
+    return Solved(SolverOutcome.STOPPED, values, float(info.mip_dual_bound) if is_proven else -np.inf)

@@ -17,7 +17,7 @@ import numpy as np
 from bireme.placement.bounds import ROUNDING
 from bireme.placement.integer.loads import FULL_SCALE, Frame, sizes_in_scale
 from bireme.placement.integer.nets import CutNets, cut_nets
-from bireme.placement.integer.program import Columns, Program
+from bireme.placement.integer.program import Columns, IntegerProgram
 
 __all__ = ["bounded", "spreading_bound"]
 
@@ -60,7 +60,7 @@ class _Spreading:
 
     def __init__(self, frame: Frame, roots: list[int]) -> None:
         self.frame, self.items, self.num_roots = frame, frame.items, len(roots)
-        self.program = Program()
+        self.program = IntegerProgram()
         self.maxima = frame.add_maxima(self.program)
         self.paid = self.program.add_columns(len(self.items.net_cost), upper=self.items.num_accelerators)
         self.on_cpu = self.program.add_columns(

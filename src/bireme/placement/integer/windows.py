@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from bireme.placement.integer.loads import FULL_SCALE, Frame, sizes_in_scale
 from bireme.placement.items import Floats, Integers, Items
 
-__all__ = ["Order", "Windows", "order_of", "windows_of"]
+__all__ = ["ItemOrder", "Windows", "order_of", "windows_of"]
 
 TOLERANCE = 1e-6
 """The share of a device that work may be over before it is counted as needing another one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
+class ItemOrder:
     """The edges that are needed, from `leaders[e]` to `followers[e]`; and `upto[i, j]`: is `j` before `i`.
 
     An item counts as being before itself.
@@ -36,7 +36,7 @@ class Windows:
     latest: Integers
 
 
-def order_of(items: Items) -> Order:
+def order_of(items: Items) -> ItemOrder:
     """The order, closed and reduced."""
     upto = np.eye(len(items), dtype=np.bool_)
     leaders, followers = [], []
@@ -48,10 +48,10 @@ def order_of(items: Items) -> Order:
             needed = before[upto[np.ix_(before, before)].sum(axis=0) == 1]
             leaders += needed.tolist()
             followers += [item] * len(needed)
-    return Order(np.array(leaders, np.int64), np.array(followers, np.int64), upto)
+    return ItemOrder(np.array(leaders, np.int64), np.array(followers, np.int64), upto)
 
 
-def windows_of(frame: Frame, order: Order, num_slots: int) -> Windows:
+def windows_of(frame: Frame, order: ItemOrder, num_slots: int) -> Windows:
     """The slots that each item can be in where no device has more than the frame's ceiling."""
     needs = _devices_needed(frame, order.upto)
     needs_after = _devices_needed(frame, order.upto.T)

@@ -7,12 +7,12 @@ It gives its answer back for nodes, with a value that was evaluated again. The p
 import math
 
 from bireme.errors import BiremeError
-from bireme.placement.integer.program import Outcome
+from bireme.placement.integer.program import SolverOutcome
 from bireme.placement.items import Floats
 from bireme.placement.latency.latency import LatencyFound, latency_lower_bound, latency_of
-from bireme.placement.latency.line import Line, line_of, solution_of, stand_in_line
-from bireme.placement.latency.program import LatencyProgram, Window
-from bireme.placement.latency.steps import Steps, steps_of
+from bireme.placement.latency.line import LinePlacement, line_of, solution_of, stand_in_line
+from bireme.placement.latency.program import LatencyProgram, LatencyWindow
+from bireme.placement.latency.steps import LatencySteps, steps_of
 from bireme.placement.workload import Workload
 
 __all__ = ["solve_latency"]
@@ -43,20 +43,20 @@ def solve_latency(
         raise _nothing_fits(workload, num_pieces)
     if known is not None and known.value - least <= gap * known.value:
         return LatencyFound(known.devices, known.pieces, known.value, min(least, known.value))
-    window = Window(least, _longest(steps) if known is None else known.value)
+    window = LatencyWindow(least, _longest(steps) if known is None else known.value)
     program = LatencyProgram(steps, num_pieces, window)
     solution = None if known is None else _solution(workload, program, known)
     solved = program.program.solve(time_limit_s=time_limit_s, start=solution, gap=gap)
     better = None if solved.values is None else _found(workload, steps, line_of(program, solved.values))
     if known is None and better is None:
-        if solved.outcome is Outcome.INFEASIBLE:
+        if solved.outcome is SolverOutcome.INFEASIBLE:
             raise _nothing_fits(workload, num_pieces)
         raise BiremeError(
             f"No placement was found within {time_limit_s:g} s. Raise the time limit, or begin with what a "
             "search has found."
         )
     best = min((found for found in (known, better) if found is not None), key=lambda found: found.value)
-    bound = best.value if solved.outcome is Outcome.INFEASIBLE else solved.bound / program.unit
+    bound = best.value if solved.outcome is SolverOutcome.INFEASIBLE else solved.bound / program.unit
     bound = max(least, bound * (1 - TOLERANCE))
     return LatencyFound(best.devices, best.pieces, best.value, min(bound, best.value))
 
@@ -82,7 +82,7 @@ def _nothing_fits(workload: Workload, num_pieces: int) -> BiremeError:
     )
 
 
-def _longest(steps: Steps) -> float:
+def _longest(steps: LatencySteps) -> float:
     """What no placement takes longer than: one thing after the other, each output moved for each user."""
     times = steps.cpu_time.clip(min=steps.accelerator_time).sum()
     num_moves = steps.net_users.starts[1:] - steps.net_users.starts[:-1] + 1
@@ -99,7 +99,7 @@ def _solution(workload: Workload, program: LatencyProgram, known: LatencyFound) 
     return solution_of(program, line, [finish[places[0]] for places in steps.members])
 
 
-def _found(workload: Workload, steps: Steps, line: Line) -> LatencyFound | None:
+def _found(workload: Workload, steps: LatencySteps, line: LinePlacement) -> LatencyFound | None:
     """The placement for nodes; none where the solver's rounding was too coarse for it to run."""
     devices, pieces = steps.spread(line.devices(steps)), steps.spread(line.pieces())
     report = latency_of(workload, devices, pieces)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.placement.items import Integers
-from bireme.placement.latency.wiring import CIRCLE, CPU, Scratch, Wiring
+from bireme.placement.latency.wiring import CIRCLE, CPU, StepScratch, Wiring
 
 __all__ = ["anneal", "energy_of", "latency_with"]
 
@@ -30,7 +30,7 @@ def anneal(
     wiring: Wiring,
     slots: Integers,
     best: Integers,
-    scratch: Scratch,
+    scratch: StepScratch,
     state: NDArray[np.int64],
     num_moves: int,
     hot: float,
@@ -67,7 +67,7 @@ def anneal(
 
 
 @compiled
-def latency_with(wiring: Wiring, slots: Integers, scratch: Scratch) -> float:
+def latency_with(wiring: Wiring, slots: Integers, scratch: StepScratch) -> float:
     """When one sample is through with these slots; `CIRCLE` where it never is."""
     # Arrays are taken out of tuples before loops: each time, numba counts another reference.
     num_steps, num_slots, num_pieces = slots.shape[0], wiring.num_slots, wiring.num_pieces
@@ -119,7 +119,7 @@ def latency_with(wiring: Wiring, slots: Integers, scratch: Scratch) -> float:
 
 
 @compiled
-def _count_loads(wiring: Wiring, slots: Integers, scratch: Scratch) -> None:
+def _count_loads(wiring: Wiring, slots: Integers, scratch: StepScratch) -> None:
     """What each slot computes and moves, and the list of its steps."""
     accelerator_time, net_source, net_cost = wiring.accelerator_time, wiring.net_source, wiring.net_cost
     user_starts, users = wiring.user_starts, wiring.users
@@ -148,7 +148,7 @@ def _count_loads(wiring: Wiring, slots: Integers, scratch: Scratch) -> None:
 
 
 @compiled
-def _count_waiting(wiring: Wiring, slots: Integers, scratch: Scratch) -> None:
+def _count_waiting(wiring: Wiring, slots: Integers, scratch: StepScratch) -> None:
     """For how many edges each job waits: a slot waits for the one before it on its accelerator, too."""
     num_steps = slots.shape[0]
     after_starts, after, waiting = wiring.after_starts, wiring.after, scratch.waiting
@@ -169,7 +169,7 @@ def _count_waiting(wiring: Wiring, slots: Integers, scratch: Scratch) -> None:
 
 
 @compiled
-def energy_of(wiring: Wiring, slots: Integers, scratch: Scratch, excess_price: float) -> float:
+def energy_of(wiring: Wiring, slots: Integers, scratch: StepScratch, excess_price: float) -> float:
     """What annealing makes small: the latency, a little for loads, and a price for bytes without room.
 
     Infinite where pieces wait in a circle. `scratch.duration[num_slots]` is the latency afterwards, and
@@ -207,7 +207,7 @@ def _below(state: NDArray[np.int64], count: int) -> int:
 
 
 @compiled
-def _propose(wiring: Wiring, slots: Integers, scratch: Scratch, state: NDArray[np.int64]) -> int:
+def _propose(wiring: Wiring, slots: Integers, scratch: StepScratch, state: NDArray[np.int64]) -> int:
     """Change some slots; returns how many. They are in `scratch.moved`, the slots before in `old`."""
     step = target = 0
     kind = _random(state)
@@ -269,7 +269,7 @@ def _walk_away(wiring: Wiring, slots: Integers, state: NDArray[np.int64], step: 
 
 
 @compiled
-def _set(slots: Integers, scratch: Scratch, step: int, target: int, num_moved: int) -> int:
+def _set(slots: Integers, scratch: StepScratch, step: int, target: int, num_moved: int) -> int:
     """Move one step, unless it was moved before, and remember where it was."""
     if slots[step] == target or scratch.marks[step]:
         return num_moved
@@ -281,7 +281,9 @@ def _set(slots: Integers, scratch: Scratch, step: int, target: int, num_moved: i
 
 
 @compiled
-def _move(wiring: Wiring, slots: Integers, scratch: Scratch, step: int, target: int, num_moved: int) -> int:
+def _move(
+    wiring: Wiring, slots: Integers, scratch: StepScratch, step: int, target: int, num_moved: int
+) -> int:
     """Move a step, and all of its family where it comes to another device."""
     family = wiring.family[step]
     if target >= 0 and not wiring.can_accelerate[family]:
@@ -295,7 +297,7 @@ def _move(wiring: Wiring, slots: Integers, scratch: Scratch, step: int, target: 
 
 
 @compiled
-def _swap(wiring: Wiring, slots: Integers, scratch: Scratch, one: int, other: int) -> int:
+def _swap(wiring: Wiring, slots: Integers, scratch: StepScratch, one: int, other: int) -> int:
     first, second = slots[one], slots[other]
     if first == second or wiring.family[one] == wiring.family[other]:
         return 0
@@ -308,7 +310,9 @@ def _swap(wiring: Wiring, slots: Integers, scratch: Scratch, one: int, other: in
 
 
 @compiled
-def _move_side(wiring: Wiring, slots: Integers, scratch: Scratch, step: int, target: int, ahead: bool) -> int:
+def _move_side(
+    wiring: Wiring, slots: Integers, scratch: StepScratch, step: int, target: int, ahead: bool
+) -> int:
     """Move a step and all that follows it in its slot, or all that leads to it."""
     own = slots[step]
     if own == target:

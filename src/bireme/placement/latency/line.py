@@ -7,15 +7,15 @@ import numpy as np
 
 from bireme.placement.items import Floats
 from bireme.placement.latency.program import LatencyProgram
-from bireme.placement.latency.steps import Steps
+from bireme.placement.latency.steps import LatencySteps
 
-__all__ = ["Line", "line_of", "solution_of", "stand_in_line"]
+__all__ = ["LinePlacement", "line_of", "solution_of", "stand_in_line"]
 
 ON_CPU = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinePlacement:
     """A placement of steps: the place in the line of each one's piece, and the accelerator of each place.
 
     A step on a CPU has place -1.
@@ -24,7 +24,7 @@ class Line:
     places: tuple[int, ...]
     accelerators: tuple[int, ...]
 
-    def devices(self, steps: Steps) -> list[int]:
+    def devices(self, steps: LatencySteps) -> list[int]:
         """The device of each step."""
         return [
             steps.num_accelerators if place == ON_CPU else self.accelerators[place] for place in self.places
@@ -38,19 +38,21 @@ class Line:
         ]
 
 
-def line_of(program: LatencyProgram, values: Floats) -> Line:
+def line_of(program: LatencyProgram, values: Floats) -> LinePlacement:
     """The placement that a solution stands for."""
     if not program.num_places:
-        return Line((ON_CPU,) * len(program.steps), ())
+        return LinePlacement((ON_CPU,) * len(program.steps), ())
     within = np.argmax(values[program.closes] - values[program.opens], axis=1)
     places = np.where(values[program.accelerates] > 0.5, within, ON_CPU)
     homes = np.arange(program.num_places)
     if program.num_pieces > 1:
         homes = np.argmax(values[program.homes], axis=1)
-    return Line(tuple(places.tolist()), tuple(homes.tolist()))
+    return LinePlacement(tuple(places.tolist()), tuple(homes.tolist()))
 
 
-def stand_in_line(steps: Steps, num_pieces: int, devices: Sequence[int], pieces: Sequence[int]) -> Line:
+def stand_in_line(
+    steps: LatencySteps, num_pieces: int, devices: Sequence[int], pieces: Sequence[int]
+) -> LinePlacement:
     """Pieces in a line such that nothing needs a later one; there must be such a line.
 
     Accelerators are renamed: the first in the line is accelerator 0, and so on.
@@ -74,10 +76,10 @@ def stand_in_line(steps: Steps, num_pieces: int, devices: Sequence[int], pieces:
     for name in range(steps.num_accelerators):
         homes += [name] * (num_pieces - homes.count(name))
     places = tuple(ON_CPU if job[0] == ON_CPU else in_line.index(job) for job in jobs)
-    return Line(places, tuple(homes))
+    return LinePlacement(places, tuple(homes))
 
 
-def solution_of(program: LatencyProgram, line: Line, finish: Sequence[float]) -> Floats:
+def solution_of(program: LatencyProgram, line: LinePlacement, finish: Sequence[float]) -> Floats:
     """The values of all columns for a placement in which each step is done at its `finish`."""
     values = np.zeros(program.program.num_columns)
     numbers = np.arange(program.num_places)
@@ -116,7 +118,7 @@ def solution_of(program: LatencyProgram, line: Line, finish: Sequence[float]) ->
     return values
 
 
-def _gaps(steps: Steps, places: Sequence[int]) -> list[int]:
+def _gaps(steps: LatencySteps, places: Sequence[int]) -> list[int]:
     """For each step, how many places in the line are over once it has run: up to its own, or as it needs."""
     gaps = [0] * len(places)
     for step, place in enumerate(places):

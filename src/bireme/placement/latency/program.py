@@ -19,11 +19,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from bireme.placement.integer.program import Columns, Program
+from bireme.placement.integer.program import Columns, IntegerProgram
 from bireme.placement.items import Floats, Integers, Ragged
-from bireme.placement.latency.steps import Steps
+from bireme.placement.latency.steps import LatencySteps
 
-__all__ = ["LatencyProgram", "Window"]
+__all__ = ["LatencyProgram", "LatencyWindow"]
 
 SCALE = 100.0
 """What the largest latency and the memory of an accelerator are in the program."""
@@ -33,7 +33,7 @@ SLACK_IN_PROGRAM = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LatencyWindow:
     """The latencies that are of interest: none is below `least`, and none above `most` is wanted."""
 
     least: float
@@ -43,7 +43,7 @@ class Window:
 class LatencyProgram:
     """The program for some steps, accelerators of `num_pieces` pieces, and latencies in a window."""
 
-    def __init__(self, steps: Steps, num_pieces: int, window: Window) -> None:
+    def __init__(self, steps: LatencySteps, num_pieces: int, window: LatencyWindow) -> None:
         self.steps = steps
         self.num_pieces = num_pieces
         self.num_places = steps.num_accelerators * num_pieces
@@ -62,7 +62,7 @@ class LatencyProgram:
         self.tails = self._longest_to(range(len(steps) - 1, -1, -1), steps.after)
         by_cpu = self.heads + self.cpu_time + self.tails
         self.is_forced = by_cpu > self.most if steps.num_cpus else np.ones(len(steps), np.bool_)
-        self.program = Program()
+        self.program = IntegerProgram()
         self._add_columns(window.least * self.unit)
         self._add_order()
         self._add_moves()
@@ -277,7 +277,7 @@ class _Nets:
         return [(net, user) for net, user in pairs if num_users[net] == 1]
 
 
-def _nets_of(steps: Steps, edges: Integers, unit: float) -> _Nets:
+def _nets_of(steps: LatencySteps, edges: Integers, unit: float) -> _Nets:
     """The nets of the steps, and free ones for edges along which nothing is paid."""
     sources, costs = steps.net_source.tolist(), (steps.net_cost * unit).tolist()
     rows = [steps.net_users.row(net) for net in range(len(sources))]
@@ -292,7 +292,7 @@ def _nets_of(steps: Steps, edges: Integers, unit: float) -> _Nets:
     return _Nets(np.array(sources, np.int64), np.array(costs, np.float64), in_pairs[:, 0], in_pairs[:, 1])
 
 
-def essential_edges(steps: Steps) -> Integers:
+def essential_edges(steps: LatencySteps) -> Integers:
     """The edges, in rows of two, that no longer path stands for; order and times need no others."""
     reach = [0] * len(steps)
     edges = []
@@ -306,7 +306,7 @@ def essential_edges(steps: Steps) -> Integers:
     return np.array(edges[::-1], np.int64).reshape(-1, 2)
 
 
-def _add_ordered(program: Program, small: Columns, large: Columns) -> None:
+def _add_ordered(program: IntegerProgram, small: Columns, large: Columns) -> None:
     """No entry of the first is above its counterpart in the second."""
     program.add_rows(np.stack([large, small], axis=-1).reshape(-1, 2), [1.0, -1.0], lower=0.0)
 

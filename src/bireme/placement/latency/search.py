@@ -15,7 +15,7 @@ from bireme.placement.items import Integers
 from bireme.placement.latency.kernel import anneal, energy_of
 from bireme.placement.latency.latency import LatencyFound, latency_lower_bound, latency_of
 from bireme.placement.latency.starts import starts_of
-from bireme.placement.latency.steps import Steps, steps_of
+from bireme.placement.latency.steps import LatencySteps, steps_of
 from bireme.placement.latency.wiring import CIRCLE, CPU, scratch_for, wiring_of
 from bireme.placement.workload import Workload
 
@@ -68,7 +68,7 @@ def search_latency(
 class _Search:
     """The best placement so far, as a slot for each step."""
 
-    def __init__(self, steps: Steps, num_pieces: int, seed: int) -> None:
+    def __init__(self, steps: LatencySteps, num_pieces: int, seed: int) -> None:
         self.steps = steps
         self.wiring = wiring_of(steps, num_pieces)
         self.scratch = scratch_for(self.wiring)

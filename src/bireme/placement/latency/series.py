@@ -8,13 +8,15 @@ import numpy as np
 
 from bireme.compiled import compiled
 from bireme.placement.items import Floats, Integers
-from bireme.placement.latency.steps import Steps
+from bireme.placement.latency.steps import LatencySteps
 from bireme.placement.latency.wiring import CPU
 
 __all__ = ["in_series"]
 
 
-def in_series(steps: Steps, num_places: int, blocks: list[list[int]], most_bytes: float) -> Integers | None:
+def in_series(
+    steps: LatencySteps, num_places: int, blocks: list[list[int]], most_bytes: float
+) -> Integers | None:
     """The place of each step among pieces of at most `most_bytes` each; none where they cannot hold all."""
     block_of = np.zeros(len(steps), np.int64)
     for number, block in enumerate(blocks):

@@ -13,13 +13,13 @@ import numpy as np
 from bireme.placement.contraction import circles, walk_in_depth
 from bireme.placement.items import Integers
 from bireme.placement.latency.series import in_series
-from bireme.placement.latency.steps import Steps
+from bireme.placement.latency.steps import LatencySteps
 from bireme.placement.latency.wiring import CPU
 
 __all__ = ["starts_of"]
 
 
-def starts_of(steps: Steps, num_pieces: int) -> Iterator[Integers]:
+def starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
     """The slots of each step; all on CPUs and all on one accelerator are the first, where there are such."""
     if steps.num_cpus:
         yield np.full(len(steps), CPU, np.int64)
@@ -48,7 +48,7 @@ def starts_of(steps: Steps, num_pieces: int) -> Iterator[Integers]:
             yield _there_and_back(steps, num_pieces, parts)
 
 
-def _series(steps: Steps, num_pieces: int, blocks: list[list[int]]) -> Iterator[Integers]:
+def _series(steps: LatencySteps, num_pieces: int, blocks: list[list[int]]) -> Iterator[Integers]:
     """Cuts of an order for one piece on each accelerator, and for all pieces with equal parts of the room."""
     for pieces in sorted({1, num_pieces}):
         places = in_series(steps, steps.num_accelerators * pieces, blocks, steps.room / pieces)
@@ -57,7 +57,7 @@ def _series(steps: Steps, num_pieces: int, blocks: list[list[int]]) -> Iterator[
             yield stretch.astype(np.int64)
 
 
-def _latest(steps: Steps, blocks: list[list[int]]) -> list[list[int]]:
+def _latest(steps: LatencySteps, blocks: list[list[int]]) -> list[list[int]]:
     """The same order, but each block is right before the first that needs it: weights come late."""
     block_of = {step: number for number, block in enumerate(blocks) for step in block}
     key = [(0, 0)] * len(blocks)
@@ -71,7 +71,7 @@ def _latest(steps: Steps, blocks: list[list[int]]) -> list[list[int]]:
     return [blocks[number] for number in sorted(range(len(blocks)), key=lambda number: (key[number], number))]
 
 
-def _blocks(steps: Steps) -> list[list[int]]:
+def _blocks(steps: LatencySteps) -> list[list[int]]:
     """Steps that accelerators of one piece do not part: families that follow each other in a circle."""
     followers: dict[int, set[int]] = {number: set() for number in range(len(steps.families))}
     for step, family in enumerate(steps.family.tolist()):
@@ -88,7 +88,7 @@ def _blocks(steps: Steps) -> list[list[int]]:
     return [members[block] for block in walk_in_depth(of_blocks)]
 
 
-def _in_breadth(steps: Steps, blocks: list[list[int]]) -> list[list[int]]:
+def _in_breadth(steps: LatencySteps, blocks: list[list[int]]) -> list[list[int]]:
     """The same blocks, those first that the fewest others lead to one after the other."""
     block_of = {step: number for number, block in enumerate(blocks) for step in block}
     users = [
@@ -113,7 +113,7 @@ def _in_breadth(steps: Steps, blocks: list[list[int]]) -> list[list[int]]:
 class _Fill:
     """Gives blocks, in their order, to one slot until it is full, then to the next."""
 
-    def __init__(self, steps: Steps, num_pieces: int, blocks: list[list[int]]) -> None:
+    def __init__(self, steps: LatencySteps, num_pieces: int, blocks: list[list[int]]) -> None:
         self.steps = steps
         self.num_pieces = num_pieces
         self.blocks = blocks
@@ -164,7 +164,7 @@ class _Fill:
         return goes
 
 
-def _there_and_back(steps: Steps, num_pieces: int, parts: int) -> Integers:
+def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integers:
     """Families in the order of their first steps, cut into parts of equal work; backward returns to them."""
     slots = np.full(len(steps), CPU, np.int64)
     share = float(steps.accelerator_time.sum()) / parts or 1.0

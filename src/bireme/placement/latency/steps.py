@@ -1,4 +1,5 @@
-"""What the searches for a short latency work on: `Steps`, nodes that can always be in one place together.
+"""What the searches for a short latency work on: `LatencySteps`, nodes that can always be in one place
+together.
 
 Unlike items, steps are single nodes: what shares a colour shares an accelerator, but on CPUs each of its
 nodes starts when it can. Only operators without time and size are merged into a neighbour, where that costs
@@ -17,11 +18,11 @@ from bireme.placement.items import Floats, Integers, Ragged, room
 from bireme.placement.latency.latency import accelerators_bar
 from bireme.placement.workload import Node, Workload
 
-__all__ = ["Steps", "steps_of"]
+__all__ = ["LatencySteps", "steps_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Steps:
+class LatencySteps:
     """Steps numbered in a topological order, the families that share a device, and what is moved.
 
     `members[i]` are the places of a step's nodes in the workload; the first is the one that the others
@@ -64,7 +65,7 @@ class Steps:
         return tuple(of_nodes)
 
 
-def steps_of(workload: Workload) -> Steps:
+def steps_of(workload: Workload) -> LatencySteps:
     """The steps of a workload."""
     merging = _Merging(workload)
     merging.run()
@@ -151,7 +152,7 @@ class _Merging:
     def _users(self, place: int) -> set[int]:
         return {self.group_of[user] for user in self.outputs[place].users}
 
-    def steps(self) -> Steps:
+    def steps(self) -> LatencySteps:
         """The groups as steps, in the order of a walk in depth."""
         followers = {
             group: set().union(*(self._users(place) for place in places)) - {group}
@@ -179,7 +180,7 @@ class _Merging:
             np.float64,
         )
         can_accelerate = np.array([self.can_accelerate[group] for group in order], np.bool_)
-        return Steps(
+        return LatencySteps(
             members=members,
             # Some write a huge time to say "cannot", which would drown all others in a sum.
             accelerator_time=np.where(can_accelerate, sums[:, 0], sums[:, 1]),

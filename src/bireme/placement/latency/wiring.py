@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.placement.items import Floats, Integers
-from bireme.placement.latency.steps import Steps
+from bireme.placement.latency.steps import LatencySteps
 
-__all__ = ["CIRCLE", "CPU", "Scratch", "Wiring", "scratch_for", "wiring_of"]
+__all__ = ["CIRCLE", "CPU", "StepScratch", "Wiring", "scratch_for", "wiring_of"]
 
 CIRCLE = -1.0
 """In place of a latency, where pieces wait for each other."""
@@ -21,7 +21,7 @@ CPU = -1
 
 
 class Wiring(NamedTuple):
-    """The arrays of some `Steps`, in the form that compiled loops take."""
+    """The arrays of some `LatencySteps`, in the form that compiled loops take."""
 
     accelerator_time: Floats
     cpu_time: Floats
@@ -44,7 +44,7 @@ class Wiring(NamedTuple):
     room: float
 
 
-class Scratch(NamedTuple):
+class StepScratch(NamedTuple):
     """Room for what the loops count; its contents mean nothing between two calls."""
 
     duration: Floats
@@ -60,7 +60,7 @@ class Scratch(NamedTuple):
     marks: Integers
 
 
-def wiring_of(steps: Steps, num_pieces: int) -> Wiring:
+def wiring_of(steps: LatencySteps, num_pieces: int) -> Wiring:
     """The arrays of these steps, for accelerators of so many pieces."""
     return Wiring(
         steps.accelerator_time,
@@ -85,11 +85,11 @@ def wiring_of(steps: Steps, num_pieces: int) -> Wiring:
     )
 
 
-def scratch_for(wiring: Wiring) -> Scratch:
+def scratch_for(wiring: Wiring) -> StepScratch:
     """Room for workloads of this extent."""
     num_steps, num_slots = len(wiring.size), wiring.num_slots
     num_jobs = num_steps + num_slots
-    return Scratch(
+    return StepScratch(
         np.zeros(num_slots + 1),
         np.zeros(num_jobs),
         np.zeros(num_jobs, np.int64),

@@ -13,8 +13,8 @@ from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.placement.of_model.fleet import MS, Fleet, fleet_of
-from bireme.placement.of_model.pieces import Message, Pieces, operator_pieces, unit_pieces
-from bireme.placement.of_model.source import Source
+from bireme.placement.of_model.pieces import PieceMessage, PlacedPieces, operator_pieces, unit_pieces
+from bireme.placement.of_model.source import PiecesSource
 from bireme.placement.request import Granularity
 from bireme.placement.workload import Edge, Node, Workload
 from bireme.plan.hashes import check_profile_fits
@@ -77,7 +77,7 @@ def workload_of(
     """
     _check(graph, profile, micro_batch)
     fleet = fleet_of(cluster, devices)
-    source = Source.of(graph, profile, micro_batch=micro_batch, training=training, copy_tied=copy_tied)
+    source = PiecesSource.of(graph, profile, micro_batch=micro_batch, training=training, copy_tied=copy_tied)
     pieces = (
         unit_pieces(source) if granularity is Granularity.UNITS else operator_pieces(source, fleet.typical)
     )
@@ -120,7 +120,7 @@ class _Writer:
     have its colour, so that nothing is paid between them and it.
     """
 
-    def __init__(self, pieces: Pieces, fleet: Fleet) -> None:
+    def __init__(self, pieces: PlacedPieces, fleet: Fleet) -> None:
         self.pieces = pieces
         self.fleet = fleet
         self.nodes: list[Node] = []
@@ -132,10 +132,10 @@ class _Writer:
 
     def write_forward(self) -> None:
         """The forward nodes, and the values between them."""
-        sent: dict[int, list[Message]] = defaultdict(list)
+        sent: dict[int, list[PieceMessage]] = defaultdict(list)
         for message in self.pieces.messages:
             sent[message.maker].append(message)
-        ways: list[tuple[int, Message]] = []
+        ways: list[tuple[int, PieceMessage]] = []
         for number, piece in enumerate(self.pieces.pieces):
             node = self._node(number, piece.name, piece.forward_s, size_bytes=piece.size_bytes)
             self._forward.append(node)
@@ -185,7 +185,7 @@ class _Writer:
         self._edge(backward, node)
         return node
 
-    def _returns(self, message: Message) -> bool:
+    def _returns(self, message: PieceMessage) -> bool:
         """Whether a gradient of it comes back."""
         is_wanted = message.gradient_bytes is not None and self._learns(message.maker)
         return is_wanted and any(map(self._learns, message.users))

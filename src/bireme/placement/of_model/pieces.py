@@ -1,4 +1,4 @@
-"""A model as `Pieces` that can be placed, units or operators, with the seconds and bytes of a profile.
+"""A model as `PlacedPieces` that can be placed, units or operators, with the seconds and bytes of a profile.
 
 What a piece takes on a device and what it tells others is here; how a workload says that is for
 `from_model.py`. Nothing here knows devices, but for the figures of one that tell how the seconds of a unit
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from bireme.cluster.device import Device
 from bireme.placement.of_model.operators import Operators
 from bireme.placement.of_model.shares import divided, estimates_of
-from bireme.placement.of_model.source import Source, StateBytes
+from bireme.placement.of_model.source import PiecesSource, StateBytes
 
-__all__ = ["Message", "Piece", "Pieces", "operator_pieces", "unit_pieces"]
+__all__ = ["PieceMessage", "PlacedPiece", "PlacedPieces", "operator_pieces", "unit_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedPiece:
     """What is placed as a whole: operators of one unit, by their places in the graph.
 
     Pieces of one `colour` share a device. `backward_s` is None where no gradient comes to it.
@@ -33,7 +33,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PieceMessage:
     """A value from the piece that makes it to those that use it, in the order they run.
 
     `gradient_bytes` come back from each of them that has a backward; None where no gradient does.
@@ -46,14 +46,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PlacedPieces:
     """Pieces in the order they run, and what passes between them."""
 
-    pieces: tuple[Piece, ...]
-    messages: tuple[Message, ...]
+    pieces: tuple[PlacedPiece, ...]
+    messages: tuple[PieceMessage, ...]
 
 
-def unit_pieces(source: Source) -> Pieces:
+def unit_pieces(source: PiecesSource) -> PlacedPieces:
     """The units as a chain: what one sends, values that only pass through included, goes to the next."""
     operators = Operators.of(source.graph, source.units)
     colours = operators.colours_of_units(copy_tied=source.copy_tied)
@@ -62,7 +62,7 @@ def unit_pieces(source: Source) -> Pieces:
         unit, backward_s = source.units[index], source.backward_s(index)
         has_backward = backward_s > 0 or any(source.learns(place) for place in unit.operators)
         pieces.append(
-            Piece(
+            PlacedPiece(
                 name=unit.name,
                 unit=index,
                 operators=unit.operators,
@@ -77,12 +77,12 @@ def unit_pieces(source: Source) -> Pieces:
             learned = [operators.values[name] for name in unit.sends if name in source.learned]
             gradient_bytes = sum(value.num_bytes(source.micro_batch) for value in learned)
             messages.append(
-                Message(index, (index + 1,), cost.boundary_bytes, gradient_bytes if learned else None)
+                PieceMessage(index, (index + 1,), cost.boundary_bytes, gradient_bytes if learned else None)
             )
-    return Pieces(tuple(pieces), tuple(messages))
+    return PlacedPieces(tuple(pieces), tuple(messages))
 
 
-def operator_pieces(source: Source, figures: Device) -> Pieces:
+def operator_pieces(source: PiecesSource, figures: Device) -> PlacedPieces:
     """The operators, each with its part of what its unit takes.
 
     Seconds divide as the estimates for a device of these `figures` do, parameters and what belongs to them
@@ -92,7 +92,7 @@ def operator_pieces(source: Source, figures: Device) -> Pieces:
     """
     operators = Operators.of(source.graph, source.units)
     work = _Division(source, operators, figures)
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, PlacedPiece] = {}
     for unit, state in enumerate(source.state_bytes()):
         pieces |= work.pieces_of(unit, state)
     colours = operators.colours(copy_tied=source.copy_tied, more=_looks(source, operators, pieces))
@@ -105,14 +105,18 @@ def operator_pieces(source: Source, figures: Device) -> Pieces:
         num_bytes = value.num_bytes(source.micro_batch)
         maker = number_of[operators.maker_of[name]]
         numbers = tuple(number_of[place] for place in users)
-        messages.append(Message(maker, numbers, num_bytes, num_bytes if name in source.learned else None))
-    return Pieces(
+        messages.append(
+            PieceMessage(maker, numbers, num_bytes, num_bytes if name in source.learned else None)
+        )
+    return PlacedPieces(
         tuple(replace(pieces[place], colour=number_of[colours[place]]) for place in number_of),
         tuple(messages),
     )
 
 
-def _looks(source: Source, operators: Operators, pieces: Mapping[int, Piece]) -> Iterator[tuple[int, int]]:
+def _looks(
+    source: PiecesSource, operators: Operators, pieces: Mapping[int, PlacedPiece]
+) -> Iterator[tuple[int, int]]:
     """Operators that look at a value in another way, such as a transpose, each with the maker of the value.
 
     One that takes no time and no room, is the only user of the one value it looks at, and gives one value of
@@ -138,14 +142,14 @@ def _looks(source: Source, operators: Operators, pieces: Mapping[int, Piece]) ->
 class _Division:
     """What each unit takes, divided among its operators."""
 
-    def __init__(self, source: Source, operators: Operators, figures: Device) -> None:
+    def __init__(self, source: PiecesSource, operators: Operators, figures: Device) -> None:
         self.source = source
         self.operators = operators
         self.estimates = estimates_of(source.graph, source.learned, source.micro_batch, figures)
         self.states = {s.name: s for s in (*source.graph.parameters, *source.graph.buffers)}
         self.counted: set[str] = set()
 
-    def pieces_of(self, unit: int, state: StateBytes) -> dict[int, Piece]:
+    def pieces_of(self, unit: int, state: StateBytes) -> dict[int, PlacedPiece]:
         """The pieces of a unit by the places of their operators."""
         places = self.operators.own_of(unit)
         forward = {place: self._forward(place) for place in places}
@@ -157,7 +161,7 @@ class _Division:
         backward_s = divided(total_s, {place: self.estimates[place].backward_s for place in learning})
         size = self._sizes(unit, places, state, learning or list(places))
         return {
-            place: Piece(
+            place: PlacedPiece(
                 name=self.operators.name(place),
                 unit=unit,
                 operators=tuple(sorted((*self.operators.helpers[place], place))),

@@ -10,11 +10,11 @@ from bireme.model.learned import learned_values
 from bireme.model.units import Unit, units_of
 from bireme.profile.profile import Profile, UnitProfile
 
-__all__ = ["Source", "StateBytes"]
+__all__ = ["PiecesSource", "StateBytes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PiecesSource:
     """What pieces are made of: a graph with its units, and a profile of it at one size of micro-batch.
 
     With `training` there are backwards, gradients, the optimiser's state and what is kept for the backward.
@@ -30,10 +30,12 @@ class Source:
     copy_tied: bool
 
     @staticmethod
-    def of(graph: Graph, profile: Profile, *, micro_batch: int, training: bool, copy_tied: bool) -> "Source":
+    def of(
+        graph: Graph, profile: Profile, *, micro_batch: int, training: bool, copy_tied: bool
+    ) -> "PiecesSource":
         """The source of a graph that the profile is known to fit."""
         learned = learned_values(graph)
-        return Source(graph, profile, units_of(graph), learned, micro_batch, training, copy_tied)
+        return PiecesSource(graph, profile, units_of(graph), learned, micro_batch, training, copy_tied)
 
     def forward_s(self, unit: int) -> float:
         """The seconds of a unit's forward."""

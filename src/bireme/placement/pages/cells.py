@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bireme.placement.workload import Workload
 
-__all__ = ["Cell", "Cells", "Part", "cells_of"]
+__all__ = ["CellPart", "Cells", "PictureCell", "cells_of"]
 
 MOST_CELLS = 400
 MOST_IN_A_ROW = 48
@@ -21,7 +21,7 @@ NO_TIME = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CellPart:
     """Nodes of a cell, by their places in the workload, that run on one device in one pass."""
 
     device: int
@@ -31,17 +31,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PictureCell:
     """What is drawn as one: forward parts, then backward parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CellPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
     """The cells, and whom each sends something to; backward edges count only for lone backward nodes."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[PictureCell, ...]
     followers: tuple[tuple[int, ...], ...]
     is_coarser: bool
 
@@ -173,17 +173,17 @@ class _Graph:
         for place, cell in enumerate(self.cell_of):
             places[cell].append(place)
         return Cells(
-            tuple(Cell(tuple(self._parts(row))) for row in places),
+            tuple(PictureCell(tuple(self._parts(row))) for row in places),
             tuple(tuple(targets) for targets in self.followers),
             is_coarser,
         )
 
-    def _parts(self, places: Iterable[int]) -> list[Part]:
+    def _parts(self, places: Iterable[int]) -> list[CellPart]:
         groups: dict[tuple[bool, int], list[int]] = defaultdict(list)
         for place in places:
             groups[self.workload.nodes[place].is_backward, self.devices[place]].append(place)
         return [
-            Part(device, is_backward, sum(map(self.time, group)), tuple(group))
+            CellPart(device, is_backward, sum(map(self.time, group)), tuple(group))
             for (is_backward, device), group in sorted(groups.items())
         ]
 

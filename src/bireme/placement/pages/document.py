@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bireme.placement.check import Verdict
+from bireme.placement.check import PlacementVerdict
 from bireme.placement.placement import Placement
 from bireme.placement.workload import Objective, Workload, device_names
 
@@ -14,7 +14,7 @@ __all__ = ["placement_document", "verdict_document"]
 def placement_document(
     workload: Workload,
     placement: Placement,
-    verdict: Verdict,
+    verdict: PlacementVerdict,
     seconds: float,
     notes: Sequence[str],
 ) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def placement_document(
 
 
 def verdict_document(
-    workload: Workload, objective: Objective, verdict: Verdict, claimed: float | None
+    workload: Workload, objective: Objective, verdict: PlacementVerdict, claimed: float | None
 ) -> dict[str, Any]:
     """What a check found; a value that cannot be counted is null."""
     loads = zip(device_names(workload), verdict.loads, strict=True) if verdict.loads else ()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
-from bireme.placement.pages.cells import Cells, Part, cells_of
+from bireme.placement.pages.cells import CellPart, Cells, cells_of
 from bireme.placement.pages.table import number_text
 from bireme.placement.placement import Placement
 from bireme.placement.workload import Workload, device_names
@@ -175,7 +175,7 @@ def _lines(view: _View) -> Iterator[str]:
             yield f'n{number} -> n{target} [color="{moved if is_moved else stays}"]\n'
 
 
-def _label(view: _View, part: Part) -> str:
+def _label(view: _View, part: CellPart) -> str:
     if len(part.places) > 1:
         return f"{len(part.places)} nodes"
     node = view.workload.nodes[part.places[0]]
@@ -186,7 +186,7 @@ def _label(view: _View, part: Part) -> str:
     return fitted(tail, 9, WIDTH - 4)
 
 
-def _told(view: _View, part: Part) -> str:
+def _told(view: _View, part: CellPart) -> str:
     """What a reader sees who points at a part."""
     nodes = [view.workload.nodes[place] for place in part.places]
     shown = ", ".join(map(str, nodes[:4])) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from bireme.placement.check import Verdict, Work, work_of
+from bireme.bounds import bytes_text
+from bireme.placement.check import DeviceWork, PlacementVerdict, work_of
 from bireme.placement.placement import Placement
 from bireme.placement.workload import Objective, Workload, device_names
 from bireme.report.columns import columns
-from bireme.report.units import bytes_text, seconds_text
+from bireme.report.units import seconds_text
 
 __all__ = ["advice_on", "is_proven", "number_text", "print_placement", "print_verdict"]
 
@@ -79,7 +80,7 @@ def print_verdict(
     devices: Sequence[int],
     pieces: Sequence[int],
     objective: Objective,
-    verdict: Verdict,
+    verdict: PlacementVerdict,
     console: Console,
 ) -> None:
     """The devices as the checker counts them, and every broken rule."""
@@ -107,7 +108,7 @@ def _proof(placement: Placement) -> str:
 
 def _devices(
     workload: Workload,
-    works: Sequence[Work],
+    works: Sequence[DeviceWork],
     loads: Sequence[float],
     pieces: Sequence[int],
     devices: Sequence[int],

@@ -6,7 +6,7 @@ from functools import cached_property
 from bireme.model.graph import Graph
 from bireme.plan.forecast import Candidate
 from bireme.plan.plan import Plan
-from bireme.plan.summary import Summary, summarize
+from bireme.plan.summary import PlanSummary, summarize
 
 __all__ = ["NEEDS_MODEL", "Material"]
 
@@ -35,7 +35,7 @@ class Material:
         return self.candidate.plan
 
     @cached_property
-    def short(self) -> Summary:
+    def short(self) -> PlanSummary:
         """Its shape in numbers."""
         return summarize(self.candidate)
 

@@ -19,9 +19,9 @@ from bireme.plan.partition.exact import LeastMax, least_max, least_sum
 from bireme.plan.partition.loads import Loads
 from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.partition.recurrence import iterate
-from bireme.plan.partition.times import Stopwatch
+from bireme.plan.partition.times import ChainTimes
 
-__all__ = ["Cuts", "Found", "autopipe"]
+__all__ = ["Cuts", "FoundPartition", "autopipe"]
 
 Cuts = tuple[int, ...]
 
@@ -42,7 +42,7 @@ MOST_AT_ONCE = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPartition:
     """The best partition found, and what its batch takes; `start` is the one with the least pace."""
 
     partition: Partition
@@ -52,7 +52,7 @@ class Found:
     num_tried: int
 
 
-def autopipe(loads: Loads, *, most_at_once: int = MOST_AT_ONCE) -> Found | None:
+def autopipe(loads: Loads, *, most_at_once: int = MOST_AT_ONCE) -> FoundPartition | None:
     """Search from the partition with the least pace; None where no partition fits, and `exact` says why.
 
     The seconds are those of the recurrence, which is 1F1B's. If there are at most `most_at_once` partitions,
@@ -73,7 +73,9 @@ def autopipe(loads: Loads, *, most_at_once: int = MOST_AT_ONCE) -> Found | None:
     fastest = min(search.tried.values(), key=lambda trial: trial.batch_s)
     best = _walk(fastest.cuts, search.all_seconds, loads)
     start_s, best_s = search.all_seconds([search.start.cuts, best])
-    return Found(assess(loads, best), best_s, assess(loads, search.start.cuts), start_s, len(search.tried))
+    return FoundPartition(
+        assess(loads, best), best_s, assess(loads, search.start.cuts), start_s, len(search.tried)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class _Search:
     def __init__(self, loads: Loads, table: LeastMax) -> None:
         self._loads = loads
         self._table = table
-        self._stopwatch = Stopwatch(loads)
+        self._stopwatch = ChainTimes(loads)
         self._num_stages = loads.num_stages
         self.tried: dict[Cuts, _Trial] = {}
         self.start = self._try(table.cuts())

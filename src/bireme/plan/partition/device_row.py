@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bireme.errors import BiremeError
 
-__all__ = ["DeviceRow", "DeviceSlot", "Link"]
+__all__ = ["DeviceRow", "DeviceSlot", "RowLink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class DeviceSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RowLink:
     """The way between two neighbours; without `full_duplex` both directions take turns."""
 
     bytes_per_s: float = math.inf
@@ -50,7 +50,7 @@ class DeviceRow:
     """
 
     seats: tuple[DeviceSlot, ...]
-    links: tuple[Link, ...]
+    links: tuple[RowLink, ...]
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class DeviceRow:
         num_stages: int,
         *,
         memory_bytes: float = math.inf,
-        link: Link | None = None,
+        link: RowLink | None = None,
         speeds: Sequence[float] = (),
         overlap: bool = True,
     ) -> "DeviceRow":
@@ -75,7 +75,7 @@ class DeviceRow:
                 f"A line has a device or more, and as many speeds, not {num_stages} and {len(given)}."
             )
         seats = tuple(DeviceSlot(f"device {s}", speed, memory_bytes) for s, speed in enumerate(given))
-        return DeviceRow(seats, (link or Link(),) * (num_stages - 1), overlap)
+        return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1), overlap)
 
     @property
     def num_stages(self) -> int:

@@ -17,7 +17,7 @@ from bireme.plan.partition.device_row import DeviceRow
 from bireme.plan.partition.holdings import Moment, holdings
 from bireme.schedule.catalogue import schedule_named
 
-__all__ = ["Loads", "Recompute", "Setting", "loads_of"]
+__all__ = ["Loads", "Recompute", "StageSetting", "loads_of"]
 
 
 class Recompute(StrEnum):
@@ -30,7 +30,7 @@ class Recompute(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class StageSetting:
     """How the stages are run: `num_microbatches` are those of a batch."""
 
     schedule: str
@@ -50,7 +50,7 @@ class Loads:
 
     chain: Chain
     line: DeviceRow
-    setting: Setting
+    setting: StageSetting
     busy_s: tuple[Seconds, ...]
     recomputed: tuple[npt.NDArray[np.bool_], ...]
     peak_bytes: tuple[npt.NDArray[np.float64], ...]
@@ -94,7 +94,7 @@ class Loads:
         return float(self.peak_bytes[stage][begin - stage, end - 1 - stage])
 
 
-def loads_of(chain: Chain, line: DeviceRow, setting: Setting) -> Loads:
+def loads_of(chain: Chain, line: DeviceRow, setting: StageSetting) -> Loads:
     """The loads of all stages that a chain could be cut into on these devices."""
     num_stages, num_units = line.num_stages, chain.num_units
     if num_stages > num_units:
@@ -125,7 +125,7 @@ def loads_of(chain: Chain, line: DeviceRow, setting: Setting) -> Loads:
 class _Work:
     """The parts of which the tables are made, each once."""
 
-    def __init__(self, chain: Chain, line: DeviceRow, setting: Setting) -> None:
+    def __init__(self, chain: Chain, line: DeviceRow, setting: StageSetting) -> None:
         self._chain = chain
         self._line = line
         self._setting = setting

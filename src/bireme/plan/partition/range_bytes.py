@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bireme.profile.profile import Kept, Profile, UnitCost, UnitProfile
+from bireme.profile.profile import KeptMemory, Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 
 __all__ = ["Bytes", "RangeBytes", "range_bytes"]
@@ -136,7 +136,7 @@ def _pieces(
     number = _numbered(kept for cost in costs for kept in cost.shared)
     pieces: dict[int, _Piece] = {}
     known: list[dict[int, _Piece]] = [{} for _ in units]
-    last: dict[int, tuple[int, Kept]] = {}
+    last: dict[int, tuple[int, KeptMemory]] = {}
     odd = np.zeros((num_units + 1, num_units + 1), np.bool_)
     for place, cost in enumerate(costs):
         for kept in cost.shared:
@@ -164,7 +164,7 @@ def _pieces(
     return known, odd
 
 
-def _numbered(all_kept: Iterable[Kept]) -> dict[str, int]:
+def _numbered(all_kept: Iterable[KeptMemory]) -> dict[str, int]:
     """The piece of each name."""
     number: dict[str, int] = {}
     members: dict[int, list[str]] = {}

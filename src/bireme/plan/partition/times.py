@@ -8,7 +8,7 @@ import numpy as np
 from bireme.plan.partition.chain import Seconds
 from bireme.plan.partition.loads import Loads
 
-__all__ = ["StageTimes", "Stopwatch"]
+__all__ = ["ChainTimes", "StageTimes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class StageTimes:
         return busy_s
 
 
-class Stopwatch:
+class ChainTimes:
     """What is the same for all partitions of a chain on its devices, worked out once."""
 
     def __init__(self, loads: Loads) -> None:

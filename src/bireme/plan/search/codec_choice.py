@@ -19,12 +19,12 @@ from bireme.profile.profile import Profile
 
 __all__ = ["with_best_codecs"]
 
-Search = Callable[[PlanRequest, int, int], Answer | NothingFits]
+CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
 """Searches for a request; told that it is the one of that number, of so many."""
 
 
 def with_best_codecs(
-    profile: Profile, cluster: Cluster, request: PlanRequest, search: Search
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: CodecSearch
 ) -> Answer | NothingFits:
     """The best answer over all codecs, the best plan without any among its candidates."""
     bare = replace(request, codec="none")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bireme.cluster.routes import Lane
-from bireme.plan.partition.device_row import Link
+from bireme.plan.partition.device_row import RowLink
 from bireme.plan.ring import hops, ring_share
 from bireme.plan.search.problem import PlanningProblem
 
-__all__ = ["Ring", "Traffic", "links_between", "ring_over"]
+__all__ = ["LaneTraffic", "Ring", "links_between", "ring_over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def ring_over(problem: PlanningProblem, devices: Sequence[int], num_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LaneTraffic:
     """The bytes of a batch per lane: of each replica's messages, and of the gradient rings of all."""
 
     messages: tuple[Mapping[Lane, float], ...]
@@ -53,7 +53,7 @@ class Traffic:
         border_bytes: Sequence[Sequence[float]],
         reduce_bytes: Sequence[float],
         returned_bytes: Sequence[Sequence[float]] | None = None,
-    ) -> "Traffic":
+    ) -> "LaneTraffic":
         """Of a grid; `border_bytes` are those after each stage of each replica, `returned_bytes` those of the
         gradients that come back, as much unless given.
 
@@ -78,7 +78,7 @@ class Traffic:
         for one in messages:
             for lane, num_bytes in one.items():
                 total[lane.name] += num_bytes
-        return Traffic(
+        return LaneTraffic(
             tuple(messages),
             total,
             rings,
@@ -111,7 +111,7 @@ class Traffic:
 
 def links_between(
     problem: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]
-) -> list[Link]:
+) -> list[RowLink]:
     """The path after each stage, for the worst placed replica while all messages are in flight."""
     flows: Counter[str] = Counter()
     ways: list[list[tuple[int, int]]] = []
@@ -120,7 +120,7 @@ def links_between(
         ways.append(ends)
         flows.update(lane.name for pair in ends for lane in problem.path(*pair))
     return [
-        Link(
+        RowLink(
             min(
                 (lane.bytes_per_s / flows[lane.name] for pair in ends for lane in problem.path(*pair)),
                 default=float("inf"),

@@ -15,7 +15,7 @@ from bireme.plan.partition.autopipe import autopipe
 from bireme.plan.partition.device_row import DeviceRow, DeviceSlot
 from bireme.plan.partition.exact import exact, least_max
 from bireme.plan.partition.holdings import DEEP
-from bireme.plan.partition.loads import Loads, Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
@@ -119,7 +119,7 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
         # None of its stages keeps more than that many micro-batches, so it takes no more than this.
         schedule, num_microbatches = "gpipe", min(outline.num_ranks, num_microbatches)
     request, rule = problem.request, schedule_named(outline.schedule).rule
-    setting = Setting(
+    setting = StageSetting(
         schedule,
         num_microbatches,
         request.recompute,

@@ -9,7 +9,7 @@ from bireme.plan.search.draft import Draft
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
-from bireme.plan.summary import Kind
+from bireme.plan.summary import PlanKind
 
 __all__ = ["EvaluatedDraft", "EvaluatedDrafts"]
 
@@ -50,7 +50,7 @@ class EvaluatedDrafts:
         self._problem = problem
         self.evaluator = evaluator
         self.progress = progress
-        self._of_kind: dict[Kind, EvaluatedDraft] = {}
+        self._of_kind: dict[PlanKind, EvaluatedDraft] = {}
         self._of_shape: dict[tuple[str, int, int], EvaluatedDraft] = {}
         self._seen: dict[Draft, EvaluatedDraft] = {}
 
@@ -69,7 +69,7 @@ class EvaluatedDrafts:
 
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
-        best = self._of_kind.get(Kind.of(outline))
+        best = self._of_kind.get(PlanKind.of(outline))
         if best is None:
             return True
         penalty = self._problem.penalty(
@@ -86,7 +86,7 @@ class EvaluatedDrafts:
         power = self._problem.power(device for row in draft.grid for device in row)
         found = self._seen[draft] = EvaluatedDraft(draft, self.evaluator.forecast(draft), power)
         if found.fits:
-            kind, shape = Kind.of(draft.outline), _shape(draft.outline)
+            kind, shape = PlanKind.of(draft.outline), _shape(draft.outline)
             _keep(self._of_kind, kind, found)
             _keep(self._of_shape, shape, found)
         return found

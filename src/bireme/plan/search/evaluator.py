@@ -18,7 +18,7 @@ from bireme.plan.energy import total_watts
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast
 from bireme.plan.paging import Paging
 from bireme.plan.partition.stage_costs import costs_between
-from bireme.plan.search.contention import Traffic
+from bireme.plan.search.contention import LaneTraffic
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import busiest_wire, paging_of, shared_tiers, tier_forecasts
 from bireme.plan.search.problem import PlanningProblem
@@ -273,7 +273,7 @@ class PlanEvaluator:
             )
         return found
 
-    def _simulate(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> Timeline:
+    def _simulate(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
         replicas = dict(enumerate(draft.grid)) if draft.outline.width > 1 else None
@@ -302,7 +302,7 @@ class PlanEvaluator:
             tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
         )
 
-    def _likeness(self, draft: Draft, program: Program, replica: int, traffic: Traffic) -> object:
+    def _likeness(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> object:
         """What is equal for replicas that run alike."""
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
@@ -392,14 +392,14 @@ class PlanEvaluator:
         costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
-    def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> Traffic:
+    def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> LaneTraffic:
         costs = [self._work(draft, size).costs for size in draft.outline.sizes]
         count = draft.outline.num_microbatches
         reduced = self._reduce_bytes(draft)
         per_rank = [0.0] * draft.outline.num_ranks
         for stage, rank in enumerate(rank_of_stage):
             per_rank[rank] += reduced[stage]
-        return Traffic.of(
+        return LaneTraffic.of(
             self._problem,
             draft.grid,
             rank_of_stage,

@@ -20,7 +20,7 @@ from bireme.plan.search.homes import keeps_home
 from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
-from bireme.plan.summary import Kind
+from bireme.plan.summary import PlanKind
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.generators.shape import Shape
 
@@ -134,7 +134,7 @@ class ExhaustiveExplorer:
         most = math.inf
         if self._is_brief:
             ordered, most = _in_turns(ordered), BRIEF_INSTRUCTIONS
-        num_kinds = len({Kind.of(outline) for outline in shapes})
+        num_kinds = len({PlanKind.of(outline) for outline in shapes})
         num_plans = 0
         for place, outline in enumerate(ordered):
             ledger.progress(place / len(ordered))
@@ -167,9 +167,9 @@ class ExhaustiveExplorer:
 
 def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
     """The first of every kind, then the second of every kind, …"""
-    places: defaultdict[Kind, count[int]] = defaultdict(count)
+    places: defaultdict[PlanKind, count[int]] = defaultdict(count)
     return [
-        one for _, one in sorted(((next(places[Kind.of(one)]), one) for one in shapes), key=itemgetter(0))
+        one for _, one in sorted(((next(places[PlanKind.of(one)]), one) for one in shapes), key=itemgetter(0))
     ]
 
 
@@ -188,7 +188,7 @@ class HeuristicExplorer:
     def explore(self, shapes: Sequence[Outline]) -> None:
         """Cut the best looking shapes of every kind, simulate what promises most, and walk on from there."""
         ledger = self._ledger
-        drafts: dict[Kind, list[tuple[float, int, Draft]]] = {}
+        drafts: dict[PlanKind, list[tuple[float, int, Draft]]] = {}
         num_shapes = 0
         kinds = self._ranked(shapes)
         for place, (kind, ranked) in enumerate(kinds.items()):
@@ -227,9 +227,9 @@ class HeuristicExplorer:
             "others looked slower"
         )
 
-    def _ranked(self, shapes: Sequence[Outline]) -> dict[Kind, list[Outline]]:
+    def _ranked(self, shapes: Sequence[Outline]) -> dict[PlanKind, list[Outline]]:
         """The shapes of each kind, the best looking first."""
-        ranked: defaultdict[Kind, list[tuple[int, int, int]]] = defaultdict(list)
+        ranked: defaultdict[PlanKind, list[tuple[int, int, int]]] = defaultdict(list)
         for place, outline in enumerate(shapes):
             # Of shapes that look alike, the one with fewer steps to simulate is the simpler one.
             looks = round(math.log(self._estimator.cost(outline)) / ALIKE)
@@ -241,7 +241,7 @@ class HeuristicExplorer:
                 and self._problem.request.schedule == "auto"
             ):
                 continue
-            ranked[Kind.of(outline)].append((looks, steps, place))
+            ranked[PlanKind.of(outline)].append((looks, steps, place))
         return {kind: [shapes[place] for _, _, place in sorted(found)] for kind, found in ranked.items()}
 
     def _drafts(self, outline: Outline) -> Iterator[Draft]:

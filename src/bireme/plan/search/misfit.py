@@ -14,9 +14,9 @@ from bireme.bounds import bytes_text
 from bireme.codec.sum_words import DENSE_SUMS
 from bireme.errors import BiremeError
 from bireme.plan.forecast import NothingFits, StageForecast
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, Link
+from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
 from bireme.plan.partition.exact import exact
-from bireme.plan.partition.loads import Recompute, Setting, loads_of
+from bireme.plan.partition.loads import Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.cutting import loads_on
@@ -387,9 +387,9 @@ def _devices_more(problem: PlanningProblem, nothing: NothingFits) -> int | None:
         depth = len(seats) + more
         line = DeviceRow(
             (*seats, *[DeviceSlot("more", problem.speeds[device], problem.limits[device])] * more),
-            (Link(),) * (depth - 1),  # bytes do not depend on the links
+            (RowLink(),) * (depth - 1),  # bytes do not depend on the links
         )
-        setting = Setting(name, max(num_microbatches, depth), request.recompute, has_masters=has_masters)
+        setting = StageSetting(name, max(num_microbatches, depth), request.recompute, has_masters=has_masters)
         return isinstance(exact(loads_of(chain, line, setting)), Partition)
 
     more = 1

@@ -16,11 +16,11 @@ from bireme.schedule.instruction import Instruction, Item
 from bireme.schedule.program import Program
 from bireme.schedule.stream import LONG
 
-__all__ = ["StageMemory", "stage_memory"]
+__all__ = ["PagedStageMemory", "stage_memory"]
 
 
 @dataclass(frozen=True, slots=True)
-class StageMemory:
+class PagedStageMemory:
     """A stage of the first replica: the bytes of each item that are copied between tiers in a batch, both
     ways, and for how long the wires carry them. `recompute_s` is for how long a batch's forwards run again,
     or would.
@@ -36,7 +36,7 @@ class StageMemory:
 
 def stage_memory(
     plan: Plan, profile: Profile, cluster: Cluster, request: PlanRequest
-) -> tuple[StageMemory, ...]:
+) -> tuple[PagedStageMemory, ...]:
     """All stages of a plan that pages; nothing of one that does not."""
     if plan.paging is None:
         return ()
@@ -54,7 +54,7 @@ def stage_memory(
         share = 1 / _num_batches(program, rank)
         again_s = plan.num_microbatches * costs.recompute_s[stage] / problem.speeds[draft.grid[rank][0]]
         found.append(
-            StageMemory(
+            PagedStageMemory(
                 stage,
                 rank,
                 stage in plan.recompute,

@@ -3,25 +3,26 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from bireme.bounds import bytes_text
 from bireme.report.axes import Quantity, Scale
 from bireme.report.page.curves import (
     ACROSS,
     Along,
     Chart,
+    ChartEvent,
+    ChartSpan,
     Curve,
     Look,
-    Span,
-    Tick,
     chart_data,
     drawn,
     framed,
     share,
 )
 from bireme.report.page.markup import number, tag, titled, words
-from bireme.report.page.metrics import Absence, Shared, TrainingLines
+from bireme.report.page.metrics import ReplicaAbsence, Shared, TrainingLines
 from bireme.report.page.run import Run
 from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
-from bireme.report.units import bytes_text, counted, seconds_text
+from bireme.report.units import counted, seconds_text
 
 __all__ = [
     "MOST_RUNS",
@@ -174,14 +175,14 @@ def _replica_names(run: Run, width: int) -> list[str]:
     return [f"replica {place}{known[place] if place < len(known) else ''}" for place in range(width)]
 
 
-def _away(absence: Absence) -> Span:
+def _away(absence: ReplicaAbsence) -> ChartSpan:
     """The steps without some replicas: the end has no text if they never came back."""
     gone = f"{absence.name} lost at step {absence.begin.step:,}"
     back = "" if absence.end is None else f"{absence.name} back at step {absence.end.step:,}"
     end = absence.last if absence.end is None else absence.end
-    return Span(
-        Tick(absence.begin.step, absence.begin.time_s, gone, "lost"),
-        Tick(end.step, end.time_s, back, "back"),
+    return ChartSpan(
+        ChartEvent(absence.begin.step, absence.begin.time_s, gone, "lost"),
+        ChartEvent(end.step, end.time_s, back, "back"),
         f"{gone}, {back or 'not back'}",
         "away",
     )
@@ -236,19 +237,19 @@ def _loss_curves(run: Run, place: int, *, is_alone: bool, has_raw: bool) -> Iter
         )
 
 
-def _ticks(run: Run) -> Iterator[Tick]:
+def _ticks(run: Run) -> Iterator[ChartEvent]:
     """Checkpoints, skipped steps and resumptions."""
     metrics, lines = run.metrics, run.metrics.training
     for start in metrics.starts[1:]:
-        yield Tick(start.step, start.time_s, f"resumed at step {start.step:,}", "resumed")
+        yield ChartEvent(start.step, start.time_s, f"resumed at step {start.step:,}", "resumed")
     for one in metrics.checkpoints[-MOST_TICKS:]:
         stall = f", training paused for {seconds_text(one.stall_s)}" if one.stall_s >= 0 else ""
         text = f"checkpoint at step {one.step:,}: {bytes_text(one.num_bytes)}{stall}"
-        yield Tick(one.step, one.time_s, text, "checkpoint")
+        yield ChartEvent(one.step, one.time_s, text, "checkpoint")
     skipped = [i for i, count in enumerate(lines.num_skipped) if count > 0]
     for i in skipped[-MOST_TICKS:]:
         text = f"{lines.num_skipped[i]:.0f} skipped up to step {lines.step[i]:,.0f}"
-        yield Tick(lines.step[i], lines.time_s[i], text, "skipped")
+        yield ChartEvent(lines.step[i], lines.time_s[i], text, "skipped")
 
 
 def _keys(chart: Chart, runs: Sequence[Run]) -> tuple[_Key, ...]:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bireme.bounds import bytes_text
 from bireme.report.page.figures import StageFigures
 from bireme.report.page.flows import Flow, Post, flows, posts
 from bireme.report.page.markup import number, tag, titled, words
 from bireme.report.page.run import Run
 from bireme.report.shapes import fitted, text_width
-from bireme.report.units import bytes_text, rate_text
+from bireme.report.units import rate_text
 
 __all__ = ["cluster_figure"]
 

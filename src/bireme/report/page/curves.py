@@ -19,10 +19,10 @@ __all__ = [
     "ACROSS",
     "Along",
     "Chart",
+    "ChartEvent",
+    "ChartSpan",
     "Curve",
     "Look",
-    "Span",
-    "Tick",
     "chart_data",
     "drawn",
     "framed",
@@ -72,7 +72,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class ChartEvent:
     """Something that happened at a step; `role` is a class of the style sheet."""
 
     step: float
@@ -82,11 +82,11 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChartSpan:
     """Steps from one to another in which something lasted."""
 
-    begin: Tick
-    end: Tick
+    begin: ChartEvent
+    end: ChartEvent
     text: str
     role: str
 
@@ -97,8 +97,8 @@ class Chart:
 
     title: str
     curves: tuple[Curve, ...]
-    ticks: tuple[Tick, ...] = ()
-    spans: tuple[Span, ...] = ()
+    ticks: tuple[ChartEvent, ...] = ()
+    spans: tuple[ChartSpan, ...] = ()
     height: int = 320
     from_zero: bool = False
 
@@ -221,7 +221,7 @@ def _x_axis(x: Scale, bottom: float, count: int) -> Iterator[str]:
         yield tag("text", text, x=place, y=bottom + 20, class_="mark", text_anchor="middle")
 
 
-def _at(x: Scale, tick: Tick, along: Along) -> float:
+def _at(x: Scale, tick: ChartEvent, along: Along) -> float:
     return x.at(tick.step if along is Along.STEPS else tick.time_s)
 
 

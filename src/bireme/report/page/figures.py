@@ -12,10 +12,19 @@ from statistics import median
 
 from bireme.plan.energy import joules_per_sample
 from bireme.plan.forecast import StageForecast
-from bireme.report.page.run import Run, StageSummary
+from bireme.report.page.run import ReportedStage, Run
 from bireme.timeline.timeline import BUSY, Timeline
 
-__all__ = ["Headline", "Part", "StageFigures", "State", "headline", "idle_share", "stage_figures", "state"]
+__all__ = [
+    "Headline",
+    "MemoryPart",
+    "RunState",
+    "StageFigures",
+    "headline",
+    "idle_share",
+    "stage_figures",
+    "state",
+]
 
 QUIET_S = 600.0
 """A run that wrote nothing for so long, and for twenty of its lines, is not running any more."""
@@ -24,7 +33,7 @@ QUIET_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RunState:
     """Whether a run has ended: a word for it, and the sentence."""
 
     word: str
@@ -62,7 +71,7 @@ class Headline:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """A part of the memory that was predicted."""
 
     name: str
@@ -85,22 +94,22 @@ class StageFigures:
     predicted_bytes: float | None
     measured_bytes: float | None
     limit_bytes: float | None
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
 
-def state(run: Run, now_s: float) -> State:
+def state(run: Run, now_s: float) -> RunState:
     """Whether the run has ended, at a moment in seconds of the usual epoch."""
     metrics = run.metrics
     if metrics.stop is not None:
         reason = metrics.stop.reason
         if reason == "finished":
-            return State("finished", f"finished after {metrics.stop.step:,} steps")
-        return State("stopped", f"stopped at step {metrics.stop.step:,}: {reason}")
+            return RunState("finished", f"finished after {metrics.stop.step:,} steps")
+        return RunState("stopped", f"stopped at step {metrics.stop.step:,}: {reason}")
     recent = metrics.training.time_s[-2:]
     between_s = recent[-1] - recent[0] if len(recent) == 2 else 0.0
     if now_s - run.written_s > max(QUIET_S, QUIET_LINES * between_s):
-        return State("ended", f"ended without notice after step {metrics.last_step:,}")
-    return State("running", f"running, at step {metrics.last_step:,}")
+        return RunState("ended", f"ended without notice after step {metrics.last_step:,}")
+    return RunState("running", f"running, at step {metrics.last_step:,}")
 
 
 def headline(run: Run) -> Headline:
@@ -158,7 +167,7 @@ def _stage(
     run: Run,
     stage: int,
     foretold: StageForecast | None,
-    told: StageSummary | None,
+    told: ReportedStage | None,
     batch_s: float | None,
 ) -> StageFigures:
     first, last = (
@@ -192,7 +201,7 @@ def _stage(
     )
 
 
-def _parts(run: Run, stage: int, told: StageSummary | None) -> tuple[Part, ...]:
+def _parts(run: Run, stage: int, told: ReportedStage | None) -> tuple[MemoryPart, ...]:
     """What the predicted peak consists of: of the stage, or where only that is known of its rank."""
     if told is not None and told.bytes:
         named = told.bytes
@@ -201,7 +210,7 @@ def _parts(run: Run, stage: int, told: StageSummary | None) -> tuple[Part, ...]:
         named = run.predicted.memory[rank].at_peak
     else:
         return ()
-    return tuple(Part(name, num_bytes) for name, num_bytes in named.items() if num_bytes > 0)
+    return tuple(MemoryPart(name, num_bytes) for name, num_bytes in named.items() if num_bytes > 0)
 
 
 def _busy_share(timeline: Timeline, stage: int) -> float | None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from bireme.bounds import bytes_text
 from bireme.plan.device_ranges import device_ranges
-from bireme.report.page.figures import Part, StageFigures
+from bireme.report.page.figures import MemoryPart, StageFigures
 from bireme.report.page.markup import tag, words
-from bireme.report.units import against_predicted, bytes_text
+from bireme.report.units import against_predicted
 
 __all__ = ["memory_figure"]
 
@@ -116,13 +117,13 @@ def _legend(stages: Sequence[StageFigures], *, has_limits: bool) -> str:
     return tag("div", *entries, class_="legend")
 
 
-def _parts(stage: StageFigures) -> tuple[Part, ...]:
+def _parts(stage: StageFigures) -> tuple[MemoryPart, ...]:
     """What the prediction consists of, in the order of the legend, and what that leaves of the whole."""
     whole = stage.predicted_bytes or 0.0
     parts = sorted(stage.parts, key=lambda part: _place(part.name))
     rest = whole - sum(part.num_bytes for part in parts)
     if rest > LEAST_REST * whole:
-        parts.append(Part(REST if parts else WHOLE, rest))
+        parts.append(MemoryPart(REST if parts else WHOLE, rest))
     return tuple(parts)
 
 

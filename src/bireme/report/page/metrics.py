@@ -16,13 +16,13 @@ from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 
 __all__ = [
-    "Absence",
-    "Checkpoint",
-    "Evaluation",
+    "CheckpointEvent",
+    "EvaluationEvent",
+    "LoggedMoment",
     "Metrics",
-    "Moment",
+    "ReplicaAbsence",
     "Shared",
-    "Start",
+    "StartEvent",
     "Stop",
     "TrainingLines",
     "Warned",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Learns:
+class LearnsEvent:
     """The data that a run learns from, and the parameters that learn; None or "" is unknown."""
 
     sources: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Learns:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartEvent:
     """That a run began or was resumed, after so many batches, and with what."""
 
     step: int
@@ -60,12 +60,12 @@ class Start:
     width: int
     devices: tuple[str, ...]
     predicted_batch_s: float
-    learns: Learns | None = None
+    learns: LearnsEvent | None = None
     """None in a log of an older version."""
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationEvent:
     """The loss on samples that are not trained on; `bits_per_byte` is nan where it is unknown."""
 
     step: int
@@ -76,7 +76,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointEvent:
     """A checkpoint: for how long training stood still, how long the writing took, and what came of it."""
 
     step: int
@@ -101,7 +101,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LoggedMoment:
     """A step, and the seconds of running until then."""
 
     step: int
@@ -109,7 +109,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
+class ReplicaAbsence:
     """Replicas that were lost together: when, and when they were back; `end` is None if they never were.
 
     `last` is the last moment of the run. `name` names the host if all replicas of a host were lost.
@@ -117,9 +117,9 @@ class Absence:
 
     replicas: tuple[int, ...]
     name: str
-    begin: Moment
-    end: Moment | None
-    last: Moment
+    begin: LoggedMoment
+    end: LoggedMoment | None
+    last: LoggedMoment
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +187,10 @@ class TrainingLines:
 class Metrics:
     """All that the file says. `peak_bytes` is the most that each rank was seen to hold."""
 
-    starts: tuple[Start, ...]
+    starts: tuple[StartEvent, ...]
     training: TrainingLines
-    evaluations: tuple[Evaluation, ...]
-    checkpoints: tuple[Checkpoint, ...]
+    evaluations: tuple[EvaluationEvent, ...]
+    checkpoints: tuple[CheckpointEvent, ...]
     warnings: tuple[Warned, ...]
     stop: Stop | None
     peak_bytes: tuple[float, ...]
@@ -217,25 +217,27 @@ class Metrics:
         devices = start.devices
         return tuple(devices[first : first + per_replica] for first in range(0, len(devices), per_replica))
 
-    def absences(self) -> list[Absence]:
+    def absences(self) -> list[ReplicaAbsence]:
         """The replicas that were lost while the run went on, in the order in which they were lost."""
-        found: list[Absence] = []
-        last = Moment(self.last_step, self.last_time_s)
-        away: dict[int, Moment] = {}
+        found: list[ReplicaAbsence] = []
+        last = LoggedMoment(self.last_step, self.last_time_s)
+        away: dict[int, LoggedMoment] = {}
         before: frozenset[int] = frozenset()
         for one in self.shares:
-            now, present = Moment(one.step, one.time_s), one.present()
+            now, present = LoggedMoment(one.step, one.time_s), one.present()
             away |= dict.fromkeys(before - present, now)
             found += self._ended({replica: away.pop(replica) for replica in present & set(away)}, now, last)
             before = present
         found += self._ended(away, None, last)
         return sorted(found, key=lambda one: (one.begin.step, one.replicas))
 
-    def _ended(self, since: dict[int, Moment], end: Moment | None, last: Moment) -> Iterator[Absence]:
+    def _ended(
+        self, since: dict[int, LoggedMoment], end: LoggedMoment | None, last: LoggedMoment
+    ) -> Iterator[ReplicaAbsence]:
         """The absences of some replicas that end at the same moment, those that began together as one."""
         for begin in sorted(set(since.values()), key=lambda one: one.step):
             replicas = tuple(sorted(replica for replica, one in since.items() if one == begin))
-            yield Absence(replicas, self._name(replicas), begin, end, last)
+            yield ReplicaAbsence(replicas, self._name(replicas), begin, end, last)
 
     def _name(self, replicas: tuple[int, ...]) -> str:
         """Such as `replica 2 (host-b/gpu0)`, or `host host-b (replicas 2, 3)` if these are all of a host."""
@@ -255,7 +257,7 @@ class Metrics:
             return f"host {hosts.pop()} ({numbers})"
         return f"{numbers} ({', '.join(devices)})" if devices else numbers
 
-    def _events(self) -> Iterator[Start | Evaluation | Checkpoint | Stop]:
+    def _events(self) -> Iterator[StartEvent | EvaluationEvent | CheckpointEvent | Stop]:
         yield from self.starts
         yield from self.evaluations
         yield from self.checkpoints
@@ -282,11 +284,11 @@ class _Reading:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.starts: list[Start] = []
+        self.starts: list[StartEvent] = []
         self.training = TrainingLines()
         self.columns = list(self.training.columns())
-        self.evaluations: list[Evaluation] = []
-        self.checkpoints: list[Checkpoint] = []
+        self.evaluations: list[EvaluationEvent] = []
+        self.checkpoints: list[CheckpointEvent] = []
         self.warnings: list[Warned] = []
         self.stop: Stop | None = None
         self.peak_bytes: list[float] = []
@@ -304,11 +306,11 @@ class _Reading:
                 case "evaluation":
                     loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
                     bits = _value(record, "bits_per_byte")
-                    self.evaluations.append(Evaluation(step, time_s, loss, num_samples, bits))
+                    self.evaluations.append(EvaluationEvent(step, time_s, loss, num_samples, bits))
                 case "checkpoint":
                     stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
                     num_bytes = int(record.get("num_bytes", 0))
-                    self.checkpoints.append(Checkpoint(step, time_s, stall_s, write_s, num_bytes))
+                    self.checkpoints.append(CheckpointEvent(step, time_s, stall_s, write_s, num_bytes))
                 case "shares":
                     members = tuple(map(int, record.get("members", ())))
                     self._share(Shared(step, time_s, tuple(map(int, record["shares"])), members))
@@ -358,7 +360,7 @@ class _Reading:
         self._forget(step)
         self.stop = None
         self.starts.append(
-            Start(
+            StartEvent(
                 step,
                 time_s,
                 str(record.get("version", "")),
@@ -401,7 +403,7 @@ def _value(record: dict[str, Any], name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def _learns(found: object) -> Learns | None:
+def _learns(found: object) -> LearnsEvent | None:
     """What a start says of its data; None where it says nothing."""
     if not isinstance(found, dict):
         return None
@@ -410,7 +412,7 @@ def _learns(found: object) -> Learns | None:
         value = found.get(name)
         return None if value is None else int(value)
 
-    return Learns(
+    return LearnsEvent(
         sources=tuple(map(str, found.get("sources") or ())),
         num_files=whole("num_files"),
         num_tokens=whole("num_tokens"),

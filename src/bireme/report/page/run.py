@@ -19,12 +19,12 @@ from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
-from bireme.report.page.metrics import Learns, Metrics, read_metrics
+from bireme.report.page.metrics import LearnsEvent, Metrics, read_metrics
 from bireme.report.page.recorded import read_recorded
 from bireme.report.units import counted
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Run", "StageSummary", "Summary", "read_run"]
+__all__ = ["ReportedStage", "ReportedSummary", "Run", "read_run"]
 
 METRICS = "metrics.jsonl"
 
@@ -37,7 +37,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class StageSummary(_Table):
+class ReportedStage(_Table):
     """A stage at the end of a run."""
 
     units: tuple[int, int] = Field(description="its first and its last unit")
@@ -54,7 +54,7 @@ class StageSummary(_Table):
         return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
-class SharedSummary(_Table):
+class ReportedShared(_Table):
     """What replicas that share an optimiser or weights have sent each other."""
 
     gathered_bytes: Amount
@@ -63,13 +63,13 @@ class SharedSummary(_Table):
     predicted_summed_bytes: Amount | None = None
 
 
-class SyncSummary(_Table):
+class ReportedSync(_Table):
     """What replicas have sent each other, as far as the page uses it."""
 
-    shared: SharedSummary | None = None
+    shared: ReportedShared | None = None
 
 
-class Summary(_Table):
+class ReportedSummary(_Table):
     """What a run says of itself at its end, as far as the page uses it; a loss may have become nan."""
 
     steps: int | None = None
@@ -79,8 +79,8 @@ class Summary(_Table):
     tokens_per_s: float | None = None
     predicted_batch_s: float | None = None
     measured_batch_s: float | None = None
-    stages: tuple[StageSummary, ...] = ()
-    sync: SyncSummary = SyncSummary()
+    stages: tuple[ReportedStage, ...] = ()
+    sync: ReportedSync = ReportedSync()
     schedule: str | None = None
     why: tuple[str, ...] = ()
     sample: str | None = None
@@ -123,10 +123,10 @@ class Run:
     planned_steps: int | None = None
     plan: SavedPlan | None = None
     cluster: Cluster | None = None
-    summary: Summary | None = None
+    summary: ReportedSummary | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
-    learns: Learns = field(default_factory=Learns)
+    learns: LearnsEvent = field(default_factory=LearnsEvent)
     notes: tuple[str, ...] = ()
 
     @property
@@ -167,7 +167,7 @@ def read_run(folder: Path) -> Run:
         planned_steps=_at(table, "training", "steps", int, 0) or None,
         plan=saved,
         cluster=reading.part("cluster.toml", read_cluster),
-        summary=reading.part("summary.json", lambda path: read_json(path, Summary)),
+        summary=reading.part("summary.json", lambda path: read_json(path, ReportedSummary)),
         predicted=predicted,
         measured=measured,
         learns=(log.starts[-1].learns if log.starts else None) or _learns(reading, table),
@@ -204,7 +204,7 @@ def _alone(timeline: Timeline, plan: Plan) -> Timeline:
     return replace(timeline, transfers=tuple(one for one in timeline.transfers if not one.is_sync))
 
 
-def _learns(reading: "_Reading", table: dict[str, Any]) -> Learns:
+def _learns(reading: "_Reading", table: dict[str, Any]) -> LearnsEvent:
     """The data and parameters of a run whose log does not list them, from the other files of its folder."""
     data = reading.part("data.json", lambda path: read_json(path, _Data))
     graph = reading.part("graph.json", lambda path: read_json(path, _Graph))
@@ -213,7 +213,7 @@ def _learns(reading: "_Reading", table: dict[str, Any]) -> Learns:
     trained = _at(table, "training", "steps", int, 0) * _at(table, "training", "batch_size", int, 0)
     sizes = [] if graph is None else [(math.prod(one.shape), one.trainable) for one in graph.parameters]
     tokens = None if data is None else data.num_tokens
-    return Learns(
+    return LearnsEvent(
         sources=(source,) if source else (),
         num_tokens=tokens,
         num_samples=samples,

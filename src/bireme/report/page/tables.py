@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bireme.bounds import bytes_text
 from bireme.plan.device_ranges import device_ranges
 from bireme.report.axes import clock_text, number_text
 from bireme.report.page.figures import Headline, StageFigures, headline, state
 from bireme.report.page.markup import tag, words
-from bireme.report.page.metrics import Learns
+from bireme.report.page.metrics import LearnsEvent
 from bireme.report.page.run import Run
-from bireme.report.units import against_predicted, bytes_text, counted, seconds_text
+from bireme.report.units import against_predicted, counted, seconds_text
 
 __all__ = ["comparison_table", "facts", "incomparable", "stage_table", "tiles"]
 
@@ -121,7 +122,7 @@ def _planned(run: Run) -> str:
     return counted(run.planned_steps, "step") if run.planned_steps else "the whole run"
 
 
-def _parameters(learns: Learns) -> str:
+def _parameters(learns: LearnsEvent) -> str:
     whole, learning = learns.num_parameters, learns.num_learning_parameters
     if whole is None:
         return ""

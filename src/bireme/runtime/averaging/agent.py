@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bireme.runtime.averaging.deals import Deals
 from bireme.runtime.averaging.for_others import ForOthers
-from bireme.runtime.averaging.groups import GroupJob, Groups
-from bireme.runtime.averaging.lines import Line, Offer, Settled
+from bireme.runtime.averaging.groups import GroupJob, RankGroups
+from bireme.runtime.averaging.lines import Offer, RankRounds, SettledRound
 from bireme.runtime.averaging.places import PLACES
 from bireme.runtime.quorum.job import Coordinator, is_in
 from bireme.runtime.quorum.peer_agent import LOOK_S, PeerAgent, SupersededError
-from bireme.runtime.quorum.results import Result
+from bireme.runtime.quorum.results import RoundSum
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Commit, Grant, RankId, Window, Word
+from bireme.sync.coordinator.messages import Commit, CoordinatorReply, Grant, RankId, Window
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, Summed
 
@@ -41,20 +41,23 @@ class AveragingAgent(PeerAgent):
         on_error: Callable[[BaseException], object] = lambda _error: None,
     ) -> None:
         super().__init__(own, coordinator, timeout_s=timeout_s, on_error=on_error)
-        self.lines: Sequence[Line] = ()
+        self.lines: Sequence[RankRounds] = ()
         """The last one has the means over all replicas."""
         self._device = device
         self._waits, self._is_pulling = "", False
         self.deals = Deals(own, self.wait_for, self._say)
         self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
-        self._groups = Groups(own, self.add_up, device, self._changed, self._say)
+        self._groups = RankGroups(own, self.add_up, device, self._changed, self._say)
 
     # The rank's thread.
 
     def bind(self, likes: Sequence[Sequence[Tensor]]) -> None:
         """Learn what the sums of each line lie in."""
         with self._changed:
-            before, self.lines = self.lines, [Line(n, like, self._device) for n, like in enumerate(likes)]
+            before, self.lines = (
+                self.lines,
+                [RankRounds(n, like, self._device) for n, like in enumerate(likes)],
+            )
             for old, new in zip(before, self.lines, strict=False):
                 new.begin(old.at.committed)
 
@@ -78,11 +81,11 @@ class AveragingAgent(PeerAgent):
                 line.offer, line.at = None, replace(line.at, ready=None)
         self._say()
 
-    def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
+    def wait_for(self, is_so: Callable[[CoordinatorReply], bool], what: str = "") -> CoordinatorReply:
         """Wait until that is so of the last word, which it gives. If nothing happens meanwhile, the
         coordinator is told `what` this rank waits for.
         """
-        found: list[Word] = []
+        found: list[CoordinatorReply] = []
 
         def is_known() -> bool:
             found[:] = [self._coordinator.word]
@@ -110,7 +113,7 @@ class AveragingAgent(PeerAgent):
         """The mean of a group is used."""
         self._groups.give_back(job)
 
-    def offer(self, line: Line, offer: Offer) -> None:
+    def offer(self, line: RankRounds, offer: Offer) -> None:
         """Contribute to the next round of a line; returns at once."""
         with self._changed:
             line.offer = offer
@@ -120,11 +123,11 @@ class AveragingAgent(PeerAgent):
             )
         self._say()
 
-    def wait_settled(self, lines: Sequence[Line]) -> None:
+    def wait_settled(self, lines: Sequence[RankRounds]) -> None:
         """Wait until a round of one of these lines counts that the rank has not taken."""
         self._wait(lambda: any(line.settled for line in lines), "a mean of the replicas")
 
-    def take(self, line: Line) -> Settled | None:
+    def take(self, line: RankRounds) -> SettledRound | None:
         """The next round of a line that counts and that this rank has not used; it is taken as used."""
         with self._changed:
             if not line.settled:
@@ -168,7 +171,7 @@ class AveragingAgent(PeerAgent):
         """
         used = [line.at.committed for line in self.lines]
 
-        def is_over(word: Word) -> bool:
+        def is_over(word: CoordinatorReply) -> bool:
             is_donor = any(heal.donor == self.own.replica for heal in word.heals)
             return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
 
@@ -193,7 +196,7 @@ class AveragingAgent(PeerAgent):
     def _wanted(self) -> object:
         return self._groups.job
 
-    def _note(self, word: Word) -> None:
+    def _note(self, word: CoordinatorReply) -> None:
         """Let go of sums that all have used."""
         for line, kept in zip(self.lines, word.kept, strict=False):
             with self._changed:
@@ -201,7 +204,7 @@ class AveragingAgent(PeerAgent):
             for result in free:
                 line.give_back(result)
 
-    def _step(self, word: Word) -> bool:
+    def _step(self, word: CoordinatorReply) -> bool:
         if all(one.own_life != self.own.own_life for one in word.members):
             return False  # a snapshot is to say first which rounds are in it
         for line in self.lines:
@@ -217,7 +220,7 @@ class AveragingAgent(PeerAgent):
                 return True
         return self._groups.step(word, self.lines[-1].at.committed if self.lines else 0)
 
-    def _attempt(self, line: Line, grant: Grant, word: Word) -> None:
+    def _attempt(self, line: RankRounds, grant: Grant, word: CoordinatorReply) -> None:
         self._let_go(line)
         if line.contribution is None:
             offer = line.offer
@@ -245,7 +248,7 @@ class AveragingAgent(PeerAgent):
         line.made = result
         self._change(line, summed=grant.round, attempt=grant.attempt, lost=())
 
-    def _settle(self, line: Line, commit: Commit, word: Word) -> bool:
+    def _settle(self, line: RankRounds, commit: Commit, word: CoordinatorReply) -> bool:
         """A round counts: give its sum to the rank, and keep it for who comes late."""
         result, line.made = line.made, None
         if result is not None and result.attempt != commit.attempt:
@@ -264,11 +267,11 @@ class AveragingAgent(PeerAgent):
             line.kept[commit.round] = result
             line.contribution = line.failed = None
             line.next += 1
-            line.settled.append(Settled(result, is_own, commit))
+            line.settled.append(SettledRound(result, is_own, commit))
             self._changed.notify_all()
         return True
 
-    def _pulled(self, line: Line, commit: Commit, word: Word) -> Result | None:
+    def _pulled(self, line: RankRounds, commit: Commit, word: CoordinatorReply) -> RoundSum | None:
         """A sum that counts and that another replica has; None if it cannot be had from there."""
         source = self._source(commit)
         if source is None or source in line.at.lost:
@@ -293,13 +296,13 @@ class AveragingAgent(PeerAgent):
         self._is_pulling = is_so
         self._say()
 
-    def _let_go(self, line: Line) -> None:
+    def _let_go(self, line: RankRounds) -> None:
         if line.made is not None:
             line.give_back(line.made)
             line.made = None
             self._change(line, summed=None)
 
-    def _change(self, line: Line, **changes: Any) -> None:
+    def _change(self, line: RankRounds, **changes: Any) -> None:
         with self._changed:
             line.at = replace(line.at, **changes)
         self._say()

@@ -14,7 +14,7 @@ from torch import Tensor
 from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.lines import Offer, Settled
+from bireme.runtime.averaging.lines import Offer, SettledRound
 from bireme.runtime.averaging.moments import Moments
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
@@ -176,7 +176,7 @@ class GroupAverages(Averages):
         self._put_moments(means[num:], self._everywhere)
 
 
-def met(settled: Settled) -> Met:
+def met(settled: SettledRound) -> Met:
     """What a mean over all replicas says."""
     assert settled.result.summed is not None, "what counts was summed"
     return Met(settled.parts, settled.result.summed.numbers)

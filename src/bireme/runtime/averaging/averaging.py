@@ -21,7 +21,7 @@ from bireme.runtime.quorum.peer_agent import fetched
 from bireme.runtime.runnable import AnyPlan
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
-from bireme.sync.coordinator.messages import Heal, Window, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 
 __all__ = ["Averaging", "WeightDonations", "check_untied", "join_averaging"]
 
@@ -104,7 +104,7 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
     agent.begin(Window(0, until))
     own = agent.own
 
-    def is_member(word: Word) -> bool:
+    def is_member(word: CoordinatorReply) -> bool:
         """Whether that is certain, whoever coordinates next."""
         return word.is_installed and any(one.own_life == own.own_life for one in word.members)
 
@@ -112,7 +112,7 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
     while True:
         before = asked
 
-        def goes_on(word: Word, before: Heal | None = before) -> bool:
+        def goes_on(word: CoordinatorReply, before: Heal | None = before) -> bool:
             heal = heal_in(word, own)
             is_new = heal is not None and (before is None or _key(heal) != _key(before))
             return is_new or is_member(word)

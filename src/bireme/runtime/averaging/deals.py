@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bireme.runtime.quorum.job import deal_in
-from bireme.sync.coordinator.messages import Deal, End, RankId, Window, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Deal, End, RankId, Window
 
 __all__ = ["Deals"]
 
 LEAST_KEPT = 64
 """Deals that are known of batches before the newest."""
 
-WaitFor = Callable[[Callable[[Word], bool], str], Word]
+WaitFor = Callable[[Callable[[CoordinatorReply], bool], str], CoordinatorReply]
 
 
 class Deals:
@@ -52,7 +52,7 @@ class Deals:
         if self.want(batch):
             self._say()
 
-        def end_in(word: Word) -> End | None:
+        def end_in(word: CoordinatorReply) -> End | None:
             own = self._own.replica, self.window.number
             ends = (one for one in word.ends if (one.replica, one.window) == own and batch >= one.batch)
             return next(ends, None)

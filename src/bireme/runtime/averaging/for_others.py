@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from bireme.runtime.averaging.lines import Line
+from bireme.runtime.averaging.lines import RankRounds
 from bireme.runtime.averaging.places import PLACES
-from bireme.runtime.quorum.offers import HEAL_SHARE, LOOK_S, has_hung_up
-from bireme.runtime.quorum.parcels import send_named, send_parcel
+from bireme.runtime.quorum.offers import HEAL_SHARE, OFFER_LOOK_S, has_hung_up
+from bireme.runtime.quorum.parcels import send_named, send_tensors
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Window, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Window
 
 __all__ = ["ForOthers"]
 
@@ -23,14 +23,14 @@ class ForOthers:
     """What one rank has; sums are those that its `lines` keep. All share the agent's `changed`."""
 
     def __init__(
-        self, lines: Callable[[], Sequence[Line]], changed: threading.Condition, timeout_s: float
+        self, lines: Callable[[], Sequence[RankRounds]], changed: threading.Condition, timeout_s: float
     ) -> None:
         self._lines, self._changed, self._timeout_s = lines, changed, timeout_s
         self._snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = {}
         """With where the run was then: the rounds of each line that are in it, and the window."""
         self._is_closed = False
 
-    def due(self, word: Word, replica: int, batch: int) -> int | None:
+    def due(self, word: CoordinatorReply, replica: int, batch: int) -> int | None:
         """The name of a snapshot that is wanted of this replica, if one is due before a batch's update."""
         asked = {heal.batch for heal in word.heals if heal.donor == replica}
         with self._changed:
@@ -56,7 +56,7 @@ class ForOthers:
             if result is not None and result.summed is not None:
                 summed = result.summed
                 words = {"weight": summed.weight, "numbers": summed.numbers, "parts": result.parts}
-                send_parcel(made, words, result.flats)
+                send_tensors(made, words, result.flats)
         elif what == SNAPSHOT:
             # An evaluation may take longer than any timeout, and the next update follows it.
             found = self._found(lambda: self._snapshots.get(name), lambda: has_hung_up(made))
@@ -74,5 +74,5 @@ class ForOthers:
     def _found(self, find: Callable[[], Found | None], is_over: Callable[[], bool]) -> Found | None:
         with self._changed:
             while (found := find()) is None and not self._is_closed and not is_over():
-                self._changed.wait(LOOK_S)
+                self._changed.wait(OFFER_LOOK_S)
             return found

@@ -8,13 +8,13 @@ import torch
 
 from bireme.runtime.averaging.places import PLACES
 from bireme.runtime.quorum.peer_agent import AddUp, SupersededError
-from bireme.runtime.quorum.results import Buffers, Result
+from bireme.runtime.quorum.results import Buffers, RoundSum
 from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
-from bireme.sync.coordinator.messages import GroupAt, GroupMember, GroupWord, RankId, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["GroupJob", "Groups"]
+__all__ = ["GroupJob", "RankGroups"]
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class GroupJob:
     batch: int
     make: Callable[[], Contribution]
     contribution: Contribution | None = None
-    result: Result | None = None
+    result: RoundSum | None = None
     attempt: tuple[int, int] = (-1, -1)
     """Number and attempt of the group that the result is of."""
     failed: tuple[int, int] = (-1, -1)
@@ -32,7 +32,7 @@ class GroupJob:
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
-class Groups:
+class RankGroups:
     """`step` is for the agent's thread, the rest for the rank's. `say` reports what is here."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Groups:
         if job.result is not None:
             self._buffers.give_back(job.result)
 
-    def step(self, word: Word, window: int) -> bool:
+    def step(self, word: CoordinatorReply, window: int) -> bool:
         """Do the next thing that a word allows, in a window; False if there is none."""
         job = self.job
         if job is None or job.is_done.is_set():
@@ -95,7 +95,7 @@ class Groups:
             job.is_done.set()
             self._changed.notify_all()
 
-    def _attempt(self, job: GroupJob, group: GroupWord, word: Word, window: int) -> None:
+    def _attempt(self, job: GroupJob, group: GroupReply, word: CoordinatorReply, window: int) -> None:
         key = group.number, group.attempt
         if job.contribution is None:
             job.contribution = job.make()
@@ -103,7 +103,7 @@ class Groups:
             self._buffers.give_back(job.result)
         job.result = self._buffers.take(job.contribution.flats)
 
-        def is_wanted(word: Word) -> bool:
+        def is_wanted(word: CoordinatorReply) -> bool:
             return word.group is not None and (word.group.number, word.group.attempt) == key
 
         try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.runtime.quorum.results import Buffers, Result
+from bireme.runtime.quorum.results import Buffers, RoundSum
 from bireme.sync.coordinator.messages import Commit, Grant, RoundAt
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["Line", "Offer", "Settled"]
+__all__ = ["Offer", "RankRounds", "SettledRound"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +26,10 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Settled:
+class SettledRound:
     """A round that counts, and whether this rank's own offer is in it. Whoever takes it gives it back."""
 
-    result: Result
+    result: RoundSum
     is_own: bool
     commit: Commit
 
@@ -39,7 +39,7 @@ class Settled:
         return self.result.parts
 
 
-class Line:
+class RankRounds:
     """A line of rounds as one rank sees it; a sum lies in flats `like` these.
 
     `at` is what it reports: there the rounds that it has used are committed. `next` is the first one whose
@@ -53,24 +53,24 @@ class Line:
         self.next = 0
         self.offer: Offer | None = None
         self.contribution: Contribution | None = None
-        self.made: Result | None = None
+        self.made: RoundSum | None = None
         """The sum that was made and is not yet committed, in the attempt that the report says."""
         self.was_offered = False
         """Whether the sum that was made has samples of this rank in it. A later offer may be waiting."""
         self.failed: Grant | None = None
-        self.kept: dict[int, Result] = {}
-        self.settled: deque[Settled] = deque()
+        self.kept: dict[int, RoundSum] = {}
+        self.settled: deque[SettledRound] = deque()
         self._buffers = Buffers(device)
 
     def begin(self, committed: int) -> None:
         """The rank has used so many rounds."""
         self.at, self.next = RoundAt(committed=committed), committed
 
-    def room(self) -> Result:
+    def room(self) -> RoundSum:
         """Memory for a sum."""
         return self._buffers.take(self.like)
 
-    def give_back(self, result: Result) -> None:
+    def give_back(self, result: RoundSum) -> None:
         """A sum is used."""
         self._buffers.give_back(result)
 

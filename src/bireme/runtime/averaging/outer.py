@@ -27,7 +27,7 @@ from torch import Tensor
 from bireme.memory.arena import Arena
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Averages, Met, met
-from bireme.runtime.averaging.lines import Line, Offer, Settled
+from bireme.runtime.averaging.lines import Offer, RankRounds, SettledRound
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.quorum.ring import Contribution
@@ -216,11 +216,11 @@ class OuterAverages(Averages):
                 else:
                     self._offer_nothing(line)
 
-    def _offer_nothing(self, line: Line) -> None:
+    def _offer_nothing(self, line: RankRounds) -> None:
         """Have a part in the next round of a line without anything to add."""
         self.agent.offer(line, Offer(lambda: line.nothing(0)))
 
-    def _follow(self, line: Line, fragment: _Fragment, settled: Settled) -> None:
+    def _follow(self, line: RankRounds, fragment: _Fragment, settled: SettledRound) -> None:
         self._note(len(settled.parts), settled.result.flats)
         befores = [start.clone() for start in fragment.of([one.flat for one in self._start])]
         self._step(line.number, settled.result.flats, settled)
@@ -243,7 +243,7 @@ class OuterAverages(Averages):
         self.stage.banks.average(self.stage.banks.newest_version, write)
 
     @torch.no_grad()
-    def _step(self, number: int, means: Sequence[Tensor], settled: Settled) -> None:
+    def _step(self, number: int, means: Sequence[Tensor], settled: SettledRound) -> None:
         """The outer step of a fragment."""
         if not _weight(settled):
             return
@@ -262,7 +262,7 @@ class OuterAverages(Averages):
             flat.copy_(start.flat)
 
 
-def _weight(settled: Settled) -> float:
+def _weight(settled: SettledRound) -> float:
     """Of how many samples a round is."""
     assert settled.result.summed is not None, "what counts was summed"
     return settled.result.summed.weight

@@ -12,10 +12,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from bireme.model.graph import Graph, Operator, Output, Reference, State, Value
+from bireme.model.argument import Reference
+from bireme.model.graph import Graph, ModelState, Operator, Output, Value
 from bireme.model.units import Unit
 from bireme.plan.plan import Plan
-from bireme.profile.measuring import BatchEnd
+from bireme.profile.measuring import BatchEndTimes
 from bireme.profile.waits import waited_s
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
@@ -32,20 +33,24 @@ OTHER_BYTES = 32 * 2**20
 RATE = 1e-6
 
 
-def batch_end_of(graph: Graph, unit: Unit, optimizer: str, num_counted: int = NUM_COUNTED) -> BatchEnd:
+def batch_end_of(graph: Graph, unit: Unit, optimizer: str, num_counted: int = NUM_COUNTED) -> BatchEndTimes:
     """The medians of so many batches for the parameters of a unit; nothing where none of them learns. On the
     CPU.
     """
     states = [state for state in graph.parameters if state.name in unit.parameters and state.trainable]
-    return _batch_end_of(states, optimizer, num_counted) if states else BatchEnd(0.0, 0.0, 0.0)
+    return _batch_end_of(states, optimizer, num_counted) if states else BatchEndTimes(0.0, 0.0, 0.0)
 
 
-def batch_end_of_next_to_nothing(optimizer: str) -> BatchEnd:
+def batch_end_of_next_to_nothing(optimizer: str) -> BatchEndTimes:
     """The same for one parameter of a few numbers: what the instructions themselves take."""
-    return _batch_end_of([State("weight", (8,), "float32", is_parameter=True, trainable=True)], optimizer)
+    return _batch_end_of(
+        [ModelState("weight", (8,), "float32", is_parameter=True, trainable=True)], optimizer
+    )
 
 
-def _batch_end_of(states: Sequence[State], optimizer: str, num_counted: int = NUM_COUNTED) -> BatchEnd:
+def _batch_end_of(
+    states: Sequence[ModelState], optimizer: str, num_counted: int = NUM_COUNTED
+) -> BatchEndTimes:
     shortest = min((getattr(torch, state.dtype) for state in states), key=lambda one: one.itemsize)
     laps = _Laps()
     pipeline = Pipeline(
@@ -75,10 +80,10 @@ def _batch_end_of(states: Sequence[State], optimizer: str, num_counted: int = NU
     reduce_s, update_s, trial_s = (
         median(laps.seconds[kind][-num_counted:]) for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
     )
-    return BatchEnd(reduce_s, update_s, trial_s)
+    return BatchEndTimes(reduce_s, update_s, trial_s)
 
 
-def _graph_of(states: Sequence[State]) -> Graph:
+def _graph_of(states: Sequence[ModelState]) -> Graph:
     """A model of these parameters alone, whose loss is the sum of the first number of each.
 
     It is written down and not captured, which would take longer than what is measured.

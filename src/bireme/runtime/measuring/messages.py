@@ -30,7 +30,7 @@ HEAVY = 320
 
 SMALL_BYTES = 4 * 2**10
 NUM_MICROBATCHES = 6
-NUM_SETTLING, NUM_COUNTED = 4, 8
+NUM_SETTLING_MESSAGES, NUM_COUNTED_MESSAGES = 4, 8
 
 SURELY_S = 2e-4
 """A message that was sent so long before has come, and one that is sent so long after has not."""
@@ -64,8 +64,8 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
     """
     # Large ones first: what a process does for the first time it does slowly.
     large_bytes = max(large_bytes, 2 * SMALL_BYTES)
-    large = read_off(_run(world, graph, large_bytes))
-    small = read_off(_run(world, graph, SMALL_BYTES))
+    large = read_off(_run_messages(world, graph, large_bytes))
+    small = read_off(_run_messages(world, graph, SMALL_BYTES))
     more = large_bytes - SMALL_BYTES
     send, take, late = (
         max(one - other, 0.0) / more
@@ -86,7 +86,7 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
     )
 
 
-def _run(world: World, graph: Graph, num_bytes: int) -> Timeline:
+def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
     samples = max(1, num_bytes // (4 * WIDTH))
     num_microbatches = max(NUM_MICROBATCHES, world.size)
     torch.manual_seed(0)
@@ -105,9 +105,9 @@ def _run(world: World, graph: Graph, num_bytes: int) -> Timeline:
         for _ in range(count):
             yield batch
 
-    for _ in pipeline.train(batches(NUM_SETTLING)):
+    for _ in pipeline.train(batches(NUM_SETTLING_MESSAGES)):
         pass
-    for _ in pipeline.train(batches(NUM_COUNTED), record=True):
+    for _ in pipeline.train(batches(NUM_COUNTED_MESSAGES), record=True):
         pass
     timeline = pipeline.timeline()
     pipeline.close()

@@ -15,7 +15,7 @@ from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
 from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.lower_tier import HostTier
-from bireme.runtime.paging.mover import Job, ThreadMover
+from bireme.runtime.paging.mover import CopyJob, ThreadMover
 
 __all__ = [
     "HostSpeed",
@@ -90,7 +90,7 @@ class _Laps:
         for _ in range(num_copies):
             for copy, seconds in ((fetch, self.up_s), (evict, self.down_s)):
                 begin_s = perf_counter()
-                job = Job((0, copy is fetch), num_bytes, copy, is_quick=True)
+                job = CopyJob((0, copy is fetch), num_bytes, copy, is_quick=True)
                 mover.post(job)
                 mover.wait(job)
                 seconds.append(perf_counter() - begin_s)

@@ -18,7 +18,7 @@ from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.disk_tier import DiskTier
 from bireme.memory.lower_tier import HostTier, LowerTier
 from bireme.memory.system_memory import copy_bytes, pages
-from bireme.runtime.paging.mover import Job, Wire
+from bireme.runtime.paging.mover import CopyJob, Wire
 from bireme.runtime.paging.ranges import Ranges
 from bireme.runtime.paging.settings import PagingSettings
 from bireme.runtime.paging.slot_pool import SlotPool
@@ -27,18 +27,18 @@ from bireme.schedule.holding import Holding
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers
 
-__all__ = ["ChunkStore", "Held"]
+__all__ = ["ChunkStore", "HeldChunk"]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldChunk:
     """A chunk: its slot on each tier that has a copy, its last job, and the job that brings it to the
     device, until somebody has waited for it.
     """
 
     where: dict[int, int] = field(default_factory=dict)
-    last: Job | None = None
-    arrival: Job | None = None
+    last: CopyJob | None = None
+    arrival: CopyJob | None = None
 
 
 class ChunkStore:
@@ -49,11 +49,11 @@ class ChunkStore:
     ) -> None:
         self.tiers = tiers
         self.device = device
-        self.chunks: dict[Chunk, Held] = {}
+        self.chunks: dict[Chunk, HeldChunk] = {}
         self.mover = settings.mover(device)
         self.copies_itself = not is_accelerator(device) and tiers.chunk_bytes <= SMALL_CHUNK_BYTES
         """Whether chunks are copied to and from the host by who posts it, where they can be."""
-        self._under_way: deque[Job] = deque()
+        self._under_way: deque[CopyJob] = deque()
         self.moved_bytes: dict[Wire, int] = {}
         """The bytes that jobs have copied, by the tier that they came into and whether from below."""
         self.copied_s: dict[Wire, float] = {}
@@ -81,14 +81,14 @@ class ChunkStore:
         """Memory to read a chunk into, apart from all tiers."""
         return pages(self.tiers.chunk_bytes)
 
-    def held(self, chunk: Chunk) -> Held:
+    def held(self, chunk: Chunk) -> HeldChunk:
         """What there is of a chunk, maybe nothing yet."""
         found = self.chunks.get(chunk)
         if found is None:
-            found = self.chunks[chunk] = Held()
+            found = self.chunks[chunk] = HeldChunk()
         return found
 
-    def post(self, held: Held, job: Job) -> None:
+    def post(self, held: HeldChunk, job: CopyJob) -> None:
         """Have a chunk's next job made."""
         held.last, self.last_read = job, None
         while self._under_way and self._under_way[0].is_done.is_set():
@@ -96,7 +96,7 @@ class ChunkStore:
         self._under_way.append(job)
         self.mover.post(job)
 
-    def wait(self, job: Job | None) -> None:
+    def wait(self, job: CopyJob | None) -> None:
         """Wait for a job, if there is one."""
         if job is None:
             return
@@ -109,13 +109,13 @@ class ChunkStore:
         while self._under_way:
             self.mover.wait(self._under_way.popleft())
 
-    def take(self, tier: int) -> tuple[int, Job | None]:
+    def take(self, tier: int) -> tuple[int, CopyJob | None]:
         """A slot of a tier, and the job to wait for before it is written to."""
         if not self.has_room(tier):
             raise RuntimeError(f"The {self.pools[tier].name} has no slot for a chunk. The program is wrong.")
         return self.pools[tier].take()
 
-    def map_new(self, chunk: Chunk, held: Held) -> None:
+    def map_new(self, chunk: Chunk, held: HeldChunk) -> None:
         """Give a chunk a slot on the device whose content is to be made."""
         slot, after = self.take(0)
         self.wait(after)
@@ -123,7 +123,7 @@ class ChunkStore:
         self.memory.map(self.ranges.place(chunk), slot)
         held.where[0] = slot
 
-    def drop(self, chunk: Chunk, held: Held, tiers: Iterable[int]) -> None:
+    def drop(self, chunk: Chunk, held: HeldChunk, tiers: Iterable[int]) -> None:
         """Give back a chunk's slots on some tiers, once its last job is done."""
         for tier in [tier for tier in tiers if tier in held.where]:
             slot = held.where.pop(tier)
@@ -207,7 +207,7 @@ class ChunkStore:
             self.lower[tier - 1].write(slot, self.scratch)
         synchronize(self.device)
 
-    def _copy(self, chunk: Chunk, held: Held, source: int, target: int) -> None:
+    def _copy(self, chunk: Chunk, held: HeldChunk, source: int, target: int) -> None:
         if target == 0:
             self.lower[source - 1].read(held.where[source], self.ranges.place(chunk))
         elif source == 0:

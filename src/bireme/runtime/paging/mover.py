@@ -1,7 +1,7 @@
 """Movers: they make the copies between tiers while the rank's own thread goes on.
 
-A copy is a `Job`. It begins when the jobs that it needs are done, which all were posted before it; so jobs
-of one wire can be made in the order in which they were posted, and nobody waits in a circle.
+A copy is a `CopyJob`. It begins when the jobs that it needs are done, which all were posted before it; so
+jobs of one wire can be made in the order in which they were posted, and nobody waits in a circle.
 """
 
 import queue
@@ -15,14 +15,14 @@ import torch
 
 from bireme.devices import is_accelerator, use
 
-__all__ = ["Job", "Mover", "ThreadMover", "Wire"]
+__all__ = ["CopyJob", "Mover", "ThreadMover", "Wire"]
 
 Wire = tuple[int, bool]
 """The tier above, and whether copies go up; a wire for both ways goes by False."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Job:
+class CopyJob:
     """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
     device's stream was when it was posted; `note` is told how long the copy took, once it is complete. What
     `is_quick` is made by who posts it, unless it must wait.
@@ -31,7 +31,7 @@ class Job:
     wire: Wire
     num_bytes: int
     run: Callable[[], None]
-    needs: tuple["Job", ...] = ()
+    needs: tuple["CopyJob", ...] = ()
     mark: torch.Event | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -58,10 +58,10 @@ class Job:
 class Mover(Protocol):
     """Makes jobs."""
 
-    def post(self, job: Job) -> None:
+    def post(self, job: CopyJob) -> None:
         """Have a job made. Returns at once."""
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: CopyJob) -> None:
         """Return when a job is done. Raises what went wrong."""
 
     def close(self) -> None:
@@ -73,10 +73,10 @@ class ThreadMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queues: dict[Wire, queue.SimpleQueue[Job | None]] = {}
+        self._queues: dict[Wire, queue.SimpleQueue[CopyJob | None]] = {}
         self._threads: list[threading.Thread] = []
 
-    def post(self, job: Job) -> None:
+    def post(self, job: CopyJob) -> None:
         """As `Mover` says."""
         if job.is_quick and all(other.is_done.is_set() for other in job.needs):
             job.do()
@@ -93,7 +93,7 @@ class ThreadMover:
             job.mark.record(torch.accelerator.current_stream(self._device))
         own.put(job)
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: CopyJob) -> None:
         """As `Mover` says."""
         job.is_done.wait()
         if job.error is not None:
@@ -108,7 +108,7 @@ class ThreadMover:
         self._queues.clear()
         self._threads.clear()
 
-    def _work(self, jobs: "queue.SimpleQueue[Job | None]") -> None:
+    def _work(self, jobs: "queue.SimpleQueue[CopyJob | None]") -> None:
         stream: torch.Stream | None = None
         while (job := jobs.get()) is not None:
             for other in job.needs:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from bireme.runtime.paging.chunk_store import ChunkStore, Held
-from bireme.runtime.paging.mover import Job
+from bireme.runtime.paging.chunk_store import ChunkStore, HeldChunk
+from bireme.runtime.paging.mover import CopyJob
 from bireme.schedule.holding import chunk_of
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
@@ -104,7 +104,7 @@ class Pager:
         else:
             self._store.drop(chunk, held, (tier,))
 
-    def _fetch(self, chunk: Chunk, held: Held, tier: int) -> None:
+    def _fetch(self, chunk: Chunk, held: HeldChunk, tier: int) -> None:
         store = self._store
         lower, source = store.lower[tier], held.where[tier + 1]
         slot, after = store.take(tier)
@@ -120,7 +120,7 @@ class Pager:
         if tier == 0:
             held.arrival = job
 
-    def _write_back(self, chunk: Chunk, held: Held, tier: int) -> None:
+    def _write_back(self, chunk: Chunk, held: HeldChunk, tier: int) -> None:
         store = self._store
         lower, source = store.lower[tier], held.where.pop(tier)
         slot, after = store.take(tier + 1)
@@ -136,8 +136,8 @@ class Pager:
         store.pools[tier].give(source, job)
 
     def _post(
-        self, held: Held, tier: int, after: Job | None, copy: Callable[[], None], *, is_fetch: bool
-    ) -> Job:
+        self, held: HeldChunk, tier: int, after: CopyJob | None, copy: Callable[[], None], *, is_fetch: bool
+    ) -> CopyJob:
         """Have a copy between a tier and the one below made, once its slot is free and the chunk's last job
         is done; what it has copied is counted.
         """
@@ -151,7 +151,7 @@ class Pager:
 
         is_disk = store.tiers.tiers[tier + 1].name == "disk"
         needs = tuple(job for job in (after, held.last) if job is not None)
-        job = Job((tier, is_fetch and not is_disk), num_bytes, copy, needs, note=note)
+        job = CopyJob((tier, is_fetch and not is_disk), num_bytes, copy, needs, note=note)
         job.is_quick = not is_disk and store.copies_itself
         store.post(held, job)
         return job

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from bireme.memory.address_range import AddressRange, ChunkMemory
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 
@@ -29,10 +29,10 @@ class Ranges:
         self._by_address: dict[int, tuple[AddressRange, Item, int]] = {}
         self._number_of: dict[int, int] = {}
         """The numbers of ranges by their addresses, of those that are lent for now."""
-        self.reserve_gradients: dict[int, Callable[[], Carver]] = {}
+        self.reserve_gradients: dict[int, Callable[[], ArenaAllocator]] = {}
         """For each stage who gives the memory of a batch's sums, before the batch's first gradient comes."""
 
-    def carver(self, item: Item, stage: int, number: int = 0) -> Carver:
+    def carver(self, item: Item, stage: int, number: int = 0) -> ArenaAllocator:
         """The range of an item; torch's allocator where the item is not paged."""
         return self.of((item, stage, number)) if self.has(item, stage) else PLAIN
 
@@ -40,7 +40,7 @@ class Ranges:
         """Whether an item of a stage is paged."""
         return self._num_chunks.get((item, stage), 0) > 0
 
-    def more(self, item: Item, stage: int) -> Carver:
+    def more(self, item: Item, stage: int) -> ArenaAllocator:
         """A range that is not lent yet; torch's allocator where the item is not paged."""
         return self._made(item, stage) if self.has(item, stage) else PLAIN
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.devices import is_accelerator
 from bireme.memory.address_range import ALIGNED
-from bireme.memory.carver import PLAIN, Carver
+from bireme.memory.carver import PLAIN, ArenaAllocator
 from bireme.memory.system_memory import give_back_large_blocks
 from bireme.runtime.paging.between import arrange, lent, opened, read
 from bireme.runtime.paging.chunk_store import ChunkStore
@@ -166,15 +166,15 @@ class PagedStage(StageMemory):
         self._num_microbatches = num_microbatches
         self.has_master = store.tiers.master
 
-    def bank(self, number: int) -> Carver:
+    def bank(self, number: int) -> ArenaAllocator:
         """As `StageMemory` says."""
         return self._store.ranges.carver(Item.WEIGHTS, self._stage, number)
 
-    def optimizer(self) -> Carver:
+    def optimizer(self) -> ArenaAllocator:
         """As `StageMemory` says."""
         return self._store.ranges.carver(Item.OPTIMIZER, self._stage)
 
-    def gradients(self) -> Carver:
+    def gradients(self) -> ArenaAllocator:
         """As `StageMemory` says."""
         return self._store.ranges.more(Item.GRADIENT, self._stage)
 
@@ -194,7 +194,7 @@ class PagedStage(StageMemory):
                 one.view(weights[name].shape).copy_(weights[name])
         return {name: flat[name].view(weights[name].shape) for name in weights}
 
-    def before_gradients(self, reserve: Callable[[], Carver]) -> None:
+    def before_gradients(self, reserve: Callable[[], ArenaAllocator]) -> None:
         """As `StageMemory` says."""
         self._store.ranges.reserve_gradients[self._stage] = reserve
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from bireme.runtime.paging.mover import Job
+from bireme.runtime.paging.mover import CopyJob
 
 __all__ = ["SlotPool"]
 
@@ -15,7 +15,7 @@ class SlotPool:
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
         self.num_slots = num_slots
-        self._free: deque[tuple[int, Job | None]] = deque((slot, None) for slot in range(num_slots))
+        self._free: deque[tuple[int, CopyJob | None]] = deque((slot, None) for slot in range(num_slots))
         self.peak = 0
         """The most slots that were in use at a time."""
 
@@ -29,7 +29,7 @@ class SlotPool:
         """How many slots somebody has."""
         return self.num_slots - len(self._free)
 
-    def take(self) -> tuple[int, Job | None]:
+    def take(self) -> tuple[int, CopyJob | None]:
         """A free slot, and the job to wait for before it is written to."""
         ready = (place for place, (_, job) in enumerate(self._free) if job is None or job.is_done.is_set())
         place = next(ready, 0)
@@ -38,7 +38,7 @@ class SlotPool:
         self.peak = max(self.peak, self.num_held)
         return found
 
-    def give(self, slot: int, after: Job | None) -> None:
+    def give(self, slot: int, after: CopyJob | None) -> None:
         """A slot is free after a job."""
         self._free.append((slot, after))
 

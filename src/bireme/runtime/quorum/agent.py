@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 
-from bireme.runtime.quorum.job import Coordinator, DroppedError, Job, deal_in, heal_in, is_in
+from bireme.runtime.quorum.job import Coordinator, DroppedError, SumJob, deal_in, heal_in, is_in
 from bireme.runtime.quorum.offers import KEPT_BYTES, MOST_BEHIND, Offers, summed_in
 from bireme.runtime.quorum.peer_agent import PeerAgent, SupersededError
-from bireme.runtime.quorum.results import Buffers, Result
-from bireme.sync.coordinator.messages import Commit, Deal, Grant, RankId, RoundAt, Samples, Word
+from bireme.runtime.quorum.results import Buffers, RoundSum
+from bireme.sync.coordinator.messages import (
+    Commit,
+    CoordinatorReply,
+    Deal,
+    Grant,
+    RankId,
+    RoundAt,
+    SamplePlaces,
+)
 from bireme.sync.quorum.line import LineBroken
 
 __all__ = ["Agent"]
@@ -42,11 +50,11 @@ class Agent(PeerAgent):
     ) -> None:
         super().__init__(own, coordinator, timeout_s=timeout_s, on_error=on_error)
         self._buffers = Buffers(device)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, SumJob] = {}
         self._at = RoundAt()
         self._wants = 0
-        self._spare = Deal(own.replica, 0, (Samples(0, spare),))
-        self._result: Result | None = None
+        self._spare = Deal(own.replica, 0, (SamplePlaces(0, spare),))
+        self._result: RoundSum | None = None
         """The sum that was made and is not yet committed."""
         self._failed: Grant | None = None
         """The attempt in which a member was lost."""
@@ -64,7 +72,7 @@ class Agent(PeerAgent):
         self._say()
         self._start()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SumJob) -> None:
         """Have the committed sum of a batch got; returns at once."""
         with self._changed:
             if self._error is not None:
@@ -72,7 +80,7 @@ class Agent(PeerAgent):
             self._jobs[job.batch] = job
             self._changed.notify_all()
 
-    def give_back(self, result: Result) -> None:
+    def give_back(self, result: RoundSum) -> None:
         """A committed sum is used."""
         self._buffers.give_back(result)
 
@@ -87,7 +95,7 @@ class Agent(PeerAgent):
         if is_new:
             self._say()
 
-        def is_known(word: Word) -> bool:
+        def is_known(word: CoordinatorReply) -> bool:
             return deal_in(word, self.own, batch) is not None or _is_over(word, batch)
 
         word = self.wait_for(is_known)
@@ -112,13 +120,13 @@ class Agent(PeerAgent):
     def _report(self) -> Mapping[str, Any]:
         return {"wants": self._wants, "rounds": (self._at,)}
 
-    def _note(self, word: Word) -> None:
+    def _note(self, word: CoordinatorReply) -> None:
         self.offers.note(word)
 
     def _wanted(self) -> object:
         return self._jobs.get(self._at.committed)
 
-    def _step(self, word: Word) -> bool:
+    def _step(self, word: CoordinatorReply) -> bool:
         batch = self._at.committed
         with self._changed:
             job = self._jobs.get(batch)
@@ -151,7 +159,7 @@ class Agent(PeerAgent):
         self._attempt(job, grant, word)
         return True
 
-    def _attempt(self, job: Job, grant: Grant, word: Word) -> None:
+    def _attempt(self, job: SumJob, grant: Grant, word: CoordinatorReply) -> None:
         assert job.contribution is not None, "it is ready"
         self._let_go()
         result = self._buffers.take(job.like)
@@ -176,7 +184,7 @@ class Agent(PeerAgent):
         self._result = result
         self._change(summed=job.batch, attempt=grant.attempt, lost=())
 
-    def _settle(self, job: Job, commit: Commit, word: Word) -> bool:
+    def _settle(self, job: SumJob, commit: Commit, word: CoordinatorReply) -> bool:
         """A batch's sum is committed: give it to who waits for it, and keep it for who comes late."""
         result, self._result = self._result, None
         if result is not None and result.attempt != commit.attempt:
@@ -206,7 +214,7 @@ class Agent(PeerAgent):
             job.is_done.set()
         return True
 
-    def _pulled(self, job: Job, commit: Commit, word: Word) -> Result | None:
+    def _pulled(self, job: SumJob, commit: Commit, word: CoordinatorReply) -> RoundSum | None:
         """A committed sum that another replica has; None if it cannot be had from there."""
         source = self._source(commit)
         if source is None or source in self._at.lost:
@@ -242,6 +250,6 @@ class Agent(PeerAgent):
         self.offers.close()
 
 
-def _is_over(word: Word, batch: int) -> bool:
+def _is_over(word: CoordinatorReply, batch: int) -> bool:
     """Whether a batch counts already."""
     return bool(word.committed) and word.committed[0] > batch

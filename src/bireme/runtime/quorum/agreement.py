@@ -20,17 +20,17 @@ from bireme.runtime.quorum.tied import TiedSums
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
 from bireme.runtime.transport import Transport
-from bireme.sync.coordinator.messages import Heal, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Heal
 from bireme.sync.group import Sums
 
-__all__ = ["Agreement", "join"]
+__all__ = ["QuorumAgreement", "join"]
 
 ClipScale = Callable[[], float]
 BeforeUpdate = Callable[[Stage, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class QuorumAgreement:
     """How a pipeline agrees with others like it. A whole batch has `num_samples`; of `num_replicas` there are
     at most, this one gets its part.
     """
@@ -127,13 +127,13 @@ def join(
     def is_new(heal: Heal) -> bool:
         return asked is None or (heal.donor, heal.batch) != (asked.donor, asked.batch)
 
-    def first_in(word: Word) -> int | None:
+    def first_in(word: CoordinatorReply) -> int | None:
         heal = heal_in(word, own)
         if heal is not None:
             return heal.first
         return next((one.first for one in word.members if one.own_life == own.own_life), None)
 
-    def goes_on(word: Word) -> bool:
+    def goes_on(word: CoordinatorReply) -> bool:
         heal, first = heal_in(word, own), first_in(word)
         if heal is not None and is_new(heal):
             return True

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bireme.runtime.quorum.results import Result
-from bireme.sync.coordinator.messages import Deal, Grant, Heal, Member, RankId, Word
+from bireme.runtime.quorum.results import RoundSum
+from bireme.sync.coordinator.messages import CoordinatorReply, Deal, Grant, Heal, Member, RankId
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["Coordinator", "DroppedError", "Job", "deal_in", "heal_in", "is_in", "member_in"]
+__all__ = ["Coordinator", "DroppedError", "SumJob", "deal_in", "heal_in", "is_in", "member_in"]
 
 
 class DroppedError(Exception):
@@ -23,7 +23,7 @@ class Coordinator(Protocol):
     """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         """The last word."""
 
     def say(self, *, address: str, **fields: Any) -> None:
@@ -37,7 +37,7 @@ class Coordinator(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SumJob:
     """A batch that this rank wants the committed sum of, in flats `like` these.
 
     `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept
@@ -46,23 +46,23 @@ class Job:
 
     batch: int
     like: Sequence[Tensor]
-    prepare: Callable[["Job"], None] | None = None
-    after: Callable[[Result], None] | None = None
+    prepare: Callable[["SumJob"], None] | None = None
+    after: Callable[[RoundSum], None] | None = None
     busy_s: float = 0.0
     contribution: Contribution | None = None
-    result: Result | None = None
+    result: RoundSum | None = None
     parts: tuple[int, ...] = ()
     """The replicas whose samples the committed sum is of."""
     error: BaseException | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
-def deal_in(word: Word, own: RankId, batch: int) -> Deal | None:
+def deal_in(word: CoordinatorReply, own: RankId, batch: int) -> Deal | None:
     """What a rank's replica trains in a batch, if that is dealt."""
     return next((one for one in word.deals if (one.replica, one.batch) == (own.replica, batch)), None)
 
 
-def heal_in(word: Word, own: RankId) -> Heal | None:
+def heal_in(word: CoordinatorReply, own: RankId) -> Heal | None:
     """Where a rank's replica gets its state from, if it is no member yet."""
     return next((one for one in word.heals if one.replica == own.replica), None)
 
@@ -72,7 +72,7 @@ def is_in(own: RankId, grant: Grant) -> bool:
     return any(part.replica == own.replica for part in grant.parts)
 
 
-def member_in(word: Word, replica: int) -> Member:
+def member_in(word: CoordinatorReply, replica: int) -> Member:
     """A replica that lives. Raises `LineBroken` if it does not."""
     found = next((one for one in word.members if one.replica == replica), None)
     if found is None or not all(found.addresses):

@@ -27,12 +27,12 @@ from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.averaging_tail import AveragingTail
 from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.quorum.site import Contact, Site
-from bireme.runtime.rank_process import LOCALHOST, Order
-from bireme.sync.coordinator.messages import Absence, Life
-from bireme.sync.coordinator.settings import Settings
+from bireme.runtime.rank_process import LOCALHOST, RankSetup
+from bireme.sync.coordinator.messages import Absence, Incarnation
+from bireme.sync.coordinator.settings import CoordinatorSettings
 
 if TYPE_CHECKING:
-    from bireme.runtime.world import Backend
+    from bireme.devices import Backend
 
 __all__ = ["Launched", "ReplicaOrder", "launch_replicas"]
 
@@ -55,7 +55,7 @@ class ReplicaOrder:
     `is_empty` is started after something has been committed, and gets its weights from another replica.
     """
 
-    life: Life
+    life: Incarnation
     hosts: tuple[Address, ...]
     token: str
     lease_s: float
@@ -74,7 +74,7 @@ class Launched:
 
 def launch_replicas(
     function: Callable[..., object],
-    settings: Settings,
+    settings: CoordinatorSettings,
     *args: object,
     ledger: Path,
     tell: Callable[[str], None],
@@ -106,11 +106,11 @@ def launch_replicas(
         first = 0 if settings.averages else settings.first
         return tail.num_rounds > 0 or max(committed, default=0) > first
 
-    def crew_of(life: Life) -> Crew:
+    def crew_of(life: Incarnation) -> Crew:
         own = ReplicaOrder(
             life, here.hosts, here.token, settings.lease_s, here.began_s, has_begun(), settings.first
         )
-        order = Order(
+        order = RankSetup(
             port=store.port,
             num_processes=settings.num_stages,
             timeout_s=timeout_s,
@@ -144,7 +144,7 @@ def launch_replicas(
         here.coordinator.close()
 
 
-def _only_site(settings: Settings, ledger: Path) -> Site:
+def _only_site(settings: CoordinatorSettings, ledger: Path) -> Site:
     """This host, if it has all replicas."""
     token = secrets.token_hex(TOKEN_BYTES)
     coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
@@ -156,9 +156,9 @@ def _only_site(settings: Settings, ledger: Path) -> Site:
 class _Replica:
     """A replica in all its lives; the thread of each ends with its crew."""
 
-    def __init__(self, number: int, crew_of: Callable[[Life], Crew], first_life: int) -> None:
+    def __init__(self, number: int, crew_of: Callable[[Incarnation], Crew], first_life: int) -> None:
         self.number = number
-        self.life = Life(number, first_life - 1)
+        self.life = Incarnation(number, first_life - 1)
         self.num_in_vain = 0
         self.was_member = self.is_told = False
         """Whether it has trained in this life, and whether the others know that this life is over."""
@@ -180,7 +180,7 @@ class _Replica:
 
     def begin(self) -> None:
         """Begin the next life."""
-        self.life = Life(self.number, self.life.life + 1)
+        self.life = Incarnation(self.number, self.life.life + 1)
         self.was_member = self.is_told = False
         request = None if self.crew is None else self.crew.request
         self.crew = self._crew_of(self.life)

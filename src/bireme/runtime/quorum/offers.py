@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from bireme.runtime.quorum.parcels import send_named, send_parcel
-from bireme.runtime.quorum.results import Buffers, Result
+from bireme.runtime.quorum.parcels import send_named, send_tensors
+from bireme.runtime.quorum.results import Buffers, RoundSum
 from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Word
+from bireme.sync.coordinator.messages import CoordinatorReply
 from bireme.sync.quorum.ring import Summed
 
-__all__ = ["HEAL_SHARE", "KEPT_BYTES", "LOOK_S", "MOST_BEHIND", "Offers", "has_hung_up", "summed_in"]
+__all__ = ["HEAL_SHARE", "KEPT_BYTES", "MOST_BEHIND", "OFFER_LOOK_S", "Offers", "has_hung_up", "summed_in"]
 
 KEPT_BYTES = 1 << 30
 """Committed sums that replicas which are late may still ask for take at most this, except for a few."""
@@ -30,7 +30,7 @@ HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
 MOST_ROUNDS = 8
 """So many rounds after the one before which a snapshot was due, it will not come any more."""
-LOOK_S = 0.5
+OFFER_LOOK_S = 0.5
 
 Found = TypeVar("Found")
 
@@ -45,7 +45,7 @@ class Offers:
         self.peak_bytes = 0
         """The most that sums and snapshots for other replicas took at a time."""
         self._changed = threading.Condition()
-        self._kept: dict[int, Result] = {}
+        self._kept: dict[int, RoundSum] = {}
         self._next = 0
         """The first batch whose sum has not been had."""
         self._snapshots: dict[int, Snapshot] = {}
@@ -57,7 +57,7 @@ class Offers:
         with self._changed:
             self._next = first
 
-    def note(self, word: Word) -> None:
+    def note(self, word: CoordinatorReply) -> None:
         """Take notice of what others need, before any sum is given away that an update is made from."""
         asked = {heal.batch for heal in word.heals if heal.donor == self._replica}
         with self._changed:
@@ -69,7 +69,7 @@ class Offers:
         for result in free:
             self._buffers.give_back(result)
 
-    def keep(self, batch: int, result: Result) -> None:
+    def keep(self, batch: int, result: RoundSum) -> None:
         """A committed sum, for whoever comes late."""
         with self._changed:
             self._kept[batch], self._next = result, batch + 1
@@ -104,7 +104,7 @@ class Offers:
                 return
             one = result.summed
             words = {"holds": one.holds.hex(), "weight": one.weight, "means": one.means}
-            send_parcel(made, {**words, "numbers": one.numbers}, result.flats)
+            send_tensors(made, {**words, "numbers": one.numbers}, result.flats)
         elif what == SNAPSHOT:
             snapshot = self._found(made, lambda: self._snapshots.get(batch), last=batch + MOST_ROUNDS)
             if snapshot is not None:
@@ -130,7 +130,7 @@ class Offers:
             while (found := find()) is None:
                 if self._is_closed or self._next > last or has_hung_up(made):
                     return None
-                self._changed.wait(LOOK_S)
+                self._changed.wait(OFFER_LOOK_S)
             return found
 
 

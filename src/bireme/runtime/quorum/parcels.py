@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Parcel", "send_named", "send_parcel"]
+__all__ = ["IncomingTensors", "send_named", "send_tensors"]
 
 LENGTH = Struct("<Q")
 PIECE_BYTES = 1 << 20
 MOST_WORDS_BYTES = 1 << 28
-LOOK_S = 0.1
+PARCEL_LOOK_S = 0.1
 
 
-def send_parcel(
+def send_tensors(
     made: socket.socket, words: Mapping[str, Any], tensors: Sequence[Tensor], *, share: float = 1.0
 ) -> None:
     """Send a text and tensors on the host. They take at most that share of the time of a link."""
@@ -45,16 +45,16 @@ def send_named(
     listed = [
         [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in tensors.items()
     ]
-    send_parcel(made, {**words, "tensors": listed}, [*tensors.values()], share=share)
+    send_tensors(made, {**words, "tensors": listed}, [*tensors.values()], share=share)
 
 
-class Parcel:
+class IncomingTensors:
     """A parcel that comes on a connection. `look` is called while nothing moves, and ends the wait by what it
     raises. Once the parcel has begun to come, nothing may move for `timeout_s` at most.
     """
 
     def __init__(self, made: socket.socket, look: Callable[[], None], *, timeout_s: float) -> None:
-        made.settimeout(LOOK_S)
+        made.settimeout(PARCEL_LOOK_S)
         self._socket, self._look, self._timeout_s = made, look, timeout_s
         self._has_begun = False
 

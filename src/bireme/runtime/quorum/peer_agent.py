@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bireme.runtime.failures import RunFailed
 from bireme.runtime.quorum.job import Coordinator, DroppedError, heal_in, member_in
-from bireme.runtime.quorum.parcels import Parcel
-from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, Switchboard
+from bireme.runtime.quorum.parcels import IncomingTensors
+from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, PeerConnections
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import TERM, Commit, Heal, RankId, Word
+from bireme.sync.coordinator.messages import TERM, Commit, CoordinatorReply, Heal, RankId
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
 from bireme.sync.quorum.ring import Contribution, Summed, sum_over
 
@@ -29,7 +29,16 @@ __all__ = ["LOOK_S", "AddUp", "PeerAgent", "SupersededError", "fetched"]
 LOOK_S = 0.5
 
 AddUp = Callable[
-    [Contribution, Sequence[Tensor], Sequence[int], int, int, Word, Callable[[Word], bool]], Summed
+    [
+        Contribution,
+        Sequence[Tensor],
+        Sequence[int],
+        int,
+        int,
+        CoordinatorReply,
+        Callable[[CoordinatorReply], bool],
+    ],
+    Summed,
 ]
 """`PeerAgent.add_up` of one rank."""
 
@@ -57,7 +66,7 @@ class PeerAgent(ABC):
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._board = Switchboard(own, self._answer, timeout_s=timeout_s)
+        self._board = PeerConnections(own, self._answer, timeout_s=timeout_s)
         coordinator.on_word(self._poke)
 
     # What each kind of agent does in its own way.
@@ -75,11 +84,11 @@ class PeerAgent(ABC):
         """What the coordinator is told of this rank."""
 
     @abstractmethod
-    def _note(self, word: Word) -> None:
+    def _note(self, word: CoordinatorReply) -> None:
         """Take notice of what others need, before anything else follows from a word."""
 
     @abstractmethod
-    def _step(self, word: Word) -> bool:
+    def _step(self, word: CoordinatorReply) -> bool:
         """Do the next thing that a word allows; False if there is none."""
 
     @abstractmethod
@@ -89,11 +98,11 @@ class PeerAgent(ABC):
     # The rank's thread.
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         """The last word of the coordinator."""
         return self._coordinator.word
 
-    def wait_for(self, is_so: Callable[[Word], bool], what: str = "") -> Word:
+    def wait_for(self, is_so: Callable[[CoordinatorReply], bool], what: str = "") -> CoordinatorReply:
         """Wait until that is so of the last word, which it gives. `what` says it in words, for agents that
         tell the coordinator.
         """
@@ -115,7 +124,7 @@ class PeerAgent(ABC):
             )
 
     @contextmanager
-    def fetch(self, heal: Heal) -> Iterator[Parcel]:
+    def fetch(self, heal: Heal) -> Iterator[IncomingTensors]:
         """The parcel in which the donor of this replica sends what `heal` says, as named tensors. It comes
         once the donor is there, however long that takes. Raises `LineBroken` if there is another donor.
         """
@@ -129,7 +138,7 @@ class PeerAgent(ABC):
 
         address = member_in(self.word, heal.donor).addresses[self.own.stage]
         with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
-            yield Parcel(made, look, timeout_s=self._timeout_s)
+            yield IncomingTensors(made, look, timeout_s=self._timeout_s)
 
     def abort(self) -> None:
         """Give up, from any thread: whoever waits here is told at once."""
@@ -168,7 +177,7 @@ class PeerAgent(ABC):
             if is_first:
                 self._on_error(error)
 
-    def _wait_for_news(self, seen: Word, wanted: object) -> None:
+    def _wait_for_news(self, seen: CoordinatorReply, wanted: object) -> None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or self._coordinator.word is not seen or self._wanted() is not wanted,
@@ -182,8 +191,8 @@ class PeerAgent(ABC):
         members: Sequence[int],
         place: int,
         attempt: int,
-        word: Word,
-        is_wanted: Callable[[Word], bool],
+        word: CoordinatorReply,
+        is_wanted: Callable[[CoordinatorReply], bool],
     ) -> Summed:
         """The sum over the ranks of this stage in some replicas, as long as it is wanted. A later sum has a
         greater `place`. Raises `SupersededError`, or `LineBroken` where a member is lost.
@@ -220,7 +229,9 @@ class PeerAgent(ABC):
         """The replica from which this one gets a sum that counts, if it has to get it."""
         return next((one.source for one in commit.sources if one.target == self.own.replica), None)
 
-    def _pull(self, commit: Commit, place: int, word: Word, into: Sequence[Tensor]) -> dict[str, Any]:
+    def _pull(
+        self, commit: Commit, place: int, word: CoordinatorReply, into: Sequence[Tensor]
+    ) -> dict[str, Any]:
         """Get a sum that counts from its source; what that says of it. Raises `SupersededError` where there
         is another source by now, and `LineBroken` or an `OSError` where it cannot be had.
         """
@@ -236,7 +247,7 @@ class PeerAgent(ABC):
 
         address = member_in(word, source).addresses[self.own.stage]
         with self._board.ask(source, address, SUM, place, look) as made:
-            parcel = Parcel(made, look, timeout_s=self._timeout_s)
+            parcel = IncomingTensors(made, look, timeout_s=self._timeout_s)
             words = parcel.words()
             parcel.fill(into)
         return words
@@ -253,7 +264,7 @@ class PeerAgent(ABC):
         with self._changed:
             self._changed.notify_all()
 
-    def _check_usable(self, word: Word) -> None:
+    def _check_usable(self, word: CoordinatorReply) -> None:
         if self._error is not None:
             raise self._error
         if self._is_closed:

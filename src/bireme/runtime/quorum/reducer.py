@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.job import Job
-from bireme.runtime.quorum.results import Result
+from bireme.runtime.quorum.job import SumJob
+from bireme.runtime.quorum.results import RoundSum
 from bireme.runtime.quorum.tied import TiedSums
 from bireme.sync.exchange import SentBytes, held_flags
 from bireme.sync.feedback import Feedback
@@ -59,12 +59,12 @@ class QuorumReducer:
         self._whole: dict[int, BatchGradients] = {}
         """The sums of tied parameters, by batch."""
         self.sent = SentBytes()
-        self._jobs: dict[Hashable, Job] = {}
+        self._jobs: dict[Hashable, SumJob] = {}
         self.first = 0
         """The first batch that this replica has a part in."""
         self.digest = NO_DIGEST
         """The last one of this rank's weights."""
-        self._copied: tuple[Result, torch.Event] | None = None
+        self._copied: tuple[RoundSum, torch.Event] | None = None
         """A sum that the device may still be reading."""
 
     @property
@@ -99,7 +99,7 @@ class QuorumReducer:
         firsts[self.agent.own.replica] = float(self.first)
         ready, digest = self._event(), self.digest
 
-        def prepare(job: Job) -> None:
+        def prepare(job: SumJob) -> None:
             job.busy_s = sum(more())
             job.contribution = Contribution(
                 self._on_host(gradients.flats, ready),
@@ -168,15 +168,15 @@ class QuorumReducer:
         self,
         batch: int,
         gradients: BatchGradients,
-        prepare: Callable[[Job], None] | None,
+        prepare: Callable[[SumJob], None] | None,
         stamp: int = 0,
     ) -> Reduction:
-        def after(result: Result) -> None:
+        def after(result: RoundSum) -> None:
             assert result.summed is not None, "what is committed was summed"
             held = set(_names(gradients, result.summed.holds))
             self._whole[batch] = self._tied.sum(gradients, result.flats, held)
 
-        job = self._jobs[batch] = Job(batch, gradients.flats, prepare, after if self._tied else None)
+        job = self._jobs[batch] = SumJob(batch, gradients.flats, prepare, after if self._tied else None)
         self.agent.add(job)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
 
@@ -199,7 +199,7 @@ class QuorumReducer:
         torch.accelerator.current_stream(self._device).synchronize()
         return found
 
-    def _use_up(self, result: Result) -> None:
+    def _use_up(self, result: RoundSum) -> None:
         """Give a sum's memory back, once the device has copied it."""
         if self._device is None:
             self.agent.give_back(result)

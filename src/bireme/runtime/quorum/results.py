@@ -10,11 +10,11 @@ from torch import Tensor
 from bireme.devices import is_accelerator
 from bireme.sync.quorum.ring import Summed
 
-__all__ = ["Buffers", "Result"]
+__all__ = ["Buffers", "RoundSum"]
 
 
 @dataclass(slots=True, eq=False)
-class Result:
+class RoundSum:
     """The sum of a batch as made in one attempt, over the replicas in `parts` if that is noted. Each of
     `num_users` gives it back once.
     """
@@ -38,15 +38,15 @@ class Buffers:
         self._free: list[Sequence[Tensor]] = []
         self._lock = threading.Lock()
 
-    def take(self, like: Sequence[Tensor]) -> Result:
+    def take(self, like: Sequence[Tensor]) -> RoundSum:
         """Memory for a sum of such flats. All calls are for flats alike."""
         with self._lock:
             if self._free:
-                return Result(self._free.pop())
+                return RoundSum(self._free.pop())
         made = [torch.empty(one.shape, dtype=one.dtype, pin_memory=self._is_pinned) for one in like]
-        return Result(made)
+        return RoundSum(made)
 
-    def give_back(self, result: Result) -> None:
+    def give_back(self, result: RoundSum) -> None:
         """One user less; after the last one the memory is used again, or given back if enough is free."""
         with self._lock:
             result.num_users -= 1

@@ -11,8 +11,8 @@ from bireme.runtime.coordinator_client import Address, Observer, coordinating
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.failures import RunFailed
 from bireme.sync.coordinator.membership import Changes
-from bireme.sync.coordinator.messages import Absence, Word
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 
 __all__ = ["Contact", "Site"]
 
@@ -50,7 +50,7 @@ class Site:
         """Whether the run has no other host."""
         return len(self.hosts) == 1
 
-    def coordinates(self, word: Word) -> bool:
+    def coordinates(self, word: CoordinatorReply) -> bool:
         """Whether a word is of the coordinator on this host."""
         return coordinating(word, self.hosts) == self.number
 
@@ -64,12 +64,12 @@ class Contact:
     """
 
     def __init__(
-        self, site: Site, observer: Observer, settings: Settings, tell: Callable[[str], None]
+        self, site: Site, observer: Observer, settings: CoordinatorSettings, tell: Callable[[str], None]
     ) -> None:
         self.observer = observer
         self._site, self._lease_s, self._tell = site, settings.lease_s, tell
         self._changes = Changes(settings.batch_size, is_quorum=settings.mode is SyncMode.QUORUM)
-        self._noted: Word | None = None
+        self._noted: CoordinatorReply | None = None
         self._is_silence_told = False
         self._looked_s = 0.0
 

@@ -16,7 +16,7 @@ from bireme.runtime.peer_sockets import called_locally, local_listener, own_addr
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.quorum.line import LineBroken, PeerLine
 
-__all__ = ["LINE", "SNAPSHOT", "SUM", "Switchboard"]
+__all__ = ["LINE", "SNAPSHOT", "SUM", "PeerConnections"]
 
 TOKEN_BYTES = 16
 GREETING = Struct(f"<{TOKEN_BYTES}sBiiq")
@@ -31,7 +31,7 @@ Answer = Callable[[socket.socket, int, int], None]
 """Answers a request: on that socket, of that kind, for that batch."""
 
 
-class Switchboard:
+class PeerConnections:
     """The connections of one rank to those of its stage in other replicas."""
 
     def __init__(self, own: RankId, answer: Answer, *, timeout_s: float) -> None:

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from bireme.runtime.coordinator_client import Address, CoordinatorClient
-from bireme.sync.coordinator.messages import RankId, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, RankId
 
-__all__ = ["Talk"]
+__all__ = ["LazyCoordinatorClient"]
 
 
-class Talk:
+class LazyCoordinatorClient:
     """The client of one rank, which calls these hosts. Its agent must have said first where it is reached.
     A rank that `is_empty` has no weights that the run could go on from.
     """
@@ -25,10 +25,10 @@ class Talk:
         self._is_closed = False
 
     @property
-    def word(self) -> Word:
+    def word(self) -> CoordinatorReply:
         """The last word."""
         if self._client is None:
-            return Word(epoch=0, number=-1)
+            return CoordinatorReply(epoch=0, number=-1)
         word = self._client.word
         return replace(word, is_dropped=True) if self._client.is_dropped else word
 

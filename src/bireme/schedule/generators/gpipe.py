@@ -9,7 +9,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["GPIPE"]
 
-PICTURE = """
+GPIPE_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0=== B1=== B2=== B3===|
 rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B0=== B1=== B2=== B3===|.  .
 rank 2: .  .  F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===|.  .  .  .
@@ -19,7 +19,7 @@ F forward   B backward   . idle   | update
 """4 stages, 4 micro-batches, 1 batch."""
 
 
-def _orders(shape: Shape) -> Orders:
+def _gpipe_orders(shape: Shape) -> Orders:
     microbatches = range(shape.num_microbatches)
     one_batch = [
         [forward(stage, k) for k in microbatches] + [backward(stage, k) for k in microbatches]
@@ -32,6 +32,6 @@ GPIPE = Schedule(
     name="gpipe",
     summary="all forwards, then all backwards; stashes every micro-batch",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=GPIPE_PICTURE,
+    orders=_gpipe_orders,
 )

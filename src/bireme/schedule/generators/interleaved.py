@@ -16,7 +16,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["INTERLEAVED"]
 
-PICTURE = """
+INTERLEAVED_PICTURE = """
 rank 0: F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|
 rank 1: .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .
 rank 2: .  .  F0 F1 F2 F3 f0 f1 f2 .  b0=== f3 b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .  .  .
@@ -36,7 +36,7 @@ def _groups(shape: Shape) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def _order(shape: Shape, rank: int) -> list[Instruction]:
+def _interleaved_order(shape: Shape, rank: int) -> list[Instruction]:
     p, v = shape.num_ranks, shape.stages_per_rank
     groups = _groups(shape)
     forwards = [forward(rank + p * c, k) for group in groups for c in range(v) for k in group]
@@ -49,8 +49,10 @@ def _order(shape: Shape, rank: int) -> list[Instruction]:
     return order
 
 
-def _orders(shape: Shape) -> Orders:
-    return every_batch([_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches)
+def _interleaved_orders(shape: Shape) -> Orders:
+    return every_batch(
+        [_interleaved_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches
+    )
 
 
 def _placement(shape: Shape) -> tuple[int, ...]:
@@ -61,8 +63,8 @@ INTERLEAVED = Schedule(
     name="interleaved",
     summary="1F1B with several stages per rank: a smaller bubble for more messages",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=INTERLEAVED_PICTURE,
+    orders=_interleaved_orders,
     placement=_placement,
     stages_per_rank=2,
 )

@@ -16,7 +16,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["ONE_F_ONE_B", "alternate", "forwards_ahead", "within_a_batch"]
 
-PICTURE = """
+ONE_F_ONE_B_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0=== .  B1=== .  B2=== .  B3===|
 rank 1: .  F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===|.  .
 rank 2: .  .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===|.  .  .  .
@@ -54,7 +54,7 @@ def alternate(shape: Shape, stage: int, num_microbatches: int) -> list[Instructi
     return order
 
 
-def _orders(shape: Shape) -> Orders:
+def _one_f_one_b_orders(shape: Shape) -> Orders:
     one_batch = [alternate(shape, stage, shape.num_microbatches) for stage in range(shape.num_stages)]
     return every_batch(one_batch, shape.num_batches)
 
@@ -63,7 +63,7 @@ ONE_F_ONE_B = Schedule(
     name="1f1b",
     summary="PipeDream-Flush: one forward, one backward; drains before each update",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=ONE_F_ONE_B_PICTURE,
+    orders=_one_f_one_b_orders,
     most_lookahead=within_a_batch,
 )

@@ -13,7 +13,7 @@ from bireme.schedule.rule import Rule
 
 __all__ = ["PIPEDREAM"]
 
-PICTURE = """
+PIPEDREAM_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0===|F4 B1===|F5 B2===|F6 B3===|F7 B4=== .  B5=== .  B6=== .  B7===|
 rank 1: .  F0 F1 F2 .  .  .  .  B0===|F3 B1===|F4 B2===|F5 B3===|F6 B4===|F7 B5=== .  B6=== .  B7===|.  .
 rank 2: .  .  F0 F1 .  .  B0===|F2 B1===|F3 B2===|F4 B3===|F5 B4===|F6 B5===|F7 B6=== .  B7===|.  .  .  .
@@ -26,6 +26,6 @@ PIPEDREAM = Schedule(
     name="pipedream",
     summary="weight stashing: updates after every micro-batch, up to one version per stage",
     rule=Rule.STASHED,
-    picture=PICTURE,
+    picture=PIPEDREAM_PICTURE,
     orders=never_drain,
 )

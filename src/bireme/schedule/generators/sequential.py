@@ -9,7 +9,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["SEQUENTIAL"]
 
-PICTURE = """
+SEQUENTIAL_PICTURE = """
 rank 0: F0 . . . . . . . . . B0=F1 . . . . . . . . . B1=F2 . . . . . . . . . B2=F3 . . . . . . . . . B3=|
 rank 1:  .F0 . . . . . . B0= . . .F1 . . . . . . B1= . . .F2 . . . . . . B2= . . .F3 . . . . . . B3=|. .
 rank 2:  . .F0 . . . B0= . . . . . .F1 . . . B1= . . . . . .F2 . . . B2= . . . . . .F3 . . . B3=|. . . .
@@ -19,7 +19,7 @@ F forward   B backward   . idle   | update
 """4 stages, 4 micro-batches, 1 batch."""
 
 
-def _orders(shape: Shape) -> Orders:
+def _sequential_orders(shape: Shape) -> Orders:
     one_batch = [
         [step for k in range(shape.num_microbatches) for step in (forward(stage, k), backward(stage, k))]
         for stage in range(shape.num_stages)
@@ -31,6 +31,6 @@ SEQUENTIAL = Schedule(
     name="sequential",
     summary="no pipelining: one micro-batch at a time",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=SEQUENTIAL_PICTURE,
+    orders=_sequential_orders,
 )

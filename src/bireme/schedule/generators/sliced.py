@@ -18,7 +18,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["SLICED"]
 
-PICTURE = """
+SLICED_PICTURE = """
 rank 0: 0a0b1a1b F2= F3= . . . . . . . . . B0===== . . B1===== . . B2===== . . B3=====|
 rank 1:  .0a0b1a1b . F2= . . . . . B0===== F3= B1===== . . B2===== . . B3=====|. . . .
 rank 2:  . .0a0b1a1b . . . B0===== F2= B1===== F3= B2===== . . B3=====|. . . . . . . .
@@ -28,7 +28,7 @@ F forward   B backward   0a 0b halves of a forward   . idle   | update
 """4 stages, 4 micro-batches, two of them sliced, 1 batch."""
 
 
-def _order(shape: Shape, stage: int) -> list[Instruction]:
+def _sliced_order(shape: Shape, stage: int) -> list[Instruction]:
     num_sliced = min(shape.num_sliced, shape.num_stages - stage)
     order: list[Instruction] = []
     for step in alternate(shape, stage, shape.num_microbatches):
@@ -40,8 +40,8 @@ def _order(shape: Shape, stage: int) -> list[Instruction]:
     return order
 
 
-def _orders(shape: Shape) -> Orders:
-    return every_batch([_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
+def _sliced_orders(shape: Shape) -> Orders:
+    return every_batch([_sliced_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
 
 
 def _check(shape: Shape) -> None:
@@ -57,8 +57,8 @@ SLICED = Schedule(
     name="1f1b-sliced",
     summary="AutoPipe's 1F1B: slices the first micro-batches, which halves the start-up",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=SLICED_PICTURE,
+    orders=_sliced_orders,
     check=_check,
     slices=True,
 )

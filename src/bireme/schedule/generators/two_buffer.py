@@ -16,7 +16,7 @@ from bireme.schedule.weave import Orders
 
 __all__ = ["TWO_BUFFER", "never_drain", "refuse_short_batches"]
 
-PICTURE = """
+TWO_BUFFER_PICTURE = """
 rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0===== F4  B1===== F5  B2===== F6  B3===== F7  B4=
 rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1===== F4  B2===== F5  B3===== F6  B4===== F7
 rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2===== F4  B3===== F5  B4===== F6  B5=====
@@ -51,7 +51,7 @@ TWO_BUFFER = Schedule(
     name="2bw",
     summary="PipeDream-2BW: no drain, two weight versions, each update one batch late",
     rule=Rule.DELAYED,
-    picture=PICTURE,
+    picture=TWO_BUFFER_PICTURE,
     orders=never_drain,
     check=refuse_short_batches,
     most_lookahead=within_a_batch,

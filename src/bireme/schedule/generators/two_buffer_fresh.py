@@ -14,7 +14,7 @@ from bireme.schedule.rule import Rule
 
 __all__ = ["TWO_BUFFER_FRESH"]
 
-PICTURE = """
+FRESH_PICTURE = """
 rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0====='F4  B1===== F5  B2===== F6  B3===== F7  B4=
 rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1====='F4  B2===== F5  B3===== F6  B4===== F7
 rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2====='F4  B3===== F5  B4===== F6  B5=====
@@ -38,7 +38,7 @@ TWO_BUFFER_FRESH = Schedule(
     name="2bw-fresh",
     summary="2BW, but each batch runs on a trial step from the gradients so far",
     rule=Rule.FRESH,
-    picture=PICTURE,
+    picture=FRESH_PICTURE,
     orders=never_drain,
     check=refuse_short_batches,
     most_lookahead=_with_one_seen,

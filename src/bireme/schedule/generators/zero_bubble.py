@@ -14,7 +14,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["ZERO_BUBBLE_H1"]
 
-PICTURE = """
+ZB_H1_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3|
 rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3|
 rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3|
@@ -24,7 +24,7 @@ F forward   I backward for the inputs   W backward for the weights   . idle   | 
 """4 stages, 4 micro-batches, 1 batch."""
 
 
-def _order(shape: Shape, stage: int) -> list[Instruction]:
+def _zb_h1_order(shape: Shape, stage: int) -> list[Instruction]:
     m = shape.num_microbatches
     ahead = min(shape.num_stages - 1 - stage, m)
     order = [forward(stage, k) for k in range(ahead)]
@@ -38,15 +38,15 @@ def _order(shape: Shape, stage: int) -> list[Instruction]:
     return order
 
 
-def _orders(shape: Shape) -> Orders:
-    return every_batch([_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
+def _zb_h1_orders(shape: Shape) -> Orders:
+    return every_batch([_zb_h1_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
 
 
 ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=ZB_H1_PICTURE,
+    orders=_zb_h1_orders,
     splits_backward=True,
 )

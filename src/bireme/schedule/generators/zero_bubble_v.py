@@ -15,7 +15,7 @@ from bireme.schedule.weave import Orders, every_batch
 
 __all__ = ["ZERO_BUBBLE_V"]
 
-PICTURE = """
+ZBV_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3|.  .
 rank 1: .  F0 F1 F2 F3 .  f0 .  f1 i0 w0 f2 i1 w1 f3 i2 w2 I0 i3 I1 W0 I2 W1 I3 W2 w3 W3|.  .
 rank 2: .  .  F0 F1 F2 f0 F3 f1 .  f2 i0 w0 f3 i1 w1 I0 i2 I1 .  i3 I2 W0 I3 W1 w2 W2 w3 W3|.
@@ -54,7 +54,7 @@ class _Rank:
         return any(self.done[way, kind] < self.num_microbatches for way in self.stages)
 
 
-def _order(shape: Shape, rank: int) -> list[Instruction]:
+def _zbv_order(shape: Shape, rank: int) -> list[Instruction]:
     p = shape.num_ranks
     me = _Rank(shape, rank)
     for _ in range(2 * (p - rank) - 1):
@@ -79,8 +79,8 @@ def _order(shape: Shape, rank: int) -> list[Instruction]:
     return me.order
 
 
-def _orders(shape: Shape) -> Orders:
-    return every_batch([_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches)
+def _zbv_orders(shape: Shape) -> Orders:
+    return every_batch([_zbv_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches)
 
 
 def _placement(shape: Shape) -> tuple[int, ...]:
@@ -99,8 +99,8 @@ ZERO_BUBBLE_V = Schedule(
     name="zbv",
     summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
     rule=Rule.SYNCHRONOUS,
-    picture=PICTURE,
-    orders=_orders,
+    picture=ZBV_PICTURE,
+    orders=_zbv_orders,
     splits_backward=True,
     placement=_placement,
     check=_check,

@@ -26,14 +26,14 @@ from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.ticks import circle, sum_of
 
-__all__ = ["Grant", "Standstill", "run_to_end"]
+__all__ = ["AverageGrant", "Standstill", "run_to_end"]
 
 TWO = 2
 """Replicas that are enough to show a circle between replicas that run alike."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class AverageGrant:
     """A group that may average the weights of a stage: for each member, by its number, the batch."""
 
     stage: int
@@ -58,7 +58,7 @@ def run_to_end(
     *,
     synchronous_sends: bool,
     num_replicas: int | None = None,
-    grants: Iterable[Grant] | None = None,
+    grants: Iterable[AverageGrant] | None = None,
 ) -> Standstill | None:
     """None where the program ends, else the ranks that wait for ever.
 
@@ -88,7 +88,7 @@ def run_to_end(
 class _Meetings:
     """Where replicas meet: who has offered which average, and whom each average waits for."""
 
-    def __init__(self, num_replicas: int, grants: Iterable[Grant] | None) -> None:
+    def __init__(self, num_replicas: int, grants: Iterable[AverageGrant] | None) -> None:
         self.num_replicas = num_replicas
         self.groups = None if grants is None else _groups(grants)
         self.offered: set[tuple[int, int, int]] = set()
@@ -115,7 +115,7 @@ class _Meetings:
         return None
 
 
-def _groups(grants: Iterable[Grant]) -> dict[tuple[int, int, int], Mapping[int, int]]:
+def _groups(grants: Iterable[AverageGrant]) -> dict[tuple[int, int, int], Mapping[int, int]]:
     return {
         (replica, grant.stage, batch): grant.members
         for grant in grants

@@ -4,11 +4,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import TERM, Commit, Grant, Member, Report, RoundAt, Samples, Source
-from bireme.sync.coordinator.rounds import Line, is_broken, is_ready, is_summed, next_grant
+from bireme.sync.coordinator.messages import (
+    TERM,
+    Commit,
+    Grant,
+    Member,
+    Report,
+    RoundAt,
+    SamplePlaces,
+    SumSource,
+)
+from bireme.sync.coordinator.rounds import RoundSequence, is_broken, is_ready, is_summed, next_grant
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.state import CoordinatorState
 from bireme.sync.coordinator.windows import num_parts_of, with_own_deals, with_trained
 
 __all__ = ["committed_rounds", "with_commit", "with_deals", "with_rounds", "with_sources"]
@@ -16,7 +25,7 @@ __all__ = ["committed_rounds", "with_commit", "with_deals", "with_rounds", "with
 Lines = list[Began | Committed]
 
 
-def with_rounds(state: State, now_s: float, lines: Lines) -> State:
+def with_rounds(state: CoordinatorState, now_s: float, lines: Lines) -> CoordinatorState:
     """With what the reports lead to in each line of rounds. One line has a round at a time: ranks that are in
     two could each wait for the other one in the other.
     """
@@ -26,7 +35,7 @@ def with_rounds(state: State, now_s: float, lines: Lines) -> State:
     return state
 
 
-def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
+def _with_line(state: CoordinatorState, number: int, now_s: float, lines: Lines) -> CoordinatorState:
     """With what follows in one line. Where a replica is about to enter, no round is granted before it has."""
     line, membership = state.lines[number], state.membership
     grant = line.grant
@@ -62,12 +71,12 @@ def _with_line(state: State, number: int, now_s: float, lines: Lines) -> State:
     return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
 
 
-def _is_of_means(state: State, line: Line) -> bool:
+def _is_of_means(state: CoordinatorState, line: RoundSequence) -> bool:
     """Whether the rounds of a line are the means over all replicas, which need every member."""
     return state.settings.mode is not SyncMode.QUORUM and line.number == len(state.lines) - 1
 
 
-def _is_in_window(state: State, reports: Iterable[Report]) -> bool:
+def _is_in_window(state: CoordinatorState, reports: Iterable[Report]) -> bool:
     """Whether all ranks of a replica are past the last mean: what they offered before it is void."""
     if state.settings.mode is SyncMode.QUORUM:
         return True
@@ -75,13 +84,13 @@ def _is_in_window(state: State, reports: Iterable[Report]) -> bool:
     return all(one.window is None or one.window.number == number for one in reports)
 
 
-def _quorum(state: State) -> int:
+def _quorum(state: CoordinatorState) -> int:
     """How many contributions suffice: at least half, for what fewer know could be lost with them."""
     num = len(state.membership.members)
     return max(state.settings.quorum or num // 2 + 1, (num + 1) // 2)
 
 
-def with_commit(state: State, grant: Grant, lines: Lines) -> State:
+def with_commit(state: CoordinatorState, grant: Grant, lines: Lines) -> CoordinatorState:
     """After a round was committed: its samples count, and those of the others wait to be dealt again."""
     line = state.lines[grant.line]
     commit = Commit(grant.line, grant.round, grant.attempt, grant.parts)
@@ -103,7 +112,7 @@ def with_commit(state: State, grant: Grant, lines: Lines) -> State:
     return with_trained(replace(state, trained=state.trained | trained), num_parts, lines)
 
 
-def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
+def _with_batch(state: CoordinatorState, grant: Grant, lines: Lines) -> CoordinatorState:
     batch, membership = grant.round, state.membership
     replicas = tuple(one.replica for one in grant.parts)
     samples = tuple(state.pool.deals.get((one, batch), ()) for one in replicas)
@@ -124,7 +133,7 @@ def _with_batch(state: State, grant: Grant, lines: Lines) -> State:
     return replace(state, pool=pool, dealing=dealing)
 
 
-def _silent(state: State, now_s: float) -> frozenset[int]:
+def _silent(state: CoordinatorState, now_s: float) -> frozenset[int]:
     """The members that may be dead: they have said nothing for longer than they would if they lived."""
     membership, since_s = state.membership, now_s - state.settings.silent_s
     return frozenset(
@@ -132,7 +141,7 @@ def _silent(state: State, now_s: float) -> frozenset[int]:
     )
 
 
-def with_deals(state: State, now_s: float) -> State:
+def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the samples of all batches that somebody wants."""
     members = state.membership.members
     if not members:
@@ -146,11 +155,11 @@ def with_deals(state: State, now_s: float) -> State:
     return with_own_deals(state, now_s)
 
 
-def _wants(state: State, replica: int) -> int:
+def _wants(state: CoordinatorState, replica: int) -> int:
     return max((one.wants for one in _reports(state, replica)), default=0)
 
 
-def with_sources(state: State) -> State:
+def with_sources(state: CoordinatorState) -> CoordinatorState:
     """With a source of each committed sum for each replica that had no part in it, and without the rounds
     that everybody has.
     """
@@ -163,7 +172,7 @@ def with_sources(state: State) -> State:
     return state if commits == state.commits else replace(state, commits=commits)
 
 
-def committed_rounds(state: State, *, donor: int | None = None) -> list[int]:
+def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> list[int]:
     """Of each line how many rounds all members have, and those that heal: all, or only those of a `donor`."""
     is_quorum = state.settings.mode is SyncMode.QUORUM  # else a snapshot says which rounds are in it
     heals = {one.replica: is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
@@ -182,7 +191,7 @@ def committed_rounds(state: State, *, donor: int | None = None) -> list[int]:
     ]
 
 
-def _sourced(state: State, commit: Commit) -> Commit:
+def _sourced(state: CoordinatorState, commit: Commit) -> Commit:
     """With sources that live for those that lack its sum."""
     parts = {one.replica for one in commit.parts}
     members = state.membership.replicas
@@ -197,14 +206,14 @@ def _sourced(state: State, commit: Commit) -> Commit:
             holders = holders or [one for one in members if one != target and _has(state, one, commit)]
             source = holders[target % len(holders)] if holders else None
         if source is not None:
-            sources.append(Source(target, source))
+            sources.append(SumSource(target, source))
     is_quorum = state.settings.mode is SyncMode.QUORUM
     late = [one for one in state.heals if one.batch <= commit.round or not is_quorum]
-    sources += [Source(one.replica, one.donor) for one in late]
+    sources += [SumSource(one.replica, one.donor) for one in late]
     return replace(commit, sources=tuple(sources))
 
 
-def _has(state: State, replica: int, commit: Commit) -> bool:
+def _has(state: CoordinatorState, replica: int, commit: Commit) -> bool:
     reports = _reports(state, replica)
     return bool(reports) and all(_at(one, commit.line).committed > commit.round for one in reports)
 
@@ -214,19 +223,19 @@ def _line(
     batch: int,
     attempt: int,
     replicas: tuple[int, ...],
-    samples: tuple[tuple[Samples, ...], ...],
+    samples: tuple[tuple[SamplePlaces, ...], ...],
     pool: Pool,
 ) -> Committed:
     return Committed(epoch, batch, attempt % TERM, replicas, samples, pool.fresh, pool.open, pool.returned)
 
 
-def _num_samples(state: State, line: Line, member: Member) -> int:
+def _num_samples(state: CoordinatorState, line: RoundSequence, member: Member) -> int:
     if state.settings.mode is SyncMode.QUORUM:
         return state.pool.count(member.replica, line.committed)
     return max((_at(one, line.number).num_samples for one in _reports(state, member.replica)), default=0)
 
 
-def _reports(state: State, replica: int) -> Iterable[Report]:
+def _reports(state: CoordinatorState, replica: int) -> Iterable[Report]:
     heard = state.membership.heard
     return [each.report for rank, each in heard.items() if rank.replica == replica]
 

@@ -20,12 +20,12 @@ from bireme.sync.coordinator.groups import next_deadline_s
 from bireme.sync.coordinator.joining import is_lost, with_beginning, with_entries, with_heals, without_lost
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership
-from bireme.sync.coordinator.messages import TERM, RankId, Report, Word
-from bireme.sync.coordinator.rounds import Line
+from bireme.sync.coordinator.messages import TERM, CoordinatorReply, RankId, Report
+from bireme.sync.coordinator.rounds import RoundSequence
 from bireme.sync.coordinator.samples import Pool
-from bireme.sync.coordinator.settings import Settings, SyncMode
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.standstill import standstill, still_until_s, with_stillness
-from bireme.sync.coordinator.state import Ended, Event, State, Step
+from bireme.sync.coordinator.state import CoordinatorState, CoordinatorStep, Ended, Event
 from bireme.sync.coordinator.windows import progress_of
 
 __all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
@@ -35,31 +35,33 @@ MOST_COMMITS = 32
 """In one word; who lacks more gets the others later."""
 
 
-def begun(settings: Settings, *, term: int = 0) -> State:
+def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
     """Nobody has come yet."""
     # The last line of those that average weights has the means over all replicas.
     num_lines = {SyncMode.GROUPS: 1, SyncMode.OUTER: settings.num_lines + 1}.get(
         settings.mode, settings.num_lines
     )
     first = settings.first if settings.mode is SyncMode.QUORUM else 0
-    return State(
+    return CoordinatorState(
         settings,
         Membership(settings.num_stages, term * TERM),
-        tuple(Line(number, committed=first, first_attempt=term * TERM) for number in range(num_lines)),
+        tuple(
+            RoundSequence(number, committed=first, first_attempt=term * TERM) for number in range(num_lines)
+        ),
         Pool(settings.fresh, settings.waiting),
         Dealing(settings.batch_size, settings.limits),
         dealt=settings.first,
     )
 
 
-def step(state: State, event: Event, now_s: float) -> Step:
+def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep:
     """What follows from an event at that time."""
     before, lines = state, list[Began | Committed]()
     if isinstance(event, Report):
         last = _last_of(state, event, now_s)
         if last is not None and replace(event, number=last.number) == last:  # it lives, and no more
             state = replace(state, membership=state.membership.with_report(event, now_s))
-            return Step(state, ((event.rank, word_for(state, event.rank)),))
+            return CoordinatorStep(state, ((event.rank, word_for(state, event.rank)),))
         if last is not None and _is_of_groups(state, event, last):
             state = replace(state, membership=state.membership.with_report(event, now_s))
             state = with_deals(with_group_of(state, event, now_s, lines), now_s)
@@ -74,14 +76,14 @@ def step(state: State, event: Event, now_s: float) -> Step:
 
 
 def _told(
-    before: State,
-    state: State,
+    before: CoordinatorState,
+    state: CoordinatorState,
     event: Event,
     now_s: float,
     lines: list[Began | Committed],
     *,
     is_of_groups: bool = False,
-) -> Step:
+) -> CoordinatorStep:
     """What has come of an event: whoever it is news for has a word. One of groups is none for everybody."""
     is_of_all = not is_of_groups and _of_all(state) != _of_all(before)
     is_news, told = is_of_all or _of_replicas(state) != _of_replicas(before), set[RankId]()
@@ -99,10 +101,10 @@ def _told(
         told.add(event.rank)
     kept = None if state.heals else tuple(committed_rounds(state))  # then it is the same for all
     words = tuple((rank, word_for(state, rank, kept)) for rank in sorted(told))
-    return Step(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
+    return CoordinatorStep(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
 
 
-def _is_lasting(before: State, state: State, lines: list[Began | Committed]) -> bool:
+def _is_lasting(before: CoordinatorState, state: CoordinatorState, lines: list[Began | Committed]) -> bool:
     """Whether lines must survive this machine, if it is the only one. Where replicas average weights the run
     then goes on from a checkpoint, which is of a mean over all replicas.
     """
@@ -111,7 +113,7 @@ def _is_lasting(before: State, state: State, lines: list[Began | Committed]) -> 
     return state.lines[-1].committed > before.lines[-1].committed
 
 
-def _is_of_groups(state: State, report: Report, last: Report) -> bool:
+def _is_of_groups(state: CoordinatorState, report: Report, last: Report) -> bool:
     """Whether a report of a member says nothing new after its `last` one but where its rank is in groups, and
     which samples it wants. That is most of what is said in `groups`, and nothing else can follow from it.
     """
@@ -123,7 +125,7 @@ def _is_of_groups(state: State, report: Report, last: Report) -> bool:
     return replace(report, number=last.number, group=last.group, wants=last.wants) == last
 
 
-def _last_of(state: State, report: Report, now_s: float) -> Report | None:
+def _last_of(state: CoordinatorState, report: Report, now_s: float) -> Report | None:
     """The report before this one, if nothing else can follow from this one than from what differs: its rank
     was heard of, and no time is over.
     """
@@ -135,7 +137,7 @@ def _last_of(state: State, report: Report, now_s: float) -> Report | None:
     return last.report if is_known and now_s < wake_s(state, state.settled_s) else None
 
 
-def is_behind(state: State, report: Report) -> bool:
+def is_behind(state: CoordinatorState, report: Report) -> bool:
     """Whether a rank has a later word of another coordinator than the one that this one took up from.
 
     If this one is not installed yet, it must start again: others may have continued without it.
@@ -147,7 +149,7 @@ def is_behind(state: State, report: Report) -> bool:
     return held is not None and held.epoch // TERM != term and held.place > state.after
 
 
-def wake_s(state: State, now_s: float) -> float:
+def wake_s(state: CoordinatorState, now_s: float) -> float:
     """The next time at which a `Tick` could change something."""
     settings = state.settings
     times = [heard.at_s + settings.lease_s for heard in state.membership.heard.values()]
@@ -164,7 +166,7 @@ def wake_s(state: State, now_s: float) -> float:
     return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
 
 
-def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) -> Word:
+def word_for(state: CoordinatorState, rank: RankId, kept: tuple[int, ...] | None = None) -> CoordinatorReply:
     """All that holds, for one rank. Whoever knows them gives the rounds whose sums it need not keep."""
     membership = state.membership
     report = membership.heard[rank].report if rank in membership.heard else None
@@ -172,7 +174,7 @@ def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) ->
     if report is not None:
         known[: len(report.rounds)] = [one.committed for one in report.rounds]
     commits = [one for one in state.commits if one.round >= known[one.line]]
-    return Word(
+    return CoordinatorReply(
         epoch=membership.epoch,
         number=state.number,
         committed=tuple(line.committed for line in state.lines),
@@ -197,7 +199,7 @@ def word_for(state: State, rank: RankId, kept: tuple[int, ...] | None = None) ->
     )
 
 
-def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> State:
+def _settled(state: CoordinatorState, now_s: float, lines: list[Began | Committed]) -> CoordinatorState:
     """The state from which nothing more follows now."""
     picture = _of_all(state), _of_replicas(state)
     while True:
@@ -218,7 +220,7 @@ def _settled(state: State, now_s: float, lines: list[Began | Committed]) -> Stat
             return state
 
 
-def _concerned(before: State, state: State) -> set[RankId]:
+def _concerned(before: CoordinatorState, state: CoordinatorState) -> set[RankId]:
     """The ranks of those replicas of which there is news. Where replicas average weights, what one of them is
     dealt and which group it is in is none for the others: each hears of it with its own next news.
     """
@@ -227,12 +229,12 @@ def _concerned(before: State, state: State) -> set[RankId]:
     return {rank for rank in heard if changed[rank.replica]}
 
 
-def _of_replicas(state: State) -> tuple[object, ...]:
+def _of_replicas(state: CoordinatorState) -> tuple[object, ...]:
     """What words tell of single replicas."""
     return state.pool, state.ends, state.group_words
 
 
-def _of_one(state: State, replica: int) -> tuple[object, ...]:
+def _of_one(state: CoordinatorState, replica: int) -> tuple[object, ...]:
     """What words tell of one replica that trains batches of its own."""
     return (
         {key: own for key, own in state.pool.deals.items() if key[0] == replica},
@@ -241,7 +243,7 @@ def _of_one(state: State, replica: int) -> tuple[object, ...]:
     )
 
 
-def _of_all(state: State) -> tuple[object, ...]:
+def _of_all(state: CoordinatorState) -> tuple[object, ...]:
     """What is news for everybody. Who has which rounds already is none in `quorum`. Where replicas average
     weights, members wait for it at the end of the run, whoever still heals.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import Limits, fair_shares
+from bireme.balance.shares import ShareLimits, fair_shares
 
 __all__ = ["Dealing"]
 
@@ -29,7 +29,7 @@ class Dealing:
     """
 
     batch_size: int
-    limits: Limits
+    limits: ShareLimits
     replicas: tuple[int, ...] = ()
     silent: frozenset[int] = frozenset()
     balance: Balance | None = None
@@ -101,8 +101,8 @@ class Dealing:
         eased = {one: slow * RECOVERY if one in replicas else slow for one, slow in self.late.items()}
         return replace(self, late={one: slow for one, slow in eased.items() if slow > 1.0}, replicas=())
 
-    def _own_limits(self, replicas: tuple[int, ...]) -> Limits:
+    def _own_limits(self, replicas: tuple[int, ...]) -> ShareLimits:
         limits = self.limits
-        return Limits(
+        return ShareLimits(
             tuple(limits.least[one] for one in replicas), tuple(limits.most[one] for one in replicas)
         )

@@ -7,16 +7,16 @@ from bireme.sync.coordinator.messages import GroupMember
 
 __all__ = [
     "Arrived",
+    "AveragingGroup",
     "Back",
     "Came",
     "Drained",
-    "Event",
     "Formed",
-    "Gone",
-    "Group",
-    "Settled",
-    "Summed",
-    "Tick",
+    "GroupEvent",
+    "GroupGone",
+    "GroupSummed",
+    "GroupTick",
+    "SettledGroup",
     "Unreached",
 ]
 
@@ -37,7 +37,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class GroupSummed:
     """A rank holds the mean of an attempt of its group."""
 
     stage: int
@@ -80,22 +80,22 @@ class Back:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class GroupGone:
     """A replica is dead, or has left."""
 
     replica: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class GroupTick:
     """Time has passed."""
 
 
-Event = Arrived | Summed | Unreached | Came | Drained | Back | Gone | Tick
+GroupEvent = Arrived | GroupSummed | Unreached | Came | Drained | Back | GroupGone | GroupTick
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AveragingGroup:
     """Replicas that average the weights of a stage; `summed` hold the mean of this attempt."""
 
     stage: int
@@ -115,11 +115,11 @@ class Group:
 class Formed:
     """All members of a group make its mean, from the weights that they kept."""
 
-    group: Group
+    group: AveragingGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledGroup:
     """All members hold the mean of their group: it counts, and they use it."""
 
-    group: Group
+    group: AveragingGroup

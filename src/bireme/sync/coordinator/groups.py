@@ -1,7 +1,8 @@
 """`groups`: which replicas average their weights, stage by stage, as they come (SDPipe).
 
-A pure state machine: `step(state, event, now_s)` gives the next state and what became of it. Each stage has a
-former of its own, and groups of different stages need not be equal. The rules that tie stages together:
+A pure state machine: `groups_step(state, event, now_s)` gives the next state and what became of it. Each
+stage has a former of its own, and groups of different stages need not be equal. The rules that tie stages
+together:
 
 * Only one stage forces a group at a time, the *owner*. Two stages could wait for each other's replicas.
 * A replica waits at its last stage with a batch before it waits with it at any other. Otherwise one stage
@@ -21,16 +22,16 @@ from dataclasses import dataclass, field, replace
 
 from bireme.sync.coordinator.group_events import (
     Arrived,
+    AveragingGroup,
     Back,
     Came,
     Drained,
-    Event,
     Formed,
-    Gone,
-    Group,
-    Settled,
-    Summed,
-    Tick,
+    GroupEvent,
+    GroupGone,
+    GroupSummed,
+    GroupTick,
+    SettledGroup,
     Unreached,
 )
 from bireme.sync.coordinator.group_former import Former
@@ -39,10 +40,10 @@ from bireme.sync.coordinator.settings import GroupSettings
 
 __all__ = [
     "GroupState",
-    "Step",
-    "begun",
+    "GroupStep",
+    "groups_begun",
+    "groups_step",
     "next_deadline_s",
-    "step",
 ]
 
 
@@ -55,7 +56,7 @@ class GroupState:
     settings: GroupSettings
     members: frozenset[int]
     formers: tuple[Former, ...]
-    open: dict[tuple[int, int], Group] = field(default_factory=dict)
+    open: dict[tuple[int, int], AveragingGroup] = field(default_factory=dict)
     """Groups whose mean does not count yet, by stage and number."""
     num_groups: int = 0
     owner: int | None = None
@@ -68,38 +69,38 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GroupStep:
     """What an event leads to."""
 
     state: GroupState
-    replies: tuple[Formed | Settled, ...] = ()
+    replies: tuple[Formed | SettledGroup, ...] = ()
 
 
-def begun(settings: GroupSettings, num_stages: int, members: Iterable[int]) -> GroupState:
+def groups_begun(settings: GroupSettings, num_stages: int, members: Iterable[int]) -> GroupState:
     """Nobody waits."""
     present = frozenset(members)
     return GroupState(settings, present, tuple(Former(present=present) for _ in range(num_stages)))
 
 
 def next_deadline_s(state: GroupState) -> float | None:
-    """When a `Tick` could change something, if nothing else happens before."""
+    """When a `GroupTick` could change something, if nothing else happens before."""
     return min((one.deadline_s for one in state.formers if one.ready and not one.is_forced), default=None)
 
 
-def step(state: GroupState, event: Event, now_s: float) -> Step:
+def groups_step(state: GroupState, event: GroupEvent, now_s: float) -> GroupStep:
     """What follows from an event. One that says nothing new changes nothing."""
-    replies: list[Formed | Settled] = []
+    replies: list[Formed | SettledGroup] = []
     match event:
         case Arrived():
             state = _arrived(state, event, now_s)
-        case Summed():
+        case GroupSummed():
             state = _summed(state, event, replies)
         case Unreached():
             state = _unreached(state, event, replies)
         case Came():
             formers = tuple(replace(one, present=one.present | {event.replica}) for one in state.formers)
             state = replace(state, members=state.members | {event.replica}, formers=formers)
-        case Gone():
+        case GroupGone():
             state = _gone(state, event.replica, replies)
         case Drained():
             former = state.formers[event.stage].drained(event.replica, state.members)
@@ -108,11 +109,11 @@ def step(state: GroupState, event: Event, now_s: float) -> Step:
             former = state.formers[event.stage]
             former = replace(former, present=former.present | ({event.replica} & state.members))
             state = _with_former(state, event.stage, former)
-        case Tick():
+        case GroupTick():
             pass
     for stage in range(len(state.formers)):
         state = _closed_if_due(state, stage, now_s, replies)
-    return Step(state, tuple(replies))
+    return GroupStep(state, tuple(replies))
 
 
 def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
@@ -150,7 +151,7 @@ def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
 
 
 def _closed_if_due(
-    state: GroupState, stage: int, now_s: float, replies: list[Formed | Settled]
+    state: GroupState, stage: int, now_s: float, replies: list[Formed | SettledGroup]
 ) -> GroupState:
     former = state.formers[stage]
     if not former.is_due(state.members & former.present, now_s):
@@ -170,34 +171,36 @@ def _formed(
     state: GroupState,
     stage: int,
     members: tuple[GroupMember, ...],
-    replies: list[Formed | Settled],
+    replies: list[Formed | SettledGroup],
     *,
     is_forced: bool,
 ) -> GroupState:
-    group = Group(stage, state.num_groups, members, is_forced=is_forced)
+    group = AveragingGroup(stage, state.num_groups, members, is_forced=is_forced)
     replies.append(Formed(group))
     state = replace(state, num_groups=state.num_groups + 1)
     return _settled_or_open(state, group, replies)
 
 
-def _settled_or_open(state: GroupState, group: Group, replies: list[Formed | Settled]) -> GroupState:
+def _settled_or_open(
+    state: GroupState, group: AveragingGroup, replies: list[Formed | SettledGroup]
+) -> GroupState:
     """A group counts once all of it hold the mean; one alone has nothing to average."""
     key = (group.stage, group.number)
     if len(group.members) > 1 and group.summed < frozenset(group.replicas):
         return replace(state, open=state.open | {key: group})
     if group.members:
-        replies.append(Settled(group))
+        replies.append(SettledGroup(group))
     return replace(state, open={one: each for one, each in state.open.items() if one != key})
 
 
-def _summed(state: GroupState, event: Summed, replies: list[Formed | Settled]) -> GroupState:
+def _summed(state: GroupState, event: GroupSummed, replies: list[Formed | SettledGroup]) -> GroupState:
     group = state.open.get((event.stage, event.number))
     if group is None or group.attempt != event.attempt or event.replica not in group.replicas:
         return state
     return _settled_or_open(state, replace(group, summed=group.summed | {event.replica}), replies)
 
 
-def _unreached(state: GroupState, event: Unreached, replies: list[Formed | Settled]) -> GroupState:
+def _unreached(state: GroupState, event: Unreached, replies: list[Formed | SettledGroup]) -> GroupState:
     group = state.open.get((event.stage, event.number))
     if group is None or group.attempt != event.attempt or event.replica not in group.replicas:
         return state
@@ -205,7 +208,10 @@ def _unreached(state: GroupState, event: Unreached, replies: list[Formed | Settl
 
 
 def _again(
-    state: GroupState, group: Group, members: tuple[GroupMember, ...], replies: list[Formed | Settled]
+    state: GroupState,
+    group: AveragingGroup,
+    members: tuple[GroupMember, ...],
+    replies: list[Formed | SettledGroup],
 ) -> GroupState:
     """The next attempt of a group."""
     group = replace(group, members=members, attempt=group.attempt + 1, summed=frozenset())
@@ -214,7 +220,7 @@ def _again(
     return _settled_or_open(state, group, replies)
 
 
-def _gone(state: GroupState, replica: int, replies: list[Formed | Settled]) -> GroupState:
+def _gone(state: GroupState, replica: int, replies: list[Formed | SettledGroup]) -> GroupState:
     if replica not in state.members:
         return state
     forced = [stage for stage, one in enumerate(state.formers) if one.is_forced]

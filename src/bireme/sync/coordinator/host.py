@@ -12,10 +12,10 @@ from bireme.sync.coordinator.coordinator import step as coordinator_step
 from bireme.sync.coordinator.joining import is_cut_off
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard
-from bireme.sync.coordinator.messages import TERM, Life, RankId, Report, Word
-from bireme.sync.coordinator.settings import Settings
-from bireme.sync.coordinator.state import Ended, Event, State, Step, Tick
-from bireme.sync.coordinator.succession import Candidate, taken_up
+from bireme.sync.coordinator.messages import TERM, CoordinatorReply, Incarnation, RankId, Report
+from bireme.sync.coordinator.settings import CoordinatorSettings
+from bireme.sync.coordinator.state import CoordinatorState, CoordinatorStep, Ended, Event, Tick
+from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
 
 __all__ = ["Host", "HostStep", "beginner", "host_step", "host_wake_s", "waiting"]
 
@@ -29,11 +29,11 @@ class Host:
     lives that have `ended`.
     """
 
-    settings: Settings
-    candidate: Candidate
-    state: State | None = None
+    settings: CoordinatorSettings
+    candidate: CoordinatorCandidate
+    state: CoordinatorState | None = None
     heard: dict[RankId, Heard] = field(default_factory=dict)
-    ended: frozenset[Life] = frozenset()
+    ended: frozenset[Incarnation] = frozenset()
     since_s: float = 0.0
 
 
@@ -44,19 +44,19 @@ class HostStep:
     """
 
     host: Host
-    words: tuple[tuple[RankId, Word], ...] = ()
+    words: tuple[tuple[RankId, CoordinatorReply], ...] = ()
     lines: tuple[Began | Committed, ...] = ()
     is_lasting: bool = True
     resigns: bool = False
 
 
-def beginner(settings: Settings, num_hosts: int, *, used: int = -1) -> Host:
+def beginner(settings: CoordinatorSettings, num_hosts: int, *, used: int = -1) -> Host:
     """The first host, where the run begins, in a term after those that it has `used` before."""
-    candidate = Candidate(0, num_hosts, used=used)
+    candidate = CoordinatorCandidate(0, num_hosts, used=used)
     return Host(settings, candidate, begun(settings, term=candidate.next_term(used)))
 
 
-def waiting(settings: Settings, candidate: Candidate) -> Host:
+def waiting(settings: CoordinatorSettings, candidate: CoordinatorCandidate) -> Host:
     """A host that coordinates only if it is called."""
     return Host(settings, candidate)
 
@@ -84,7 +84,7 @@ def host_step(host: Host, event: Event, now_s: float) -> HostStep:
     return HostStep(replace(host, state=done.state), done.words, done.lines, is_lasting)
 
 
-def _is_replaced(state: State, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
+def _is_replaced(state: CoordinatorState, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
     membership = state.membership
     if isinstance(event, Report):
         is_later = event.epoch // TERM > membership.epoch // TERM
@@ -111,7 +111,7 @@ def _gathered(host: Host, event: Event, now_s: float) -> HostStep:
     return _begun(host, taken, now_s)
 
 
-def _begun(host: Host, taken: Step, now_s: float) -> HostStep:
+def _begun(host: Host, taken: CoordinatorStep, now_s: float) -> HostStep:
     done = coordinator_step(taken.state, Tick(), now_s)
     state = done.state
     candidate = replace(host.candidate, used=state.membership.epoch // TERM)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership, heard_replicas
-from bireme.sync.coordinator.messages import Absence, Gone, Heal, Life, Member, Report
+from bireme.sync.coordinator.messages import Absence, Gone, Heal, Incarnation, Member, Report
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.state import CoordinatorState
 
 __all__ = [
     "is_cut_off",
@@ -23,7 +23,7 @@ __all__ = [
 Lines = list[Began | Committed]
 
 
-def with_beginning(state: State, now_s: float, lines: Lines) -> State:
+def with_beginning(state: CoordinatorState, now_s: float, lines: Lines) -> CoordinatorState:
     """With the first epoch, once all replicas are there; a lease after the first, once more than half are.
 
     If all its members end before anything counts there is another beginning. One that begins in the place of
@@ -52,7 +52,7 @@ def with_beginning(state: State, now_s: float, lines: Lines) -> State:
     return replace(state, membership=begun)
 
 
-def is_lost(state: State) -> bool:
+def is_lost(state: CoordinatorState) -> bool:
     """Whether rounds count, and nobody is left who has their weights."""
     membership = state.membership
     if membership.members:
@@ -60,13 +60,13 @@ def is_lost(state: State) -> bool:
     return any(one.report.is_empty for one in membership.heard.values())
 
 
-def _counts(state: State) -> bool:
+def _counts(state: CoordinatorState) -> bool:
     """Whether anything has been committed in this run."""
     first = state.settings.first if state.settings.mode is SyncMode.QUORUM else 0
     return bool(state.trained) or any(line.committed > first for line in state.lines)
 
 
-def _anew(state: State) -> State:
+def _anew(state: CoordinatorState) -> CoordinatorState:
     """As before the first epoch, but for what is known of lives."""
     settings = state.settings
     return replace(
@@ -86,14 +86,14 @@ def _anew(state: State) -> State:
     )
 
 
-def is_cut_off(state: State, now_s: float) -> bool:
+def is_cut_off(state: CoordinatorState, now_s: float) -> bool:
     """Whether so many members are out of reach that another coordinator may have taken up."""
     membership, since_s = state.membership, now_s - state.settings.lease_s
     there = [one for one in membership.members if membership.is_heard(one.own_life, since_s)]
     return bool(membership.members) and not membership.can_be(there)
 
 
-def without_lost(state: State, now_s: float) -> State:
+def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """Without members that have ended, all of whose ranks left, or that were not heard of for the lease.
 
     Where too few would be left, they stay: it may be this coordinator that is cut off.
@@ -130,7 +130,7 @@ def without_lost(state: State, now_s: float) -> State:
     )
 
 
-def with_gone(state: State, member: Member, why: Absence) -> State:
+def with_gone(state: CoordinatorState, member: Member, why: Absence) -> CoordinatorState:
     """With a member among those that are gone."""
     is_quorum = state.settings.mode is SyncMode.QUORUM
     step = state.lines[0].committed if is_quorum else state.pool.fresh // state.settings.batch_size
@@ -139,7 +139,7 @@ def with_gone(state: State, member: Member, why: Absence) -> State:
     return replace(state, gone=(*(one for one in state.gone if one.replica != member.replica), gone))
 
 
-def with_heals(state: State, now_s: float) -> State:
+def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With a donor for each replica that is there and no member, as long as both are heard of."""
     membership, settings = state.membership, state.settings
     if not membership.is_installed:
@@ -174,7 +174,7 @@ def with_heals(state: State, now_s: float) -> State:
     return state if heals == state.heals else replace(state, heals=heals, pool=pool)
 
 
-def with_entries(state: State) -> State:
+def with_entries(state: CoordinatorState) -> CoordinatorState:
     """With those who have healed as members. In `quorum` that is where a batch begins that was not dealt when
     they were found to have the sums of the others but the last one, and once they have that too: whoever
     holds it alone may die.
@@ -201,33 +201,33 @@ def with_entries(state: State) -> State:
     return _in_new_epoch(state, membership, [*membership.members, *entering]) if entering else state
 
 
-def _in_new_epoch(state: State, membership: Membership, members: list[Member]) -> State:
+def _in_new_epoch(state: CoordinatorState, membership: Membership, members: list[Member]) -> CoordinatorState:
     return replace(
         state, membership=membership.begun(members), lines=tuple(one.with_epoch() for one in state.lines)
     )
 
 
-def _as_member(membership: Membership, life: Life) -> Member:
+def _as_member(membership: Membership, life: Incarnation) -> Member:
     return Member(life.replica, life.life, tuple(one.address for one in membership.reports(life)))
 
 
-def _leaves(membership: Membership, life: Life) -> bool:
+def _leaves(membership: Membership, life: Incarnation) -> bool:
     return any(one.is_leaving for one in membership.reports(life))
 
 
-def _life_of(membership: Membership, replica: int) -> Life | None:
+def _life_of(membership: Membership, replica: int) -> Incarnation | None:
     """The newest life of a replica that is heard."""
     return max((rank.own_life for rank in membership.heard if rank.replica == replica), default=None)
 
 
-def _is_lost(state: State, heal: Heal) -> bool:
+def _is_lost(state: CoordinatorState, heal: Heal) -> bool:
     """Whether a rank that heals could not reach its donor."""
     life = _life_of(state.membership, heal.replica)
     reports = [] if life is None else state.membership.reports(life)
     return any(heal.donor in at.lost for one in reports for at in one.rounds)
 
 
-def _has_all(state: State, first: int, reports: list[Report]) -> bool:
+def _has_all(state: CoordinatorState, first: int, reports: list[Report]) -> bool:
     """Whether all rounds below `first` are committed, and a replica has the sums of all there are."""
     committed = state.lines[0].committed
     return (
@@ -235,12 +235,12 @@ def _has_all(state: State, first: int, reports: list[Report]) -> bool:
     )
 
 
-def _has_caught_up(state: State, life: Life) -> bool:
+def _has_caught_up(state: CoordinatorState, life: Incarnation) -> bool:
     """Whether all ranks of a replica have all committed rounds, but for one of each line."""
     return all(_is_close(state, one) for one in state.membership.reports(life))
 
 
-def _is_close(state: State, report: Report) -> bool:
+def _is_close(state: CoordinatorState, report: Report) -> bool:
     """Whether a rank has all committed rounds, but for one of each line."""
     return len(report.rounds) == len(state.lines) and all(
         at.committed >= line.committed - 1 for at, line in zip(report.rounds, state.lines, strict=True)

@@ -17,7 +17,7 @@ from typing import Any
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.ledger_line import in_force
-from bireme.sync.coordinator.messages import Samples
+from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.sync.coordinator.samples import united
 
 __all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
@@ -44,14 +44,14 @@ class CheckedLedger:
     samples: int = 0
     per_epoch: int = 0
     fresh: int = 0
-    open: tuple[Samples, ...] = ()
-    missing: tuple[Samples, ...] = ()
-    doubled: tuple[Samples, ...] = ()
+    open: tuple[SamplePlaces, ...] = ()
+    missing: tuple[SamplePlaces, ...] = ()
+    doubled: tuple[SamplePlaces, ...] = ()
     damaged: tuple[int, ...] = ()
     """The numbers of lines that nobody can read."""
     members: list[MembersFrom] = field(default_factory=list)
     is_of_single_replicas: bool = False
-    committed: tuple[Samples, ...] = ()
+    committed: tuple[SamplePlaces, ...] = ()
     next_batch: int | None = None
     """After all batches of the run that lines tell of, if there are any."""
 
@@ -83,7 +83,7 @@ class CheckedLedger:
             "membership": [{"batch": one.batch, "members": list(one.members)} for one in self.members],
         }
 
-    def _by_epoch(self, samples: Iterable[Samples]) -> list[Samples]:
+    def _by_epoch(self, samples: Iterable[SamplePlaces]) -> list[SamplePlaces]:
         """Cut where an epoch begins."""
         if not self.per_epoch:
             return list(samples)
@@ -92,11 +92,11 @@ class CheckedLedger:
             begin = one.begin
             while begin < one.end:
                 end = min(one.end, (begin // self.per_epoch + 1) * self.per_epoch)
-                found.append(Samples(begin, end))
+                found.append(SamplePlaces(begin, end))
                 begin = end
         return found
 
-    def _shown(self, one: Samples) -> dict[str, int]:
+    def _shown(self, one: SamplePlaces) -> dict[str, int]:
         epoch = one.begin // self.per_epoch if self.per_epoch else 0
         first = epoch * self.per_epoch
         return {"epoch": epoch, "begin": one.begin - first, "end": one.end - first}
@@ -118,7 +118,7 @@ def check_ledger(path: Path) -> CheckedLedger:
             damaged.append(number)
     found.damaged = tuple(sorted(damaged))
     known = _union(found.committed, found.open)
-    found.missing = _without((Samples(0, found.fresh),) if found.fresh else (), known)
+    found.missing = _without((SamplePlaces(0, found.fresh),) if found.fresh else (), known)
     found.doubled = _union(found.doubled, _common(found.committed, found.open))
     return found
 
@@ -130,7 +130,7 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
     if kind == "start":
         found.per_epoch = int(record["num_samples"])
         found.is_of_single_replicas = "mode" in record
-        told = _without((Samples(0, fresh),) if fresh else (), open_)
+        told = _without((SamplePlaces(0, fresh),) if fresh else (), open_)
         found.committed = _committed_at(found, batch, told)
         found.next_batch = max(batch, found.next_batch or 0)
     elif kind == "round":
@@ -148,12 +148,14 @@ def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
     found.fresh, found.open = fresh, open_
 
 
-def _committed_at(found: CheckedLedger, batch: int, told: tuple[Samples, ...]) -> tuple[Samples, ...]:
+def _committed_at(
+    found: CheckedLedger, batch: int, told: tuple[SamplePlaces, ...]
+) -> tuple[SamplePlaces, ...]:
     """What is committed where a coordinator begins before a batch, and says that it is these places."""
     if found.next_batch is None:
         return told
     # Batches that no line tells of were trained without a coordinator, in order.
-    known = (Samples(0, found.fresh),) if found.fresh else ()
+    known = (SamplePlaces(0, found.fresh),) if found.fresh else ()
     alone = _without(told, known) if batch > found.next_batch else ()
     return _common(told, _union(found.committed, alone))
 
@@ -169,9 +171,9 @@ def _note_members(found: CheckedLedger, batch: int, members: tuple[int, ...], ep
         found.members[-1] = MembersFrom(last.batch, tuple(sorted({*last.members, *members})), epoch)
 
 
-def _read(pairs: Sequence[Sequence[int]], fresh: int) -> tuple[Samples, ...]:
+def _read(pairs: Sequence[Sequence[int]], fresh: int) -> tuple[SamplePlaces, ...]:
     """Places below the first that nobody was given."""
-    found = tuple(Samples(int(begin), int(end)) for begin, end in pairs)
+    found = tuple(SamplePlaces(int(begin), int(end)) for begin, end in pairs)
     begins = [0, *(one.end for one in found)]
     if any(one.begin < begin or one.end <= one.begin for one, begin in zip(found, begins, strict=False)):
         raise ValueError(pairs)
@@ -180,12 +182,12 @@ def _read(pairs: Sequence[Sequence[int]], fresh: int) -> tuple[Samples, ...]:
     return found
 
 
-def _union(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:
+def _union(one: Sequence[SamplePlaces], other: Sequence[SamplePlaces]) -> tuple[SamplePlaces, ...]:
     """The places in either, in rising order."""
     return united((*one, *_without(other, one)))
 
 
-def _without(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:
+def _without(one: Sequence[SamplePlaces], other: Sequence[SamplePlaces]) -> tuple[SamplePlaces, ...]:
     """The places of one that are not in the other."""
     found = list(one)
     for cut in other:
@@ -194,8 +196,8 @@ def _without(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples,
             left += [
                 piece
                 for piece in (
-                    Samples(each.begin, min(each.end, cut.begin)),
-                    Samples(max(each.begin, cut.end), each.end),
+                    SamplePlaces(each.begin, min(each.end, cut.begin)),
+                    SamplePlaces(max(each.begin, cut.end), each.end),
                 )
                 if piece.begin < piece.end
             ]
@@ -203,6 +205,6 @@ def _without(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples,
     return united(sorted(set(found)))
 
 
-def _common(one: Sequence[Samples], other: Sequence[Samples]) -> tuple[Samples, ...]:
+def _common(one: Sequence[SamplePlaces], other: Sequence[SamplePlaces]) -> tuple[SamplePlaces, ...]:
     """The places in both."""
     return _without(one, _without(one, other))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.sync.coordinator.messages import TERM, Samples
+from bireme.sync.coordinator.messages import TERM, SamplePlaces
 
 __all__ = ["LEDGER", "Began", "Committed", "in_force"]
 
@@ -22,7 +22,7 @@ class Began:
     batch: int
     num_samples: int
     fresh: int
-    open: tuple[Samples, ...]
+    open: tuple[SamplePlaces, ...]
     mode: str = ""
 
     def document(self) -> dict[str, Any]:
@@ -45,9 +45,9 @@ class Committed:
     batch: int
     attempt: int
     members: tuple[int, ...]
-    samples: tuple[tuple[Samples, ...], ...]
+    samples: tuple[tuple[SamplePlaces, ...], ...]
     fresh: int
-    open: tuple[Samples, ...]
+    open: tuple[SamplePlaces, ...]
     returned: int = 0
     """Samples that came back so far because they did not count where they were dealt first."""
 
@@ -85,5 +85,5 @@ def in_force(records: Mapping[int, dict[str, Any]], last_term: int = -1) -> dict
     return found
 
 
-def _pairs(samples: tuple[Samples, ...]) -> list[list[int]]:
+def _pairs(samples: tuple[SamplePlaces, ...]) -> list[list[int]]:
     return [[one.begin, one.end] for one in samples]

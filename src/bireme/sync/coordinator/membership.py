@@ -14,9 +14,9 @@ that is known to have ended elects nobody, and so is no voter any more.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from bireme.sync.coordinator.messages import Absence, Life, Member, RankId, Report, Word
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Incarnation, Member, RankId, Report
 
-__all__ = ["Change", "Changes", "Heard", "Membership", "heard_replicas"]
+__all__ = ["Changes", "Heard", "Membership", "MembershipChange", "heard_replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Membership:
     num_stages: int
     epoch: int
     members: tuple[Member, ...] = ()
-    voters: tuple[frozenset[Life], ...] = ()
+    voters: tuple[frozenset[Incarnation], ...] = ()
     is_strict: bool = False
     is_installed: bool = False
     """Whether enough of the voters have confirmed the epoch, so that things may count in it."""
     heard: dict[RankId, Heard] = field(default_factory=dict)
     over: dict[int, int] = field(default_factory=dict)
     """Of each replica the lives below this have ended."""
-    dropped: frozenset[Life] = frozenset()
+    dropped: frozenset[Incarnation] = frozenset()
     """Lives that may go on somewhere, but are members no more."""
 
     def with_report(self, report: Report, now_s: float) -> "Membership":
@@ -52,21 +52,21 @@ class Membership:
         last = self.heard.get(rank)
         if self.is_over(rank.own_life) or (last is not None and last.report.number >= report.number):
             return self
-        found = self.with_over(Life(rank.replica, rank.life - 1))
+        found = self.with_over(Incarnation(rank.replica, rank.life - 1))
         return replace(found, heard=found.heard | {rank: Heard(report, now_s)})
 
-    def without(self, life: Life) -> "Membership":
+    def without(self, life: Incarnation) -> "Membership":
         """After a life that is not heard of any more was dropped: nothing that it says counts again."""
         heard = {rank: each for rank, each in self.heard.items() if rank.own_life != life}
         return replace(self, heard=heard, dropped=self.dropped | {life})
 
-    def with_over(self, life: Life) -> "Membership":
+    def with_over(self, life: Incarnation) -> "Membership":
         """After a life is known to have ended: it, and those before it, elect nobody."""
         if life.life < self.over.get(life.replica, 0):
             return self
         over = self.over | {life.replica: life.life + 1}
 
-        def goes_on(one: Life) -> bool:
+        def goes_on(one: Incarnation) -> bool:
             return one.life >= over.get(one.replica, 0)
 
         return replace(
@@ -76,11 +76,11 @@ class Membership:
             heard={rank: each for rank, each in self.heard.items() if goes_on(rank.own_life)},
         )
 
-    def is_over(self, life: Life) -> bool:
+    def is_over(self, life: Incarnation) -> bool:
         """Whether that life has ended, or was dropped."""
         return life in self.dropped or life.life < self.over.get(life.replica, 0)
 
-    def member(self, life: Life) -> Member | None:
+    def member(self, life: Incarnation) -> Member | None:
         """The member that is this life."""
         return next((one for one in self.members if one.own_life == life), None)
 
@@ -95,22 +95,22 @@ class Membership:
         """The members' numbers."""
         return tuple(one.replica for one in self.members)
 
-    def reports(self, life: Life) -> list[Report]:
+    def reports(self, life: Incarnation) -> list[Report]:
         """The last reports of all ranks of a life, stage by stage; none unless all have been heard."""
         found = [self.heard.get(RankId(life.replica, life.life, stage)) for stage in range(self.num_stages)]
         return [] if None in found else [one.report for one in found if one is not None]
 
-    def is_heard(self, life: Life, since_s: float) -> bool:
+    def is_heard(self, life: Incarnation, since_s: float) -> bool:
         """Whether all of its ranks have been heard since then, or have said that they will say no more."""
         ranks = [RankId(life.replica, life.life, stage) for stage in range(self.num_stages)]
         heard = [self.heard.get(rank) for rank in ranks]
         return all(one is not None and (one.at_s >= since_s or one.report.is_leaving) for one in heard)
 
-    def is_empty(self, life: Life) -> bool:
+    def is_empty(self, life: Incarnation) -> bool:
         """Whether it has no weights to begin with."""
         return any(one.is_empty for one in self.reports(life))
 
-    def confirms(self, life: Life) -> bool:
+    def confirms(self, life: Incarnation) -> bool:
         """Whether all ranks of a life know this epoch."""
         reports = self.reports(life)
         return bool(reports) and all(one.epoch == self.epoch for one in reports)
@@ -133,7 +133,7 @@ class Membership:
         ordered = tuple(sorted(members, key=lambda one: one.replica))
         return replace(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
 
-    def _are_enough(self, there: Collection[Life]) -> bool:
+    def _are_enough(self, there: Collection[Incarnation]) -> bool:
         for own in self.voters:
             num, needed = len(own & set(there)), len(own)
             if 2 * num < needed or (self.is_strict and 2 * num == needed > 0):
@@ -141,14 +141,14 @@ class Membership:
         return True
 
 
-def heard_replicas(membership: Membership, since_s: float) -> list[Life]:
+def heard_replicas(membership: Membership, since_s: float) -> list[Incarnation]:
     """All lives, members or not, of which every rank has been heard since then."""
     lives = sorted({rank.own_life for rank in membership.heard})
     return [one for one in lives if membership.is_heard(one, since_s)]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MembershipChange:
     """A replica that is gone, for the reason `why`, or that is back (None). The run had done `step` steps."""
 
     replica: int
@@ -172,26 +172,26 @@ class Changes:
         self._batch_size, self._is_quorum = batch_size, is_quorum
         self._lives: dict[int, int] = {}
         """Of each replica the life that was a member last."""
-        self._gone: set[Life] = set()
+        self._gone: set[Incarnation] = set()
 
-    def in_word(self, word: Word) -> list[Change]:
+    def in_word(self, word: CoordinatorReply) -> list[MembershipChange]:
         """The changes since the word before. A replica that has done all its batches is none, and nothing of
         an epoch that is not installed: a coordinator that is cut off begins such epochs.
         """
-        found = list[Change]()
+        found = list[MembershipChange]()
         if not word.is_installed:
             return found
         for one in word.gone:
             is_new = self._lives.get(one.replica) == one.life and one.own_life not in self._gone
             self._gone.add(one.own_life)
             if is_new and one.why is not Absence.LEFT:
-                found.append(Change(one.replica, _host(one.address), one.step, one.why))
+                found.append(MembershipChange(one.replica, _host(one.address), one.step, one.why))
         for member in word.members:
             before = self._lives.get(member.replica)
             self._lives[member.replica] = member.life
             if before is not None and before != member.life:
                 step = member.first if self._is_quorum else word.fresh // self._batch_size
-                found.append(Change(member.replica, _host(member.addresses[0]), step))
+                found.append(MembershipChange(member.replica, _host(member.addresses[0]), step))
         return found
 
 

@@ -7,14 +7,14 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.messages import Notice, Report, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, Notice, Report
 
 __all__ = ["decode", "encode"]
 
-Message = TypeVar("Message", Report, Notice, Word)
+Message = TypeVar("Message", Report, Notice, CoordinatorReply)
 
 
-def encode(message: Report | Notice | Word) -> bytes:
+def encode(message: Report | Notice | CoordinatorReply) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
     return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 

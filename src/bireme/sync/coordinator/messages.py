@@ -1,5 +1,5 @@
-"""What ranks say to the coordinator and what it answers: a `Report` and a `Word`. A launcher says a `Notice`,
-and is answered too.
+"""What ranks say to the coordinator and what it answers: a `Report` and a `CoordinatorReply`. A launcher says
+a `Notice`, and is answered too.
 
 Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
 good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
@@ -39,27 +39,27 @@ __all__ = [
     "TERM",
     "Absence",
     "Commit",
+    "CoordinatorReply",
     "Deal",
     "End",
     "Gone",
     "Grant",
     "GroupAt",
     "GroupMember",
-    "GroupWord",
+    "GroupReply",
     "Heal",
+    "Incarnation",
     "Known",
-    "Life",
     "Member",
     "Notice",
-    "Part",
     "Progress",
     "RankId",
     "Report",
     "RoundAt",
-    "Samples",
-    "Source",
+    "RoundPart",
+    "SamplePlaces",
+    "SumSource",
     "Window",
-    "Word",
 ]
 
 TERM = 1_000_000
@@ -78,13 +78,13 @@ class RankId:
     stage: int
 
     @property
-    def own_life(self) -> "Life":
+    def own_life(self) -> "Incarnation":
         """The start of the replica that it is of."""
-        return Life(self.replica, self.life)
+        return Incarnation(self.replica, self.life)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Life:
+class Incarnation:
     """One start of a replica."""
 
     replica: int
@@ -92,7 +92,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Samples:
+class SamplePlaces:
     """Samples by their places in the order of the run: from `begin` up to but without `end`.
 
     With n samples the place p is of the pass p // n over the data, as in `bireme.train.data.order`.
@@ -108,7 +108,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RoundPart:
     """What a replica contributes to a round: so many samples. The sum is weighted by them."""
 
     replica: int
@@ -200,7 +200,7 @@ class Report:
 class Notice:
     """What the launcher of a host says: these starts of its replicas are over for certain."""
 
-    ended: tuple[Life, ...]
+    ended: tuple[Incarnation, ...]
 
 
 # What the coordinator answers.
@@ -218,9 +218,9 @@ class Member:
     first: int = 0
 
     @property
-    def own_life(self) -> Life:
+    def own_life(self) -> Incarnation:
         """The start of the replica that is the member."""
-        return Life(self.replica, self.life)
+        return Incarnation(self.replica, self.life)
 
 
 class Absence(StrEnum):
@@ -247,9 +247,9 @@ class Gone:
     address: str = ""
 
     @property
-    def own_life(self) -> Life:
+    def own_life(self) -> Incarnation:
         """The start of the replica that was the member."""
-        return Life(self.replica, self.life)
+        return Incarnation(self.replica, self.life)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +263,11 @@ class Grant:
     line: int
     round: int
     attempt: int
-    parts: tuple[Part, ...]
+    parts: tuple[RoundPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SumSource:
     """A replica that has no part in a committed round gets its sum from another one, stage by stage."""
 
     target: int
@@ -281,8 +281,8 @@ class Commit:
     line: int
     round: int
     attempt: int
-    parts: tuple[Part, ...]
-    sources: tuple[Source, ...] = ()
+    parts: tuple[RoundPart, ...]
+    sources: tuple[SumSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class Deal:
 
     replica: int
     batch: int
-    samples: tuple[Samples, ...]
+    samples: tuple[SamplePlaces, ...]
 
     @property
     def num_samples(self) -> int:
@@ -347,7 +347,7 @@ class GroupMember:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWord:
+class GroupReply:
     """The group of a rank's last arrival. The members are the same, in the same order, for all of them.
 
     Everyone makes the plain mean over `members` from the kept weights, and uses it once it `is_settled`.
@@ -360,7 +360,7 @@ class GroupWord:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class CoordinatorReply:
     """All that holds, told to a rank. `number` grows with everything that changes in a term.
 
     `committed` rounds of each line count; `commits` are the first of them that the rank has not said it has.
@@ -383,7 +383,7 @@ class Word:
     kept: tuple[int, ...] = ()
     members: tuple[Member, ...] = ()
     gone: tuple[Gone, ...] = ()
-    voters: tuple[tuple[Life, ...], ...] = ()
+    voters: tuple[tuple[Incarnation, ...], ...] = ()
     is_installed: bool = False
     after: tuple[int, int] = (0, 0)
     grants: tuple[Grant, ...] = ()
@@ -391,10 +391,10 @@ class Word:
     deals: tuple[Deal, ...] = ()
     ends: tuple[End, ...] = ()
     progress: tuple[Progress, ...] = ()
-    waiting: tuple[Samples, ...] = ()
+    waiting: tuple[SamplePlaces, ...] = ()
     fresh: int = 0
     heals: tuple[Heal, ...] = ()
-    group: GroupWord | None = None
+    group: GroupReply | None = None
     standstill: str = ""
     is_dropped: bool = False
     is_lost: bool = False
@@ -411,15 +411,15 @@ class Known:
     was not installed yet.
     """
 
-    held: Word | None = None
-    offered: Word | None = None
+    held: CoordinatorReply | None = None
+    offered: CoordinatorReply | None = None
 
     @property
-    def last(self) -> Word | None:
+    def last(self) -> CoordinatorReply | None:
         """The last word."""
         return self.offered or self.held
 
-    def with_word(self, word: Word) -> "Known | None":
+    def with_word(self, word: CoordinatorReply) -> "Known | None":
         """With one more word; None if the rank must not take it.
 
         It is late, or of a coordinator that others have replaced, or of one that took up without knowing what

@@ -8,9 +8,9 @@ has not counted, and those who call wait for a group again.
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from bireme.sync.coordinator.groups import begun
-from bireme.sync.coordinator.messages import GroupMember, GroupWord, Life, Report
-from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.groups import groups_begun
+from bireme.sync.coordinator.messages import GroupMember, GroupReply, Incarnation, Report
+from bireme.sync.coordinator.state import CoordinatorState
 
 __all__ = ["with_known_groups"]
 
@@ -18,7 +18,7 @@ Reports = Mapping[tuple[int, int], Report]
 """By stage and replica."""
 
 
-def with_known_groups(state: State, callers: Collection[Life]) -> State:
+def with_known_groups(state: CoordinatorState, callers: Collection[Incarnation]) -> CoordinatorState:
     """With the groups that these replicas know of as they are now."""
     heard: dict[tuple[int, int], Report] = {
         (rank.stage, rank.replica): each.report
@@ -26,7 +26,7 @@ def with_known_groups(state: State, callers: Collection[Life]) -> State:
         if rank.own_life in callers
     }
     settings = state.settings
-    groups = begun(settings.groups, settings.num_stages, [one.replica for one in callers])
+    groups = groups_begun(settings.groups, settings.num_stages, [one.replica for one in callers])
     latest: list[dict[int, int]] = [{} for _ in groups.formers]
     words, trained = dict(state.group_words), dict(state.trained)
     for (stage, replica), report in heard.items():
@@ -46,13 +46,13 @@ def with_known_groups(state: State, callers: Collection[Life]) -> State:
     return replace(state, groups=groups, group_words=words, trained=trained)
 
 
-def _last(report: Report) -> GroupWord | None:
+def _last(report: Report) -> GroupReply | None:
     """The last group that a rank was told of."""
     last = None if report.known is None else report.known.last
     return None if last is None else last.group
 
 
-def _known(report: Report) -> GroupWord | None:
+def _known(report: Report) -> GroupReply | None:
     """The group that a rank was told of, if it is that of its last arrival."""
     group, at = _last(report), report.group
     if group is None or at is None or at.arrived is None:
@@ -60,7 +60,7 @@ def _known(report: Report) -> GroupWord | None:
     return group if GroupMember(report.rank.replica, at.arrived) in group.members else None
 
 
-def _may_count(group: GroupWord, stage: int, heard: Reports) -> bool:
+def _may_count(group: GroupReply, stage: int, heard: Reports) -> bool:
     if group.is_settled:
         return True
     return all(
@@ -68,7 +68,7 @@ def _may_count(group: GroupWord, stage: int, heard: Reports) -> bool:
     )
 
 
-def _has(report: Report, one: GroupMember, group: GroupWord) -> bool:
+def _has(report: Report, one: GroupMember, group: GroupReply) -> bool:
     """Whether a member of a group holds its mean, or has gone on with it."""
     at, known = report.group, _known(report)
     if at is None or at.arrived is None or at.arrived < one.batch:

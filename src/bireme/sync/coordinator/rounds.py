@@ -13,13 +13,13 @@ the sum of the same attempt.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from bireme.sync.coordinator.messages import Grant, Part, Report, RoundAt
+from bireme.sync.coordinator.messages import Grant, Report, RoundAt, RoundPart
 
-__all__ = ["Line", "is_broken", "is_ready", "is_summed", "next_grant"]
+__all__ = ["RoundSequence", "is_broken", "is_ready", "is_summed", "next_grant"]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RoundSequence:
     """A line of rounds: so many are `committed`, and the next one is granted or gathers contributions.
 
     `ready` are the replicas whose contributions have come, the last of them at `since_s`. Who was not heard
@@ -37,30 +37,30 @@ class Line:
     since_s: float = 0.0
     broken_s: float = 0.0
 
-    def with_ready(self, ready: Collection[int], now_s: float) -> "Line":
+    def with_ready(self, ready: Collection[int], now_s: float) -> "RoundSequence":
         """With those who are ready now."""
         found = frozenset(ready)
         return self if found == self.ready else replace(self, ready=found, since_s=now_s)
 
-    def granted(self, parts: tuple[Part, ...]) -> "Line":
+    def granted(self, parts: tuple[RoundPart, ...]) -> "RoundSequence":
         """With an attempt at the present round."""
         grant = Grant(self.number, self.committed, self.first_attempt + self.attempts, parts)
         return replace(self, grant=grant, attempts=self.attempts + 1)
 
-    def after_commit(self) -> "Line":
+    def after_commit(self) -> "RoundSequence":
         """Ready for the next round."""
         return replace(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
 
-    def with_epoch(self) -> "Line":
+    def with_epoch(self) -> "RoundSequence":
         """In another epoch: what was granted in the one before is off."""
         return replace(self, grant=None)
 
-    def broken(self, now_s: float) -> "Line":
+    def broken(self, now_s: float) -> "RoundSequence":
         """After an attempt in which a rank could not reach another."""
         return replace(self, grant=None, broken_s=now_s)
 
 
-def is_ready(line: Line, reports: Collection[Report]) -> bool:
+def is_ready(line: RoundSequence, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica have kept their contribution to the present round."""
     places = [_at(one, line.number) for one in reports]
     return bool(places) and all(one.ready == line.committed == one.committed for one in places)
@@ -79,7 +79,7 @@ def is_broken(grant: Grant, reports: Collection[Report]) -> bool:
 
 
 def next_grant(
-    line: Line,
+    line: RoundSequence,
     ready: Mapping[int, int],
     contributors: Collection[int],
     *,
@@ -87,7 +87,7 @@ def next_grant(
     grace_s: float,
     now_s: float,
     silent: Collection[int] = (),
-) -> Line:
+) -> RoundSequence:
     """The line with its present round granted, if that is due, to those `ready` with so many samples. Nobody
     waits for who is `silent`, once the quorum is ready.
     """
@@ -98,7 +98,7 @@ def next_grant(
     is_over = missing <= set(silent) or now_s >= line.since_s + grace_s
     if missing and not (len(ready) >= quorum and is_over):
         return line
-    return line.granted(tuple(Part(replica, num) for replica, num in sorted(ready.items())))
+    return line.granted(tuple(RoundPart(replica, num) for replica, num in sorted(ready.items())))
 
 
 def _at(report: Report, line: int) -> RoundAt:

@@ -8,7 +8,7 @@ and all places below `fresh` are committed, dealt or waiting.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from bireme.sync.coordinator.messages import Deal, Samples
+from bireme.sync.coordinator.messages import Deal, SamplePlaces
 
 __all__ = ["Pool", "united"]
 
@@ -20,8 +20,8 @@ class Pool:
     """
 
     fresh: int = 0
-    waiting: tuple[Samples, ...] = ()
-    deals: dict[tuple[int, int], tuple[Samples, ...]] = field(default_factory=dict)
+    waiting: tuple[SamplePlaces, ...] = ()
+    deals: dict[tuple[int, int], tuple[SamplePlaces, ...]] = field(default_factory=dict)
     returned: int = 0
 
     def with_deal(self, batch: int, counts: Mapping[int, int]) -> "Pool":
@@ -62,31 +62,31 @@ class Pool:
         return sum(one.count for one in self.waiting) + max(until - self.fresh, 0)
 
     @property
-    def open(self) -> tuple[Samples, ...]:
+    def open(self) -> tuple[SamplePlaces, ...]:
         """The places below `fresh` that are not committed."""
         return united((*self.waiting, *(one for own in self.deals.values() for one in own)))
 
-    def _taken(self, count: int) -> tuple[tuple[Samples, ...], "Pool"]:
+    def _taken(self, count: int) -> tuple[tuple[SamplePlaces, ...], "Pool"]:
         """So many samples, those that wait first, and the pool without them."""
         taken, left = [], list(self.waiting)
         while count and left:
             first = left.pop(0)
             end = min(first.end, first.begin + count)
-            taken.append(Samples(first.begin, end))
+            taken.append(SamplePlaces(first.begin, end))
             count -= end - first.begin
             if end < first.end:
-                left.insert(0, Samples(end, first.end))
+                left.insert(0, SamplePlaces(end, first.end))
         if count:
-            taken.append(Samples(self.fresh, self.fresh + count))
+            taken.append(SamplePlaces(self.fresh, self.fresh + count))
         return united(taken), replace(self, fresh=self.fresh + count, waiting=tuple(left))
 
 
-def united(samples: Iterable[Samples]) -> tuple[Samples, ...]:
+def united(samples: Iterable[SamplePlaces]) -> tuple[SamplePlaces, ...]:
     """The same places in rising order, neighbours joined. They must not overlap."""
-    found: list[Samples] = []
+    found: list[SamplePlaces] = []
     for one in sorted(samples):
         if found and found[-1].end == one.begin:
-            found[-1] = Samples(found[-1].begin, one.end)
+            found[-1] = SamplePlaces(found[-1].begin, one.end)
         else:
             found.append(one)
     return tuple(found)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bireme.balance.shares import Limits
-from bireme.sync.coordinator.messages import Samples
+from bireme.balance.shares import ShareLimits
+from bireme.sync.coordinator.messages import SamplePlaces
 
-__all__ = ["SILENT_LEASES", "GroupSettings", "Settings", "SyncMode"]
+__all__ = ["SILENT_LEASES", "CoordinatorSettings", "GroupSettings", "SyncMode"]
 
 SILENT_LEASES = 0.4
 """Leases without a report after which a replica is silent: it has missed two of the five in a lease."""
@@ -35,7 +35,7 @@ class GroupSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CoordinatorSettings:
     """A run of `num_replicas` pipelines of `num_stages` ranks.
 
     A batch has `batch_size` samples whatever the members are; `limits` are the fewest and the most that each
@@ -50,14 +50,14 @@ class Settings:
     num_replicas: int
     num_stages: int
     batch_size: int
-    limits: Limits
+    limits: ShareLimits
     lease_s: float = 10.0
     grace_s: float = 1.0
     quorum: int = 0
     num_lines: int = 1
     first: int = 0
     fresh: int = 0
-    waiting: tuple[Samples, ...] = ()
+    waiting: tuple[SamplePlaces, ...] = ()
     num_samples: int = 0
     timeout_s: float = 0.0
     groups: GroupSettings = GroupSettings()

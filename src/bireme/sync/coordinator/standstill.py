@@ -7,24 +7,24 @@ computes, writes or reads does not wait.
 
 from dataclasses import replace
 
-from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.state import CoordinatorState
 
 __all__ = ["standstill", "still_until_s", "with_stillness"]
 
 
-def with_stillness(state: State, now_s: float, *, is_news: bool) -> State:
+def with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> CoordinatorState:
     """With the time since when all wait; news starts it again."""
     if not state.settings.timeout_s or not _all_wait(state):
         return state if state.still_s is None else replace(state, still_s=None)
     return replace(state, still_s=now_s) if is_news or state.still_s is None else state
 
 
-def still_until_s(state: State) -> float | None:
+def still_until_s(state: CoordinatorState) -> float | None:
     """When it counts as a standstill, if nothing happens before."""
     return None if state.still_s is None else state.still_s + _limit_s(state)
 
 
-def standstill(state: State, now_s: float) -> str:
+def standstill(state: CoordinatorState, now_s: float) -> str:
     """The sentence that ends the run; empty as long as it need not end."""
     until_s = still_until_s(state)
     if until_s is None or now_s < until_s:
@@ -40,11 +40,11 @@ def standstill(state: State, now_s: float) -> str:
     )
 
 
-def _limit_s(state: State) -> float:
+def _limit_s(state: CoordinatorState) -> float:
     return max(state.settings.timeout_s, state.settings.lease_s)
 
 
-def _all_wait(state: State) -> bool:
+def _all_wait(state: CoordinatorState) -> bool:
     """Whether all ranks of all members wait, and none of their agents adds anything up."""
     is_open = state.groups is not None and bool(state.groups.open)
     if is_open or any(line.grant is not None for line in state.lines):

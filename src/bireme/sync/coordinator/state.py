@@ -6,13 +6,23 @@ from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.groups import GroupState
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Membership
-from bireme.sync.coordinator.messages import Commit, End, Gone, GroupWord, Heal, Life, RankId, Report, Word
+from bireme.sync.coordinator.messages import (
+    Commit,
+    CoordinatorReply,
+    End,
+    Gone,
+    GroupReply,
+    Heal,
+    Incarnation,
+    RankId,
+    Report,
+)
 from bireme.sync.coordinator.paces import Paces
-from bireme.sync.coordinator.rounds import Line
+from bireme.sync.coordinator.rounds import RoundSequence
 from bireme.sync.coordinator.samples import Pool
-from bireme.sync.coordinator.settings import Settings
+from bireme.sync.coordinator.settings import CoordinatorSettings
 
-__all__ = ["Ended", "Event", "State", "Step", "Tick"]
+__all__ = ["CoordinatorState", "CoordinatorStep", "Ended", "Event", "Tick"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +31,7 @@ class Ended:
     end the others.
     """
 
-    life: Life
+    life: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +43,16 @@ Event = Report | Ended | Tick
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CoordinatorState:
     """A coordinator. `number` is that of its last word, `heals` are of replicas that are no members yet.
 
     `dealt` is the first batch that has not been dealt, of all replicas in `quorum`, else of each. `trained`
     says of each replica and stage, or line, up to which batch its samples are in weights that others have.
     """
 
-    settings: Settings
+    settings: CoordinatorSettings
     membership: Membership
-    lines: tuple[Line, ...]
+    lines: tuple[RoundSequence, ...]
     pool: Pool
     dealing: Dealing
     number: int = 0
@@ -55,7 +65,7 @@ class State:
     trained: dict[tuple[int, int], int] = field(default_factory=dict)
     ends: tuple[End, ...] = ()
     groups: GroupState | None = None
-    group_words: dict[tuple[int, int], GroupWord] = field(default_factory=dict)
+    group_words: dict[tuple[int, int], GroupReply] = field(default_factory=dict)
     paces: Paces = field(default_factory=Paces)
     first_heard_s: float | None = None
     after: tuple[int, int] = (0, 0)
@@ -75,12 +85,12 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CoordinatorStep:
     """What an event leads to: words for ranks, and lines for the ledger, which come before the words. Lines
     that are `is_lasting` must be on the disk by then, with all before them, and not only written.
     """
 
-    state: State
-    words: tuple[tuple[RankId, Word], ...] = ()
+    state: CoordinatorState
+    words: tuple[tuple[RankId, CoordinatorReply], ...] = ()
     lines: tuple[Began | Committed, ...] = ()
     is_lasting: bool = True

@@ -24,22 +24,30 @@ from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.joining import with_gone
 from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.membership import Heard, Membership, heard_replicas
-from bireme.sync.coordinator.messages import TERM, Absence, Commit, Life, RankId, Report, Word
+from bireme.sync.coordinator.messages import (
+    TERM,
+    Absence,
+    Commit,
+    CoordinatorReply,
+    Incarnation,
+    RankId,
+    Report,
+)
 from bireme.sync.coordinator.regrouping import with_known_groups
 from bireme.sync.coordinator.rounds import is_summed
 from bireme.sync.coordinator.samples import Pool
-from bireme.sync.coordinator.settings import Settings, SyncMode
-from bireme.sync.coordinator.state import State, Step
+from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.state import CoordinatorState, CoordinatorStep
 from bireme.sync.coordinator.windows import with_own_batches
 
-__all__ = ["Candidate", "taken_up"]
+__all__ = ["CoordinatorCandidate", "taken_up"]
 
 UNKNOWN = -1
 """The attempt of a round that counts, where no caller tells of it. Who lacks its sum gets it from another."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CoordinatorCandidate:
     """A coordinator that may take up: the one with that `number` among `num_candidates`, from 0 on.
 
     `recorded` is how many batches its own ledger has, if it is the one that wrote it last. `used` is the last
@@ -57,13 +65,13 @@ class Candidate:
 
 
 def taken_up(
-    settings: Settings,
-    candidate: Candidate,
+    settings: CoordinatorSettings,
+    candidate: CoordinatorCandidate,
     heard: Mapping[RankId, Heard],
     *,
-    ended: Collection[Life] = (),
+    ended: Collection[Incarnation] = (),
     is_late: bool,
-) -> Step | None:
+) -> CoordinatorStep | None:
     """The state with which the candidate goes on, if those that it has heard are enough.
 
     It waits for all members, until it `is_late`. Lives that have `ended` elect nobody.
@@ -90,7 +98,7 @@ def taken_up(
         is_strict=recorded is None and candidate.num_candidates > 1,
         heard=dict(heard),
     )
-    for life in (*ended, *(Life(rank.replica, rank.life - 1) for rank in heard)):
+    for life in (*ended, *(Incarnation(rank.replica, rank.life - 1) for rank in heard)):
         there = there.with_over(life)
     callers = [one for one in last.members if there.reports(one.own_life)]
     if not callers or not there.can_be(callers) or not (is_late or len(callers) == len(last.members)):
@@ -131,24 +139,28 @@ def taken_up(
             # It may have samples that nobody here knows of.
             started, why = started.without(one.own_life), Absence.SILENT
         state = with_gone(state, one, why)
-    return Step(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
+    return CoordinatorStep(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
 
 
-def _fresh(settings: Settings, candidate: Candidate, heard: Mapping[RankId, Heard]) -> Step | None:
+def _fresh(
+    settings: CoordinatorSettings, candidate: CoordinatorCandidate, heard: Mapping[RankId, Heard]
+) -> CoordinatorStep | None:
     """The beginning, where the other coordinator ended before anything that a caller knows of: all replicas
     are there, in whatever life.
     """
     there = Membership(settings.num_stages, 0, heard=dict(heard))
     for rank in heard:
-        there = there.with_over(Life(rank.replica, rank.life - 1))
+        there = there.with_over(Incarnation(rank.replica, rank.life - 1))
     if len(heard_replicas(there, -inf)) < settings.num_replicas:
         return None
     state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
     membership = replace(state.membership, heard=there.heard, over=there.over, is_strict=True)
-    return Step(replace(state, membership=membership))
+    return CoordinatorStep(replace(state, membership=membership))
 
 
-def _state(settings: Settings, membership: Membership, last: Word, first_attempt: int) -> State:
+def _state(
+    settings: CoordinatorSettings, membership: Membership, last: CoordinatorReply, first_attempt: int
+) -> CoordinatorState:
     """What the last word says, as a state."""
     fresh = begun(settings)
     lines = []
@@ -167,7 +179,9 @@ def _state(settings: Settings, membership: Membership, last: Word, first_attempt
     )
 
 
-def _commits(last: Word, held: Collection[Word], reports: Collection[Report]) -> tuple[Commit, ...]:
+def _commits(
+    last: CoordinatorReply, held: Collection[CoordinatorReply], reports: Collection[Report]
+) -> tuple[Commit, ...]:
     """The rounds that count and that a caller may lack, as a word or who has taken them tells of them. In
     which attempt a round was committed does not follow from its grants: a later one may be unknown here.
     """
@@ -181,7 +195,9 @@ def _commits(last: Word, held: Collection[Word], reports: Collection[Report]) ->
     return tuple(found[key] for key in sorted(found))
 
 
-def _with_summed(state: State, callers: list[Life], lines: list[Began | Committed]) -> State:
+def _with_summed(
+    state: CoordinatorState, callers: list[Incarnation], lines: list[Began | Committed]
+) -> CoordinatorState:
     """With the rounds that may have been committed as committed, and the others not granted."""
     for line in state.lines:
         grant = line.grant

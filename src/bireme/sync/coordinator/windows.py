@@ -13,10 +13,10 @@ from math import inf
 
 from bireme.sync.coordinator.dealing import Dealing
 from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.messages import End, Progress, Report, Window, Word
+from bireme.sync.coordinator.messages import CoordinatorReply, End, Progress, Report, Window
 from bireme.sync.coordinator.samples import Pool
 from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import State
+from bireme.sync.coordinator.state import CoordinatorState
 from bireme.sync.coordinator.window_end import Trainer, done_without
 
 __all__ = ["num_parts_of", "progress_of", "with_own_batches", "with_own_deals", "with_trained"]
@@ -25,14 +25,14 @@ NO_END = Window(0, 1 << 62)
 """Of ranks that name no window."""
 
 
-def with_own_deals(state: State, now_s: float) -> State:
+def with_own_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the samples of all batches that a member wants, and the ends of windows that have none left."""
     for replica in state.membership.replicas:
         state = _with_deals_of(state, replica, now_s)
     return state
 
 
-def _with_deals_of(state: State, replica: int, now_s: float) -> State:
+def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> CoordinatorState:
     reports = [one.report for rank, one in state.membership.heard.items() if rank.replica == replica]
     wants = max((one.wants for one in reports), default=0)
     window = _window(reports)
@@ -58,7 +58,13 @@ def _with_deals_of(state: State, replica: int, now_s: float) -> State:
 
 
 def _would_end_last(
-    state: State, dealing: Dealing, replica: int, batch: int, window: Window, left: int, now_s: float
+    state: CoordinatorState,
+    dealing: Dealing,
+    replica: int,
+    batch: int,
+    window: Window,
+    left: int,
+    now_s: float,
 ) -> bool:
     """Whether a replica would end that batch after the others have trained all that is left. Each has a batch
     of each window, so that it is known how long it takes.
@@ -78,7 +84,9 @@ def _would_end_last(
     return done_without(others, left, end_s) < end_s
 
 
-def _trainer(state: State, dealing: Dealing, replica: int, dealt: int, now_s: float) -> Trainer | None:
+def _trainer(
+    state: CoordinatorState, dealing: Dealing, replica: int, dealt: int, now_s: float
+) -> Trainer | None:
     """A replica to which the batches below `dealt` were dealt, as its last stage was seen to come to groups;
     None if it is not known how long it takes.
     """
@@ -100,7 +108,7 @@ def _window(reports: list[Report]) -> Window:
     return max(found, key=lambda one: (one.number, one.until), default=NO_END)
 
 
-def _until(state: State, window: Window) -> int:
+def _until(state: CoordinatorState, window: Window) -> int:
     """The place at which a window ends: where it has ended for somebody, or after this batch of the run if
     somebody has asked for its end.
     """
@@ -113,7 +121,7 @@ def _until(state: State, window: Window) -> int:
     return min(window.until, -(-state.pool.fresh // batch_size) * batch_size)
 
 
-def _count(state: State, replica: int, share: int, left: int) -> int:
+def _count(state: CoordinatorState, replica: int, share: int, left: int) -> int:
     """How many samples a batch has, of those that are left: so that no rest is too small for a batch."""
     limits = state.settings.limits
     least, most = limits.least[replica], limits.most[replica]
@@ -124,13 +132,13 @@ def _count(state: State, replica: int, share: int, left: int) -> int:
     return left if left <= most else max(left - least, least)
 
 
-def num_parts_of(state: State) -> int:
+def num_parts_of(state: CoordinatorState) -> int:
     """Of how many parts of the model it is known whether others have a replica's samples in their weights."""
     is_outer = state.settings.mode is SyncMode.OUTER
     return len(state.lines) - 1 if is_outer else state.settings.num_stages
 
 
-def progress_of(state: State) -> tuple[Progress, ...]:
+def progress_of(state: CoordinatorState) -> tuple[Progress, ...]:
     """Where each member is, for a coordinator that may take up after this one."""
     if not state.settings.averages:
         return ()
@@ -145,7 +153,9 @@ def progress_of(state: State) -> tuple[Progress, ...]:
     )
 
 
-def with_own_batches(state: State, last: Word, newest: Word, replicas: Collection[int]) -> State:
+def with_own_batches(
+    state: CoordinatorState, last: CoordinatorReply, newest: CoordinatorReply, replicas: Collection[int]
+) -> CoordinatorState:
     """With what was dealt to these replicas, and who heals from them, by the `newest` word that is known, and
     what counted by the `last` one of an epoch in which anything may count.
     """
@@ -168,7 +178,7 @@ def with_own_batches(state: State, last: Word, newest: Word, replicas: Collectio
     )
 
 
-def with_trained(state: State, num_parts: int, lines: list[Began | Committed]) -> State:
+def with_trained(state: CoordinatorState, num_parts: int, lines: list[Began | Committed]) -> CoordinatorState:
     """With the samples of each replica that count, as `trained` says of each of so many parts."""
     pool = state.pool
     for replica, batch in sorted(state.pool.deals):

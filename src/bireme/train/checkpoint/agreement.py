@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bireme.runtime import stores
 from bireme.train.checkpoint.manifest import FileEntry
 
-__all__ = ["Agreement", "NoWordError", "Opening", "Report", "Store", "Verdict"]
+__all__ = ["CheckpointAgreement", "CheckpointVerdict", "NoWordError", "Opening", "PartReport", "Store"]
 
 POLL_S = 0.02
 
@@ -48,7 +48,7 @@ class Opening(_Message):
     error: str | None = None
 
 
-class Report(_Message):
+class PartReport(_Message):
     """Result of one rank's part: its file, written and read back, or an error."""
 
     rank: int
@@ -58,7 +58,7 @@ class Report(_Message):
     error: str | None = None
 
 
-class Verdict(_Message):
+class CheckpointVerdict(_Message):
     """Whether the draft became a checkpoint, with its bytes, or why not."""
 
     num_bytes: int = 0
@@ -72,7 +72,7 @@ class NoWordError(Exception):
 Message = TypeVar("Message", bound=_Message)
 
 
-class Agreement:
+class CheckpointAgreement:
     """What ranks tell each other about checkpoints, each message once; one store is for one writer a rank.
 
     `timeout_s` is how long one waits for another, unless `give_up` was called.
@@ -100,36 +100,36 @@ class Agreement:
         """How rank 0 opened the folder."""
         return self._hear("open", Opening, "rank 0 did not open the folder", self.timeout_s)
 
-    def report(self, name: str, report: Report) -> None:
+    def report(self, name: str, report: PartReport) -> None:
         """Tell rank 0 of this rank's part of the checkpoint `name`."""
         self._tell(f"{name}/{self.rank}", report)
 
-    def reports(self, name: str) -> list[Report | str]:
+    def reports(self, name: str) -> list[PartReport | str]:
         """The reports of the other ranks, in order, or a sentence on which rank sent none."""
         began_s = time.monotonic()
-        found: list[Report | str] = []
+        found: list[PartReport | str] = []
         for rank in range(1, self.num_ranks):
             try:
                 what = f"rank {rank} did not report its part"
-                found.append(self._hear(f"{name}/{rank}", Report, what, self.timeout_s, began_s))
+                found.append(self._hear(f"{name}/{rank}", PartReport, what, self.timeout_s, began_s))
             except NoWordError as error:
                 found.append(f"{str(error)[0].upper()}{str(error)[1:]}.")
-        if all(isinstance(report, Report) for report in found):
+        if all(isinstance(report, PartReport) for report in found):
             self._forget(self._old)
             self._old.clear()
         return found
 
-    def judge(self, name: str, verdict: Verdict) -> None:
+    def judge(self, name: str, verdict: CheckpointVerdict) -> None:
         """Tell the others what became of the checkpoint `name`. Only for rank 0, with all reports heard."""
         self._tell(f"{name}/verdict", verdict)
         self._forget([f"{name}/{rank}" for rank in range(1, self.num_ranks)])
         self._old.append(f"{name}/verdict")
 
-    def verdict(self, name: str) -> Verdict:
+    def verdict(self, name: str) -> CheckpointVerdict:
         """What became of the checkpoint `name`."""
         # Rank 0 itself waits this long for the slowest report, and may have begun later.
         what = "rank 0 did not report the result"
-        return self._hear(f"{name}/verdict", Verdict, what, 2 * self.timeout_s)
+        return self._hear(f"{name}/verdict", CheckpointVerdict, what, 2 * self.timeout_s)
 
     def _tell(self, key: str, message: _Message) -> None:
         try:

@@ -13,7 +13,7 @@ import torch
 import bireme
 from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint.agreement import Report
+from bireme.train.checkpoint.agreement import PartReport
 from bireme.train.checkpoint.checkpoint import find_checkpoints, open_checkpoint, step_folder, step_of
 from bireme.train.checkpoint.folder import retire
 from bireme.train.checkpoint.manifest import (
@@ -26,11 +26,11 @@ from bireme.train.checkpoint.manifest import (
     write_new,
 )
 
-__all__ = ["Draft", "delete_old", "keepable", "publish", "refuse_foreign"]
+__all__ = ["CheckpointDraft", "delete_old", "keepable", "publish", "refuse_foreign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class CheckpointDraft:
     """A checkpoint on its way. `name` is its own among all of a run's, failed ones too; `record` is the
     content of the record of the run's files, of which it has a copy.
     """
@@ -59,7 +59,9 @@ def refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[P
         )
 
 
-def publish(draft: Draft, reports: Sequence[Report], folder: Path, damaged: Collection[Path]) -> Manifest:
+def publish(
+    draft: CheckpointDraft, reports: Sequence[PartReport], folder: Path, damaged: Collection[Path]
+) -> Manifest:
     """Make a checkpoint in `folder` of a draft whose parts were all written; its manifest.
 
     One of the same step is in the way, unless it is among the `damaged`. If anything fails, there is none.
@@ -118,7 +120,7 @@ def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path
             retire(path)
 
 
-def _manifest(draft: Draft, files: list[FileEntry]) -> Manifest:
+def _manifest(draft: CheckpointDraft, files: list[FileEntry]) -> Manifest:
     record = None
     if draft.record is not None:
         record = RecordEntry(num_bytes=len(draft.record), sha256=hashlib.sha256(draft.record).hexdigest())
@@ -139,7 +141,7 @@ def _manifest(draft: Draft, files: list[FileEntry]) -> Manifest:
     )
 
 
-def _matching_files(draft: Draft, reports: Sequence[Report]) -> list[FileEntry]:
+def _matching_files(draft: CheckpointDraft, reports: Sequence[PartReport]) -> list[FileEntry]:
     """The files of all ranks, which must be of one moment, lie in the draft, and hold every name once."""
     files = [report.file for report in reports if report.file is not None]
     for report, file in zip(reports, files, strict=True):

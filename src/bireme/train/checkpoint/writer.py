@@ -20,12 +20,19 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint.agreement import Agreement, NoWordError, Opening, Report, Store, Verdict
+from bireme.train.checkpoint.agreement import (
+    CheckpointAgreement,
+    CheckpointVerdict,
+    NoWordError,
+    Opening,
+    PartReport,
+    Store,
+)
 from bireme.train.checkpoint.checkpoint import Checkpoint, step_folder
 from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved, CheckpointWarning
 from bireme.train.checkpoint.folder import Hold, draft_folder, remove_leftovers, wait_for_token
 from bireme.train.checkpoint.manifest import CheckpointMeta, FileEntry, plain_extra
-from bireme.train.checkpoint.publish import Draft, delete_old, keepable, publish, refuse_foreign
+from bireme.train.checkpoint.publish import CheckpointDraft, delete_old, keepable, publish, refuse_foreign
 from bireme.train.checkpoint.shard import write_shard
 
 __all__ = ["CheckpointWriter"]
@@ -72,7 +79,7 @@ class CheckpointWriter:
         self.rank = rank
         self.keep = keep
         self._on_event, self._record = on_event, record
-        self._agreement = Agreement(store, rank, num_ranks, timeout_s=timeout_s)
+        self._agreement = CheckpointAgreement(store, rank, num_ranks, timeout_s=timeout_s)
         self._damaged = () if resumed_from is None else resumed_from.passed_over
         self._good: list[int] = []
         """Steps of the newest checkpoints that this run knows to be whole, rising; no more than kept."""
@@ -128,7 +135,7 @@ class CheckpointWriter:
         attempt = self._num_attempts[step] = self._num_attempts.get(step, 0) + 1
         name = f"{step}-{attempt}"
         path = draft_folder(self.folder, f"{name}-{self._token}")
-        draft = Draft(step, snapshot.clip_scale, name, path, meta, self._record)
+        draft = CheckpointDraft(step, snapshot.clip_scale, name, path, meta, self._record)
         self._tensors = snapshot.tensors
         stall_s = copied_s + time.monotonic() - called_s
         self._start(lambda: self._work(draft, stall_s), "checkpoint")
@@ -217,7 +224,7 @@ class CheckpointWriter:
         except BaseException as error:
             self._event_error = error
 
-    def _work(self, draft: Draft, stall_s: float) -> None:
+    def _work(self, draft: CheckpointDraft, stall_s: float) -> None:
         try:
             began_s = time.monotonic()
             verdict = self._agree(draft, self._write_own(draft))
@@ -236,19 +243,19 @@ class CheckpointWriter:
         except BaseException as error:
             self._event_error = error
 
-    def _write_own(self, draft: Draft) -> Report:
+    def _write_own(self, draft: CheckpointDraft) -> PartReport:
         """Write and verify this rank's part. Whatever goes wrong is in the report, for all to know."""
         path = draft.folder / f"rank-{self.rank:04d}.safetensors"
         if not math.isfinite(draft.clip_scale):
             self._tensors = {}
             why = f"Rank {self.rank} clips by {draft.clip_scale}, which is nothing to go on from."
-            return Report(rank=self.rank, step=draft.step, error=why)
+            return PartReport(rank=self.rank, step=draft.step, error=why)
         try:
             entry = self._write_verified(path)
         except Exception as error:
             why = f"Rank {self.rank} could not write {path}: {_reason(error)}."
-            return Report(rank=self.rank, step=draft.step, error=why)
-        return Report(rank=self.rank, step=draft.step, clip_scale=draft.clip_scale, file=entry)
+            return PartReport(rank=self.rank, step=draft.step, error=why)
+        return PartReport(rank=self.rank, step=draft.step, clip_scale=draft.clip_scale, file=entry)
 
     def _write_verified(self, path: Path) -> FileEntry:
         tensors, self._tensors = self._tensors, {}
@@ -263,7 +270,7 @@ class CheckpointWriter:
             )
         return entry
 
-    def _agree(self, draft: Draft, own: Report) -> Verdict | None:
+    def _agree(self, draft: CheckpointDraft, own: PartReport) -> CheckpointVerdict | None:
         """What became of a draft, for all ranks the same; None, and a warning, where there is no word."""
         if self.rank == 0:
             verdict = self._judge(draft, own)
@@ -278,20 +285,20 @@ class CheckpointWriter:
             self._on_event(CheckpointWarning(draft.step, f"{known}: {error}."))
             return None
 
-    def _judge(self, draft: Draft, own: Report) -> Verdict:
+    def _judge(self, draft: CheckpointDraft, own: PartReport) -> CheckpointVerdict:
         """Make a checkpoint of the draft if all parts are there."""
         others = self._agreement.reports(draft.name)
-        reports = [own, *(report for report in others if isinstance(report, Report))]
+        reports = [own, *(report for report in others if isinstance(report, PartReport))]
         errors = [report.error for report in reports if report.error is not None]
         errors += [sentence for sentence in others if isinstance(sentence, str)]
         if errors:
-            return Verdict(error=" ".join(errors))
+            return CheckpointVerdict(error=" ".join(errors))
         try:
             manifest = publish(draft, reports, self.folder, self._damaged)
         except Exception as error:
             where = step_folder(self.folder, draft.step)
-            return Verdict(error=f"{where} could not be completed: {_reason(error)}.")
-        return Verdict(num_bytes=manifest.num_bytes)
+            return CheckpointVerdict(error=f"{where} could not be completed: {_reason(error)}.")
+        return CheckpointVerdict(num_bytes=manifest.num_bytes)
 
     def _delete_old(self, step: int) -> None:
         try:

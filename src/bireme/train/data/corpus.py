@@ -32,7 +32,7 @@ __all__ = ["Progress", "tokenised"]
 Progress = Callable[[float, str], None]
 """Is told what part is done, from 0 to 1, and what is being done."""
 
-FORMAT = 2
+CORPUS_FORMAT = 2
 
 MOST_NAMED = 3
 """Files or rows without text that are named in a warning."""
@@ -43,7 +43,7 @@ class _Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: int = Field(ge=FORMAT, le=FORMAT)
+    format: int = Field(ge=CORPUS_FORMAT, le=CORPUS_FORMAT)
     dtype: str
     num_tokens: int = Field(ge=1)
     num_documents: int = Field(ge=1)
@@ -90,7 +90,7 @@ def _quietly(done: float, what: str) -> None:
 
 
 def _folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
-    words = f"{FORMAT} {encoding_identity(source, tokenizer)}"
+    words = f"{CORPUS_FORMAT} {encoding_identity(source, tokenizer)}"
     return cache_folder() / "tokens" / sha256(words.encode()).hexdigest()[:24]
 
 
@@ -142,7 +142,7 @@ def _write(
     write_chunks_atomically(folder / TOKENS, writer.chunks(documents, skipped))
     write_bytes_atomically(folder / ENDS, writer.ends.tobytes())
     record = _Record(
-        format=FORMAT,
+        format=CORPUS_FORMAT,
         dtype=dtype,
         num_tokens=writer.num_tokens,
         num_documents=len(writer.ends),

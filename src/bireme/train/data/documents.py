@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train.data.packing import Pieces, Places, best_fit, cut_off
+from bireme.train.data.packing import DocumentPieces, Places, best_fit, cut_off
 from bireme.train.data.samples import Batch, Split, check_fraction, check_ids, document_end_near, only
 from bireme.train.data.tokenizer import Ids
 from bireme.train.data.tokens import IGNORED, Tokens
@@ -29,7 +29,7 @@ class DocumentSamples:
 
     tokens: Tokens
     length: int
-    pieces: Pieces
+    pieces: DocumentPieces
     padding: int
     is_shared: bool
     vocabulary: int | None = None

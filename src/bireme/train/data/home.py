@@ -15,13 +15,13 @@ from bireme.train.data.order import Numbers, Order
 from bireme.train.data.placing import Placing, Stock
 from bireme.train.data.samples import Batch, Samples
 
-__all__ = ["ELSEWHERE", "HomeOrder", "HomeSamples"]
+__all__ = ["ELSEWHERE", "ReadableOrder", "ReadableSamples"]
 
 ELSEWHERE = -1
 """The number of a private sample of another server. Those of the own server come below it."""
 
 
-class HomeSamples:
+class ReadableSamples:
     """Public samples by their numbers, and the own server's below `ELSEWHERE`.
 
     `server` is its name. What goes wrong with a private sample is told on the server alone, for a message may
@@ -85,7 +85,7 @@ class HomeSamples:
             ) from None
 
 
-class HomeOrder:
+class ReadableOrder:
     """The order of a run's samples as the ranks of one server know it; a `SampleOrder`.
 
     `owners` has the owner of each replica by its place in the stock, None where a replica takes public

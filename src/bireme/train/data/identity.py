@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bireme.train.data.mixture import MixedSamples
-from bireme.train.data.samples import PackedSamples, Part, Samples
+from bireme.train.data.samples import PackedSamples, SampleRange, Samples
 from bireme.train.data.stream import StreamSamples
 
 __all__ = ["is_repeatable", "samples_digest"]
@@ -29,7 +29,7 @@ def samples_digest(samples: Samples) -> str:
         case PackedSamples():
             place = f"{samples.length} {samples.begin} {samples.end}"
             return sha256(f"{place} {samples.tokens.digest()}".encode()).hexdigest()
-        case Part():
+        case SampleRange():
             part = f"{samples.begin} {samples.end} {samples_digest(samples.samples)}"
             return sha256(part.encode()).hexdigest()
         case MixedSamples():

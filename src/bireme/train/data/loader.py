@@ -18,7 +18,7 @@ from bireme.train.data.order import SampleOrder
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.workers import Made, Task, Workers, made
 
-__all__ = ["Batches", "Loader"]
+__all__ = ["Loader", "WholeBatches"]
 
 Given = TypeVar("Given")
 """What a loader gives for each batch."""
@@ -152,7 +152,7 @@ class Loader(Generic[Given]):
             yield Task(number, chosen, seed, self._wanted(number))
 
 
-class Batches(Loader[Batch]):
+class WholeBatches(Loader[Batch]):
     """Whole batches: dicts of tensors."""
 
     def _given(self, done: Made) -> Batch:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Packing", "Pieces", "Places", "best_fit", "cut_off"]
+__all__ = ["DocumentPieces", "Packing", "Places", "best_fit", "cut_off"]
 
 Packing = Literal["stream", "documents", "none"]
 """How documents become samples: one after the other without a gap, several in each, one in each."""
@@ -19,7 +19,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class DocumentPieces:
     """Pieces of documents, each from the token `begins` up to but without `ends`, sample after sample.
 
     `sample_ends[s]` is the number of pieces up to and with the last one of sample s.
@@ -39,12 +39,12 @@ class Pieces:
         return list(zip(self.begins[first:last].tolist(), self.ends[first:last].tolist(), strict=True))
 
 
-def cut_off(begins: Places, ends: Places, length: int) -> Pieces:
+def cut_off(begins: Places, ends: Places, length: int) -> DocumentPieces:
     """A sample for each document; what is longer than `length` is cut off."""
-    return Pieces(begins, np.minimum(ends, begins + length), np.arange(1, len(ends) + 1))
+    return DocumentPieces(begins, np.minimum(ends, begins + length), np.arange(1, len(ends) + 1))
 
 
-def best_fit(begins: Places, ends: Places, length: int) -> Pieces:
+def best_fit(begins: Places, ends: Places, length: int) -> DocumentPieces:
     """Samples of at most `length` tokens, in each as many whole documents as fit.
 
     The longest piece comes first, and each goes where it leaves the least room. Pieces of one length are
@@ -58,7 +58,7 @@ def best_fit(begins: Places, ends: Places, length: int) -> Pieces:
     piece_ends = np.minimum(piece_begins + length, ends[of])
     bins = _bins(piece_ends - piece_begins, length)
     order = np.argsort(bins, kind="stable")
-    return Pieces(piece_begins[order], piece_ends[order], np.cumsum(np.bincount(bins)))
+    return DocumentPieces(piece_begins[order], piece_ends[order], np.cumsum(np.bincount(bins)))
 
 
 def _bins(sizes: Places, length: int) -> Places:

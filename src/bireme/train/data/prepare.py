@@ -22,7 +22,7 @@ from bireme.train.data.packing import Packing
 from bireme.train.data.samples import Samples, Split, split_samples, split_tokens
 from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import Source, open_source
-from bireme.train.data.stream import Held, StreamCut, StreamSamples, held_apart
+from bireme.train.data.stream import HeldRows, StreamCut, StreamSamples, held_apart
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from bireme.train.data.tokens import Tokens
@@ -277,7 +277,7 @@ class _Maker:
             return OwnSamples(made.data.origin, self._held(made.data, made.packing).samples)
         return self.split(made, 0.0, least=0).training
 
-    def _held(self, rows: SavedRows, packing: Packing) -> Held:
+    def _held(self, rows: SavedRows, packing: Packing) -> HeldRows:
         return held_apart(rows, self.tokenizer, self._stream_cut(packing), self.request.evaluation_samples)
 
     def _stream(self, rows: SavedRows, packing: Packing, num_apart: int) -> StreamSamples:

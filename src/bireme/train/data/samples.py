@@ -20,7 +20,7 @@ from bireme.train.data.tokens import IGNORED, Tokens
 __all__ = [
     "Batch",
     "PackedSamples",
-    "Part",
+    "SampleRange",
     "Samples",
     "Split",
     "check_fraction",
@@ -143,7 +143,7 @@ def check_ids(ids: NDArray[np.int64], numbers: Sequence[int], vocabulary: int | 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampleRange:
     """The samples `begin` up to but without `end` of others, numbered from 0."""
 
     samples: Samples
@@ -253,7 +253,7 @@ def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split
             "more, or 0 for the fraction."
         )
     cut = len(samples) - num_apart
-    return Split(Part(samples, 0, cut), Part(samples, cut, len(samples)))
+    return Split(SampleRange(samples, 0, cut), SampleRange(samples, cut, len(samples)))
 
 
 def check_fraction(fraction: float) -> None:

@@ -22,7 +22,7 @@ from bireme.train.data.samples import Batch, check_ids, only
 from bireme.train.data.saved_rows import Row, SavedRows
 from bireme.train.data.tokenizer import Ids, Tokenizer
 
-__all__ = ["Held", "StreamCut", "StreamSamples", "held_apart"]
+__all__ = ["HeldRows", "StreamCut", "StreamSamples", "held_apart"]
 
 NUM_SAMPLES = 1 << 40
 """What a stream says that it has: more than any run reads."""
@@ -187,14 +187,14 @@ def documents_of(rows: SavedRows, tokenizer: Tokenizer | None) -> Iterator[Ids]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldRows:
     """Samples of the first `num_rows` rows of a stream."""
 
     samples: Batch
     num_rows: int
 
 
-def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num_samples: int) -> Held:
+def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num_samples: int) -> HeldRows:
     """The first rows of a stream that make so many samples, to evaluate with."""
     stream = iter(rows.rows())
     held: list[Row] = []
@@ -203,7 +203,7 @@ def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num
         held += chunk
         samples = list(cut.samples(documents_of(apart, tokenizer)))
         if len(samples) >= num_samples:
-            return Held(cut.stacked(samples), len(held))
+            return HeldRows(cut.stacked(samples), len(held))
     raise BiremeError(
         f"{rows.origin} has {len(held)} rows, too few to hold out {num_samples} samples for evaluation. "
         "Give another source in data.evaluation_source, or set data.evaluation_fraction to 0."

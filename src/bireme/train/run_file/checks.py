@@ -6,18 +6,12 @@ It may assume that every key is right by itself. It must not look at files, devi
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
+from bireme.train.run_file.balance import Balancing
+from bireme.train.run_file.links import LinksTable
 from bireme.train.run_file.memory_checks import check_memory
-from bireme.train.run_file.tables import (
-    Balancing,
-    Links,
-    Lora,
-    Machines,
-    Model,
-    Planning,
-    Sync,
-    Tables,
-    Training,
-)
+from bireme.train.run_file.planning import Planning
+from bireme.train.run_file.tables import ClusterTable, Lora, Model, Sync, Tables
+from bireme.train.run_file.training import Training
 
 __all__ = ["check_together"]
 
@@ -298,7 +292,7 @@ def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> N
         )
 
 
-def _check_links(links: Links) -> None:
+def _check_links(links: LinksTable) -> None:
     parts = links.schedule
     if parts.first_fraction + parts.last_fraction > 1:
         raise BiremeError(
@@ -316,7 +310,7 @@ def _check_links(links: Links) -> None:
             raise BiremeError(f"links.borders, border {one.border}: {error}") from None
 
 
-def _check_machines(cluster: Machines, plan: Planning) -> None:
+def _check_machines(cluster: ClusterTable, plan: Planning) -> None:
     if cluster.backend == "nccl" and cluster.device == "cpu":
         raise BiremeError(
             'cluster.backend is "nccl", which joins only GPUs, but cluster.device is "cpu". Use "gloo" or '

@@ -8,7 +8,7 @@ from bireme.codec.border import BorderCodecs
 from bireme.codec.description import parse_codec
 from bireme.train.run_file.table import Share, Table, parsed
 
-__all__ = ["AUTO", "BorderLinks", "LinkSchedule", "Links"]
+__all__ = ["AUTO", "BorderLinks", "LinkSchedule", "LinksTable"]
 
 AUTO = "auto"
 
@@ -77,7 +77,7 @@ class LinkSchedule(Table):
     )
 
 
-class Links(Table):
+class LinksTable(Table):
     """`[links]`."""
 
     codec: CodecOrAuto | None = Field(

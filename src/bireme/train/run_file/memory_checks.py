@@ -3,7 +3,9 @@
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.rule import Rule
-from bireme.train.run_file.tables import Memory, Planning, Tables
+from bireme.train.run_file.memory import Memory
+from bireme.train.run_file.planning import Planning
+from bireme.train.run_file.tables import Tables
 
 __all__ = ["check_memory"]
 

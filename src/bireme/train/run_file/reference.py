@@ -7,7 +7,7 @@ from bireme.train.run_file.text import toml_value
 
 __all__ = ["reference_markdown"]
 
-BEGINNING = """\
+REFERENCE_BEGINNING = """\
 # The run file
 
 <!-- Made by bireme.train.run_file.reference_markdown(), not by hand. -->
@@ -59,7 +59,7 @@ that folder, wherever it is moved.
 
 def reference_markdown() -> str:
     """All of `docs/run-file.md`."""
-    lines = [BEGINNING]
+    lines = [REFERENCE_BEGINNING]
     for table in tables_of_keys():
         lines += [f"## [{table.name}]", "", table.meaning, "", "| key | default | allowed | meaning |"]
         lines += ["|---|---|---|---|", *map(_row, table.keys), *_more(table.name), ""]

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from bireme.codec.sum_words import parse_sum_codec
-from bireme.model.part import ALL_LINEAR, Part
-from bireme.model.part import Lora as LoraPart
+from bireme.model.part import ALL_LINEAR, TrainedPart
+from bireme.model.part import LoraPart as LoraPart
 from bireme.train.run_file.balance import Balancing
 from bireme.train.run_file.data import Data, Mixed
-from bireme.train.run_file.links import Links
+from bireme.train.run_file.links import LinksTable
 from bireme.train.run_file.memory import Memory
 from bireme.train.run_file.planning import Penalties, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
@@ -23,12 +23,12 @@ __all__ = [
     "LOSSES",
     "Balancing",
     "Checkpoints",
+    "ClusterTable",
     "Data",
-    "Export",
-    "Links",
+    "ExportTable",
+    "LinksTable",
     "Log",
     "Lora",
-    "Machines",
     "Memory",
     "Mixed",
     "Model",
@@ -140,16 +140,16 @@ class Model(Table):
     )
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TrainedPart:
         """Which part of the model learns."""
         asked = self.lora
         lora = None
         if asked.rank is not None:
             lora = LoraPart(asked.rank, asked.alpha, asked.dropout, asked.targets)
-        return Part(self.train, self.freeze, lora)
+        return TrainedPart(self.train, self.freeze, lora)
 
 
-class Machines(Table):
+class ClusterTable(Table):
     """`[cluster]`."""
 
     source: Text | None = Field(
@@ -275,7 +275,7 @@ class Checkpoints(Table):
     )
 
 
-class Export(Table):
+class ExportTable(Table):
     """`[export]`."""
 
     at_end: bool = Field(
@@ -344,17 +344,19 @@ class Tables(Table):
     balance: Balancing = Field(
         default_factory=Balancing, description="How much of each batch every replica trains."
     )
-    links: Links = Field(
-        default_factory=Links, description="Fewer bytes between stages, by codecs on the borders."
+    links: LinksTable = Field(
+        default_factory=LinksTable, description="Fewer bytes between stages, by codecs on the borders."
     )
     memory: Memory = Field(
         default_factory=Memory,
         description="Stages larger than their device, on host and disk; optimizers that replicas share.",
     )
-    cluster: Machines = Field(default_factory=Machines, description="The machines and devices.")
+    cluster: ClusterTable = Field(default_factory=ClusterTable, description="The machines and devices.")
     sync: Sync = Field(default_factory=Sync, description="How replicas agree on the weights.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
     )
-    export: Export = Field(default_factory=Export, description="The trained model, as others load it.")
+    export: ExportTable = Field(
+        default_factory=ExportTable, description="The trained model, as others load it."
+    )
     log: Log = Field(default_factory=Log, description="Log, curves and samples.")
