@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.killing.goodput import Kills, goodput_row
 from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
-from bireme.bench.document import Verdict, at_least, at_most
+from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.simulate.agreements import (
@@ -54,9 +54,8 @@ from bireme.simulate.agreements import (
     OuterRounds,
 )
 from bireme.simulate.quorum_rounds import QuorumRounds
-from bireme.simulate.replicas import Exchange, Kill, Ran, SampleWork, Speed
-from bireme.simulate.together import Agreement, Together
-from bireme.sync.coordinator.settings import SILENT_LEASES, GroupSettings
+from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
+from bireme.sync.coordinator.samples import SILENT_LEASES, GroupSettings
 
 BATCH_S = 0.1
 CONNECT_EVERY, OUTER_EVERY, MOST_BEFORE = 10, 50, 10

@@ -25,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.replica_speeds.unequal import Trained, Trial, possible_s, train_unequal
-from bireme.balance.policy import Policy
-from bireme.balance.shares import limits_of
-from bireme.bench.document import Verdict, at_least
-from bireme.bench.spread import Spread
-from bireme.plan.energy import joules_per_sample, total_watts
+from bireme.balance.shares import Policy, limits_of
+from bireme.bench.effort import Spread, Verdict, at_least
+from bireme.plan.forecast import joules_per_sample, total_watts
 from bireme.simulate.balance import Fixed, Following, Informed, ReplicaCost, balanced_run
 
 LEAST_OF_SUM, LEAST_OF_POSSIBLE = 0.9, 0.9

@@ -27,14 +27,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process, log
-from bireme.bench.document import Verdict, at_most, exactly
-from bireme.bench.spread import Spread, ratios
+from bireme.bench.effort import Spread, Verdict, at_most, exactly, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
 from bireme.plan.plan import Plan
-from bireme.profile.events import Owner
+from bireme.profile.behaviour import Owner
 from bireme.profile.trace import StorageTrace
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.pipeline import Pipeline

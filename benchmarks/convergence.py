@@ -35,7 +35,7 @@ from benchmarks.delay_study.study import Cell, Known, Setting, run
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps
 from benchmarks.delay_study.sweeps import delay_sweeps
 from benchmarks.delay_study.table import Row, rows
-from bireme.bench.document import print_verdicts
+from bireme.bench.effort import print_verdicts
 from bireme.report.svg import svg
 
 SMOKE_STEPS = 10

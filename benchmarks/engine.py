@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import benchmark
 from bireme.bench.effort import FULL, QUICK
 from bireme.bench.engine import EngineReport, bench_engine
-from bireme.bench.engine_document import engine_document
-from bireme.bench.table import print_engine_report
+from bireme.bench.table import engine_document, print_engine_report
 
 
 @dataclass(frozen=True, slots=True)

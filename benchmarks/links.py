@@ -28,19 +28,16 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.made_up.models import profile_of
 from benchmarks.rehearsal.rehearsal import Effort, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
-from bireme.bench.document import Verdict, at_least, at_most
-from bireme.cluster.cluster import Cluster
+from bireme.bench.effort import Verdict, at_least, at_most
+from bireme.cluster.cluster import Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Link, Mesh
-from bireme.cluster.server import Server
 from bireme.codec import BorderCodecs
 from bireme.codec.description import bits_a_value
-from bireme.plan.codec_penalties import codec_steps
-from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, codec_steps, steps_for_one, unseen_share
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import schedule_named
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
 STAGES, MICRO_BATCHES = 8, 32
 FORWARD_S, BACKWARD_S, UPDATE_S = 0.04, 0.08, 0.02

@@ -24,17 +24,15 @@ from benchmarks.made_up.graphs import (
     resnet_like,
     transformer_like,
 )
-from bireme.bench.document import Verdict, at_most, resident_bytes
+from bireme.bench.effort import Verdict, at_most, resident_bytes
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import Anywhere
 from bireme.placement.contiguous.dynamic import DynamicProgram
 from bireme.placement.contiguous.ideals import lattice_of
-from bireme.placement.contiguous.linearised import cut_lines
-from bireme.placement.contiguous.search import Contiguous
+from bireme.placement.contiguous.search import Contiguous, cut_lines
 from bireme.placement.contraction import items_of
-from bireme.placement.request import Method, Request
 from bireme.placement.solve import solve
-from bireme.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.workload import Edge, Method, Node, Objective, Request, Workload
 
 MIB = 2**20
 THROUGHPUT = Objective.THROUGHPUT

@@ -27,25 +27,30 @@ from benchmarks.made_up.models import unequal_units
 from benchmarks.partitioners.baselines import BASELINES
 from benchmarks.rehearsal.rehearsal import Effort, Rehearsal, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
-from bireme.bench.document import Verdict, at_least, at_most
-from bireme.bench.spread import Spread, ratios
+from bireme.bench.effort import Spread, Verdict, at_least, at_most, ratios
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
-from bireme.plan.partition.autopipe import Cuts, autopipe
+from bireme.plan.partition.autopipe import Cuts, autopipe, exact
 from bireme.plan.partition.chain import chain_of
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
-from bireme.plan.partition.exact import exact
-from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
+from bireme.plan.partition.loads import (
+    DeviceRow,
+    DeviceSlot,
+    Loads,
+    Recompute,
+    RowLink,
+    StageSetting,
+    loads_of,
+)
 from bireme.plan.partition.partition import Partition, assess
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import generate, schedule_named
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
 CLUSTERS = ("emulated-8-equal", "emulated-8-one-slow", "emulated-two-servers", "emulated-two-memories")
 QUICK_CLUSTERS = CLUSTERS[1:2]

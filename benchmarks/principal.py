@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.principal_components.first_component import FirstComponent
-from bireme.bench.document import Verdict, at_least, at_most
-from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.principal import PrincipalStream, first_components, merged
+from bireme.bench.effort import Verdict, at_least, at_most
+from bireme.codec.lowrank import PrincipalStream, first_components, merged
+from bireme.codec.sum_description import parse_gradient
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
-from bireme.model.linear_maps import linear_maps
+from bireme.model.units import linear_maps
 from bireme.plan.plan import Plan
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline

@@ -24,21 +24,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process
-from bireme.bench.document import Verdict, at_most, exactly, resident_bytes
-from bireme.bench.spread import Spread
+from bireme.bench.effort import Spread, Verdict, at_most, exactly, resident_bytes
 from bireme.cluster.device import KNOWN
 from bireme.model.capture import capture
-from bireme.model.graph import Graph
-from bireme.model.learned import learned_values
+from bireme.model.graph import Graph, learned_values
 from bireme.model.sources import load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.profile.profile import Profile
-from bireme.profile.profiler import profile
-from bireme.profile.saved import Saved
+from bireme.profile.profiler import Saved, profile
 from bireme.profile.stages import StageCost, stage_cost
-from bireme.profile.timing import Effort, Seconds, time_benches
-from bireme.profile.workbench import Workbench
+from bireme.profile.timing import Effort, Seconds, Workbench, time_benches
 
 MODEL = "gpt:layers=8,width=256,heads=8,vocab=256,context=128"
 BATCH = 4

@@ -18,11 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.made_up.models import profile_of
 from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
-from bireme.bench.document import at_most
-from bireme.cluster.cluster import Cluster
+from bireme.bench.effort import at_most
+from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link, Mesh
-from bireme.cluster.server import Server
 from bireme.plan.forecast import Answer
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.sum_codecs.contender import TORCH_DENSE, TORCH_POWER_SGD
-from bireme.bench.document import Verdict, at_least, at_most
+from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.errors import BiremeError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -35,9 +35,8 @@ from benchmarks.paging.measured import BATCHES, Case, Trained, on_disk, over_a_w
 from benchmarks.paging.rivals import fixed_places, least_recently_used, patrickstar
 from benchmarks.paging.traces import program_trace, small_trace
 from benchmarks.paging.trained import RUNS, row_of_run, verdicts_of_runs
-from bireme.bench.document import Verdict, at_least, at_most, exactly
-from bireme.schedule.eviction import decide
-from bireme.schedule.gaps import gaps_of, num_copies, settle
+from bireme.bench.effort import Verdict, at_least, at_most, exactly
+from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 
 MOST_OVER_FEWEST = 1.05
 SMALL, QUICK_SMALL = 400, 60

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bireme
-from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.description import BorderCodecs, CodecPhase, LinkCodecs
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.units import units_of

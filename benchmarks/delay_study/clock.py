@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bireme.schedule.catalogue import generate, schedule_named
+from bireme.simulate.comparison import solve_lookahead
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
-from bireme.simulate.lookahead import solve_lookahead
 from bireme.simulate.simulator import simulate
 
 __all__ = ["NetworkSpeed", "Time", "batch_time"]

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.delay_study.simulation import stage_of_half
 from bireme.codec import BorderCodecs, through
-from bireme.codec.border import AS_IT_IS
-from bireme.codec.description import BLOCK, encoded_bytes
+from bireme.codec.description import AS_IT_IS, BLOCK, encoded_bytes
 from bireme.model.gpt import GPT
 
 __all__ = ["CodedCuts", "codecs_named", "mean_bits"]

@@ -8,7 +8,7 @@ from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.table import FIGURES, Row, table_lines, told
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, MEASURED, steps_for_one, unseen_share
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
 __all__ = ["delay_lines", "law_lines", "short_lines", "time_lines"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import PenaltySteps, unseen_share
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
 __all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "keep_with_muon", "law", "sum_law"]
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from bireme.errors import BiremeError
 from bireme.simulate.agreements import GroupsAgreement
-from bireme.simulate.replicas import Exchange, SampleWork, Speed
-from bireme.simulate.together import Together, one_stage
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.simulate.together import Exchange, SampleWork, Speed, Together, one_stage
+from bireme.sync.coordinator.samples import GroupSettings
 
 __all__ = ["Agreed", "agreed_named", "meetings"]
 

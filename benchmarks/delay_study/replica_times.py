@@ -13,9 +13,8 @@ from benchmarks.delay_study.meetings import PARTS, agreed_named
 from benchmarks.delay_study.replica_cells import by_agreement
 from benchmarks.delay_study.table import Row, table_lines
 from bireme.simulate.agreements import Everyone, GroupsAgreement, OuterRounds
-from bireme.simulate.replicas import Exchange, SampleWork, Speed
-from bireme.simulate.together import Agreement, Together, one_stage
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
+from bireme.sync.coordinator.samples import GroupSettings
 
 __all__ = ["replica_time_lines"]
 

@@ -20,7 +20,7 @@ from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
-from bireme.sync.norm import squared_norm
+from bireme.sync.exchange import squared_norm
 
 __all__ = ["Pipelining", "Simulation", "stage_of_half", "stage_of_parameter"]
 

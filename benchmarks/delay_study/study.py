@@ -24,8 +24,8 @@ from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
 from benchmarks.delay_study.summed import Summed
 from benchmarks.delay_study.task import SIZES, Text, text
-from bireme.codec.border import AS_IT_IS
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.description import AS_IT_IS
+from bireme.codec.sum_description import parse_sum_codec
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 

@@ -9,7 +9,7 @@ from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines
 from benchmarks.delay_study.task import SIZES
-from bireme.codec.sum_words import parse_sum_codec, sum_cost
+from bireme.codec.sum_description import parse_sum_codec, sum_cost
 from bireme.model.gpt import GPT
 
 __all__ = ["sum_lines", "sum_sweeps", "times_fewer"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.delay_study.simulation import Simulation
+from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
-from bireme.codec.sum_words import SumCodec, SumKind
-from bireme.codec.threshold import Threshold, new_memory
+from bireme.codec.sum_description import SumCodec, SumKind
 
 __all__ = ["CodedSum", "Summed"]
 

@@ -27,9 +27,9 @@ from bireme.plan.plan_file import load_plan
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
-from bireme.train.optimizer import optimizer_of
 from bireme.train.rates import rate_factor
 from bireme.train.run_data import data_of
+from bireme.train.worker import optimizer_of
 
 __all__ = ["Ended", "Hit", "MortalRun", "Round", "losses_of_one_process", "mortal_run"]
 

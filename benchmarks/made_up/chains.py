@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.range_bytes import Bytes, RangeBytes
+from bireme.plan.partition.chain import Bytes, Chain, RangeBytes
 
 PerUnit = float | Sequence[float]
 """One number for every unit, or one for all."""

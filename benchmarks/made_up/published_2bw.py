@@ -12,10 +12,8 @@ A layer of width h keeps 34·s·b·h bytes of activations and 5·a·s²·b for i
 
 from dataclasses import dataclass
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link, Mesh
-from bireme.cluster.server import Server
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 
 __all__ = ["GPT_1_3B", "GPT_2_2B", "Model", "p3_16xlarge", "profile_of_model"]

@@ -16,13 +16,13 @@ from bireme.plan.forecast import Answer, Candidate
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.search import find_plan
-from bireme.profile.here import torch_device
+from bireme.profile.control import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.timeline.timeline import Timeline
-from bireme.train.memory_used import MemoryUsed
+from bireme.train.outcome import MemoryUsed
 
 __all__ = ["Gpt", "Measured", "Weights", "plan_on", "profiled", "train"]
 

@@ -16,8 +16,7 @@ from bireme.profile.stages import stage_cost
 from bireme.runtime.launch import launch
 from bireme.schedule.instruction import Kind
 from bireme.timeline.timeline import Timeline
-from bireme.train.machine_devices import server_here
-from bireme.train.machines import shared
+from bireme.train.machines import server_here, shared
 
 __all__ = ["card", "cards", "units"]
 

@@ -16,14 +16,13 @@ from typing import Any
 
 from bireme.cluster.device import KNOWN, Device
 from bireme.errors import BiremeError
-from bireme.plan.paging import MOST_CHUNKS
+from bireme.plan.plan import MOST_CHUNKS
 from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS
 from bireme.schedule.budgets import Budgets, cut_memory
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.schedule.chunks import LARGE_PAGE_BYTES
 from bireme.schedule.paging import page_cut
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule
+from bireme.schedule.tiers import LARGE_PAGE_BYTES
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from bireme.bench.document import resident_bytes
-from bireme.cluster.engine_cost import EngineCost
+from bireme.bench.effort import resident_bytes
+from bireme.cluster.device import EngineCost
 from bireme.memory.disk_tier import DiskTier
 from bireme.memory.system_memory import pages
 from bireme.model.capture import capture
@@ -28,16 +28,14 @@ from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
 from bireme.model.weights import materialise
-from bireme.plan.paging import Paging
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Paging, Plan
 from bireme.runtime.optimizers import named_optimizer
-from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
-from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, ThreadMover, Wire
 from bireme.runtime.pipeline import Pipeline
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
-from bireme.schedule.chunks import best_chunk_bytes
 from bireme.schedule.instruction import PAGING, Kind
-from bireme.schedule.sizes import Sizes
+from bireme.schedule.tiers import best_chunk_bytes
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate

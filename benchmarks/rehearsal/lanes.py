@@ -16,7 +16,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Self
 
-from bireme.cluster.fairness import fair_rates
+from bireme.cluster.inference import fair_rates
 
 __all__ = ["Channel", "Lanes", "SharedLanes"]
 

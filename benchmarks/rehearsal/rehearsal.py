@@ -15,7 +15,7 @@ from benchmarks.rehearsal.lanes import SharedLanes
 from benchmarks.rehearsal.rehearsed import Rehearsed, rehearsed, simulated_s, sleeping_sgd, stage_model
 from benchmarks.rehearsal.shaped import ShapedFabric, Wiring, wiring_of
 from bireme.bench.contenders import Contender, Ours, closing, say, take_turns
-from bireme.bench.spread import Spread
+from bireme.bench.effort import Spread
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
@@ -24,7 +24,7 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
 __all__ = ["Effort", "Rehearsal", "rehearse"]
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from bireme.bench.emulated import FEATURES, INPUT, EmulatedModel, EmulatedStage, StagePace, square_loss
+from bireme.bench.effort import FEATURES, INPUT, EmulatedModel, EmulatedStage, StagePace, square_loss
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver
+from bireme.plan.agreements import ring_share
 from bireme.plan.codec_costs import coded
 from bireme.plan.plan import Plan
-from bireme.plan.ring import ring_share
 from bireme.profile.profile import Profile
 from bireme.profile.stages import stage_cost
 from bireme.runtime.optimizers import NamedTensors
 from bireme.schedule.residency import resident
-from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import CodecCost, Costs
+from bireme.simulate.links import cluster_network
 from bireme.simulate.simulator import simulate
 
 __all__ = ["Rehearsed", "rehearsed", "simulated_s", "sleeping_sgd", "stage_model"]

@@ -14,10 +14,10 @@ from benchmarks.rehearsal.lanes import Channel, SharedLanes
 from bireme.cluster.cluster import Cluster
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric
-from bireme.runtime.transport import Transport
+from bireme.runtime.socket_line import Transport
 from bireme.schedule.instruction import Message
-from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
+from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network
 from bireme.sync.group import MessageGroup, OwnedGroup, Pending, Sums
 

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.balance.shares import ShareLimits
-from bireme.bench.emulated import EmulatedModel, StagePace, emulated_model
+from bireme.bench.effort import EmulatedModel, StagePace, emulated_model
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averaging import Averaging
+from bireme.runtime.averaging.outer import Averaging
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.talk import LazyCoordinatorClient
+from bireme.runtime.quorum.peer_agent import LazyCoordinatorClient
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
+from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 
 __all__ = ["ALONE", "EngineRow", "measure_agreement"]
 

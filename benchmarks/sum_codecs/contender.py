@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.delay_study.task import SIZES, text
-from bireme.codec.sum_words import WHOLE_STEPS
+from bireme.codec.sum_description import WHOLE_STEPS
 from bireme.model.capture import capture
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise

@@ -11,8 +11,6 @@ from annotated_types import Ge, Gt, Le
 
 from bireme.errors import BiremeError
 
-__all__ = ["Bytes", "Count", "NumBytes", "Place", "Positive", "Seconds", "Share", "bytes_of", "bytes_text"]
-
 Count = Annotated[int, Ge(1)]
 """How many there are, of what there is at least one."""
 

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-__all__ = ["IS_COMPILED", "compiled", "compiled_fused", "pays_off"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 IS_COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")

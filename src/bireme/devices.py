@@ -15,30 +15,6 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 
-__all__ = [
-    "ACCELERATOR",
-    "KINDS",
-    "Allocations",
-    "Backend",
-    "Properties",
-    "allocated_bytes",
-    "allocations",
-    "backend_config",
-    "check_supported",
-    "default_generator",
-    "device_called",
-    "device_of_process",
-    "is_accelerator",
-    "mark",
-    "num_accelerators",
-    "peak_bytes",
-    "pinned",
-    "properties_of",
-    "reset_peak",
-    "synchronize",
-    "use",
-]
-
 ACCELERATOR = "cuda"
 """The accelerators that Bireme computes on. ROCm's go by this name as well."""
 

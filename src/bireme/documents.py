@@ -18,20 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from bireme.errors import BiremeError, closest
 
-__all__ = [
-    "Advise",
-    "JsonLines",
-    "as_dataclass",
-    "get_ready",
-    "read_dataclass",
-    "read_json",
-    "read_json_lines",
-    "read_json_object",
-    "read_toml",
-    "shown",
-    "validated",
-]
-
 Model = TypeVar("Model", bound=BaseModel)
 Noun = TypeVar("Noun")
 

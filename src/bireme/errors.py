@@ -7,8 +7,6 @@ the person who has to act on it: what went wrong, the values, why it matters, wh
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BiremeError", "SampleError", "closest"]
-
 
 class BiremeError(Exception):
     """Something the user can put right: a wrong file, flag, model, cluster, checkpoint."""

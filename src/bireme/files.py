@@ -10,14 +10,6 @@ from pathlib import Path
 
 from bireme.errors import BiremeError
 
-__all__ = [
-    "free_bytes",
-    "new_folder",
-    "write_bytes_atomically",
-    "write_chunks_atomically",
-    "write_text_atomically",
-]
-
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Put `text` at `path`, in UTF-8: whole, or not at all, whatever happens meanwhile."""

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import ShareLimits, limits_of
-from bireme.balance.slow_stage import StageWatch
+from bireme.balance.shares import Balance, Policy, ShareLimits, StageWatch, begun, limits_of, rebalance
 from bireme.errors import BiremeError
 from bireme.simulate.balance import BalancedRun, Fixed, Following, Informed, ReplicaCost, balanced_run
 from tests.support.extent import draws, examples

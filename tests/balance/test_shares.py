@@ -6,8 +6,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bireme.balance.knee import Times, grown_shares, knee, shares_by_times
-from bireme.balance.shares import ShareLimits, batch_seconds, fair_shares, in_proportion, limits_of, split
+from bireme.balance.shares import (
+    ShareLimits,
+    Times,
+    batch_seconds,
+    fair_shares,
+    grown_shares,
+    in_proportion,
+    knee,
+    limits_of,
+    shares_by_times,
+    split,
+)
 from bireme.errors import BiremeError
 from tests.support.extent import examples
 

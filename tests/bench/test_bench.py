@@ -7,21 +7,21 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from bireme.bench import hosts
-from bireme.bench.document import Cause, at_most, exactly
-from bireme.bench.effort import BenchEffort, BenchShape
-from bireme.bench.emulated import StagePace
-from bireme.bench.emulation import SCHEDULES, EmulationRow, limit_s, predicted_s
-from bireme.bench.engine import EngineReport, bench_engine
-from bireme.bench.engine_document import engine_document
-from bireme.bench.engine_overhead import EngineOverhead, own_cost
-from bireme.bench.memory import MemoryCounts
-from bireme.bench.overhead import Overhead, OverheadTimes, overhead_of
+from bireme.bench import replicas as hosts
+from bireme.bench.effort import BenchEffort, BenchShape, Cause, Spread, StagePace, at_most, exactly
+from bireme.bench.emulation import SCHEDULES, EmulationRow, EngineOverhead, limit_s, own_cost, predicted_s
+from bireme.bench.engine import (
+    EngineReport,
+    MemoryCounts,
+    Overhead,
+    OverheadTimes,
+    bench_engine,
+    overhead_of,
+    verdicts,
+)
 from bireme.bench.replicas import Replicas, measure_replicas
 from bireme.bench.small_gpt import GptRow
-from bireme.bench.spread import Spread
-from bireme.bench.table import print_engine_report
-from bireme.bench.verdicts import verdicts
+from bireme.bench.table import engine_document, print_engine_report
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.simulate.network import Network

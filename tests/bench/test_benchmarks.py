@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.command import Findings, Section, benchmark
-from bireme.bench.document import at_least, at_most, exactly
-from bireme.bench.spread import Spread
+from bireme.bench.effort import Spread, at_least, at_most, exactly
 from bireme.errors import BiremeError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -19,7 +19,7 @@ from bireme.model.stage import stage_function
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from tests.support.oracles import Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import CONTEXT, VOCAB, gpt
 

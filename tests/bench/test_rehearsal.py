@@ -8,11 +8,9 @@ from benchmarks.made_up.models import unequal_units
 from benchmarks.rehearsal.rehearsal import Effort, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
 from benchmarks.rehearsal.shaped import wiring_of
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server, Switch
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link, Mesh, Switch
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.stages import stage_cost

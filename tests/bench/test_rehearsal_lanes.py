@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rehearsal.lanes import Channel, Lanes, SharedLanes
-from bireme.cluster.fairness import fair_rates
+from bireme.cluster.inference import fair_rates
 from bireme.simulate.network import Network, Traffic, Wire
 from bireme.simulate.network import Path as Way
 from tests.support.extent import examples

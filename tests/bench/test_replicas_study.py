@@ -16,7 +16,7 @@ from benchmarks.delay_study.table import rows
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.runtime.optimizers import named_optimizer
-from bireme.sync.coordinator.connected import is_connected
+from bireme.sync.coordinator.groups import is_connected
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from benchmarks.delay_study.study import Known, Run, Setting
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps, times_fewer
 from benchmarks.delay_study.summed import CodedSum, Summed
 from benchmarks.delay_study.table import rows
-from bireme.codec.sum_words import DENSE, parse_sum_codec
+from bireme.codec.sum_description import DENSE, parse_sum_codec
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.runtime.optimizers import named_optimizer
 from tests.support.coded_oracle import CodedOracle

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cli.main import main
-from bireme.cli.verbs import VERBS, Verbs
+from bireme.cli.main import VERBS, Verbs, main
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.command import bireme
 from tests.support.patience import patience_s

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bireme.schedule.catalogue import SCHEDULES
-from bireme.simulate.costs_file import CostsFile
+from bireme.simulate.costs import CostsFile
 from tests.support.command import bireme
 from tests.support.ranks import run_script
 

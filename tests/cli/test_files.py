@@ -12,26 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster_file import load_cluster, read_cluster
-from bireme.cluster.cluster_text import cluster_text
+from bireme.cluster.cluster_file import cluster_text, load_cluster, read_cluster
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.model.argument import Reference
-from bireme.model.graph import Graph, ModelState, Operator, Output, Value
+from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Value
 from bireme.model.graph_file import load_graph, save_graph
-from bireme.placement.split_file import read_split
-from bireme.placement.workload_file import load_workload, read_workload
+from bireme.placement.workload_file import load_workload, read_split, read_workload
 from bireme.plan import plan as plans
-from bireme.plan.plan_file import load_plan
-from bireme.plan.window_file import read_windows, write_windows
-from bireme.profile.profile_file import load_profile, save_profile
+from bireme.plan.plan_file import load_plan, read_windows, write_windows
+from bireme.profile.profile import load_profile, save_profile
 from bireme.report.page.recorded import read_recorded
 from bireme.schedule import torch_csv
 from bireme.train.folder import RunFolder
 from bireme.train.private_census import PrivateHolding, load_census, write_census
-from bireme.train.restart_limit import check_restart_limit
+from bireme.train.resume_checks import DataIdentity, load_identity, write_identity
 from bireme.train.run_file import load_run_file
-from bireme.train.same_data import DataIdentity, load_identity, write_identity
+from bireme.train.stops import check_restart_limit
 from tests.plan.test_plan_paging import hand_plan
 from tests.support.extent import examples
 from tests.support.run_folders import make_run, plan_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.profile.profile_file import save_profile
+from bireme.profile.profile import save_profile
 from tests.support.hand_plans import tiny_profile
 from tests.support.patience import patience_s
 from tests.support.run_folders import make_run
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MODULES = [
     "bireme",
     "bireme.cluster.inference",
-    "bireme.profile.profile_file",
+    "bireme.profile.profile",
     "bireme.profile.stages",
     "bireme.report.gantt",
     "bireme.report.memory_document",

@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server, Switch
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link, Mesh, Switch
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
-from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
+from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network, Traffic
 from bireme.simulate.simulator import simulate
 from tests.support.clusters import clusters

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from bireme.cluster import machine, nvml
+from bireme.cluster import machine
+from bireme.cluster import machine as nvml
+from bireme.cluster.cluster import Link, Mesh
 from bireme.cluster.cluster_file import example_names, read_cluster
-from bireme.cluster.links import Link, Mesh
 from tests.support.command import bireme
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +120,8 @@ def test_this_machine_is_a_cluster(capsys: Capture) -> None:
 def test_a_machine_without_nvidia_s_library_is_its_processor(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bireme.cluster.discover.num_cores", lambda: 8)
-    monkeypatch.setattr("bireme.cluster.discover.memory_bytes", lambda: 16 * 2**30)
+    monkeypatch.setattr("bireme.cluster.machine.num_cores", lambda: 8)
+    monkeypatch.setattr("bireme.cluster.machine.memory_bytes", lambda: 16 * 2**30)
     put_cards(tmp_path / "net", monkeypatch, {})
     path = tmp_path / "cluster.toml"
     result = bireme(capsys, "cluster", "discover", "--cpus", "4", "--output", str(path), "--json")

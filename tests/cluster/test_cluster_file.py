@@ -13,12 +13,12 @@ from bireme.cluster.cluster_file import (
     ServerTable,
     SwitchTable,
     cluster_hash,
+    cluster_text,
     example_names,
     load_cluster,
     read_cluster,
     save_cluster,
 )
-from bireme.cluster.cluster_text import cluster_text
 from bireme.errors import BiremeError
 from tests.support.clusters import clusters
 from tests.support.extent import examples

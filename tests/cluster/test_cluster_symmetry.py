@@ -6,12 +6,9 @@ from itertools import permutations, product
 import pytest
 from hypothesis import given
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Lane, Link, Server
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link
-from bireme.cluster.routes import Lane
-from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
 from tests.support.clusters import few
 from tests.support.extent import examples

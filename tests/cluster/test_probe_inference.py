@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server, Switch
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.device import Device
-from bireme.cluster.fairness import fair_rates
-from bireme.cluster.inference import infer
-from bireme.cluster.links import Bridge, Card, Link, Mesh, Switch
+from bireme.cluster.inference import fair_rates, infer
 from bireme.cluster.probed import Experiment, Measurements, experiments_for
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.simulate.network import Network, Traffic, Wire
 from bireme.simulate.network import Path as Way

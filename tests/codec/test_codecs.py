@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.codec import Blocks, Codec, Keep, codec_of, parse_codec
-from bireme.codec.codec import Masking
+from bireme.codec.codec import Masking, pack_mask
 from bireme.codec.description import encoded_bytes, kept_of_row, mask_bytes, place_bytes
-from bireme.codec.packing import pack_mask
-from bireme.codec.places import read_places, write_places
+from bireme.codec.keep import read_places, write_places
 from bireme.errors import BiremeError
 
 WORDS = [

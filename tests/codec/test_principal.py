@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.principal import Components, PrincipalStream, first_components, merged
+from bireme.codec.lowrank import Components, PrincipalStream, first_components, merged
+from bireme.codec.sum_description import parse_gradient
 from bireme.errors import BiremeError
 
 SHAPES = ((12, 20), (20, 12), (9, 9))

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import PART_VALUES, LowRank, first_basis, next_basis, orthonormal, product
-from bireme.codec.sum_words import SUM_DENSITY_SLACK, SumCodec, parse_sum_codec, sum_cost
-from bireme.codec.threshold import Threshold, new_memory
+from bireme.codec.sum_description import SUM_DENSITY_SLACK, SumCodec, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
 
 

@@ -7,8 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
-from bireme.memory.lent_arena import LentArena
-from bireme.memory.slots import Slots
+from bireme.memory.arena import LentArena, Slots
 from bireme.memory.system_memory import PAGE_BYTES, give_back_heap
 
 

@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.memory import host_chunks
-from bireme.memory.address_range import AddressRange
-from bireme.memory.chunk_memory import page_bytes
+from bireme.memory import chunk_memory as host_chunks
+from bireme.memory.chunk_memory import POISON, HostChunks, page_bytes
 from bireme.memory.disk_tier import DiskTier
-from bireme.memory.host_chunks import POISON, HostChunks
-from bireme.memory.system_memory import PAGE_BYTES
-from bireme.plan.paging import Paging
-from bireme.plan.plan import Plan
+from bireme.memory.system_memory import PAGE_BYTES, AddressRange
+from bireme.plan.plan import Paging, Plan
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.checker import check
-from bireme.schedule.sizes import Sizes
 
 SLOT = PAGE_BYTES
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
-from bireme.model.capture import capture, resized
-from bireme.model.captures import Captures
+from bireme.model.capture import Captures, capture, resized
 from bireme.model.chain import chain
 from bireme.model.graph import Graph
 from bireme.model.stage import stage_function

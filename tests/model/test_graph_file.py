@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
-from bireme.model.argument import Argument, Reference, Token
 from bireme.model.capture import capture
-from bireme.model.graph import Graph, ModelState, Operator, Output, Value
+from bireme.model.graph import Argument, Graph, ModelState, Operator, Output, Reference, Token, Value
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of

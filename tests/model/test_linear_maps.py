@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.codec.gradient_words import GradientForm
+from bireme.codec.sum_description import GradientForm
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
-from bireme.model.fed_maps import GradientHook, feeding
 from bireme.model.graph import Graph
-from bireme.model.linear_maps import chosen_maps, linear_maps
+from bireme.model.halves import GradientHook, feeding
 from bireme.model.stage import stage_function, torch_operator
-from bireme.model.units import units_of
+from bireme.model.units import chosen_maps, linear_maps, units_of
 from tests.support.small_models import gpt
 
 

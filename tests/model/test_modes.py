@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.model.capture import capture
+from bireme.model.capture import Modes, capture, in_evaluation, modes_of
 from bireme.model.gpt import GPT, GPTConfig
-from bireme.model.modes import Modes, in_evaluation, modes_of
 
 INPUTS = {"x": torch.zeros(3, 4)}
 

@@ -5,8 +5,7 @@ from torch import nn
 
 from bireme.errors import BiremeError
 from bireme.model.part import TrainedPart
-from bireme.model.sources import load_source
-from bireme.model.trainable import choose_trainable
+from bireme.model.sources import choose_trainable, load_source
 from bireme.train.model import RunModel
 from bireme.train.run_file import load_run_file
 

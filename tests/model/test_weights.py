@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Graph, ModelState
-from bireme.model.weight_folder import check_weights, load_weights
-from bireme.model.weights import materialise
+from bireme.model.weights import check_weights, load_weights, materialise
 
 
 class Block(nn.Module):

@@ -6,9 +6,10 @@ from bireme.compiled import IS_COMPILED
 from bireme.placement import moves
 from bireme.placement.anywhere import kernel as anywhere
 from bireme.placement.baselines import local_search
-from bireme.placement.contiguous import ideals, sweep
+from bireme.placement.contiguous import dynamic as sweep
+from bireme.placement.contiguous import ideals
 from bireme.placement.latency import kernel as latency
-from bireme.placement.latency import series
+from bireme.placement.latency import search as series
 from tests.support.compile_loops import compile_placement
 
 pytestmark = [

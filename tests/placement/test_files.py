@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.placement.placement import Placement
-from bireme.placement.split_file import load_split, read_split, write_split
-from bireme.placement.workload import Edge, Node, Objective, Workload
-from bireme.placement.workload_file import DeviceCounts, load_workload, read_workload, write_workload
+from bireme.placement.workload import Edge, Node, Objective, Placement, Workload
+from bireme.placement.workload_file import (
+    DeviceCounts,
+    load_split,
+    load_workload,
+    read_split,
+    read_workload,
+    write_split,
+    write_workload,
+)
 from tests.support.placement_oracles import random_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "placement"

@@ -14,15 +14,15 @@ import pytest
 
 from benchmarks.made_up.graphs import Setting, recurrent_like, transformer_like
 from bireme.errors import BiremeError
-from bireme.placement.latency.integer import solve_latency
 from bireme.placement.latency.latency import (
     LatencyFound,
     latency_lower_bound,
     latency_of,
     pieces_of,
+    steps_of,
 )
+from bireme.placement.latency.program import solve_latency
 from bireme.placement.latency.search import search_latency
-from bireme.placement.latency.steps import steps_of
 from bireme.placement.workload import Edge, Node, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import all_placements, random_workload

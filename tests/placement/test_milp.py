@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.placement.bounds import simple_bound
-from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
-from bireme.placement.integer.anywhere import solve_any
+from bireme.placement.contraction import (
+    FoundPlacement,
+    Items,
+    Weightless,
+    fits,
+    items_of,
+    loads_of,
+    simple_bound,
+    value_of,
+)
+from bireme.placement.integer.anywhere import solve_any, spreading_bound
 from bireme.placement.integer.contiguous import solve_contiguous
-from bireme.placement.integer.loads import frame_of
-from bireme.placement.integer.program import IntegerProgram, SolverOutcome
-from bireme.placement.integer.spreading import spreading_bound
-from bireme.placement.items import Items
+from bireme.placement.integer.program import IntegerProgram, SolverOutcome, frame_of
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload, value_by_hand

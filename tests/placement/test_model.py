@@ -12,11 +12,9 @@ from torch.nn import functional
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.units import units_of
-from bireme.placement.of_model.fleet import fleet_of
-from bireme.placement.of_model.from_model import workload_of
-from bireme.placement.of_model.operators import Operators
-from bireme.placement.request import Granularity
-from bireme.placement.workload import Objective
+from bireme.placement.of_model.from_model import fleet_of, workload_of
+from bireme.placement.of_model.pieces import Operators
+from bireme.placement.workload import Granularity, Objective
 from bireme.profile.stages import stage_cost
 from tests.support.placed_models import (
     BOTH,

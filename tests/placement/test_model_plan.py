@@ -7,13 +7,10 @@ import pytest
 
 from bireme.errors import BiremeError
 from bireme.placement.contiguous.chain import cut_chain
-from bireme.placement.contraction import items_of
-from bireme.placement.found import loads_of, value_of
+from bireme.placement.contraction import items_of, loads_of, value_of
 from bireme.placement.of_model.from_model import ModelWorkload, workload_of
 from bireme.placement.of_model.to_plan import plan_of
-from bireme.placement.placement import Placement
-from bireme.placement.request import Granularity
-from bireme.placement.workload import Objective
+from bireme.placement.workload import Granularity, Objective, Placement
 from bireme.plan.plan import Plan
 from tests.support.engine_parity import Setting, assert_equal, oracle, train_on_threads
 from tests.support.estimates import estimated_once

@@ -14,10 +14,8 @@ import pytest
 from benchmarks.made_up.graphs import Setting, inception_like, transformer_like
 from bireme.placement.check import check
 from bireme.placement.pages import picture
-from bireme.placement.pages.cells import cells_of
-from bireme.placement.pages.picture import placement_dot
-from bireme.placement.placement import Placement
-from bireme.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.pages.picture import cells_of, placement_dot
+from bireme.placement.workload import Edge, Node, Objective, Placement, Workload
 from bireme.placement.workload_file import load_workload, write_workload
 from tests.support.command import Result, bireme
 from tests.support.placement_oracles import random_workload

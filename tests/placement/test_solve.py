@@ -11,10 +11,8 @@ from bireme.placement.check import check
 from bireme.placement.contiguous.chain import NoSplitFoundError
 from bireme.placement.contiguous.search import Contiguous
 from bireme.placement.pages.table import advice_on
-from bireme.placement.placement import Placement
-from bireme.placement.request import Method, Request
 from bireme.placement.solve import solve
-from bireme.placement.workload import Edge, Node, Objective, Workload
+from bireme.placement.workload import Edge, Method, Node, Objective, Placement, Request, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, random_workload
 

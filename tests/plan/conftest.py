@@ -2,7 +2,7 @@
 
 import pytest
 
-from bireme.plan import paging
+from bireme.plan import plan as paging
 from bireme.plan.search import explorers, search
 from bireme.profile import profiler
 from tests.support.estimates import estimated_once

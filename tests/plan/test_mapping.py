@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.partition.loads import Recompute
@@ -21,7 +19,7 @@ from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan
 from bireme.plan.search.shapes import Outline
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from tests.support.clusters import few
 from tests.support.extent import examples
 

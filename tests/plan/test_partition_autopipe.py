@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
-from bireme.plan.partition.autopipe import Cuts, autopipe
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
-from bireme.plan.partition.exact import exact
-from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
+from bireme.plan.partition.autopipe import ChainTimes, Cuts, autopipe, exact, iterate
+from bireme.plan.partition.loads import (
+    DeviceRow,
+    DeviceSlot,
+    Loads,
+    Recompute,
+    RowLink,
+    StageSetting,
+    loads_of,
+)
 from bireme.plan.partition.partition import Misfit, assess
-from bireme.plan.partition.recurrence import iterate
-from bireme.plan.partition.times import ChainTimes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
 from bireme.simulate.costs import Costs

@@ -14,8 +14,7 @@ from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedrea
 from benchmarks.partitioners.dapple import dapple, dapple_latency_s
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.device_row import DeviceRow, RowLink
-from bireme.plan.partition.loads import Loads, StageSetting, loads_of
+from bireme.plan.partition.loads import DeviceRow, Loads, RowLink, StageSetting, loads_of
 from bireme.plan.partition.partition import assess
 from tests.support.extent import examples
 

@@ -12,15 +12,21 @@ from benchmarks.made_up.chains import chain_of_numbers
 from bireme.cluster.device import KNOWN
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
-from bireme.plan.partition.holdings import holdings
-from bireme.plan.partition.loads import Recompute, StageSetting, loads_of
+from bireme.plan.partition.loads import (
+    DeviceRow,
+    DeviceSlot,
+    Recompute,
+    RowLink,
+    StageSetting,
+    holdings,
+    loads_of,
+)
 from bireme.plan.partition.partition import assess
 from bireme.profile.profile import KeptMemory, Profile, SharedState, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.residency import resident
-from bireme.schedule.sizes import Sizes
 from tests.profile.test_profile_bytes import GRAPHS, SIZES, graph_of
 from tests.support.estimates import estimated_once
 from tests.support.extent import examples

@@ -10,10 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
+from bireme.plan.partition.autopipe import exact, least_sum
 from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot, RowLink
-from bireme.plan.partition.exact import exact, least_sum
-from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
+from bireme.plan.partition.loads import (
+    DeviceRow,
+    DeviceSlot,
+    Loads,
+    Recompute,
+    RowLink,
+    StageSetting,
+    loads_of,
+)
 from bireme.plan.partition.partition import Misfit, Partition, assess
 from bireme.simulate.costs import Costs
 from tests.support.extent import examples

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bireme.plan.partition import holdings as module
-from bireme.plan.partition.holdings import DEEP, holdings
+from bireme.plan.partition import loads as module
+from bireme.plan.partition.loads import DEEP, holdings
 from bireme.schedule.catalogue import SCHEDULES, generate
 
 

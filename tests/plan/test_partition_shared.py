@@ -2,10 +2,8 @@
 
 import pytest
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link
-from bireme.cluster.server import Server
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.cutting import loads_on

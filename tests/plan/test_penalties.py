@@ -12,20 +12,23 @@ from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, keep_with
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
-from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
-from bireme.plan.codec_penalties import EXCESSES, FINER_FORWARD, KEEP_WITH_MUON
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,
     ENOUGH_STEPS,
+    EXCESSES,
+    FINER_FORWARD,
+    KEEP_WITH_MUON,
     MEASURED,
+    STUDIED,
+    STUDIED_SUMS,
+    AgreementSteps,
     delay_warmup_of,
     steps_for_one,
     unseen_share,
 )
 from bireme.plan.plan_request import Goal, PlanRequest
-from bireme.plan.sum_penalties import STUDIED_SUMS
 from bireme.profile.optimizers import OPTIMIZERS
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
 RESULTS = Path(__file__).parents[2] / "docs" / "convergence.jsonl"
 NOISE = 0.002

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server, Switch
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link, Switch
-from bireme.cluster.server import Server
-from bireme.codec.border import BorderCodecs, CodecPhase, LinkCodecs
-from bireme.codec.rate import CodecRate
+from bireme.codec.description import BorderCodecs, CodecPhase, CodecRate, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.codec_costs import coded
-from bireme.plan.codec_penalties import EXCESSES, codec_steps
 from bireme.plan.forecast import Answer
+from bireme.plan.penalties import EXCESSES, codec_steps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest

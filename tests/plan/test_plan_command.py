@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bireme.plan.explain import changes
 from bireme.plan.plan_file import load_plan
-from bireme.plan.what_if import changes
 from bireme.profile import measuring, profiler
-from bireme.profile.profile_file import save_profile
+from bireme.profile.profile import save_profile
 from bireme.profile.timing import Seconds
 from bireme.schedule.torch_csv import load
 from tests.support.command import Result, bireme

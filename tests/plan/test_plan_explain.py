@@ -7,21 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server, Switch, device_names
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link, Switch
-from bireme.cluster.server import Server, device_names
-from bireme.codec.sum_words import DENSE_SUMS, SumCost, averages_with
+from bireme.codec.sum_description import DENSE_SUMS, SumCost, averages_with
 from bireme.errors import BiremeError
-from bireme.plan.agreement_penalties import STUDIED
 from bireme.plan.agreements import agreements
-from bireme.plan.device_ranges import device_ranges
-from bireme.plan.explain import Help, explain
+from bireme.plan.explain import Help, changes, explain
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.penalties import STUDIED
+from bireme.plan.plan import device_ranges
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.what_if import changes
 from bireme.profile.profile import Profile
 from tests.support.clusters import clusters
 from tests.support.extent import examples

@@ -18,10 +18,7 @@ from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
-from bireme.plan.export.exports import EXPORTS, export_named
-from bireme.plan.export.material import Material
-from bireme.plan.export.megatron import layout
-from bireme.plan.export.modules import module_parts
+from bireme.plan.export.exports import EXPORTS, Material, export_named, layout, module_parts
 from bireme.plan.plan import Plan
 from bireme.schedule.torch_csv import parse
 from tests.support.graphs import captured_once

@@ -17,12 +17,19 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.model.graph_file import graph_hash
 from bireme.model.units import units_of
-from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, StageForecast
-from bireme.plan.hashes import PlannedUnit, check_plan_fits, planned_units, profile_hash
+from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, PlanKind, StageForecast, summarize
 from bireme.plan.plan import Plan
-from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
-from bireme.plan.summary import PlanKind, summarize
-from bireme.profile.profile_file import save_profile
+from bireme.plan.plan_file import (
+    PlannedUnit,
+    SavedPlan,
+    check_plan_fits,
+    load_plan,
+    planned_units,
+    profile_hash,
+    saved_plan,
+    write_plan,
+)
+from bireme.profile.profile import save_profile
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.extent import examples
 from tests.support.hand_plans import answer_of, candidate_of, tiny_profile
@@ -185,8 +192,8 @@ def test_hashes_are_the_same_in_every_process(tmp_path: Path) -> None:
     save_profile(tiny_profile(), path)
     code = f"""
 from pathlib import Path
-from bireme.plan.hashes import profile_hash
-from bireme.profile.profile_file import load_profile
+from bireme.plan.plan_file import profile_hash
+from bireme.profile.profile import load_profile
 print(profile_hash(load_profile(Path({str(path)!r}))))
 """
     done = subprocess.run(

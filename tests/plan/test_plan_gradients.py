@@ -7,15 +7,13 @@ import torch
 
 from bireme.cluster.cluster_file import save_cluster
 from bireme.cluster.device import KNOWN
-from bireme.codec.gradient_words import GradientForm
-from bireme.codec.principal import PrincipalStream, first_components
-from bireme.codec.sum_words import DENSE, DENSE_SUMS
-from bireme.model.linear_maps import chosen_maps
-from bireme.profile.kept_gradients import sum_cost_of
-from bireme.profile.profile_file import save_profile
-from bireme.sync.exchange import SentBytes
-from bireme.sync.gradients import BatchGradients
-from bireme.sync.principal_sums import merge_components
+from bireme.codec.lowrank import PrincipalStream, first_components
+from bireme.codec.sum_description import DENSE, DENSE_SUMS, GradientForm
+from bireme.model.units import chosen_maps
+from bireme.profile.optimizers import sum_cost_of
+from bireme.profile.profile import save_profile
+from bireme.sync.exchange import BatchGradients, SentBytes
+from bireme.sync.reducer import merge_components
 from tests.plan.test_plan_sums import cluster
 from tests.support.command import bireme
 from tests.support.estimates import estimated_once

@@ -6,20 +6,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer
-from bireme.plan.homes import check_homes, homes_of, servers_of_places
-from bireme.plan.plan import Plan
+from bireme.plan.forecast import Answer, summarize
+from bireme.plan.plan import Plan, check_homes, homes_of, servers_of_places
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan
-from bireme.plan.summary import summarize
 from tests.plan.test_search import every_plan, fits
 
 pytestmark = pytest.mark.slow

@@ -11,41 +11,33 @@ import pytest
 from rich.console import Console
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.cluster_file import read_cluster, save_cluster
-from bireme.cluster.cluster_text import cluster_text
-from bireme.cluster.device import Device
-from bireme.cluster.engine_cost import EngineCost
-from bireme.cluster.links import Bridge, Card, Link
-from bireme.cluster.server import Server
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
+from bireme.cluster.cluster_file import cluster_text, read_cluster, save_cluster
+from bireme.cluster.device import Device, EngineCost
 from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.plan import plan as plans
+from bireme.plan.explain import with_single_ways
 from bireme.plan.forecast import Answer
-from bireme.plan.paging import Paging
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.plan import Plan
-from bireme.plan.plan_file import load_plan, saved_plan, write_plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan import Paging, Plan
+from bireme.plan.plan_file import load_plan, read_windows, saved_plan, write_plan, write_windows
+from bireme.plan.plan_request import PlanRequest, TierLimits
 from bireme.plan.search.draft import Draft
+from bireme.plan.search.draft_paging import stage_memory, tier_links_of
 from bireme.plan.search.paged_walk import PagedWalk
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
 from bireme.plan.search.shapes import Outline
-from bireme.plan.search.stage_memory import stage_memory
-from bireme.plan.search.tier_budgets import tier_links_of
-from bireme.plan.single_ways import with_single_ways
-from bireme.plan.tier_limits import TierLimits
-from bireme.plan.window_file import read_windows, write_windows
-from bireme.profile.profile_file import save_profile
-from bireme.report.memory_ways import tiers_table, ways_table
+from bireme.profile.profile import save_profile
+from bireme.report.plan_table import tiers_table, ways_table
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.sizes import Sizes
-from bireme.schedule.stream import LONG
+from bireme.schedule.source import LONG
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 

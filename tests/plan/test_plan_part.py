@@ -7,22 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import device_named
-from bireme.cluster.links import Card, Link
-from bireme.cluster.server import Server
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.part import LoraPart, TrainedPart
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer, NothingFits
+from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.partition.chain import chain_of
-from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.profile.profile import Profile
-from bireme.runtime.borders import Borders
+from bireme.runtime.wire import Borders
 from bireme.schedule.catalogue import generate
 from bireme.simulate.simulator import simulate
 from tests.support.command import bireme

@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
-from bireme.plan.partition.holdings import holdings
+from bireme.plan.partition.loads import holdings
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import PlanRequest, TierLimits
 from bireme.plan.search.problem import PlanningProblem, check_shard
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.plan.tier_limits import TierLimits
 from bireme.profile.profile import Profile
 from bireme.report.plan_table import print_plan
 from bireme.sync.slices import part_sum_bytes
@@ -202,7 +199,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 def test_what_cannot_be_shared_is_refused_before_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bireme.cli.plan_inputs.measure", None)
+    monkeypatch.setattr("bireme.cli.plan_run.measure", None)
     words = ("--model", "gpt", "--batch-size", "4", "--optimizer", "muon", "--shard", "optimizer")
     told = bireme(capsys, "plan", *words)
     assert told.status == 2

@@ -7,22 +7,20 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link
-from bireme.cluster.server import Server
-from bireme.codec.rate import CodecRate
-from bireme.codec.sum_words import QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
+from bireme.codec.description import CodecRate
+from bireme.codec.sum_description import QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
-from bireme.plan.sum_penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
+from bireme.train.link_codecs import sums_of
 from bireme.train.run_file import RunFile
-from bireme.train.sums import sums_of
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
 from tests.support.tiny_profiles import gpt

@@ -10,12 +10,10 @@ from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.device import Device
-from bireme.cluster.engine_cost import EngineCost
-from bireme.cluster.server import Server
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device, EngineCost
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.forecast import Answer, Forecast, PlanKind
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
@@ -23,10 +21,9 @@ from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
-from bireme.plan.summary import PlanKind
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from tests.support.extent import examples
 from tests.support.planning import small_clusters, small_profiles
 

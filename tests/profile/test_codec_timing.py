@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.sum_description import parse_sum_codec
 from bireme.profile import codec_timing
 from bireme.profile.codec_timing import with_codec_rates
-from bireme.profile.profile_file import load_profile, plain_profile, save_profile
+from bireme.profile.profile import load_profile, plain_profile, save_profile
 from tests.support.hand_plans import tiny_profile
 
 CPU = torch.device("cpu")

@@ -6,24 +6,21 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.device import Device
-from bireme.cluster.engine_cost import EngineCost
-from bireme.cluster.server import Server
+from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.device import Device, EngineCost
 from bireme.plan.forecast import Answer
+from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.partition.chain import chain_of
-from bireme.plan.partition.stage_costs import costs_between
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.replica_work import ReplicaWork
+from bireme.plan.search.evaluator import ReplicaWork
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.measuring import BatchEndTimes, Measured
-from bireme.profile.timing import Seconds
-from bireme.profile.waits import CoreTime
-from bireme.runtime.measuring.messages import read_off
+from bireme.profile.timing import CoreTime, Seconds
+from bireme.runtime.measuring.batch_end import read_off
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.residency import resident
-from bireme.schedule.sizes import Sizes
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline

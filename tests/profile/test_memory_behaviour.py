@@ -16,15 +16,20 @@ from torch.profiler import profile
 
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
-from bireme.profile.behaviour import Behaviour, MemoryBlock
-from bireme.profile.block_paging import page_blocks
-from bireme.profile.events import Event, EventKind, Owner, Phase
-from bireme.profile.idleness import idle_intervals, percentile
-from bireme.profile.iteration import OPTIMIZERS, observe
-from bireme.profile.repetition import period
-from bireme.profile.swapping import Bandwidth, SwapPlan, plan_swaps
-from bireme.profile.trace import StorageTrace
-from bireme.report.packing import packed
+from bireme.profile.behaviour import (
+    Behaviour,
+    Event,
+    EventKind,
+    MemoryBlock,
+    Owner,
+    Phase,
+    idle_intervals,
+    percentile,
+    period,
+)
+from bireme.profile.swapping import Bandwidth, SwapPlan, page_blocks, plan_swaps
+from bireme.profile.trace import OPTIMIZERS, StorageTrace, observe
+from bireme.report.gantt import packed
 from tests.support.extent import several
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bireme.profile.events import Owner
+from bireme.profile.behaviour import Owner
 from tests.support.command import bireme, bireme_once
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from bireme.cluster.device import KNOWN, Device, device_named
 from bireme.errors import BiremeError
-from bireme.model.capture import capture
-from bireme.model.captures import Captures
+from bireme.model.capture import Captures, capture
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Graph, ModelState
 from bireme.model.sources import load_source

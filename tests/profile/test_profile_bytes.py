@@ -16,17 +16,16 @@ from torch.nn import functional
 from bireme.cluster.device import KNOWN
 from bireme.model.capture import capture
 from bireme.model.chain import chain, chain_resolver
-from bireme.model.graph import Graph
+from bireme.model.graph import Graph, learned_values
 from bireme.model.halves import backward_input
-from bireme.model.learned import learned_values
 from bireme.model.sources import load_source
 from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import units_of
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
+from bireme.profile.timing import Workbench
 from bireme.profile.trace import StorageTrace
-from bireme.profile.workbench import Workbench
 from tests.model.test_families import FAMILIES
 from tests.model.test_families import graph_of as family_graph_of
 from tests.support.graphs import captured_once

@@ -12,8 +12,7 @@ import torch
 
 from bireme.cluster.device import KNOWN
 from bireme.profile import measuring, profiler
-from bireme.profile.profile import Profile, UnitCost, UnitProfile
-from bireme.profile.profile_file import load_profile
+from bireme.profile.profile import Profile, UnitCost, UnitProfile, load_profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Seconds
 from tests.support.command import bireme, bireme_once

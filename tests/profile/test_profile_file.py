@@ -11,13 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.cluster.device import Device
-from bireme.cluster.engine_cost import EngineCost
+from bireme.cluster.device import Device, EngineCost
 from bireme.errors import BiremeError
 from bireme.profile import measuring, profiler
-from bireme.profile.cache import cache_folder
-from bireme.profile.profile import KeptMemory, Profile, SharedState, UnitCost, UnitProfile
-from bireme.profile.profile_file import load_profile, save_profile
+from bireme.profile.control import cache_folder
+from bireme.profile.profile import (
+    KeptMemory,
+    Profile,
+    SharedState,
+    UnitCost,
+    UnitProfile,
+    load_profile,
+    save_profile,
+)
 from bireme.profile.profiler import profile
 from tests.support.extent import examples
 from tests.support.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt, line

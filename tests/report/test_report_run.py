@@ -15,6 +15,7 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.plan.plan_file import write_plan
 from bireme.report.axes import Quantity, Scale, clock_text, number_text
+from bireme.report.page.charts import Points, evened, finite, smoothed, thinned
 from bireme.report.page.document import runs_document
 from bireme.report.page.figures import headline, stage_figures, state
 from bireme.report.page.flows import flows
@@ -24,10 +25,9 @@ from bireme.report.page.page import page
 from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.page.tables import comparison_table, facts, tiles
-from bireme.report.page.thinning import Points, evened, finite, smoothed, thinned
 from bireme.report.units import against_predicted
-from bireme.runtime.recorder import timeline_of
-from bireme.train.metrics import MetricsLog
+from bireme.runtime.gathering import timeline_of
+from bireme.train.run_log import MetricsLog
 from tests.support.extent import draws
 from tests.support.run_folders import (
     DEVICES,

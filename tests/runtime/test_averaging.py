@@ -10,17 +10,15 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.plan.paging import Paging
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Paging, Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averaging import Averaging
-from bireme.runtime.averaging.outer import OuterSettings, num_due
+from bireme.runtime.averaging.outer import Averaging, OuterSettings, num_due
 from bireme.runtime.layout import Layout
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
-from bireme.schedule.sizes import Sizes
-from bireme.sync.coordinator.group_events import Arrived
+from bireme.sync.coordinator.groups import Arrived
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.paces import Paces
+from bireme.sync.coordinator.state import Paces
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle

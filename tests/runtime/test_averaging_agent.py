@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averaging import join_averaging
-from bireme.runtime.averaging.lines import Offer
-from bireme.runtime.failures import RunFailed
-from bireme.runtime.quorum.parcels import IncomingTensors, send_tensors
-from bireme.runtime.quorum.switchboard import SNAPSHOT, PeerConnections
+from bireme.runtime.averaging.agent import AveragingAgent, Offer
+from bireme.runtime.averaging.outer import join_averaging
+from bireme.runtime.board import RunFailed
+from bireme.runtime.quorum.peer_connections import SNAPSHOT, IncomingTensors, PeerConnections, send_tensors
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bireme.sync.coordinator.ledger_line import Began
+from bireme.sync.coordinator.samples import Began
 from tests.support.averaging_ranks import Case, RankWorld, simulated
 from tests.support.extent import draws
 

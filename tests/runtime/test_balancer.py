@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bireme.balance.policy import Policy
-from bireme.balance.shares import Shares, limits_of, split
+from bireme.balance.shares import Policy, Shares, limits_of, split
 from bireme.errors import BiremeError
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.measuring import replica_times as measuring
-from bireme.runtime.measuring.replica_times import replica_times
+from bireme.runtime.measuring import batch_end as measuring
+from bireme.runtime.measuring.batch_end import replica_times
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.result import BatchResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
-from bireme.train.data.order import Order
+from bireme.runtime.updates import BatchResult
+from bireme.train.data.loader import RankBatches
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.rank_batches import RankBatches
+from bireme.train.data.placing import Order
 from tests.support.engine_parity import Setting, Trained, oracle, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
 from tests.support.small_models import Batch, Model, real_batches, token_batches

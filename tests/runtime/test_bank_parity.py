@@ -18,8 +18,7 @@ from bireme.runtime.gradients import GradientSums
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule
 from tests.support.feed_forward import (
     ADAMW,
     TRAINABLE,

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.runtime.bank_errors import BankInUse, DeadVersion
-from bireme.runtime.banks import WeightBanks
-from bireme.schedule.rule import Rule, banks_needed
+from bireme.runtime.banks import BankInUse, DeadVersion, WeightBanks
+from bireme.schedule.program import Rule, banks_needed
 from tests.support.feed_forward import (
     ADAMW,
     FROZEN,

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bireme.plan.plan import Plan
-from bireme.runtime.feedback_sections import load_feedback
-from bireme.runtime.layout import layout_of
-from bireme.runtime.runnable import runnable
+from bireme.runtime.held_state import load_feedback
+from bireme.runtime.layout import layout_of, runnable
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.feedback import RESIDUAL, Feedback
+from bireme.sync.coded import RESIDUAL, Feedback
 from tests.runtime.test_snapshot import TAKEN_BEHIND, all_weights, together, train
 from tests.support.engine_parity import (
     Setting,

@@ -15,9 +15,8 @@ from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProc
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_check import check_ledger
-from bireme.sync.coordinator.ledger_line import LEDGER
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, RoundAt
-from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode
 from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow

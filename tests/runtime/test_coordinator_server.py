@@ -11,16 +11,13 @@ import pytest
 
 from bireme.balance.shares import ShareLimits
 from bireme.errors import BiremeError
-from bireme.runtime import coordinator_server
+from bireme.runtime import coordinator_process as coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient
-from bireme.runtime.coordinator_server import CoordinatorServer, listener
-from bireme.runtime.ledger import Ledger
-from bireme.sync.coordinator.host import beginner, waiting
-from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
+from bireme.runtime.coordinator_process import CoordinatorServer, Ledger, listener
+from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, waiting
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.samples import LEDGER, Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
-from bireme.sync.coordinator.succession import CoordinatorCandidate
 from tests.support.patience import patience_s
 
 

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from bireme import devices
+from bireme.cluster.cluster import Server
 from bireme.cluster.device import KNOWN
-from bireme.cluster.server import Server
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.report.cluster_table import link_notes
 from bireme.runtime.world import World
 from bireme.train import machines
-from bireme.train.machine_devices import cluster_of
-from bireme.train.machines import machines_of
+from bireme.train.machines import cluster_of, machines_of
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.ranks import run_script
 

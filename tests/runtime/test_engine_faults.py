@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import RankFailed
 from bireme.runtime.launch import launch
 from bireme.runtime.stage import Place
 from bireme.runtime.world import World

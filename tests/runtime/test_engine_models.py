@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.model import segments
+from bireme.model import stage as segments
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.runtime import stage

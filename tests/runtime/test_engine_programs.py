@@ -18,12 +18,10 @@ from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.lowering import lower
-from bireme.schedule.program import Program
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.deadlock import run_to_end
-from bireme.schedule.rule import Rule
 from bireme.schedule.source import source_of
-from bireme.schedule.weave import Orders, weave
+from bireme.schedule.weave import Orders, lower, weave
 from tests.support.engine_parity import (
     ALL,
     Setting,

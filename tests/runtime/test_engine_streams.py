@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from bireme.cluster.engine_cost import MOST_SENDS
+from bireme.cluster.device import MOST_SENDS
 from bireme.plan.plan import Plan
 from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.microbatches import apportioned

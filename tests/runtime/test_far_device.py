@@ -22,10 +22,8 @@ from bireme.model.sources import load_source
 from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
 from bireme.runtime import wire
-from bireme.runtime.coding import Coding
 from bireme.runtime.fabric import SingleRankFabric
-from bireme.runtime.tensor_spec import TensorSpec
-from bireme.runtime.wire import WireFormat
+from bireme.runtime.wire import Coding, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
 from tests.support.extent import several

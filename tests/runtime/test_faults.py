@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from bireme.errors import BiremeError
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import RankFailed
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
 from tests.support.copies import Copy

@@ -47,7 +47,7 @@ def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_starte
 
 
 LOSES_ITS_SERVER = """
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import RankFailed
 from bireme.runtime.launch import launch
 from tests.runtime.test_fork_server import lose_the_server, report
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from bireme import devices
+from bireme.runtime.gathering import Recorder
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.recorder import Recorder
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Kind
-from bireme.train.memory_used import MemoryUsed
+from bireme.train.outcome import MemoryUsed
 from tests.support.engine_parity import Setting, plan_for
 from tests.support.small_models import gpt, token_batches
 

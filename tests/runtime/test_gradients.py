@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bireme.memory.slots import Slots
+from bireme.memory.arena import Slots
 from bireme.runtime.gradients import GradientPool
-from bireme.runtime.shelf import parameter_groups_of
+from bireme.runtime.parameter_groups import parameter_groups_of
 from tests.support.feed_forward import assert_same
 
 

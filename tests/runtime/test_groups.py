@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bireme.runtime.board import RankFailed
 from bireme.runtime.fabric import DistFabric
-from bireme.runtime.failures import RankFailed
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
 from bireme.sync.group import AbortedError

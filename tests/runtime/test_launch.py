@@ -17,11 +17,9 @@ from bireme.cluster.machine import num_cores
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime import launch as launching
-from bireme.runtime.board import Board
-from bireme.runtime.failures import RankFailed
-from bireme.runtime.launch import Crew, launch
+from bireme.runtime.board import Board, RankFailed
+from bireme.runtime.launch import Crew, RankSetup, launch
 from bireme.runtime.processes import Process
-from bireme.runtime.rank_process import RankSetup
 from bireme.runtime.world import World
 from tests.support.ranks import add_ranks, report_threads, run_script, torchrun, until
 

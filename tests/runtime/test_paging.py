@@ -16,21 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
 from bireme.report.units import rate_text
-from bireme.runtime.paging.mover import CopyJob, ThreadMover
-from bireme.runtime.paging.settings import PagingSettings
-from bireme.runtime.paging.slot_pool import SlotPool
+from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, SlotPool, ThreadMover
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import resident
 from bireme.train.outcome import Outcome, RankOutcome
-from bireme.train.slow_tiers import slow_tiers
+from bireme.train.summary import slow_tiers
 from tests.support.engine_parity import ALL, Setting, assert_equal, oracle, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, assert_same, paged, sizes_of
 from tests.support.small_models import Batch, Model, token_batches

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.memory.system_memory import PAGE_BYTES
 from bireme.plan.plan import Plan
-from bireme.runtime.paging.between import arrange, opened
-from bireme.runtime.paging.chunk_store import ChunkStore
-from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
+from bireme.runtime.paging.rank_paging import arrange, opened
 from bireme.schedule.instruction import Item
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.tiers import Chunk, RankTiers, Tier
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.extent import examples

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bireme.errors import BiremeError
-from bireme.memory.address_range import AddressRange
+from bireme.memory.chunk_memory import HostChunks
 from bireme.memory.disk_tier import DiskTier
-from bireme.memory.host_chunks import HostChunks
+from bireme.memory.system_memory import AddressRange
 from bireme.model.stage import stage_function
 from bireme.plan.plan import Plan
-from bireme.runtime.courier import StageMessages
-from bireme.runtime.paging.settings import PagingSettings
-from bireme.runtime.paging.stash import PagedStash
+from bireme.runtime.paging.chunk_store import PagingSettings
+from bireme.runtime.paging.pager import PagedStash
+from bireme.runtime.stage_messages import StageMessages
 from bireme.schedule.instruction import Instruction
 from tests.support.engine_parity import Setting, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, paged, sizes_of

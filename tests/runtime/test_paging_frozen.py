@@ -9,7 +9,7 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind

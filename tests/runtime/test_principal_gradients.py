@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bireme.errors import BiremeError
-from bireme.model.linear_maps import linear_maps
+from bireme.model.units import linear_maps
 from bireme.plan.plan import Plan
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from tests.runtime.test_snapshot import TAKEN_BEHIND, all_weights, together, train

@@ -10,8 +10,8 @@ import torch
 
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import join
-from bireme.runtime.quorum.job import DroppedError, SumJob
-from bireme.runtime.quorum.parcels import IncomingTensors, send_named
+from bireme.runtime.quorum.peer_agent import DroppedError, SumJob
+from bireme.runtime.quorum.peer_connections import IncomingTensors, send_named
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,

@@ -7,15 +7,14 @@ from typing import Any, cast
 
 import torch
 
-from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.quorum.agent import MOST_FOR_MEMBERS, Agent, Offers
 from bireme.runtime.quorum.agreement import QuorumAgreement
-from bireme.runtime.quorum.offers import MOST_FOR_MEMBERS, Offers
+from bireme.runtime.quorum.peer_agent import MOST_FREE, Buffers
+from bireme.runtime.quorum.peer_connections import SUM, PeerConnections
 from bireme.runtime.quorum.reducer import QuorumReducer
-from bireme.runtime.quorum.results import MOST_FREE, Buffers
-from bireme.runtime.quorum.switchboard import SUM, PeerConnections
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, RankId
-from bireme.sync.quorum.digest import NO_DIGEST
+from bireme.sync.quorum.line import NO_DIGEST
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.regression import regression, regression_plan

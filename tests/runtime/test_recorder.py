@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from bireme.runtime import recorder as under_test
+from bireme.runtime import gathering as under_test
 from bireme.runtime.fabric import SingleRankFabric
-from bireme.runtime.recorder import Recorder
+from bireme.runtime.gathering import Recorder
 from bireme.schedule.instruction import Kind
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.small_models import token_batches

@@ -14,15 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.memory.arena import Arena
-from bireme.memory.slots import Slots
-from bireme.sync.exchange import SentBytes
-from bireme.sync.gradients import BatchGradients
+from bireme.memory.arena import Arena, Slots
+from bireme.sync.exchange import BatchGradients, SentBytes, squared_norm, sum_parts
 from bireme.sync.group import CollectiveError, DistGroup, Group, Pending, SingleRankGroup
-from bireme.sync.norm import squared_norm
-from bireme.sync.parts import sum_parts
-from bireme.sync.reduced import Reduced
-from bireme.sync.reducer import Reducer, Reduction
+from bireme.sync.reducer import Reduced, Reducer, Reduction
 from bireme.sync.slices import NUM_IN_FLIGHT, beside_parts
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_processes, run_threads

@@ -12,11 +12,10 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averaging import Averaging
-from bireme.runtime.bank_memory import BankMemory
-from bireme.runtime.piece_sections import joined
+from bireme.runtime.averaging.outer import Averaging
+from bireme.runtime.banks import BankMemory
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.snapshot import Snapshot, joined
 from bireme.schedule.instruction import Kind
 from bireme.sync.exchange import SentBytes
 from tests.support.engine_parity import Setting, pipeline_of, plan_for

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.peers import PeerLost
+from bireme.runtime.board import PeerLost
+from bireme.runtime.fabric import SocketSums
 from bireme.runtime.socket_line import LARGE_BYTES
-from bireme.runtime.socket_sums import SocketSums
 from tests.support.sockets import Receive, key, send, star
 from tests.support.together import run_threads
 

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from bireme.codec.description import parse_codec
 from bireme.errors import BiremeError
-from bireme.runtime import freight, peer_sockets, socket_line, socket_transport
-from bireme.runtime.coding import Coding
+from bireme.runtime import socket_line, socket_transport
+from bireme.runtime import socket_line as freight
+from bireme.runtime import socket_transport as peer_sockets
+from bireme.runtime.board import PeerLost
 from bireme.runtime.fabric import neighbours_of
-from bireme.runtime.header import header_of
-from bireme.runtime.peers import PeerLost
-from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, ordinary_bytes
+from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, header_of, ordinary_bytes
 from bireme.runtime.socket_transport import Lines, SocketTransport
 from bireme.runtime.stores import open_store
-from bireme.runtime.tensor_spec import TensorSpec
-from bireme.runtime.wire import WireFormat
+from bireme.runtime.wire import Coding, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError
 from tests.runtime.test_transport import SCENARIOS

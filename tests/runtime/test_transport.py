@@ -11,11 +11,10 @@ from torch import Tensor
 
 from bireme.devices import use
 from bireme.errors import BiremeError
-from bireme.runtime.nccl_transport import NcclTransport
-from bireme.runtime.peers import PeerLost
-from bireme.runtime.tensor_spec import TensorSpec
-from bireme.runtime.transport import Transport
-from bireme.runtime.wire import WireFormat
+from bireme.runtime.board import PeerLost
+from bireme.runtime.fabric import NcclTransport
+from bireme.runtime.socket_line import Transport
+from bireme.runtime.wire import TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.runtime.test_wire import ACTIVATION, KEY, every_dtype, packed, same_bits
 from tests.support.thread_transport import ThreadFabric

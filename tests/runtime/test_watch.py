@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.runtime import watch as watch_module
-from bireme.runtime.board import Board, Heartbeat
-from bireme.runtime.failures import Failure, FailureKind, RankFailed, RunFailed
-from bireme.runtime.peers import PeerLost
+from bireme.runtime.board import Board, Failure, FailureKind, Heartbeat, PeerLost, RankFailed, RunFailed
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store
 from bireme.runtime.watch import Watch, is_of_a_peer
 from tests.support.patience import patience_s

@@ -11,9 +11,8 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import AVERAGES, Instruction, Kind
-from bireme.schedule.program import Program, Track
+from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
-from bireme.schedule.rule import Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from tests.support.averaging_replicas import in_a_loop, interpreted

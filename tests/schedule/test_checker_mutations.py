@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule, Track
 from tests.schedule.test_semantics import Request
 from tests.support.extent import examples
 from tests.support.symbolic import expected, outcome

@@ -7,13 +7,13 @@ import pytest
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.gathering import gathered, times_a_batch
 from bireme.schedule.instruction import COMPUTE, SHARING, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import resident
-from bireme.schedule.sizes import Sizes
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import simulate

@@ -8,9 +8,9 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Kind
+from bireme.simulate.comparison import solve_lookahead
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
-from bireme.simulate.lookahead import solve_lookahead
 from bireme.simulate.simulator import simulate
 from tests.support.extent import examples
 from tests.support.symbolic import expected, outcome

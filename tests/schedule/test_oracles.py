@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bireme.schedule.catalogue import generate
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from tests.support.oracles import Microbatch, Place, Update, run_oracle, seen_by
 
 RATE = 0.1

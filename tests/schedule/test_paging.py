@@ -12,21 +12,16 @@ from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.rivals import least_recently_used
 from benchmarks.paging.traces import program_trace, small_trace
 from bireme.errors import BiremeError
+from bireme.schedule.accesses import Mode, Sizes, chunks_of, uses
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
-from bireme.schedule.chunks import best_chunk_bytes, num_chunks
-from bireme.schedule.eviction import decide
-from bireme.schedule.gaps import gaps_of, num_copies, settle
-from bireme.schedule.holding import chunk_of
+from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.paging import page
-from bireme.schedule.program import Program, Track
-from bireme.schedule.residency import resident
-from bireme.schedule.rule import Rule
-from bireme.schedule.sizes import Sizes
-from bireme.schedule.tiers import Chunk
-from bireme.schedule.uses import Mode, chunks_of, uses
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.residency import chunk_of, resident
+from bireme.schedule.tiers import Chunk, best_chunk_bytes, num_chunks
 from tests.support.extent import examples, several
 from tests.support.plain_eviction import plain_decide
 

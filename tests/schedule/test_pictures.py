@@ -3,10 +3,9 @@
 import pytest
 
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.schedule.grid import Grid, ascii_picture, drawn, grid, label, opening
+from bireme.schedule.grid import Grid, ascii_picture, drawn, duration, grid, label, opening
 from bireme.schedule.instruction import COMPUTE, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.ticks import duration
 
 PICTURED = {
     "sequential": generate("sequential", num_stages=4, num_microbatches=4),

@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.schedule import folding
+from bireme.schedule import source as folding
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.generators.shape import Shape
 from bireme.schedule.generators.two_buffer import never_drain
-from bireme.schedule.lowering import lower
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
-from bireme.schedule.weave import weave
+from bireme.schedule.program import Program, Rule
+from bireme.schedule.weave import lower, weave
 from tests.support.extent import examples, several
 from tests.support.symbolic import expected, outcome
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.generators.shape import Shape
 from bireme.schedule.instruction import Kind
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
-from bireme.schedule.stream import read_ahead, stream
+from bireme.schedule.program import Program, Rule
+from bireme.schedule.source import read_ahead, stream
 from tests.support.extent import examples
 
 

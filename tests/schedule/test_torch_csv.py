@@ -14,8 +14,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import Kind
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.torch_csv import load, parse, save, to_csv
 from tests.support.extent import examples
 

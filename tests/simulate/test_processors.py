@@ -2,12 +2,12 @@
 
 import pytest
 
-from bireme.cluster.engine_cost import EngineCost
+from bireme.cluster.device import EngineCost
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
-from bireme.simulate.processors import Processors
+from bireme.simulate.network import Processors
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 

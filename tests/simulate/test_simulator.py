@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
-from bireme.schedule.lowering import lower
 from bireme.schedule.program import Program
+from bireme.schedule.weave import lower
+from bireme.simulate.comparison import solve_slices
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.network import Network, Path
 from bireme.simulate.simulator import pairs_that_talk, simulate
-from bireme.simulate.slicing import solve_slices
 from bireme.timeline.timeline import Timeline
 from tests.support.extent import examples
 
@@ -321,7 +321,7 @@ def test_a_loop_takes_what_its_written_out_form_takes(name: str, monkeypatch: py
         return simulate(program, costs, network)
 
     folded = timeline()
-    monkeypatch.setattr("bireme.schedule.folding.WRITTEN_OUT", 100)
+    monkeypatch.setattr("bireme.schedule.source.WRITTEN_OUT", 100)
     written = timeline()
     assert folded.program.tracks[0].repeats > 0
     assert written.program.tracks[0].repeats == 0

@@ -11,8 +11,7 @@ from bireme.schedule.torch_csv import parse
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.simulator import simulate
-from bireme.timeline.critical import critical_path
-from bireme.timeline.pace import pace
+from bireme.timeline.timeline import critical_path, pace
 from tests.support.extent import examples
 
 

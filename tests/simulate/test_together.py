@@ -18,10 +18,9 @@ from bireme.simulate.agreements import (
 )
 from bireme.simulate.costs import Costs
 from bireme.simulate.quorum_rounds import QuorumRounds
-from bireme.simulate.replicas import Exchange, Kill, Ran, SampleWork, Speed
 from bireme.simulate.simulator import simulate
-from bireme.simulate.together import Agreement, Together
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
+from bireme.sync.coordinator.samples import GroupSettings
 from tests.support.extent import draws
 
 BATCH_S, SHARE, STAGES = 0.1, 8, 2

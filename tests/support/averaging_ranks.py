@@ -16,25 +16,22 @@ import pytest
 import torch
 
 import bireme.runtime.quorum.peer_agent
-import bireme.train.averaging_replica
+import bireme.train.replica
 from bireme.balance.shares import ShareLimits
 from bireme.plan.plan import Plan
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averaging import join_averaging
-from bireme.runtime.averaging.lines import RankRounds
+from bireme.runtime.averaging.agent import AveragingAgent, RankRounds
+from bireme.runtime.averaging.outer import join_averaging
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.job import DroppedError
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.peer_agent import SupersededError
-from bireme.runtime.quorum.results import RoundSum as SumResult
-from bireme.runtime.result import BatchResult
+from bireme.runtime.quorum.peer_agent import DroppedError, SupersededError
+from bireme.runtime.quorum.peer_agent import RoundSum as SumResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.runtime.stores import HashStore
+from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
-from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
-from bireme.sync.coordinator.ledger_line import Began, Committed
+from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
@@ -45,12 +42,11 @@ from bireme.sync.coordinator.messages import (
     RankId,
     Report,
 )
-from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
+from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
-from bireme.sync.coordinator.succession import CoordinatorCandidate
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, Summed
-from bireme.train.averaging_replica import AveragingReplica, Meeting
+from bireme.train.replica import AveragingReplica, Meeting
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 from tests.support.taking_turns import Killed, Turns
@@ -623,6 +619,6 @@ class SimulatedRank:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
-    monkeypatch.setattr(bireme.train.averaging_replica, "AveragingAgent", SimulatedAgent)
-    monkeypatch.setattr(bireme.train.averaging_replica, "Talk", _Client)
+    monkeypatch.setattr(bireme.train.replica, "AveragingAgent", SimulatedAgent)
+    monkeypatch.setattr(bireme.train.replica, "Talk", _Client)
     monkeypatch.setattr(bireme.runtime.quorum.peer_agent, "Switchboard", _Board)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule
 
 __all__ = ["in_a_loop", "interpreted"]
 

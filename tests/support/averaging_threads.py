@@ -14,12 +14,11 @@ from torch import Tensor
 
 from bireme.balance.shares import ShareLimits
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averaging import Averaging
-from bireme.runtime.averaging.outer import OuterSettings
+from bireme.runtime.averaging.outer import Averaging, OuterSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, SamplePlaces
-from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
+from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.mortal_replicas import Hub, Killed, states_of
 from tests.support.patience import patience_s

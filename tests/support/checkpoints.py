@@ -12,9 +12,13 @@ from torch import Tensor
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import HashStore, PrefixStore
 from bireme.train.checkpoint.checkpoint import Checkpoint, find_checkpoints, step_of
-from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved, CheckpointWarning
 from bireme.train.checkpoint.manifest import CheckpointMeta
-from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.checkpoint.writer import (
+    CheckpointEvent,
+    CheckpointSaved,
+    CheckpointWarning,
+    CheckpointWriter,
+)
 from tests.support.together import run_threads
 
 __all__ = [

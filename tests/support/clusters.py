@@ -4,10 +4,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server, Switch
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link, Mesh, Switch
-from bireme.cluster.server import Server
 
 __all__ = ["clusters", "few"]
 

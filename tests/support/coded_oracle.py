@@ -10,10 +10,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import first_basis
-from bireme.codec.sum_words import SumKind, parse_sum_codec
-from bireme.codec.threshold import Threshold, new_memory
+from bireme.codec.sum_description import SumKind, parse_sum_codec
 
 __all__ = ["CodedOracle"]
 

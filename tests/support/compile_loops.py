@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.codec_speed import DTYPES, WITH_NUMBA, cases
-from bireme.placement.anywhere.annealing import improve
+from bireme.placement.anywhere.search import improve
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.request import Method, Request
 from bireme.placement.solve import solve
-from bireme.placement.workload import Objective
+from bireme.placement.workload import Method, Objective, Request
 from bireme.placement.workload_file import load_workload
 
 __all__ = ["compile_codecs", "compile_placement"]

@@ -13,9 +13,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from bireme.balance.shares import ShareLimits
-from bireme.sync.coordinator.host import beginner, host_step, host_wake_s, waiting
-from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.message_lines import decode, encode
+from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
@@ -27,10 +25,11 @@ from bireme.sync.coordinator.messages import (
     Report,
     RoundAt,
     SamplePlaces,
+    decode,
+    encode,
 )
-from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Tick
-from bireme.sync.coordinator.succession import CoordinatorCandidate
 
 Sum = tuple[tuple[int, tuple[SamplePlaces, ...]], ...]
 """What a round adds up to: the samples of each replica."""

@@ -18,22 +18,22 @@ from torch import Tensor
 
 from bireme.codec import LinkCodecs, through
 from bireme.codec.above import Thresholds
-from bireme.model.learned import learned_values
+from bireme.model.graph import learned_values
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.averaging.averaging import Averaging
+from bireme.runtime.averaging.outer import Averaging
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
-from bireme.runtime.paging.settings import PagingSettings
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.world import World
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from tests.support.coded_oracle import CodedOracle
 from tests.support.oracles import AfterStep, Microbatch, Update, run_oracle, seen_by
 from tests.support.small_models import Batch, Model

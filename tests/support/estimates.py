@@ -17,8 +17,7 @@ from bireme.cluster.device import Device
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
 from bireme.profile import profiler
-from bireme.profile.profile import Profile
-from bireme.profile.profile_file import load_profile, save_profile
+from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.profile.profiler import Graphs
 from tests.support.kept import KEPT_GRAPHS
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from bireme.model.capture import Inputs, Loss, batch_size, capture
-from bireme.model.captures import Captures
+from bireme.model.capture import Captures, Inputs, Loss, batch_size, capture
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from tests.support.kept import KEPT_GRAPHS

@@ -10,7 +10,7 @@ from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
-from bireme.sync.coordinator.group_events import (
+from bireme.sync.coordinator.groups import (
     Arrived,
     AveragingGroup,
     Came,
@@ -21,10 +21,13 @@ from bireme.sync.coordinator.group_events import (
     GroupSummed,
     GroupTick,
     SettledGroup,
+    first_wait_s,
+    groups_begun,
+    groups_step,
+    next_deadline_s,
+    next_wait_s,
 )
-from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
-from bireme.sync.coordinator.groups import groups_begun, groups_step, next_deadline_s
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.sync.coordinator.samples import GroupSettings
 
 SUM_S = 0.002
 

@@ -23,8 +23,7 @@ from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.coordinator import begun, step, word_for
-from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.membership import Heard
+from bireme.sync.coordinator.host import CoordinatorCandidate, taken_up
 from bireme.sync.coordinator.messages import (
     CoordinatorReply,
     Incarnation,
@@ -34,10 +33,9 @@ from bireme.sync.coordinator.messages import (
     Report,
     SamplePlaces,
 )
-from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
-from bireme.sync.coordinator.state import Ended, Event, Tick
-from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
-from bireme.sync.quorum.digest import OtherWeightsError
+from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.state import Ended, Event, Heard, Tick
+from bireme.sync.quorum.line import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.small_models import Batch, Model

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bireme.schedule.instruction import Kind
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule
 from tests.support.coded_oracle import CodedOracle
 
 __all__ = ["AfterStep", "Microbatch", "StageLike", "Update", "run_oracle", "seen_by"]

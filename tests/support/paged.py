@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from bireme.plan.paging import Paging
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Paging, Plan
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, TierTooSmallError
 from bireme.schedule.residency import resident
-from bireme.schedule.sizes import Sizes
 from tests.support.engine_parity import Trained
 from tests.support.small_models import Model
 

@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-from bireme.plan.partition.autopipe import Cuts
+from bireme.plan.partition.autopipe import Cuts, costs_between
 from bireme.plan.partition.loads import Loads
 from bireme.plan.partition.partition import Partition
-from bireme.plan.partition.stage_costs import costs_between
 from bireme.schedule.catalogue import generate, schedule_named
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import simulate

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Link
-from bireme.cluster.server import Server
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
-from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import loads_of
+from bireme.placement.contraction import Weightless, items_of, loads_of
 from bireme.placement.of_model.from_model import ModelWorkload, workload_of
-from bireme.placement.placement import Placement
-from bireme.placement.request import Granularity
-from bireme.placement.workload import Objective
+from bireme.placement.workload import Granularity, Objective, Placement
 from bireme.profile.profile import Profile
 from tests.support.estimates import estimated_once
 from tests.support.graphs import captured_once

@@ -10,8 +10,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from bireme.schedule.accesses import ChunkAccess
-from bireme.schedule.eviction import HELD_LAST, OverfullError
-from bireme.schedule.gaps import Choice, Gap
+from bireme.schedule.eviction import HELD_LAST, Choice, Gap, OverfullError
 
 __all__ = ["plain_decide"]
 

@@ -3,10 +3,8 @@
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Bridge, Card, Link
-from bireme.cluster.server import Server
 from bireme.profile.profile import Profile
 
 __all__ = ["small_clusters", "small_profiles"]

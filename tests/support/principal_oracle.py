@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from bireme.codec.principal import Components, PrincipalStream, first_components, merged
+from bireme.codec.lowrank import Components, PrincipalStream, first_components, merged
 from tests.support.small_models import Batch
 
 __all__ = ["principal_oracle"]

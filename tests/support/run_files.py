@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.train.run_file import RunFile, load_run_file
-from bireme.train.run_file.keys import Key, tables_of_keys
+from bireme.train.run_file.text import Key, tables_of_keys
 
 __all__ = ["KEYS", "NAMES", "loaded", "run_files", "said", "sentence", "value_at"]
 

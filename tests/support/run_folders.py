@@ -13,12 +13,11 @@ from typing import Any
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster, save_cluster
 from bireme.plan.forecast import Forecast, StageForecast
-from bireme.plan.hashes import PlannedUnit
 from bireme.plan.plan import Plan
-from bireme.plan.plan_file import SavedPlan, write_plan
+from bireme.plan.plan_file import PlannedUnit, SavedPlan, write_plan
 from bireme.report.page.recorded import write_recorded
-from bireme.simulate.cluster_network import cluster_network
 from bireme.simulate.costs import Costs
+from bireme.simulate.links import cluster_network
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import RankTimeline, Timeline
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.socket_transport import Lines, SocketTransport
-from bireme.runtime.tensor_spec import TensorSpec
-from bireme.runtime.wire import Arrival, WireFormat
+from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from bireme.sync.group import Pending
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from bireme.schedule.instruction import Instruction, Kind, Message
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule
 
 __all__ = ["Made", "Outcome", "expected", "outcome"]
 

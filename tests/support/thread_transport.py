@@ -16,8 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from bireme.runtime.peers import PeerLost
-from bireme.runtime.transport import Transport, nothing_came, nothing_taken
+from bireme.runtime.board import PeerLost
+from bireme.runtime.socket_line import Transport, nothing_came, nothing_taken
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums
 from tests.support.patience import patience_s

@@ -10,8 +10,7 @@ from bireme.cluster.device import KNOWN
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.profile.timing import Effort, Seconds
-from bireme.profile.workbench import Workbench
+from bireme.profile.timing import Effort, Seconds, Workbench
 from tests.support.graphs import captured_once
 
 __all__ = ["CPU", "LAPTOP", "LITTLE", "Bench", "gpt", "line", "mean_square"]

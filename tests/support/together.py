@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bireme.runtime.peers import PeerLost
+from bireme.runtime.board import PeerLost
 from bireme.runtime.processes import start_process
 from bireme.sync.group import AbortedError, CollectiveError
 from tests.support.patience import patience_s

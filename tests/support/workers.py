@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import bireme
+from bireme.runtime.board import die_with_parent
 from bireme.runtime.fork_server import kept_for_good
-from bireme.runtime.parent_watch import die_with_parent
 from bireme.runtime.processes import serve_from_here
 
 __all__ = ["LARGE", "Template", "be_template", "imported_by"]

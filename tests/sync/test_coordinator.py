@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from bireme.sync.coordinator.ledger_line import Committed
 from bireme.sync.coordinator.messages import Report
+from bireme.sync.coordinator.samples import Committed
 from bireme.sync.coordinator.state import Ended, Tick
 from tests.support.coordinated import LEASE_S, Faults, World, settings_for
 from tests.support.extent import draws, several

@@ -8,11 +8,15 @@ from statistics import fmean
 
 import pytest
 
-from bireme.sync.coordinator.connected import is_connected
-from bireme.sync.coordinator.group_events import Arrived
-from bireme.sync.coordinator.group_former import next_wait_s
-from bireme.sync.coordinator.groups import groups_begun, groups_step, next_deadline_s
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.sync.coordinator.groups import (
+    Arrived,
+    groups_begun,
+    groups_step,
+    is_connected,
+    next_deadline_s,
+    next_wait_s,
+)
+from bireme.sync.coordinator.samples import GroupSettings
 from tests.support.extent import draws
 from tests.support.grouped import GroupWorld
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from bireme.balance.shares import ShareLimits
+from bireme.sync.coordinator.committing import with_heals
 from bireme.sync.coordinator.coordinator import begun
-from bireme.sync.coordinator.dealing import Dealing
-from bireme.sync.coordinator.joining import with_heals
-from bireme.sync.coordinator.membership import Heard
 from bireme.sync.coordinator.messages import Member, RankId, Report, RoundAt
+from bireme.sync.coordinator.samples import Dealing
+from bireme.sync.coordinator.state import Heard
 from tests.support.coordinated import settings_for
 
 

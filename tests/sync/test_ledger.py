@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bireme.runtime.ledger import Ledger
+from bireme.runtime.coordinator_process import Ledger
 from bireme.sync.coordinator.ledger_check import check_ledger
-from bireme.sync.coordinator.ledger_line import LEDGER, Began, Committed
 from bireme.sync.coordinator.messages import TERM, SamplePlaces
+from bireme.sync.coordinator.samples import LEDGER, Began, Committed
 from tests.support.command import bireme
 
 LATER = TERM + 1

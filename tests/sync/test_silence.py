@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 from bireme.balance.shares import ShareLimits
+from bireme.sync.coordinator.committing import with_gone
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
-from bireme.sync.coordinator.dealing import Dealing
-from bireme.sync.coordinator.joining import with_gone
-from bireme.sync.coordinator.membership import Changes, MembershipChange
 from bireme.sync.coordinator.messages import (
     Absence,
     CoordinatorReply,
@@ -17,9 +15,16 @@ from bireme.sync.coordinator.messages import (
     Report,
     RoundAt,
 )
-from bireme.sync.coordinator.rounds import RoundSequence, next_grant
-from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import CoordinatorState, Ended, Tick
+from bireme.sync.coordinator.samples import Dealing, SyncMode
+from bireme.sync.coordinator.state import (
+    Changes,
+    CoordinatorState,
+    Ended,
+    MembershipChange,
+    RoundSequence,
+    Tick,
+    next_grant,
+)
 from tests.support.coordinated import settings_for
 
 RANKS = [RankId(replica, 0, 0) for replica in range(3)]

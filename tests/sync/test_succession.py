@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from bireme.sync.coordinator.coordinator import step
-from bireme.sync.coordinator.host import host_step, waiting
-from bireme.sync.coordinator.membership import Heard
+from bireme.sync.coordinator.host import CoordinatorCandidate, host_step, taken_up, waiting
 from bireme.sync.coordinator.messages import (
     Commit,
     CoordinatorReply,
@@ -18,9 +17,8 @@ from bireme.sync.coordinator.messages import (
     RoundPart,
     SumSource,
 )
-from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import Tick
-from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
+from bireme.sync.coordinator.samples import SyncMode
+from bireme.sync.coordinator.state import Heard, Tick
 from tests.support.coordinated import settings_for
 
 MEMBERS = (Member(0, 0, ("a",)), Member(1, 0, ("b",)))

@@ -6,9 +6,7 @@ from random import Random
 import pytest
 
 from bireme.sync.coordinator.coordinator import begun, step, word_for
-from bireme.sync.coordinator.host import beginner, host_step
-from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.membership import Heard
+from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, taken_up
 from bireme.sync.coordinator.messages import (
     CoordinatorReply,
     GroupAt,
@@ -19,9 +17,8 @@ from bireme.sync.coordinator.messages import (
     RoundAt,
     Window,
 )
-from bireme.sync.coordinator.settings import SyncMode
-from bireme.sync.coordinator.state import Ended, Tick
-from bireme.sync.coordinator.succession import CoordinatorCandidate, taken_up
+from bireme.sync.coordinator.samples import Began, Committed, SyncMode
+from bireme.sync.coordinator.state import Ended, Heard, Tick
 from tests.support.coordinated import settings_for
 from tests.support.extent import draws
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from bireme.balance.shares import ShareLimits
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
-from bireme.sync.coordinator.ledger_line import Committed
 from bireme.sync.coordinator.messages import (
     CoordinatorReply,
     GroupAt,
@@ -25,9 +24,9 @@ from bireme.sync.coordinator.messages import (
     RoundAt,
     Window,
 )
-from bireme.sync.coordinator.settings import GroupSettings, SyncMode
+from bireme.sync.coordinator.samples import Committed, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
-from bireme.sync.coordinator.window_end import Trainer, done_without
+from bireme.sync.coordinator.windows import Trainer, done_without
 from tests.support.coordinated import settings_for
 from tests.support.extent import draws, examples
 

@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from bireme.train import capturing
+from bireme.train import prepare as capturing
 from tests.support.graphs import remember_captures
 
 remember_captures()

@@ -10,28 +10,26 @@ import torch
 
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.averages import Met
-from bireme.runtime.failures import RunFailed
+from bireme.runtime.board import RunFailed
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.peer_agent import PeerAgent
-from bireme.runtime.quorum.talk import LazyCoordinatorClient
-from bireme.runtime.result import BatchResult
+from bireme.runtime.quorum.peer_agent import LazyCoordinatorClient, PeerAgent
 from bireme.runtime.stores import HashStore
+from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
-from bireme.schedule.rule import Rule
-from bireme.sync.coordinator.membership import Changes
+from bireme.schedule.program import Rule
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, Member
+from bireme.sync.coordinator.state import Changes
 from bireme.sync.exchange import SentBytes
-from bireme.train.averaging_replica import AveragingReplica, Meeting
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.order import Order
+from bireme.train.data.loader import PartlyRead
+from bireme.train.data.placing import Order
 from bireme.train.data.prepare import RunData
-from bireme.train.data.rank_batches import PartlyRead
 from bireme.train.data.samples import Batch
 from bireme.train.loop import Loop
-from bireme.train.memory_used import MemoryUsed
-from bireme.train.replica import LeaderWriter, MortalReplica
+from bireme.train.outcome import MemoryUsed
+from bireme.train.replica import AveragingReplica, LeaderWriter, Meeting, MortalReplica
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops

@@ -7,25 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bireme.balance import slow_stage
-from bireme.balance.slow_stage import SlowStage
-from bireme.cluster.cluster import Cluster
+from bireme.balance import shares as slow_stage
+from bireme.balance.shares import SlowStage
+from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.launch import launch as launching_launch
 from bireme.runtime.world import World
-from bireme.train.chosen_batch import grown, with_batch_of
-from bireme.train.data.samples import PackedSamples, packed
-from bireme.train.data.tokens import Tokens
+from bireme.train.data.samples import PackedSamples, Tokens, packed
 from bireme.train.outcome import Outcome
+from bireme.train.plan_search import grown, with_batch_of
 from bireme.train.rank_part import RunStart
 from bireme.train.run_file import RunFile, load_run_file
-from bireme.train.shares import mode_of, sharing_of
-from bireme.train.slow_stages import slowed, stage_watch_of
+from bireme.train.shares import mode_of, sharing_of, slowed, stage_watch_of
 from bireme.train.worker import train_rank
 from tests.support.alone import alone
 from tests.support.command import bireme

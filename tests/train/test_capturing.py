@@ -9,9 +9,9 @@ import pytest
 
 from bireme.model.graph_file import graph_hash
 from bireme.runtime.processes import preload
-from bireme.train import capturing
-from bireme.train.capturing import evaluation_beside
+from bireme.train import prepare as capturing
 from bireme.train.model import RunModel
+from bireme.train.prepare import evaluation_beside
 from bireme.train.run_file import RunFile, load_run_file
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ MADE_HERE: Any = object()
 @pytest.fixture(autouse=True)
 def first_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has a server, two cores, and has captured nothing yet."""
-    preload("bireme.train.capturing")
+    preload("bireme.train.prepare")
     monkeypatch.setattr(capturing, "_earlier", count())
     monkeypatch.setattr(capturing, "num_cores", lambda: 2)
 

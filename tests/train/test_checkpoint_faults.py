@@ -14,8 +14,7 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import HashStore
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.checkpoint import newest_good
-from bireme.train.checkpoint.events import CheckpointEvent
-from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointWriter
 from tests.support.checkpoints import (
     META,
     Ranks,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.stores import HashStore, PrefixStore
-from bireme.train.checkpoint import folder as folder_module
+from bireme.train.checkpoint import checkpoint as folder_module
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointWriter
 from tests.support.checkpoints import (

@@ -20,14 +20,13 @@ from pathlib import Path
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import RankFailed
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
+from bireme.train.checkpoint import checkpoint as folder_module
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint import folder as folder_module
 from bireme.train.checkpoint.checkpoint import Checkpoint, find_checkpoints, newest_good, open_checkpoint
-from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
-from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
 from tests.support.checkpoints import META, fill, is_step, ranks, snapshot_of
 from tests.support.extent import draws
 from tests.support.hosts import CLONE_NEWNS, CLONE_NEWUSER, check

@@ -13,9 +13,8 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import HashStore, PrefixStore
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.checkpoint import find_checkpoints, newest_good
-from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
-from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
 from tests.support.checkpoints import (
     META,
     Ranks,

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train import text_sample
-from bireme.train.data.chat import AnswerRows, ChatTemplate
+from bireme.train import launching as text_sample
 from bireme.train.data.documents import DocumentSamples
-from bireme.train.data.notes import data_notes
-from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
-from bireme.train.data.saved_rows import SavedRows
+from bireme.train.data.encoding import AnswerRows, ChatTemplate
+from bireme.train.data.hub import SavedRows
+from bireme.train.data.prepare import DataRequest, ModelSide, data_notes, prepare_data
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from bireme.train.run_file import load_run_file

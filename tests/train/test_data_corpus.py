@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.train.data import encoding
-from bireme.train.data.corpus import tokenised
+from bireme.train.data.encoding import tokenised
 from bireme.train.data.text_files import TextFiles, one_file, text_folder
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.support.extent import examples

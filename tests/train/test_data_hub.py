@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.train.data.corpus import tokenised
+from bireme.train.data.encoding import tokenised
+from bireme.train.data.hub import SavedRows
 from bireme.train.data.loader import WholeBatches
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
-from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import open_source
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import ByteTokenizer

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.runtime.batches import Rows
-from bireme.train.data.loader import WholeBatches
-from bireme.train.data.order import Order
+from bireme.runtime.microbatches import Rows
+from bireme.train.data.loader import RankBatches, WholeBatches
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.rank_batches import RankBatches
-from bireme.train.data.samples import Batch, PackedSamples, Samples, packed
-from bireme.train.data.tokens import Tokens
+from bireme.train.data.placing import Order
+from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens, packed
 from tests.support.extent import examples
 
 SAMPLES = packed(Tokens("corpus", np.arange(84, dtype=np.uint16)), 4)

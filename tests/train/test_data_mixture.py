@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bireme.train.data.loader import WholeBatches
 from bireme.train.data.mixture import NUM_SLOTS, MixedOrder, MixedSamples, order_of
-from bireme.train.data.order import Order
+from bireme.train.data.placing import Order
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
 
 SIZES = (40, 1000, 7)

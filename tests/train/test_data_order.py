@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.train.data.order import Order
+from bireme.train.data.placing import Order
 
 SEEDS = st.integers(0, 2**63)
 

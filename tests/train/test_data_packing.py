@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.model.captures import Captures
+from bireme.model.capture import Captures
 from bireme.model.sources import load_source
-from bireme.train.data.documents import Cut
-from bireme.train.data.packing import best_fit
-from bireme.train.data.tokens import Tokens
-from bireme.train.documents_apart import check_documents_apart, with_positions
+from bireme.train.data.documents import Cut, best_fit
+from bireme.train.data.samples import Tokens
+from bireme.train.model import check_documents_apart, with_positions
 
 GPT = "gpt:layers=2,width=16,heads=2,vocab=64,context=16"
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}

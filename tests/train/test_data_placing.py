@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.train.data.home import ELSEWHERE, ReadableOrder
 from bireme.train.data.placing import Epoch, Stock
+from bireme.train.data.readable import ELSEWHERE, ReadableOrder
 
 
 @dataclass(frozen=True)

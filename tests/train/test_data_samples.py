@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.train.data.samples import PackedSamples, SampleRange, packed, split_samples, split_tokens
-from bireme.train.data.tokens import Tokens, load_tokens
+from bireme.train.data.samples import (
+    PackedSamples,
+    SampleRange,
+    Tokens,
+    load_tokens,
+    packed,
+    split_samples,
+    split_tokens,
+)
 
 
 def tokens_of(num_tokens: int, ends: list[int] | None = None) -> Tokens:

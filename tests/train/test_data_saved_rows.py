@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.train.data.corpus import tokenised
+from bireme.train.data.encoding import tokenised
+from bireme.train.data.hub import SavedRows
 from bireme.train.data.samples import packed
-from bireme.train.data.saved_rows import SavedRows
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer
 

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 from bireme.train.data import text_files
-from bireme.train.data.notes import data_notes
+from bireme.train.data.hub import SavedRows
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
-from bireme.train.data.saved_rows import SavedRows
+from bireme.train.data.prepare import DataRequest, ModelSide, data_notes, prepare_data
+from bireme.train.data.samples import Tokens, load_tokens
 from bireme.train.data.source import open_source
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
-from bireme.train.data.tokens import Tokens, load_tokens
 from bireme.user_code import names_function
 
 
@@ -161,8 +160,8 @@ def test_arrays_of_ids_are_mapped(tmp_path: Path) -> None:
 
 
 def test_the_largest_id_of_a_long_array_is_found_in_its_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bireme.train.data.tokens.CHECKED_AT_ONCE", 10)
-    monkeypatch.setattr("bireme.train.data.tokens.MOST_CHECKED", 20)
+    monkeypatch.setattr("bireme.train.data.samples.CHECKED_AT_ONCE", 10)
+    monkeypatch.setattr("bireme.train.data.samples.MOST_CHECKED", 20)
     assert Tokens("", np.arange(95, dtype=np.uint16)).largest_id() == 94
 
 
@@ -182,7 +181,7 @@ def test_an_array_that_is_no_row_of_ids_is_refused(array: NDArray[Any], wrong: s
 
 
 def test_a_negative_id_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bireme.train.data.tokens.CHECKED_AT_ONCE", 10)
+    monkeypatch.setattr("bireme.train.data.samples.CHECKED_AT_ONCE", 10)
     np.save(tmp_path / "a.npy", np.array([3] * 25 + [-7, 3]))
     with pytest.raises(BiremeError, match="negative id -7"):
         load_tokens(tmp_path / "a.npy")

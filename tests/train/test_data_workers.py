@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError, SampleError
-from bireme.runtime.batches import Rows
 from bireme.runtime.launch import launch
+from bireme.runtime.microbatches import Rows
 from bireme.runtime.processes import start_process
 from bireme.runtime.world import World
 from bireme.train.data import workers
-from bireme.train.data.loader import WholeBatches
-from bireme.train.data.order import Order
+from bireme.train.data.loader import RankBatches, WholeBatches
 from bireme.train.data.own import OwnSamples, own_samples
-from bireme.train.data.rank_batches import RankBatches
+from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch
 from bireme.train.replica import DealtBatches
 from tests.support.copies import Copy
@@ -183,7 +182,7 @@ def test_every_rank_of_a_launch_gets_the_same_batches_from_workers_of_its_own() 
 PARENT = """
 import sys
 from bireme.train.data.loader import Batches
-from bireme.train.data.order import Order
+from bireme.train.data.placing import Order
 from bireme.train.data.own import own_samples
 
 if __name__ == "__main__":

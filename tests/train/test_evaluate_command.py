@@ -14,9 +14,8 @@ from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
-from bireme.runtime.forward_pipeline import ForwardPipeline
-from bireme.train.data.byte_lengths import byte_lengths
-from bireme.train.data.tokenizer import FolderTokenizer
+from bireme.runtime.evaluation import ForwardPipeline
+from bireme.train.data.tokenizer import FolderTokenizer, byte_lengths
 from tests.support.command import Result, bireme
 from tests.support.graphs import captured_once
 from tests.support.thread_transport import ThreadFabric, ThreadRank

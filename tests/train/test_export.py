@@ -17,7 +17,7 @@ from torch import Tensor
 from bireme import files
 from bireme.errors import BiremeError
 from bireme.files import new_folder
-from bireme.model.weight_folder import load_weights
+from bireme.model.weights import load_weights
 from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.checkpoint.shard import SavedTensors

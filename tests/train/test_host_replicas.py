@@ -8,16 +8,14 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import Card, Link
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.train import launched_rank, rank_zero_setup
 from bireme.train.folder import RunFolder
-from bireme.train.hosts import check_launchers, processes_of, replicas_of_hosts, within_servers
-from bireme.train.machine_devices import LaunchedProcess
+from bireme.train.machines import LaunchedProcess
+from bireme.train.rank_zero_setup import check_launchers, processes_of, replicas_of_hosts, within_servers
 from bireme.train.rendezvous import Environment
 from bireme.train.run_file import RunFile
 

@@ -3,8 +3,8 @@
 import pytest
 
 from bireme.plan.plan import Plan
+from bireme.train.link_codecs import idle_keys
 from bireme.train.run_file import load_run_file
-from bireme.train.sums import idle_keys
 
 
 @pytest.mark.parametrize(

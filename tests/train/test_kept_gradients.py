@@ -3,13 +3,13 @@
 import pytest
 
 from bireme.cluster.device import KNOWN
-from bireme.codec.gradient_words import GradientForm
+from bireme.codec.sum_description import GradientForm
 from bireme.errors import BiremeError
-from bireme.model.linear_maps import chosen_maps
+from bireme.model.units import chosen_maps
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search import problem
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.train.kept_gradients import check_gradient, gradient_document, with_kept_gradients
+from bireme.train.link_codecs import check_gradient, gradient_document, with_kept_gradients
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.estimates import estimated_once
 from tests.support.tiny_profiles import gpt

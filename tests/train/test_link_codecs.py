@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from bireme.codec.border import BorderCodecs, LinkCodecs
+from bireme.codec.description import BorderCodecs, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan

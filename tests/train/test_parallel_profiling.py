@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.cluster.engine_cost import EngineCost
+from bireme.cluster.device import EngineCost
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF
 from bireme.runtime.world import World
 from bireme.train import parallel_profiling
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
+from bireme.train.plan_search import is_short
 from bireme.train.run_file import load_run_file
-from bireme.train.run_length import is_short
 
 pytestmark = pytest.mark.slow
 

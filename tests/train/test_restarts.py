@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.killing.process_group import living
 from bireme.errors import BiremeError
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import RankFailed
 from bireme.train import launching
-from bireme.train.data.order import NUM_PROBES
+from bireme.train.data.placing import NUM_PROBES
 from bireme.train.folder import RunFolder
 from tests.support.training import Gate, metrics, running, settings, write_run
 

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.profile.optimizers import OPTIMIZERS
 from bireme.schedule.catalogue import SCHEDULES
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from bireme.train.run_file import (
     RunFile,
     Training,

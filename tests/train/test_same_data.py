@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train.data.identity import samples_digest
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.prepare import RunData
-from bireme.train.data.samples import PackedSamples, split_samples, split_tokens
-from bireme.train.data.tokens import Tokens
+from bireme.train.data.prepare import RunData, samples_digest
+from bireme.train.data.samples import PackedSamples, Tokens, split_samples, split_tokens
+from bireme.train.resume_checks import check_same_data, data_identity, load_identity, write_identity
 from bireme.train.run_file import RunFile
-from bireme.train.same_data import check_same_data, data_identity, load_identity, write_identity
 
 IDS = np.random.default_rng(0).integers(0, 200, 5000)
 ENDS = np.array([2000, 5000])

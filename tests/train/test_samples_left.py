@@ -8,8 +8,8 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.train.folder import RunFolder
+from bireme.train.resume_checks import check_none_left, left_at
 from bireme.train.run_file import RunFile
-from bireme.train.samples_left import check_none_left, left_at
 
 BATCH = 8
 

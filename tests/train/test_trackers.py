@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from bireme.train.metrics import MetricsLog
-from bireme.train.mlflow_tracker import MLflow
-from bireme.train.tracker import BackgroundTracker, curves_of
-from bireme.train.wandb_tracker import WandB
+from bireme.train.run_log import BackgroundTracker, MetricsLog, MLflow, WandB, curves_of
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
 

@@ -15,13 +15,12 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.run import read_run
-from bireme.runtime.failures import RunFailed
+from bireme.runtime.board import RunFailed
 from bireme.train import launching
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.prepare import PreparedRun
-from bireme.train.replica_checks import check_replicas
+from bireme.train.prepare import PreparedRun, check_replicas
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
 from tests.support.small_models import gpt

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from bireme.devices import num_accelerators
 from bireme.model.sources import load_source
 from bireme.model.weights import materialise
-from bireme.train.data.order import Order
+from bireme.train.data.placing import Order
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, load_run_file

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.plan.paging import Paging
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Paging, Plan
 from bireme.plan.plan_file import write_plan
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
-from bireme.schedule.sizes import Sizes
-from bireme.train.replica_checks import check_paged
+from bireme.train.prepare import check_paged
 from bireme.train.run_file import load_run_file
 from tests.support.alone import alone
 from tests.support.command import bireme

@@ -13,10 +13,10 @@ import pytest
 
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan import Plan
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import RankFailed
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.train.data.order import NUM_PROBES, Order
+from bireme.train.data.placing import NUM_PROBES, Order
 from bireme.train.model import RunModel
 from bireme.train.rank_part import RunStart
 from bireme.train.run_data import data_of

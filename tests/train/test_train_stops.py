@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.train.data.order import NUM_PROBES
+from bireme.train.data.placing import NUM_PROBES
 from tests.support.command import bireme
 from tests.support.once import made_once
 from tests.support.paced_samples import GATE

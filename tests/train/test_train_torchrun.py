@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.cluster.links import ASSUMED_LINK, Card, Link
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.stores import HashStore, Store
-from bireme.train.machine_devices import LaunchedProcess, cluster_of, nodes_of, places_in, ranks_on
+from bireme.train.machines import LaunchedProcess, cluster_of, nodes_of, places_in, ranks_on
 from bireme.train.rendezvous import Environment, _answer, _call_all
 from tests.support.once import made_once
 from tests.support.torchrun_runs import paced_run, torchrun_train

@@ -5,13 +5,16 @@ shares is the batch, which stays what it is; each share keeps within its limits.
 are given.
 """
 
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from math import isfinite, sqrt
+from statistics import fmean, median, stdev
 
+from bireme.bounds import Count, Place, Share
 from bireme.errors import BiremeError
-
-__all__ = ["ShareLimits", "Shares", "batch_seconds", "fair_shares", "in_proportion", "limits_of", "split"]
 
 Shares = tuple[int, ...]
 """Samples of a batch, replica by replica."""
@@ -124,3 +127,271 @@ def _in_time(time_s: float, paces: Sequence[float], limits: ShareLimits) -> list
     """The whole samples that each replica does in some time; a last bit of rounding gives none away."""
     both = zip(limits.least, limits.most, paces, strict=True)
     return [min(max(int(time_s / pace * (1 - 1e-12)), least), most) for least, most, pace in both]
+
+
+# Shares from measured times: what each replica takes for micro-batches of several sizes, and what follows.
+#
+# The knee of a replica is the smallest micro-batch with which it is about as fast as with any. With times
+# that are known at some sizes, a size between two takes what lies on the line between them; sizes past the
+# last go on at its pace.
+
+NEAR_BEST = 0.95
+"""Of the most samples per second."""
+
+MOST_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a replica takes for micro-batches of these rising sizes; infinite where memory holds none."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def known(self) -> "Times":
+        """Of the sizes that were measured; a larger micro-batch takes no less than a smaller one."""
+        pairs = [pair for pair in zip(self.sizes, self.seconds, strict=True) if isfinite(pair[1])]
+        most, seconds = 0.0, []
+        for _, one_s in pairs:
+            most = max(most, one_s)
+            seconds.append(most)
+        return Times(tuple(size for size, _ in pairs), tuple(seconds))
+
+    def at(self, size: float) -> float:
+        """The seconds of a micro-batch of any size."""
+        place = bisect_left(self.sizes, size)
+        if place == len(self.sizes):
+            return self.seconds[-1] * size / self.sizes[-1]
+        if place == 0:
+            return self.seconds[0]
+        low, high = self.sizes[place - 1], self.sizes[place]
+        part = (size - low) / (high - low)
+        return (1 - part) * self.seconds[place - 1] + part * self.seconds[place]
+
+
+def knee(times: Times) -> int:
+    """The smallest size that was measured with nearly the most samples per second."""
+    rates = [size / one_s for size, one_s in zip(times.sizes, times.seconds, strict=True)]
+    return next(size for size, rate in zip(times.sizes, rates, strict=True) if rate >= NEAR_BEST * max(rates))
+
+
+def shares_by_times(
+    first: Shares, num_microbatches: int, times: Sequence[Times], limits: ShareLimits, *, margin: float = 0.0
+) -> Shares:
+    """The shares of the same batch with which all replicas take about the same time, or the `first` ones
+    where others would not save more than the part `margin` of its time.
+
+    The pace of a replica depends on its share, so they are found step by step, as long as a step helps.
+    """
+    known, batch_size = [one.known() for one in times], sum(first)
+
+    def paces(shares: Shares) -> list[float]:
+        sizes = [share / num_microbatches for share in shares]
+        return [one.at(size) / size for one, size in zip(known, sizes, strict=True)]
+
+    best = first
+    for _ in range(MOST_ROUNDS):
+        found = fair_shares(batch_size, paces(best), limits)
+        if batch_seconds(found, paces(found)) >= batch_seconds(best, paces(best)):
+            break
+        best = found
+    saved = 1 - batch_seconds(best, paces(best)) / batch_seconds(first, paces(first))
+    return best if saved > margin else first
+
+
+def grown_shares(num_microbatches: int, times: Sequence[Times], limits: ShareLimits) -> Shares:
+    """What every replica does, micro-batch by micro-batch, while the slowest one does its knee."""
+    known = [one.known() for one in times]
+    slowest = min(known, key=lambda one: max(s / t for s, t in zip(one.sizes, one.seconds, strict=True)))
+    common_s = slowest.at(knee(slowest))
+    found = []
+    for one, least, most in zip(known, limits.least, limits.most, strict=True):
+        sizes = range(least // num_microbatches, most // num_microbatches + 1)
+        place = bisect_right(sizes, common_s, key=one.at)
+        found.append(num_microbatches * sizes[max(place - 1, 0)])
+    return tuple(found)
+
+
+# The policy of shares: when the replicas' speeds say that a batch should be shared out otherwise.
+#
+# For every batch each replica's busy seconds are known, the same on all ranks, and so all ranks come to the
+# same shares without a word. Two things can lead to a change:
+#
+# * A jump: the last few batches of a replica all took much longer, or all much shorter, than those before.
+# What   was known of it is forgotten, and new shares may follow at once. * A drift: the mean over many
+# batches says so. That may change shares only so often.
+#
+# Either must save more of a batch's time than the margin, and more than the scatter of the measurements could
+# feign. Batches under older shares say nothing: the pace of a device depends on the size of its micro-
+# batches.
+
+FEW = 3
+"""Batches that show a jump, and without which nothing is decided."""
+
+JUMP = 0.25
+"""By which part the pace of all of them must differ from the pace before."""
+
+CERTAINTY = 2.0
+"""Standard errors of the paces that a change must save on top of the margin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`margin` is the part of a batch's time that a change must save; between two changes that no jump has
+    caused are at least `every` batches.
+    """
+
+    margin: Share = 0.05
+    every: Count = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The shares of a run and what the policy remembers: `shares` hold from the batch `first` on, and those
+    of `before` until then.
+
+    `paces` are each replica's seconds per sample in the most recent batches under `shares`. `is_new` says
+    that speeds are other ones than the shares were made for.
+    """
+
+    before: tuple[Count, ...]
+    shares: tuple[Count, ...]
+    first: Place
+    paces: tuple[tuple[float, ...], ...]
+    is_new: bool = True
+
+    def at(self, batch: int) -> Shares:
+        """The shares of a batch."""
+        return self.shares if batch >= self.first else self.before
+
+
+def begun(shares: Shares, batch: int = 0) -> Balance:
+    """Shares of which nothing is known yet, from a batch on."""
+    return Balance(shares, shares, batch, ((),) * len(shares))
+
+
+def rebalance(
+    balance: Balance,
+    batch: int,
+    seconds: Sequence[float],
+    *,
+    limits: ShareLimits,
+    policy: Policy,
+    takes_effect: int,
+) -> Balance:
+    """What follows from the busy seconds of each replica in a batch.
+
+    New shares hold from the batch `takes_effect` on, which nobody has read yet. Batches come one by one, in
+    their order.
+    """
+    if batch < balance.first or min(seconds) <= 0:
+        return balance
+    balance = _noted(balance, seconds, policy)
+    if min(map(len, balance.paces)) < FEW:
+        return balance
+    if not balance.is_new and takes_effect < balance.first + policy.every:
+        return balance
+    paces = [fmean(own) for own in balance.paces]
+    now_s, batch_size = batch_seconds(balance.shares, paces), sum(balance.shares)
+    needed = policy.margin + CERTAINTY * max(map(_uncertainty, balance.paces))
+    if 1 - batch_size / sum(1 / pace for pace in paces) / now_s <= needed:
+        return balance  # even fractions of samples would not save enough
+    found = fair_shares(batch_size, paces, limits)
+    if 1 - batch_seconds(found, paces) / now_s <= needed:
+        return balance
+    return replace(begun(found, takes_effect), before=balance.shares, is_new=False)
+
+
+def _noted(balance: Balance, seconds: Sequence[float], policy: Policy) -> Balance:
+    """The balance with the paces of one more batch."""
+    found, has_jumped = [], False
+    for own, share, busy_s in zip(balance.paces, balance.shares, seconds, strict=True):
+        paces = (*own, busy_s / share)[-max(policy.every, FEW + 1) :]
+        if _jumps(paces):
+            paces, has_jumped = paces[-FEW:], True
+        found.append(paces)
+    return replace(balance, paces=tuple(found), is_new=balance.is_new or has_jumped)
+
+
+def _jumps(paces: Sequence[float]) -> bool:
+    """Whether the last few are all much longer, or all much shorter, than those before in the mean."""
+    before, last = paces[:-FEW], paces[-FEW:]
+    if not before:
+        return False
+    usual = fmean(before)
+    return min(last) > usual * (1 + JUMP) or max(last) < usual / (1 + JUMP)
+
+
+def _uncertainty(paces: Sequence[float]) -> float:
+    """The standard error of the mean pace, as a part of it."""
+    return stdev(paces) / sqrt(len(paces)) / fmean(paces)
+
+
+# Which stage of a replica has become slow, compared with the others of the same replica.
+#
+# Shares help where a whole replica is slow. Where one of its stages is, the others only wait for it, and what
+# helps is another cut. How long each rank ought to take for a sample is given; that all take longer, or all
+# shorter, says nothing about a stage.
+
+LONG = 20
+"""Batches over which a rank must have been slow."""
+
+SLOW = 1.5
+"""How many times as long it must take as the others lead to expect."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowStage:
+    """A rank that takes `times` as long for its stages as it should, compared with the others of its replica.
+
+    A new cut could save up to the part `saves` of a batch's time: what all the replica's devices could do if
+    each were busy all the time.
+    """
+
+    rank: int
+    replica: int
+    pipeline_rank: int
+    times: float
+    saves: float
+
+
+class StageWatch:
+    """Watches the ranks of all replicas. `expected_s[rank]` are the seconds that a rank should take for a
+    sample, in any unit that all ranks of a replica share.
+    """
+
+    def __init__(self, expected_s: Sequence[float], num_pipeline_ranks: int) -> None:
+        self._expected_s = expected_s
+        self._per_replica = num_pipeline_ranks
+        self._recent: list[deque[float]] = [deque(maxlen=LONG) for _ in expected_s]
+        self._told: set[int] = set()
+
+    def note(self, shares: Shares, rank_seconds: Sequence[float]) -> SlowStage | None:
+        """Learn the busy seconds of all ranks in a batch; a stage that has become slow is told once."""
+        if self._per_replica == 1:
+            return None
+        for rank, busy_s in enumerate(rank_seconds):
+            pace = busy_s / shares[rank // self._per_replica]
+            self._recent[rank].append(pace / self._expected_s[rank])
+        if len(self._recent[0]) < LONG:
+            return None
+        usual = [sorted(own)[LONG // 4] for own in self._recent]  # what three of four batches take at least
+        found = None
+        for rank, own in enumerate(usual):
+            first = rank - rank % self._per_replica
+            others = [usual[other] for other in range(first, first + self._per_replica) if other != rank]
+            times = own / median(others) if median(others) > 0 else 1.0
+            if times < SLOW:
+                self._told.discard(rank)
+            elif rank not in self._told and found is None:
+                self._told.add(rank)
+                found = self._slow_stage(rank, times, usual)
+        return found
+
+    def _slow_stage(self, rank: int, times: float, usual: Sequence[float]) -> SlowStage:
+        replica, pipeline_rank = divmod(rank, self._per_replica)
+        ranks = range(replica * self._per_replica, (replica + 1) * self._per_replica)
+        expected_s = [self._expected_s[one] for one in ranks]
+        slowest_s = max(usual[one] * self._expected_s[one] for one in ranks)
+        even_s = sum(expected_s) / sum(1 / usual[one] for one in ranks)
+        return SlowStage(rank, replica, pipeline_rank, times, max(0.0, 1 - even_s / slowest_s))

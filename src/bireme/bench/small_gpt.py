@@ -23,8 +23,7 @@ from bireme.bench.contenders import (
     take_turns,
     torch_run,
 )
-from bireme.bench.effort import BenchEffort
-from bireme.bench.spread import Spread, ratios
+from bireme.bench.effort import BenchEffort, Spread, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
@@ -35,8 +34,6 @@ from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
-
-__all__ = ["GPT_RANKS", "GptRow", "GptTimes", "SmallGpt", "gpt_rows", "load_small_gpt", "measure_gpt"]
 
 GPT_RANKS = 2
 GPT_SAMPLES = 4

@@ -6,8 +6,6 @@ import typer
 
 from bireme.cli.options import Json, print_json
 
-__all__ = ["app"]
-
 app = typer.Typer(
     add_completion=False,
     help="Measure Bireme on this machine and compare it with its limits and peers.",
@@ -45,7 +43,7 @@ def engine(
 
     report = bench_engine(replace(QUICK if quick else FULL, hosts=hosts))
     if as_json:
-        from bireme.bench.engine_document import engine_document
+        from bireme.bench.table import engine_document
 
         print_json(engine_document(report))
         return

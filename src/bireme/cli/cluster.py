@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
     from bireme.devices import Backend
 
-__all__ = ["app"]
 
 app = typer.Typer(
     add_completion=False,
@@ -43,7 +42,7 @@ def discover(
 
     [dim]bireme cluster discover --output cluster.toml[/dim]
     """
-    from bireme.cluster.discover import discover as find
+    from bireme.cluster.machine import discover as find
 
     _check_output(output, force=force)
     found = find(cpus)

@@ -9,8 +9,6 @@ from bireme.cli.options import Json, Sets, print_json, settings_of
 if TYPE_CHECKING:
     from bireme.train.evaluating import Evaluated
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     model: Annotated[
@@ -67,7 +65,7 @@ def evaluate(
     [dim]bireme evaluate runs/first-run --data book.txt[/dim]
     """
     from bireme.report.progress import progress_bar
-    from bireme.runtime.failures import RankFailed
+    from bireme.runtime.board import RankFailed
     from bireme.train.evaluating import evaluate as evaluated
     from bireme.train.subject import subject_of
 

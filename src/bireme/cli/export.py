@@ -9,8 +9,6 @@ import typer
 from bireme.cli.options import Json, print_json
 from bireme.errors import BiremeError
 
-__all__ = ["export"]
-
 
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],

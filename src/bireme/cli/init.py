@@ -8,8 +8,6 @@ import typer
 from bireme.cli.options import Json, print_json
 from bireme.errors import BiremeError
 
-__all__ = ["init"]
-
 
 def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Run file to write.")] = Path("run.toml"),

@@ -11,7 +11,6 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from bireme.sync.coordinator.ledger_check import CheckedLedger
 
-__all__ = ["ledger"]
 
 SHOWN = 10
 """Places that are listed; the document has all."""
@@ -26,7 +25,7 @@ def ledger(
     [dim]bireme ledger runs/my-run[/dim]
     """
     from bireme.sync.coordinator.ledger_check import check_ledger
-    from bireme.sync.coordinator.ledger_line import LEDGER
+    from bireme.sync.coordinator.samples import LEDGER
 
     if not folder.is_dir():
         raise BiremeError(f"There is no folder {folder}. Name the folder of a run.")

@@ -6,32 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.codec.sum_words import DENSE, SumCodec
+from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.errors import BiremeError
 from bireme.model.part import ALL_LINEAR, WHOLE, LoraPart, TrainedPart
 
 if TYPE_CHECKING:
-    from bireme.model.captures import Captures
+    from bireme.model.capture import Captures
     from bireme.model.sources import ModelSource
     from bireme.profile.profile import Profile
 
-__all__ = [
-    "PANEL",
-    "DataType",
-    "Freeze",
-    "Fresh",
-    "Length",
-    "Like",
-    "LoraRank",
-    "LoraTarget",
-    "MeasureOn",
-    "Measuring",
-    "Optimizer",
-    "Train",
-    "captures_of",
-    "measure",
-    "part_of",
-]
 
 PANEL = "Measuring"
 
@@ -137,7 +120,7 @@ class Measuring:
 
 def captures_of(asked: Measuring) -> "Captures":
     """The model's graphs, without running it."""
-    from bireme.model.captures import Captures
+    from bireme.model.capture import Captures
 
     source = _source_of(asked)
     return Captures(source.model, source.example_inputs, name=asked.model)
@@ -153,9 +136,9 @@ def _source_of(asked: Measuring) -> "ModelSource":
 def measure(asked: Measuring, progress: Any) -> "Profile":
     """The profile of a model: measured here, or estimated for a device elsewhere."""
     from bireme.cluster.device import device_named
-    from bireme.model.captures import Captures
-    from bireme.model.weight_folder import check_weights
-    from bireme.profile.here import torch_device
+    from bireme.model.capture import Captures
+    from bireme.model.weights import check_weights
+    from bireme.profile.control import torch_device
     from bireme.profile.optimizers import check_optimizer
     from bireme.profile.profiler import profile as run
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from bireme.profile.behaviour import Behaviour
     from bireme.profile.swapping import Bandwidth
 
-__all__ = ["memory"]
-
 
 def memory(
     model: Annotated[
@@ -51,8 +49,7 @@ def memory(
 
     [dim]bireme memory gpt:layers=4,width=128,heads=4,vocab=256,context=64 --batch 8[/dim]
     """
-    from bireme.profile.block_paging import page_blocks
-    from bireme.profile.swapping import plan_swaps
+    from bireme.profile.swapping import page_blocks, plan_swaps
     from bireme.report.gantt import check_suffix
 
     link = _bandwidth(bandwidth)
@@ -107,7 +104,7 @@ def _behaviour(
     if device.partition(":")[0] not in KINDS:
         raise BiremeError(f"Memory can only be traced on {' or '.join(KINDS)}, but --device is {device!r}.")
     from bireme.model.sources import load_source
-    from bireme.profile.iteration import check_training, observe
+    from bireme.profile.trace import check_training, observe
 
     check_training(optimizer, warmup)
     source = load_source(model, batch=batch, length=length, device=device)

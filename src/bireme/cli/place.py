@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.measuring import DataType, Fresh, Length, Like, MeasureOn, Measuring, Optimizer
-from bireme.cli.options import Force, Json, check_writable, refuse
-from bireme.cli.words import word
+from bireme.cli.options import Force, Json, check_writable, refuse, word
 from bireme.errors import BiremeError
-from bireme.placement.request import Granularity, Method
-from bireme.placement.workload import Objective
+from bireme.placement.workload import Granularity, Method, Objective
 
 if TYPE_CHECKING:
     from bireme.placement.workload_file import DeviceCounts, ReadWorkload
 
-__all__ = ["place"]
 
 devices_option = partial(typer.Option, rich_help_panel="Devices, instead of the file's")
 search_option = partial(typer.Option, rich_help_panel="What to look for")

@@ -9,11 +9,8 @@ from bireme.cli.measuring import Measuring, captures_of, measure
 
 if TYPE_CHECKING:
     from bireme.placement.of_model.from_model import ModelWorkload
-    from bireme.placement.placement import Placement
-    from bireme.placement.request import Granularity
+    from bireme.placement.workload import Granularity, Placement
     from bireme.profile.profile import Profile
-
-__all__ = ["ModelPlacing", "OfModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class ModelPlacing:
         copies_tied: bool,
     ) -> "ModelPlacing":
         """Capture and measure the model, and find the devices."""
-        from bireme.cli.plan_inputs import cluster_of
+        from bireme.cli.plan_run import cluster_of
         from bireme.placement.of_model.from_model import workload_of
         from bireme.report.progress import progress_bar
 
@@ -70,8 +67,7 @@ class OfModel:
         if self.plan is None:
             return ""
         from bireme.placement.of_model.to_plan import plan_of
-        from bireme.plan.hashes import planned_units
-        from bireme.plan.plan_file import write_plan
+        from bireme.plan.plan_file import planned_units, write_plan
 
         placed = plan_of(
             self.placing.made,

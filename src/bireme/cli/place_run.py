@@ -12,16 +12,13 @@ import typer
 from bireme.cli.options import print_json
 from bireme.errors import BiremeError
 from bireme.placement.check import PlacementVerdict, check
-from bireme.placement.request import Method, Request
-from bireme.placement.workload import Objective, Workload, device_names
+from bireme.placement.workload import Method, Objective, Request, Workload, device_names
 
 if TYPE_CHECKING:
     from bireme.cli.place_model import OfModel
-    from bireme.placement.placement import Placement
-    from bireme.placement.split_file import WrittenSplit
-    from bireme.placement.workload_file import ReadWorkload
+    from bireme.placement.workload import Placement
+    from bireme.placement.workload_file import ReadWorkload, WrittenSplit
 
-__all__ = ["Files", "PlaceRun", "check_split"]
 
 NOTHING = 1e-12
 """Rounding error that a sum of zero may have."""
@@ -70,7 +67,7 @@ class PlaceRun:
         self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int
     ) -> "WrittenSplit":
         """An expert's split; it must keep all rules."""
-        from bireme.placement.split_file import read_split
+        from bireme.placement.workload_file import read_split
 
         split = read_split(path, self.workload)
         verdict = check(
@@ -102,8 +99,7 @@ class PlaceRun:
 
     def show(self, files: Files, *, as_json: bool, of_model: "OfModel | None" = None) -> None:
         """Write the files, then print."""
-        from bireme.placement.pages.document import placement_document
-        from bireme.placement.pages.table import advice_on, print_placement
+        from bireme.placement.pages.table import advice_on, placement_document, print_placement
 
         advice = advice_on(self.placement)
         moved = "" if of_model is None else of_model.write(self.placement)
@@ -137,7 +133,7 @@ class PlaceRun:
 
             write_workload(files.workload, self.workload)
         if files.split is not None:
-            from bireme.placement.split_file import write_split
+            from bireme.placement.workload_file import write_split
 
             write_split(files.split, self.workload, self.placement)
         if files.output is not None:
@@ -156,7 +152,7 @@ def check_split(
     as_json: bool,
 ) -> bool:
     """Check a split in a file and print the verdict; whether every rule is kept."""
-    from bireme.placement.split_file import read_split
+    from bireme.placement.workload_file import read_split
 
     workload = read.workload
     _warn(read.warnings)
@@ -178,7 +174,7 @@ def check_split(
         wrong_loads = _wrong_loads(workload, split, verdict)
         verdict = replace(verdict, problems=(*verdict.problems, *wrong_loads))
     if as_json:
-        from bireme.placement.pages.document import verdict_document
+        from bireme.placement.pages.table import verdict_document
 
         print_json(verdict_document(workload, aim, verdict, claimed))
     else:

@@ -21,17 +21,15 @@ from bireme.cli.measuring import (
     Train,
     part_of,
 )
-from bireme.cli.options import Force, Json, check_writable
-from bireme.cli.plan_inputs import cluster_of, measuring_of, profile_of, sizes_of
+from bireme.cli.options import Force, Json, check_writable, word
 from bireme.cli.plan_options import (
+    asked_sums,
     exports_of,
     penalties_of,
     tier_limits_of,
 )
-from bireme.cli.plan_run import PlanRun
-from bireme.cli.plan_sums import asked_sums
-from bireme.cli.words import word
-from bireme.codec.sum_words import DENSE
+from bireme.cli.plan_run import PlanRun, cluster_of, measuring_of, profile_of, sizes_of
+from bireme.codec.sum_description import DENSE
 from bireme.errors import BiremeError, closest
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from bireme.cluster.cluster import Cluster
     from bireme.plan.plan_request import PlanRequest
 
-__all__ = ["plan"]
 
 given_option = partial(typer.Option, rich_help_panel="Model, batch and machines")
 constraint_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
@@ -334,7 +331,7 @@ def plan(
         asked = replace(asked, codecs=request.codec_words, sums=summed)
     found_profile = profile_of(profile, asked)
     found_profile, sum_cost = sums.counted(found_profile, asked, schedule, synchronous=synchronous)
-    from bireme.plan.unit_names import pins_of, ranges_of
+    from bireme.plan.plan_request import pins_of, ranges_of
 
     names = [unit.name for unit in found_profile.units]
     request = replace(
@@ -351,7 +348,7 @@ def plan(
 
 def _check_words(schedule: str, *, synchronous: bool) -> None:
     from bireme.schedule.catalogue import SCHEDULES
-    from bireme.schedule.rule import Rule
+    from bireme.schedule.program import Rule
 
     if schedule == "auto":
         return

@@ -2,14 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bireme.cli.measuring import Measuring, captures_of
-from bireme.cli.options import print_json
-from bireme.cli.plan_options import Exporting
-from bireme.cli.plan_sums import AskedSums
+from bireme.cli.measuring import Measuring, captures_of, measure
+from bireme.cli.options import print_json, refuse
+from bireme.cli.plan_options import AskedSums, Exporting
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -18,10 +17,80 @@ if TYPE_CHECKING:
     from bireme.plan.explain import Help
     from bireme.plan.forecast import Answer
     from bireme.plan.plan_request import PlanRequest
-    from bireme.plan.search.stage_memory import PagedStageMemory
+    from bireme.plan.search.draft_paging import PagedStageMemory
     from bireme.profile.profile import Profile
 
-__all__ = ["PlanRun"]
+
+# What `bireme plan` starts from: a profile, or a model to measure, and a cluster.
+
+LARGEST_MEASURED = 16
+"""Samples of the largest micro-batch that is measured by default."""
+
+
+def sizes_of(
+    batch_size: int, largest: int | None, micro_batch: int | None, given: list[int] | None
+) -> list[int]:
+    """The micro-batch sizes to measure: those given, the one asked for, or powers of two."""
+    if given:
+        return given
+    if micro_batch is not None:
+        return [micro_batch]
+    most = min(LARGEST_MEASURED, max(batch_size, largest or 0))
+    return [1 << power for power in range(most.bit_length())] if most > 0 else [1]
+
+
+def measuring_of(
+    context: typer.Context, model: str | None, profile: Path | None, sizes: list[int], **how: Any
+) -> Measuring | None:
+    """What to measure, or to know beside a profile; None where there is a profile alone."""
+    if profile is None:
+        if model is None:
+            raise BiremeError("Give the model with --model, or its profile with --profile.")
+        if how["device"] != "meta":
+            refuse(context, f"--measure-on {how['device']} measures and does not estimate", "like")
+    else:
+        refuse(
+            context,
+            "--profile brings what was measured",
+            "measure_batch",
+            "measure_on",
+            "like",
+            "optimizer",
+            "fresh",
+        )
+        if model is None:
+            own = ("length", "dtype", "train", "freeze", "lora_rank", "lora_target")
+            refuse(context, "--profile brings what was measured", *own)
+    if model is None:
+        return None
+    # The two halves of a backward are what zero-bubble schedules are made of.
+    return Measuring(model, sizes, halves=True, **how)
+
+
+def cluster_of(text: str | None) -> "Cluster":
+    """The cluster that --cluster names; this machine if it names none."""
+    if text == "":
+        raise BiremeError("--cluster is empty. Give a file or the name of a ready cluster, or leave it out.")
+    if text is not None:
+        from bireme.cluster.cluster_file import load_cluster
+
+        return load_cluster(text)
+    from bireme.cluster.machine import discover
+
+    return discover().cluster
+
+
+def profile_of(path: Path | None, asked: Measuring | None) -> "Profile":
+    """The profile of the file, or what is measured now."""
+    if path is not None:
+        from bireme.profile.profile import load_profile
+
+        return load_profile(path)
+    assert asked is not None
+    from bireme.report.progress import progress_bar
+
+    with progress_bar("capturing the model") as progress:
+        return measure(asked, progress)
 
 
 class PlanRun:
@@ -48,7 +117,7 @@ class PlanRun:
     def show(self, output: Path | None, exports: list[Exporting], *, explained: bool, as_json: bool) -> None:
         """Search, then write the files, then print."""
         if self.asked is not None and self.is_given:
-            from bireme.plan.hashes import check_profile_fits
+            from bireme.plan.plan_file import check_profile_fits
 
             check_profile_fits(self.profile, captures_of(self.asked).graph(self.profile.micro_batches[0]))
         answer, planning_s = self._answer()
@@ -92,7 +161,7 @@ class PlanRun:
         """What gradients take that are not kept whole."""
         if self.asked is None or self.sums.form is None:
             return {}
-        from bireme.profile.kept_gradients import kept_gradients
+        from bireme.profile.optimizers import kept_gradients
 
         graph = self.sums.graph(self.profile, self.asked)
         return {"gradient": kept_gradients(graph, self.sums.form).document(graph)}
@@ -124,8 +193,8 @@ class PlanRun:
             return explain(self.profile, self.cluster, self.request, answer, search, tell=progress)
 
     def _with_single_ways(self, answer: "Answer") -> "Answer":
+        from bireme.plan.explain import with_single_ways
         from bireme.plan.search.search import find_resident
-        from bireme.plan.single_ways import with_single_ways
 
         return with_single_ways(self.profile, self.cluster, self.request, answer, find_resident)
 
@@ -135,20 +204,19 @@ class PlanRun:
         return agreements(answer.best, self.profile, self.cluster, self.request)
 
     def _stages(self, answer: "Answer") -> "tuple[PagedStageMemory, ...]":
-        from bireme.plan.search.stage_memory import stage_memory
+        from bireme.plan.search.draft_paging import stage_memory
 
         return stage_memory(answer.best.plan, self.profile, self.cluster, self.request)
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
         """Make all texts before writing any file, so that a refused export leaves no files."""
-        from bireme.plan.export.exports import export_named
-        from bireme.plan.export.material import Material
+        from bireme.plan.export.exports import Material, export_named
 
         if not exports:
             return {}
         graph = None
         if self.asked is not None and any(export_named(export.name).needs_graph for export in exports):
-            from bireme.plan.hashes import check_plan_fits, planned_units
+            from bireme.plan.plan_file import check_plan_fits, planned_units
 
             graph = captures_of(self.asked).graph(self.profile.micro_batches[0])
             check_plan_fits(answer.origin, graph, planned_units(self.profile))
@@ -161,8 +229,7 @@ class PlanRun:
         self, answer: "Answer", output: Path | None, exports: list[Exporting], texts: dict[str, str]
     ) -> None:
         if output is not None:
-            from bireme.plan.hashes import planned_units
-            from bireme.plan.plan_file import write_plan
+            from bireme.plan.plan_file import planned_units, write_plan
 
             write_plan(output, answer, planned_units(self.profile))
         for export in exports:

@@ -26,8 +26,6 @@ from bireme.codec.description import parse_codec
 if TYPE_CHECKING:
     from bireme.profile.profile import Profile, UnitProfile
 
-__all__ = ["profile"]
-
 
 def profile(
     context: typer.Context,
@@ -99,7 +97,7 @@ def profile(
     with progress_bar("capturing the model") as progress:
         found = measure(asked, progress)
     if output is not None:
-        from bireme.profile.profile_file import save_profile
+        from bireme.profile.profile import save_profile
 
         save_profile(found, output)
     _show(found, output, as_json=as_json)
@@ -107,7 +105,7 @@ def profile(
 
 def _show(found: "Profile", output: Path | None, *, as_json: bool) -> None:
     if as_json:
-        from bireme.profile.profile_file import plain_profile
+        from bireme.profile.profile import plain_profile
 
         plain = plain_profile(found)
         units = [_plain_unit(unit, own) for unit, own in zip(found.units, plain["units"], strict=True)]

@@ -12,7 +12,6 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from bireme.report.page.run import Run
 
-__all__ = ["report"]
 
 PAGE = "report.html"
 

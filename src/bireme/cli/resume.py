@@ -11,7 +11,6 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from bireme.train.run_file import RunFile
 
-__all__ = ["resume"]
 
 NO_PROGRESS_STATUS = 3
 """Differs from the status of wrong input, for scripts that restart runs."""
@@ -56,8 +55,8 @@ def resume(
     from bireme.train.disk_room import check_room
     from bireme.train.export import has_ended
     from bireme.train.prepare import prepared_again
-    from bireme.train.restart_limit import RestartLimitError, check_restart_limit, count_start
     from bireme.train.resume_checks import check_finds_checkpoints, check_rate
+    from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
     check_finds_checkpoints(run, folder)
     checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)

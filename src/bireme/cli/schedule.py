@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from bireme.schedule.checker import CheckReport
     from bireme.schedule.program import Program
 
-__all__ = ["schedule"]
-
 
 def schedule(
     context: typer.Context,
@@ -108,7 +106,7 @@ def schedule(
 def _window(name: str | None) -> int:
     """How many batches show the character of a schedule."""
     from bireme.schedule.catalogue import SCHEDULES
-    from bireme.schedule.rule import Rule
+    from bireme.schedule.program import Rule
 
     known = SCHEDULES.get(name or "")
     return 1 if known is None or known.rule is Rule.SYNCHRONOUS else 3

@@ -31,13 +31,11 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.schedule.program import Program
-    from bireme.simulate.comparison import ScheduleOutcome
+    from bireme.simulate.comparison import Lookahead, ScheduleOutcome
     from bireme.simulate.costs import Costs
     from bireme.simulate.links import Links
-    from bireme.simulate.lookahead import Lookahead
     from bireme.timeline.timeline import Timeline
 
-__all__ = ["simulate"]
 
 PAGED = (
     "host_memory",
@@ -235,7 +233,7 @@ def simulate(
         _show_comparison(list(contenders), as_json=as_json)
         return
     if name == "1f1b-sliced" and slices is None:
-        from bireme.simulate.slicing import solve_slices
+        from bireme.simulate.comparison import solve_slices
 
         slices = solve_slices(
             stage_costs(stages), num_microbatches, links.network, recompute=recompute, overlap=overlap
@@ -260,7 +258,7 @@ def simulate(
     whole, tier_links = program, TierLinks(host_bytes_per_s or inf, disk_bytes_per_s or inf)
     if device_memory is not None:
         from bireme.schedule.budgets import Budgets
-        from bireme.simulate.paging import solve_paging
+        from bireme.simulate.comparison import solve_paging
 
         program = solve_paging(
             program,
@@ -305,7 +303,7 @@ def simulate(
 
 def _costs(path: Path | None, given: dict[str, float | None], num_stages: int) -> "Costs":
     from bireme.documents import validated
-    from bireme.simulate.costs_file import CostsFile, load_costs
+    from bireme.simulate.costs import CostsFile, load_costs
 
     if path is not None:
         return load_costs(path, num_stages)
@@ -328,7 +326,7 @@ def _advice(
 ) -> "Lookahead | None":
     """The gain of a lookahead, for schedules that allow one and links that take time."""
     from bireme.schedule.catalogue import schedule_named
-    from bireme.simulate.lookahead import solve_lookahead
+    from bireme.simulate.comparison import solve_lookahead
 
     takes_time = links.latency_s > 0 or (links.bytes_per_s < float("inf") and any(costs.message_bytes))
     if not takes_time or schedule_named(program.name).most_lookahead is None:

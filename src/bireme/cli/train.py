@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from bireme.train.launching import FinishedRun
     from bireme.train.prepare import PreparedRun
 
-__all__ = ["begin", "run_to_end", "show_finished", "show_prepared", "train"]
 
 INTERRUPTED_STATUS = 130
 """Exit status that shells use for a command ended by Ctrl-C."""
@@ -91,7 +90,7 @@ def train(
 
 def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
-    from bireme.train.data.notes import data_notes
+    from bireme.train.data.prepare import data_notes
     from bireme.train.disk_room import disk_room
     from bireme.train.prepare import prepared_document, written_paths
     from bireme.train.run_data import learns
@@ -140,7 +139,7 @@ def run_to_end(
     as_json: bool,
 ) -> None:
     """Show the plan, run it, and show the results."""
-    from bireme.runtime.failures import RunFailed
+    from bireme.runtime.board import RunFailed
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
@@ -173,11 +172,9 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
     from rich.console import Console
 
     from bireme.report.train_table import print_prepared
-    from bireme.train.delay_warmup import first_delayed_step
-    from bireme.train.link_codecs import idle_codec
+    from bireme.train.link_codecs import idle_codec, idle_keys
+    from bireme.train.plan_search import first_delayed_step, is_short
     from bireme.train.run_data import learns
-    from bireme.train.run_length import is_short
-    from bireme.train.sums import idle_keys
 
     console = Console(stderr=as_json)
     print_prepared(

@@ -6,15 +6,352 @@ to each other is for who simulates or plans.
 """
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from bireme.cluster.device import Device
-from bireme.cluster.links import Switch
-from bireme.cluster.routes import Lane, Routes
-from bireme.cluster.server import Server
 from bireme.errors import BiremeError, closest
 
-__all__ = ["MOST_DEVICES", "Cluster", "PlacedDevice"]
+# Links as numbers, and what they join: bridges, meshes, cards of a server, and the switch between servers.
+#
+# The devices of a group are named by their place in their server, from 0. Who else is in a group and whether
+# the places exist is for the server to check.
+
+MOST_BYTES_PER_S = 1e18
+LONGEST_S = 3600.0
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Names of servers and links: what is before and after the slash of `server0/gpu1`."""
+
+
+def check_name(name: str, of: str) -> None:
+    """Refuse a name that could not be told from the words around it."""
+    if not NAME.fullmatch(name):
+        raise BiremeError(
+            f"{name!r} is not a name for a {of}. A name begins with a letter or digit; letters, digits, '.', "
+            "'_' and '-' may follow."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries `bytes_per_s`: each way at once if `full_duplex`, else in all.
+
+    `back_bytes_per_s` is for a link that is not alike both ways: what it carries towards the devices that
+    share it, where `bytes_per_s` is what it carries away from them.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    full_duplex: bool = True
+    back_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rate("bytes_per_s", self.bytes_per_s)
+        _check_latency(self.latency_s)
+        if self.back_bytes_per_s is not None:
+            _check_rate("back_bytes_per_s", self.back_bytes_per_s)
+            if not self.full_duplex:
+                raise BiremeError("A half duplex link is one for both ways: leave out back_bytes_per_s.")
+
+    @property
+    def into_bytes_per_s(self) -> float:
+        """What it carries towards the devices that share it."""
+        return self.bytes_per_s if self.back_bytes_per_s is None else self.back_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """A PCIe host bridge or the like: all that its devices send and receive passes it, also among themselves.
+
+    A device with lanes of its own is alone on its bridge; one without a bridge has nothing in its way.
+    """
+
+    name: str
+    devices: tuple[int, ...]
+    link: Link
+
+    def __post_init__(self) -> None:
+        _check_group(self.name, "bridge", self.devices, least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """NVLink or the like: devices that reach each other without the bridges.
+
+    Every two have a cable of their own or, if `switched`, each has one port for all the others.
+    """
+
+    name: str
+    devices: tuple[int, ...]
+    link: Link
+    switched: bool = False
+
+    def __post_init__(self) -> None:
+        _check_group(self.name, "mesh", self.devices, least=2)
+        if self.link.back_bytes_per_s is not None and not self.switched:
+            raise BiremeError(
+                f"The cables of {self.name} are alike both ways: leave out back_bytes_per_s, or make it "
+                "switched."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A network card: all that its devices send to other servers and receive from there passes it."""
+
+    name: str
+    devices: tuple[int, ...]
+    link: Link
+
+    def __post_init__(self) -> None:
+        _check_group(self.name, "card", self.devices, least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What joins the servers; `bytes_per_s` is what it carries in all, None if more than the cards do."""
+
+    bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s is not None:
+            _check_rate("bytes_per_s", self.bytes_per_s)
+        _check_latency(self.latency_s)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0 < value <= MOST_BYTES_PER_S:
+        raise BiremeError(f"{name} is {value}; it must be greater than 0 and at most {MOST_BYTES_PER_S:g}.")
+
+
+def _check_latency(value: float) -> None:
+    if not 0 <= value <= LONGEST_S:
+        raise BiremeError(f"latency_s is {value}; it must be 0 to {LONGEST_S:g}.")
+
+
+def _check_group(name: str, kind: str, devices: tuple[int, ...], *, least: int) -> None:
+    check_name(name, kind)
+    if len(devices) < least:
+        raise BiremeError(f"{name} joins {len(devices)} devices; a {kind} has at least {least}.")
+    if len(set(devices)) < len(devices):
+        raise BiremeError(f"{name} names a device twice. Leave out one of the two.")
+
+
+ASSUMED_CARD, ASSUMED_LINK = "assumed", Link(1.25e8, latency_s=2.5e-4)
+"""The name and the link of a card of which nothing is known: 1 Gbit/s, and 0.5 ms between two hosts."""
+
+
+# A server: a machine with devices, and the links within it and out of it.
+
+WORDS = {"cuda": "gpu", "cpu": "cpu", "emulated": "emulated"}
+
+
+def device_names(devices: Sequence[Device]) -> tuple[str, ...]:
+    """What the devices of a server are called in it: gpu0, gpu1, cpu0, each kind with its own numbers."""
+    seen = dict.fromkeys(WORDS, 0)
+    names = []
+    for device in devices:
+        names.append(f"{WORDS[device.kind]}{seen[device.kind]}")
+        seen[device.kind] += 1
+    return tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A machine with devices: each on at most one bridge and one card, each two in at most one mesh.
+
+    `num_cores` are the cores that its processor devices share; with 0 each has those that it says.
+    `host_memory_bytes` and `disk_bytes` are what its devices can page to, and `disk_bytes_per_s` is how fast
+    the disk reads and writes; what is 0 is not known.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    bridges: tuple[Bridge, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    cards: tuple[Card, ...] = ()
+    num_cores: int = 0
+    host_memory_bytes: int = 0
+    disk_bytes: int = 0
+    disk_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "server")
+        if not self.devices:
+            raise BiremeError(f"{self.name} has no devices; a server has at least one.")
+        for name, device in zip(self.device_names, self.devices, strict=True):
+            if device.memory_bytes <= 0:
+                raise BiremeError(
+                    f"{self.name}/{name} has memory_bytes = {device.memory_bytes}; without it no "
+                    "plan can be checked."
+                )
+        self._check_links()
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """What its devices are called."""
+        return device_names(self.devices)
+
+    def _check_links(self) -> None:
+        names: set[str] = set()
+        groups: tuple[Bridge | Mesh | Card, ...] = (*self.bridges, *self.meshes, *self.cards)
+        for group in groups:
+            if group.name in names:
+                raise BiremeError(f"{self.name} has two links named {group.name!r}. Rename one of them.")
+            names.add(group.name)
+            outside = [place for place in group.devices if not 0 <= place < len(self.devices)]
+            if outside:
+                raise BiremeError(
+                    f"{group.name} of {self.name} joins device {outside[0]}; there are 0 to "
+                    f"{len(self.devices) - 1}."
+                )
+        for kind, exclusive in (("bridges", self.bridges), ("cards", self.cards)):
+            taken: set[int] = set()
+            for group in exclusive:
+                if twice := sorted(taken.intersection(group.devices)):
+                    raise BiremeError(
+                        f"{self.name}/{self.device_names[twice[0]]} is on two {kind}, so the path "
+                        "of its bytes is ambiguous. Leave it on one."
+                    )
+                taken.update(group.devices)
+        for one, other in combinations(self.meshes, 2):
+            both = sorted(set(one.devices).intersection(other.devices))
+            if len(both) > 1:
+                first, second = (self.device_names[place] for place in both[:2])
+                raise BiremeError(
+                    f"{first} and {second} of {self.name} meet in two meshes, so the path of their bytes "
+                    "is ambiguous. Leave them in one."
+                )
+
+
+# The way from one device to another, in lanes.
+#
+# ```
+#  device ◀──mesh──▶ device ◀──bridge──▶ server ◀──card──▶ switch ◀──card──▶ server ◀──bridge──▶ device
+# ```
+#
+# Two devices of a mesh talk over it. All others of a server talk over their bridges, and devices of different
+# servers over bridges, cards and the switch. A bridge that both ends are on is crossed up and down.
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One direction of a link, or both where they are one: what flows share. No two have the same name."""
+
+    name: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """A link as its devices see it: the lane away from them and the lane back, which may be one."""
+
+    out: Lane
+    into: Lane
+    latency_s: float
+
+    @staticmethod
+    def of(name: str, link: Link) -> "_Ends":
+        if not link.full_duplex:
+            lane = Lane(name, link.bytes_per_s)
+            return _Ends(lane, lane, link.latency_s)
+        return _Ends(
+            Lane(f"{name} out", link.bytes_per_s), Lane(f"{name} in", link.into_bytes_per_s), link.latency_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where a device is: its server and what of the links there is its own."""
+
+    server: int
+    name: str
+    bridge: _Ends | None
+    card: _Ends | None
+    meshes: dict[int, _Ends | None]
+    """By the mesh's place in the server: the device's port, None where it has a cable to every other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """All ways in a cluster."""
+
+    servers: Sequence[Server]
+    switch: Switch | None
+    switch_lane: tuple[Lane, ...]
+    sites: tuple[_Site, ...]
+
+    @staticmethod
+    def over(servers: Sequence[Server], switch: Switch | None) -> "Routes":
+        """The ways between all devices of some servers."""
+        sites: list[_Site] = []
+        for number, server in enumerate(servers):
+            names = server.device_names
+            bridge, card = _ends(server.name, server.bridges), _ends(server.name, server.cards)
+            for place, name in enumerate(names):
+                ports = {
+                    index: _Ends.of(f"{server.name}/{mesh.name} {name}", mesh.link) if mesh.switched else None
+                    for index, mesh in enumerate(server.meshes)
+                    if place in mesh.devices
+                }
+                sites.append(_Site(number, name, bridge.get(place), card.get(place), ports))
+        total = None if switch is None else switch.bytes_per_s
+        return Routes(tuple(servers), switch, () if total is None else (Lane("switch", total),), tuple(sites))
+
+    def path(self, source: int, destination: int) -> tuple[Lane, ...]:
+        """The lanes from one device to another, in the order they are crossed."""
+        if source == destination:
+            return ()
+        a, b = self.sites[source], self.sites[destination]
+        if a.server == b.server and (common := a.meshes.keys() & b.meshes.keys()):
+            (index,) = common
+            out, into = a.meshes[index], b.meshes[index]
+            if out is not None and into is not None:
+                return (out.out, into.into)
+            return (self._cable(a, b, self.servers[a.server].meshes[index], forth=source < destination),)
+        lanes = [] if a.bridge is None else [a.bridge.out]
+        if a.server != b.server:
+            assert a.card is not None  # the cluster has seen to it
+            assert b.card is not None
+            lanes += [a.card.out, *self.switch_lane, b.card.into]
+        if b.bridge is not None and b.bridge.into not in lanes:  # both ways of a half duplex one are one lane
+            lanes.append(b.bridge.into)
+        return tuple(lanes)
+
+    def latency(self, source: int, destination: int) -> float:
+        """The seconds of all links between two devices; a link that is crossed up and down counts once."""
+        if source == destination:
+            return 0.0
+        a, b = self.sites[source], self.sites[destination]
+        if a.server == b.server and (common := a.meshes.keys() & b.meshes.keys()):
+            (index,) = common
+            return self.servers[a.server].meshes[index].link.latency_s
+        total_s = sum(end.latency_s for end in dict.fromkeys((a.bridge, b.bridge)) if end is not None)
+        if a.server != b.server:
+            total_s += sum(end.latency_s for end in (a.card, b.card) if end is not None)
+            total_s += 0.0 if self.switch is None else self.switch.latency_s
+        return total_s
+
+    def _cable(self, a: _Site, b: _Site, mesh: Mesh, *, forth: bool) -> Lane:
+        where = f"{self.servers[a.server].name}/{mesh.name}"
+        if mesh.link.full_duplex:
+            return Lane(f"{where} {a.name} → {b.name}", mesh.link.bytes_per_s)
+        one, other = (a, b) if forth else (b, a)
+        return Lane(f"{where} {one.name} ↔ {other.name}", mesh.link.bytes_per_s)
+
+
+def _ends(server: str, groups: Sequence[Bridge] | Sequence[Card]) -> dict[int, _Ends]:
+    """The link that each device is on."""
+    found: dict[int, _Ends] = {}
+    for group in groups:
+        ends = _Ends.of(f"{server}/{group.name}", group.link)
+        found |= dict.fromkeys(group.devices, ends)
+    return found
+
 
 MOST_DEVICES = 65_536
 """In a cluster: past that a number is a slip of the hand."""

@@ -9,18 +9,112 @@ half duplex. What no experiment shows, such as a link that is never the slowest 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from typing import TypeVar
 
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.fairness import fair_rates
-from bireme.cluster.lateness import groups_of, with_latencies
-from bireme.cluster.links import MOST_BYTES_PER_S, Bridge, Card, Link, Mesh, Switch
+import numpy as np
+
+from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh, Server, Switch
 from bireme.cluster.probed import Experiment, Measurements
-from bireme.cluster.server import Server
 
-__all__ = ["Inferred", "infer"]
+# Flows that meet on lanes: how fast each of them goes when all want to go as fast as they can.
+#
+# Rates are max-min fair: the lane with the least for each of its flows settles their rates, then the next
+# one. This is a moment, without messages or time; a network in time is for who simulates.
+
+Lane = TypeVar("Lane", bound=Hashable)
+
+
+def fair_rates(paths: Sequence[Sequence[Lane]], capacity: Mapping[Lane, float]) -> list[float]:
+    """The bytes a second of each flow; infinite where it crosses no lane."""
+    rates = [math.inf] * len(paths)
+    on_lane: dict[Lane, list[int]] = {}
+    for flow, path in enumerate(paths):
+        for lane in dict.fromkeys(path):
+            on_lane.setdefault(lane, []).append(flow)
+    room = {lane: capacity[lane] for lane in on_lane}
+    waiting = {lane: len(flows) for lane, flows in on_lane.items()}
+    while waiting:
+        scarcest = min(waiting, key=lambda lane: room[lane] / waiting[lane])
+        rate = room[scarcest] / waiting[scarcest]
+        if rate == math.inf:
+            break
+        for flow in on_lane[scarcest]:
+            if rates[flow] < math.inf:
+                continue
+            rates[flow] = rate
+            for lane in dict.fromkeys(paths[flow]):
+                room[lane] = max(room[lane] - rate, 0.0)
+                waiting[lane] -= 1
+        waiting = {lane: count for lane, count in waiting.items() if count}
+    return rates
+
+
+# The latencies of links, from those of the ways that lead over them.
+
+
+def with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) -> Cluster:
+    """The latencies of the links, such that those of all ways come out as nearly as can be."""
+    links: list[tuple[int, str]] = []
+    for number, server in enumerate(shape.servers):
+        links += [(number, group.name) for group in groups_of(server)]
+    if not links:
+        return shape
+    pairs = list(latency_s)
+    crossed = np.zeros((len(pairs), len(links)))
+    for column, (number, name) in enumerate(links):
+        probe = _late(shape, {(number, name): 1.0})
+        crossed[:, column] = [probe.latency(*pair) for pair in pairs]
+    seconds = _least_squares(crossed, np.array([latency_s[pair] for pair in pairs]))
+    return _late(shape, dict(zip(links, seconds, strict=True)))
+
+
+def groups_of(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
+    """All links of a server."""
+    return (*server.bridges, *server.meshes, *server.cards)
+
+
+def _late(shape: Cluster, latency_s: dict[tuple[int, str], float]) -> Cluster:
+    """The structure with these latencies, and none elsewhere."""
+    servers = []
+    for number, server in enumerate(shape.servers):
+
+        def link(group: Bridge | Mesh | Card, number: int = number) -> Link:
+            return replace(group.link, latency_s=latency_s.get((number, group.name), 0.0))
+
+        servers.append(
+            replace(
+                server,
+                bridges=tuple(replace(one, link=link(one)) for one in server.bridges),
+                meshes=tuple(replace(one, link=link(one)) for one in server.meshes),
+                cards=tuple(replace(one, link=link(one)) for one in server.cards),
+            )
+        )
+    return Cluster(tuple(servers), shape.switch)
+
+
+SWEEPS = 4000
+
+
+def _least_squares(
+    matrix: "np.ndarray[tuple[int, int], np.dtype[np.float64]]",
+    wanted: "np.ndarray[tuple[int], np.dtype[np.float64]]",
+) -> list[float]:
+    """What makes `matrix` times it most nearly what is wanted, with nothing below zero; one at a time."""
+    square, target = matrix.T @ matrix, matrix.T @ wanted
+    known = np.zeros(len(target))
+    for _ in range(SWEEPS):
+        before = known.copy()
+        for column in range(len(known)):
+            if square[column, column] > 0:
+                rest = target[column] - square[column] @ known
+                known[column] = max(known[column] + rest / square[column, column], 0.0)
+        if np.abs(known - before).max(initial=0.0) <= 1e-12 * np.abs(known).max(initial=0.0):
+            break
+    return [float(one) for one in known]
+
 
 TOLERANCE = 0.10
 """The mean part by which a structure may miss what was measured, for a simpler one to be taken."""

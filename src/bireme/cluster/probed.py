@@ -14,8 +14,6 @@ from itertools import combinations, permutations
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 
-__all__ = ["AllReduce", "Experiment", "Flow", "Measurements", "experiments_for"]
-
 Flow = tuple[int, int]
 """From a device to another, by their numbers."""
 

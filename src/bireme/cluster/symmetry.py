@@ -8,10 +8,7 @@ other it is no tree; there only devices that are in the same groups are found to
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.server import Server
-
-__all__ = ["Symmetry"]
+from bireme.cluster.cluster import Cluster, Server
 
 
 @dataclass(slots=True, eq=False)

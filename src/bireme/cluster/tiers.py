@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from bireme.cluster.cluster import Cluster
 
-__all__ = ["TierShare", "tier_share"]
-
 ATTAINED = 0.8
 PCIE_BYTES_PER_S = 15.75e9 * ATTAINED
 CROSSINGS = 3

@@ -15,17 +15,22 @@ torch: `description` says in plain numbers which codecs there are, for planners 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from bireme.codec.border import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs
-from bireme.codec.description import NONE, CodecChoice, parse_codec
+from bireme.codec.description import (
+    NO_CODECS,
+    NONE,
+    BorderCodecs,
+    CodecChoice,
+    CodecPhase,
+    LinkCodecs,
+    parse_codec,
+)
 
 if TYPE_CHECKING:
     from bireme.codec.above import KeepAbove
     from bireme.codec.blocks import BlockCodec
-    from bireme.codec.cast import Cast
-    from bireme.codec.codec import Codec, Masking
-    from bireme.codec.cut import through
+    from bireme.codec.choice import codec_of, through
+    from bireme.codec.codec import Cast, Codec, Masking
     from bireme.codec.keep import Keep, KeptEntries
-    from bireme.codec.of_choice import codec_of
 
 __all__ = [
     "NONE",
@@ -48,14 +53,14 @@ __all__ = [
 
 PLACES = {
     "Blocks": "bireme.codec.blocks",
-    "Cast": "bireme.codec.cast",
+    "Cast": "bireme.codec.codec",
     "Codec": "bireme.codec.codec",
     "Keep": "bireme.codec.keep",
     "KeepAbove": "bireme.codec.above",
     "Kept": "bireme.codec.keep",
     "Masking": "bireme.codec.codec",
-    "codec_of": "bireme.codec.of_choice",
-    "through": "bireme.codec.cut",
+    "codec_of": "bireme.codec.choice",
+    "through": "bireme.codec.choice",
 }
 
 

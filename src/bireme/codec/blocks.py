@@ -22,13 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bireme.codec.codec import check_given, check_length
+from bireme.codec.codec import (
+    NOISE_LENGTH,
+    check_given,
+    check_length,
+    noise,
+    noise_start,
+    noise_table,
+    pack_codes,
+    scattered,
+    unpack_codes,
+)
 from bireme.codec.description import BLOCK, aligned, blocks_bytes
-from bireme.codec.noise import NOISE_LENGTH, noise, noise_start, noise_table, scattered
-from bireme.codec.packing import pack_codes, unpack_codes
 from bireme.compiled import pays_off
-
-__all__ = ["BlockCodec"]
 
 PART_VALUES = NOISE_LENGTH
 """Values that are worked on at a time on a CPU."""
@@ -117,7 +123,7 @@ class BlockCodec:
 
     def _encode_compiled(self, flat: Tensor, scales: Tensor, packed: Tensor, seed: int) -> None:
         """Write the same by loops that numba compiles."""
-        from bireme.codec import block_loops  # imports numba
+        from bireme.codec import loops as block_loops
 
         given = flat if flat.dtype in LOOP_INTEGERS else flat.float()
         missing = len(scales) * self._block - len(given)
@@ -174,7 +180,7 @@ class BlockCodec:
 
     def _decode_compiled(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
         """Write the same by loops that numba compiles."""
-        from bireme.codec import block_loops  # imports numba
+        from bireme.codec import loops as block_loops
 
         scale = scales.float() / self._block if self._is_rotated else scales.float()
         block_loops.decode_blocks(
@@ -249,7 +255,7 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 @cache
 def _rotates_alike() -> bool:
     """Whether this machine's product of matrices adds in the order of the loops, to the last bit."""
-    from bireme.codec import block_loops  # imports numba
+    from bireme.codec import loops as block_loops
 
     given = torch.randn(PART_VALUES // BLOCK, BLOCK, generator=torch.Generator().manual_seed(0))
     signs, found = _hadamard(BLOCK, CPU), torch.empty_like(given)

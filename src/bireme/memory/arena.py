@@ -1,14 +1,79 @@
 """An arena: flat memory of one dtype on one device, with a view for each of its slots."""
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.memory.carver import PLAIN, ArenaAllocator
-from bireme.memory.slots import Slots
+# Places for named tensors in flat memory, counted in elements.
+#
+# Weights, gradient sums and an optimiser's state of the same parameters share one layout, so a range of one
+# kind is the same range of every other. Slots follow each other without gaps: memory is exactly what it
+# holds.
 
-__all__ = ["Arena"]
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lies, from `begin` up to `end`."""
+
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Slots:
+    """The layout of tensors of these shapes, in their order."""
+
+    __slots__ = ("_slots", "num_elements")
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._slots: dict[str, Slot] = {}
+        end = 0
+        for name, shape in shapes.items():
+            begin, end = end, end + prod(shape)
+            self._slots[name] = Slot(tuple(shape), begin, end)
+        self.num_elements = end
+        """How many elements all slots have."""
+
+    def __getitem__(self, name: str) -> Slot:
+        """The slot of a name."""
+        return self._slots[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the order in which they lie."""
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        """How many slots there are."""
+        return len(self._slots)
+
+    def items(self) -> Iterator[tuple[str, Slot]]:
+        """The names with their slots."""
+        return iter(self._slots.items())
+
+
+# Who gives memory to arenas: torch's allocator, or a range of addresses that chunks come and go in.
+
+
+class ArenaAllocator(Protocol):
+    """Gives flat memory."""
+
+    def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for so many elements; what is in it is undefined."""
+
+
+class _Plain:
+    def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of torch's allocator."""
+        return torch.empty(num_elements, dtype=dtype, device=device)
+
+
+PLAIN: ArenaAllocator = _Plain()
+"""Torch's allocator."""
 
 
 class Arena:
@@ -30,3 +95,65 @@ class Arena:
     def num_bytes(self) -> int:
         """The bytes of the arena."""
         return self.flat.nbytes
+
+
+# An arena whose memory is there for a while only: its views stay what they are, but not what is in them.
+#
+# On a processor it lies in pages of its own, which the system takes back; torch's allocator would keep most
+# of what it is given back. On an accelerator that allocator gives the memory again each time. Tensors that
+# share the arena's storage, as autograd's saved ones do, find it wherever it is.
+
+
+class LentArena(Arena):
+    """Begins without memory."""
+
+    __slots__ = ("_pages", "unversioned")
+
+    def __init__(self, slots: Slots, dtype: torch.dtype, device: torch.device) -> None:
+        self._pages = _Pages() if device.type == "cpu" else None
+        memory: ArenaAllocator = self._pages or PLAIN
+        super().__init__(slots, dtype, device, memory)
+        self.unversioned: Tensor = self.flat.data
+        """The arena as a tensor that autograd does not know: what is written to it is no change of leaves
+        that graphs have saved."""
+        self.let_go()
+
+    def take(self) -> None:
+        """Have memory, if there is none; what is in it is undefined then."""
+        storage = self.flat.untyped_storage()
+        if self._pages is None and storage.nbytes() != self.flat.nbytes:
+            storage.resize_(self.flat.nbytes)
+
+    def let_go(self) -> None:
+        """Give the memory back. What views have is undefined until it is taken again."""
+        if self._pages is None:
+            self.flat.untyped_storage().resize_(0)
+        else:
+            self._pages.give_back()
+
+    def let_go_of_pages(self) -> None:
+        """The same from any thread, where that can be: an accelerator's allocator takes memory back in the
+        order of the stream that it gave it to.
+        """
+        if self._pages is not None:
+            self._pages.give_back()
+
+
+class _Pages:
+    """Pages that the system gives when they are written to."""
+
+    def __init__(self) -> None:
+        self._mapped: mmap.mmap | None = None
+
+    def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for so many elements."""
+        if not num_elements:
+            return torch.empty(0, dtype=dtype, device=device)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapped = mmap.mmap(-1, num_elements * dtype.itemsize, flags=flags)
+        return torch.frombuffer(self._mapped, dtype=dtype)
+
+    def give_back(self) -> None:
+        """Let the system have them until they are written to again."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)

@@ -2,8 +2,9 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import sympy
@@ -12,13 +13,65 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from bireme.errors import BiremeError
-from bireme.model.argument import Argument, Reference, Token
-from bireme.model.flops import flops_of
-from bireme.model.graph import Graph, ModelState, Operator, Output, Value
-from bireme.model.length import Length
+from bireme.model.graph import Argument, Graph, Length, ModelState, Operator, Output, Reference, Token, Value
 from bireme.model.torch_private import OpOverload, schema_of, storage_id
 
-__all__ = ["converted", "dtype_name"]
+# Floating-point operations of the operators that are made of multiplications; the others count as none.
+
+Shape = tuple[int, ...]
+
+
+def flops_of(node: torch.fx.Node) -> float:
+    """Of one call at the size it was captured with."""
+    count = COUNTS.get(str(node.target).removeprefix("aten.").rpartition(".")[0])
+    result = node.meta.get("val")
+    first = result[0] if isinstance(result, tuple | list) and result else result
+    if count is None or not isinstance(first, torch.Tensor):
+        return 0.0
+    given = [_shape(argument) for argument in node.args]
+    return float(count(given, _concrete(first)))
+
+
+def _shape(argument: Any) -> Shape:
+    value = argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None
+    return _concrete(value) if isinstance(value, torch.Tensor) else ()
+
+
+def _concrete(tensor: torch.Tensor) -> Shape:
+    """The lengths at the captured size: an expression's hint is what it was then."""
+    return tuple(n if isinstance(n, int) else int(n.node.hint) for n in tensor.shape)
+
+
+def _linear(given: list[Shape], out: Shape) -> int:
+    return 2 * prod(out) * given[0][-1]
+
+
+def _addmm(given: list[Shape], out: Shape) -> int:
+    return 2 * prod(out) * given[1][-1]
+
+
+def _convolution(given: list[Shape], out: Shape) -> int:
+    return 2 * prod(out) * prod(given[1][1:])
+
+
+def _attention(given: list[Shape], out: Shape) -> int:
+    query, key = given[0], given[1]
+    return 2 * prod(query) * key[-2] + 2 * prod(out) * key[-2]
+
+
+COUNTS: dict[str, Callable[[list[Shape], Shape], int]] = {
+    "linear": _linear,
+    "mm": _linear,
+    "bmm": _linear,
+    "matmul": _linear,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
+    "scaled_dot_product_attention": _attention,
+}
+
 
 CHECKS = frozenset(
     {

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.model.argument import Argument, Reference
-from bireme.model.graph import Graph, Operator, Value
+from bireme.model.graph import Argument, Graph, Operator, Reference, Value
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
-
-__all__ = ["Count", "count_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.model.torch_private import NUMBERS_NEEDED, as_in_capture, fake_tensors
 
-__all__ = ["example_inputs"]
-
 LONGEST = 128
 """Sequences get this many tokens where the model takes as many and nobody says otherwise."""
 

@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from bireme.errors import BiremeError
 
-__all__ = ["GPT", "GPTConfig"]
-
 DEVIATION = 0.02
 """The standard deviation of new weights; of those that write to the residual stream less."""
 

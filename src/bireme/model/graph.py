@@ -7,25 +7,116 @@ that is needed to run it is in it, so a graph read from a file is as good as the
 Lengths that depend on the batch size are expressions in `b`, such as `16*b`.
 """
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypeAliasType
 
 from bireme.bounds import Count, Place
-from bireme.model.argument import Argument, Reference, Token, references
-from bireme.model.length import evaluate
 
-__all__ = [
-    "Argument",
-    "Graph",
-    "ModelState",
-    "Operator",
-    "Output",
-    "Reference",
-    "Token",
-    "Value",
-    "references",
-]
+# Lengths of axes that may depend on the batch size: whole numbers, or small expressions in `b`.
+
+Length = int | str
+"""A number, or an expression in the batch size b: names, whole numbers, + − * // % and parentheses."""
+
+OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+}
+
+
+def evaluate(length: Length, batch: int) -> int:
+    """The length at a batch size."""
+    return length if isinstance(length, int) else _evaluated(length, batch)
+
+
+def expand(expression: str, batch: Any) -> Any:
+    """The same for a batch size that is no number yet, but something that can be reckoned with like one."""
+    return _value(ast.parse(expression, mode="eval").body, batch)
+
+
+@lru_cache(maxsize=4096)
+def _evaluated(expression: str, batch: int) -> int:
+    return int(expand(expression, batch))
+
+
+def _value(node: ast.expr, batch: Any) -> Any:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id="b"):
+            return batch
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(left, batch), _value(right, batch))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, batch)
+    raise ValueError(f"{ast.unparse(node)} is no length")
+
+
+# What an operator can be given: plain values, lists, references to other values, and torch's own words.
+#
+# A file says a reference as `{"reference": name}` and a token as `{"token": kind, "name": name}`.
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An argument that is the value, parameter, buffer, constant or input of that name."""
+
+    name: Annotated[str, Field(alias="reference")]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """An argument that is one of torch's own words (`dtype`, `layout`, `memory_format`, `device`), a number
+    that is not finite (`float`), a `slice`, or a `length` that depends on the batch size."""
+
+    kind: Annotated[str, Field(alias="token")]
+    name: str = ""
+
+
+def _form(plain: Any) -> str | None:
+    """Which of the forms of an argument a file has."""
+    if isinstance(plain, dict):
+        return next((f"<{key}>" for key in ("reference", "token") if key in plain), None)
+    return "<list>" if isinstance(plain, list | tuple) else "<value>"
+
+
+if TYPE_CHECKING:
+    Argument = bool | int | float | str | Reference | Token | tuple["Argument", ...] | None
+else:
+    Argument = TypeAliasType(
+        "Argument",
+        Annotated[
+            Annotated[bool | int | float | str | None, Tag("<value>")]
+            | Annotated[Reference, Tag("<reference>")]
+            | Annotated[Token, Tag("<token>")]
+            | Annotated[tuple["Argument", ...], Tag("<list>")],
+            Discriminator(
+                _form,
+                custom_error_type="argument",
+                custom_error_message="a value, a list, a reference or a token",
+            ),
+        ],
+    )
+"""What an operator can be given; to pydantic also how a file says it."""
+
+
+def references(argument: Argument) -> Iterator[str]:
+    """The names of everything an argument refers to."""
+    if isinstance(argument, Reference):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from references(part)
+
 
 BYTES_OF = {
     "float64": 8,
@@ -154,3 +245,28 @@ class Graph:
     def parameter_bytes(self) -> int:
         """The bytes of all parameters, tied ones once."""
         return sum(parameter.num_bytes for parameter in self.parameters)
+
+
+# Which values of a graph learn: they receive a gradient, because a trainable parameter comes before them.
+#
+# If nothing before a cut learns, as after a frozen embedding, no gradient crosses it.
+
+STOPS = ("aten.detach.", "aten.detach_.", "aten.argmax.", "aten.argsort.")
+FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+
+
+def learned_values(graph: Graph) -> frozenset[str]:
+    """The names of the floating values that depend on a trainable parameter."""
+    learned = {state.name for state in graph.parameters if state.trainable}
+    found: set[str] = set()
+    values: set[str] = set()
+    for operator in graph.operators:
+        values |= {v.name for v in operator.outputs if v is not None and v.dtype in FLOATING}
+        if operator.no_grad or operator.target.startswith(STOPS):
+            continue
+        if any(name in learned for name in operator.reads()):
+            made = {v.name for v in operator.outputs if v is not None} | set(operator.mutates)
+            made &= values  # a buffer that is written to, such as a running mean, gets no gradient
+            learned |= made
+            found |= made
+    return frozenset(found)

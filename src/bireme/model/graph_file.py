@@ -15,10 +15,7 @@ from typing import Any
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.model.argument import Reference, Token
-from bireme.model.graph import Graph, ModelState, Operator, Output, Value
-
-__all__ = ["graph_hash", "load_graph", "save_graph"]
+from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Token, Value
 
 FORMAT = 1
 

@@ -22,8 +22,6 @@ from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph, ModelState
 from bireme.model.part import ALL_LINEAR, LoraPart
 
-__all__ = ["Adapter", "add_adapter"]
-
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 NAME = "default"

@@ -5,8 +5,6 @@ It is data and imports no torch: a run file and the command line make it, `load_
 
 from dataclasses import dataclass
 
-__all__ = ["ALL_LINEAR", "WHOLE", "LoraPart", "TrainedPart"]
-
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the output head."""
 

@@ -9,19 +9,29 @@ import importlib
 import operator as python_operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from bireme.devices import default_generator, is_accelerator
 from bireme.errors import BiremeError
-from bireme.model.argument import Argument, Reference, Token
-from bireme.model.graph import Graph, ModelState, Operator, Value
-from bireme.model.length import Length, evaluate, expand
+from bireme.model.graph import (
+    Argument,
+    Graph,
+    Length,
+    ModelState,
+    Operator,
+    Reference,
+    Token,
+    Value,
+    evaluate,
+    expand,
+)
 from bireme.model.torch_private import compiler_errors, cpp_compiler, set_grad_enabled
 from bireme.model.units import Unit
-
-__all__ = ["Resolve", "StageFunction", "stage_function", "torch_operator"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -343,3 +353,91 @@ def _times_batch(length: Length) -> int | None:
         return None
     times, one, two = (evaluate(length, batch) for batch in (1, 2, 3))
     return times if times > 0 and one == 2 * times and two == 3 * times else None
+
+
+# A stage of which some units keep nothing for their backward but what comes into them.
+#
+# It is called like any stage function. Units in a row that recompute do so together, under the same weights
+# and the same draws, for both are arguments.
+
+
+class SegmentedFunction:
+    """Some consecutive units as one function, those with an index in `recomputed` run again in the
+    backward.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        units: Sequence[Unit],
+        recomputed: Collection[int],
+        *,
+        resolve: Resolve = torch_operator,
+        compile: bool = False,  # noqa: A002 (torch's word for it)
+        outputs: Collection[str] | None = None,
+    ) -> None:
+        runs = [(again, list(run)) for again, run in groupby(units, lambda unit: unit.index in recomputed)]
+        self._segments = [
+            (again, stage_function(graph, run, resolve=resolve, compile=compile, outputs=outputs))
+            for again, run in runs
+        ]
+        functions = [function for _, function in self._segments]
+        self.receives = functions[0].receives
+        self.sends = functions[-1].sends
+        self.parameters = _merged(function.parameters for function in functions)
+        self.buffers = _merged(function.buffers for function in functions)
+        self.inputs = _merged(function.inputs for function in functions)
+        self.writes = _merged(function.writes for function in functions)
+        self.outputs = _merged(function.outputs for function in functions)
+        self.is_random = any(function.is_random for function in functions)
+
+    def __call__(
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: Tensors,
+        *,
+        device: torch.device | None = None,
+        seed: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Run the units, as `StageFunction` does."""
+        values = dict(inputs)
+        for again, function in self._segments:
+            if again and torch.is_grad_enabled():
+                values |= _checkpointed(function, parameters, buffers, values, device, seed)
+            else:
+                values |= function(parameters, buffers, values, device=device, seed=seed)
+        return {name: values[name] for name in (*self.sends, *self.outputs)}
+
+    def constants(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What the model's code holds as constants, on a device that the stage runs on."""
+        return tuple(one for _, function in self._segments for one in function.constants(device))
+
+
+def _checkpointed(
+    function: StageFunction,
+    parameters: Tensors,
+    buffers: Tensors,
+    values: Tensors,
+    device: torch.device | None,
+    seed: int | None,
+) -> dict[str, Tensor]:
+    """The function's results, of which autograd keeps only what came in."""
+    given = {name: values[name] for name in (*function.inputs, *function.receives)}
+    own = {name: parameters[name] for name in function.parameters}
+    has_run = False
+
+    def run(weights: Tensors, received: Tensors) -> dict[str, Tensor]:
+        nonlocal has_run
+        # What the forward writes to its buffers it wrote the first time.
+        kept = untouched(buffers, function.writes) if has_run else buffers
+        has_run = True
+        return function(weights, kept, received, device=device, seed=seed)
+
+    found: dict[str, Tensor] = checkpoint(run, own, given, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def untouched(buffers: Tensors, writes: Iterable[str]) -> Tensors:
+    """Buffers for a forward that must not change them: copies of those that it writes to."""
+    return {**buffers, **{name: buffers[name].clone() for name in writes}}

@@ -13,8 +13,6 @@ from graphlib import CycleError, TopologicalSorter
 from bireme.placement.latency.latency import latency_of
 from bireme.placement.workload import Edge, Objective, Workload, device_names
 
-__all__ = ["DeviceWork", "PlacementVerdict", "check", "pieces_of", "work_of"]
-
 SLACK = 2e-12
 """Relative room for the rounding of sums of bytes that are not whole; more than what searches allow."""
 

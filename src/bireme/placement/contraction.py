@@ -17,11 +17,214 @@ from enum import Enum
 
 import networkx
 import numpy as np
+from numpy.typing import NDArray
 
-from bireme.placement.items import Items, Ragged, room
-from bireme.placement.workload import Node, Workload
+from bireme.placement.workload import Node, Objective, Workload
 
-__all__ = ["Weightless", "circles", "items_of", "walk_in_depth"]
+# What the solvers work on: `Items`, groups of nodes that go to one device together, as arrays.
+#
+# A *net* is the output of one or more nodes: the items that make and use it are its pins. A device with some
+# of the pins but not all of them moves that output, in or out, and pays for it once; with none or all of them
+# it pays nothing. So the load of a set of items is what they compute plus the costs of the nets it cuts,
+# which holds for outputs and inputs alike and needs no directions.
+
+BYTES_SLACK = 1e-12
+"""Relative room for the rounding of sums of bytes, where these are not whole numbers."""
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+"""Of one kind, that of numbers in loops too: numba compiles a loop once for each kind that it is given."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Rows of different lengths, one after the other: row `i` is `values[starts[i] : starts[i + 1]]`."""
+
+    starts: Integers
+    values: Integers
+
+    @classmethod
+    def of(cls, rows: list[list[int]]) -> "Ragged":
+        """The rows of a list of lists."""
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=starts[1:])
+        return cls(starts, np.array([value for row in rows for value in row], np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row(self, place: int) -> list[int]:
+        """One of the rows."""
+        values: list[int] = self.values[self.starts[place] : self.starts[place + 1]].tolist()
+        return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """Items numbered in a topological order: whatever must be before an item has a lower number.
+
+    Times and costs have two columns: 0 is forward work, 1 is backward work. `size` is what an item takes on
+    an accelerator, `supported` whether one can run it; where none can run or hold it, its time on one is 0.
+    `before` are an item's direct predecessors, `after`
+    its direct successors, through forward nodes and through what stands for them; where any placement will
+    do, both are without meaning and empty. `pins` are the items of each net and `nets` the nets of each item.
+    `members[i]` are the places of its nodes in the workload.
+
+    A device is a number: the accelerators come first, then the CPUs.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    accelerator_time: Floats
+    cpu_time: Floats
+    size: Floats
+    supported: NDArray[np.bool_]
+    before: Ragged
+    after: Ragged
+    pins: Ragged
+    nets: Ragged
+    net_cost: Floats
+    num_accelerators: int
+    num_cpus: int
+    accelerator_bytes: float
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def num_devices(self) -> int:
+        """Of both kinds."""
+        return self.num_accelerators + self.num_cpus
+
+    @property
+    def room(self) -> float:
+        """The bytes that an accelerator may be given."""
+        return room(self.size, self.accelerator_bytes)
+
+
+def room(size: Floats, accelerator_bytes: float) -> float:
+    """The bytes that an accelerator may be given of these sizes: a hair more than it has, for rounding.
+
+    Sums of whole numbers are exact, so there it is what it has.
+    """
+    is_exact = size.sum() < 2**53 and bool((size == np.floor(size)).all())
+    return float(accelerator_bytes) if is_exact else accelerator_bytes * (1 + BYTES_SLACK)
+
+
+# What a solver found on `Items`, and what a placement of them comes to.
+
+SLACK = 1e-9
+"""Relative: values that differ by less are the same, added up in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlacement:
+    """A placement: the device of each item, its value, and a value that no placement is below."""
+
+    where: tuple[int, ...]
+    value: float
+    lower_bound: float
+
+
+def loads_of(items: Items, where: Sequence[int]) -> Floats:
+    """Forward and backward load of each device, in two columns; who computes on a CPU moves nothing."""
+    loads = np.zeros((items.num_devices, 2))
+    for item, device in enumerate(where):
+        on_accelerator = device < items.num_accelerators
+        loads[device] += (items.accelerator_time if on_accelerator else items.cpu_time)[item]
+    for net, cost in enumerate(items.net_cost):
+        devices = {where[pin] for pin in items.pins.row(net)}
+        if len(devices) > 1:
+            for device in devices:
+                if device < items.num_accelerators:
+                    loads[device] += cost
+    return loads
+
+
+def value_of(loads: Floats, objective: Objective) -> float:
+    """What the loads of all devices come to."""
+    if objective is Objective.FLUSH:
+        return float(loads[:, 0].max() + loads[:, 1].max())
+    return float(loads.sum(axis=1).max())
+
+
+def fits(items: Items, where: Sequence[int]) -> bool:
+    """Whether accelerators can run and hold what they are given."""
+    sizes = np.zeros(items.num_devices)
+    for item, device in enumerate(where):
+        if device < items.num_accelerators:
+            if not items.supported[item]:
+                return False
+            sizes[device] += items.size[item]
+    return bool((sizes <= items.room).all())
+
+
+# A bound on the value of every placement, contiguous or not, by counting work alone.
+#
+# It looks at times only: communication and memory can make no placement better. So it costs next to nothing
+# and holds for every objective but latency.
+
+ROUNDING = 1e-12
+"""Relative room for sums that were added up in another order."""
+
+
+def simple_bound(items: Items, objective: Objective) -> float:
+    """A value that no placement is below: work shared out evenly, or more heavy items than devices.
+
+    Every item must have a device that can take it.
+    """
+    bound = 0.0
+    for on_accelerator, on_cpu in zip(
+        each_maximum(items.accelerator_time, objective), each_maximum(items.cpu_time, objective), strict=True
+    ):
+        least = np.where(runs_on_accelerator(items), on_accelerator, on_cpu)
+        if items.num_cpus:
+            least = np.minimum(least, on_cpu)
+        bound += max(_crowded(least, items.num_devices), _shared_out(items, on_accelerator, on_cpu))
+    return bound * (1 - ROUNDING)
+
+
+def each_maximum(numbers: Floats, objective: Objective) -> Floats:
+    """The forward and backward column as what counts: a row for each maximum that the objective adds up."""
+    if objective is Objective.FLUSH:
+        return numbers.T
+    summed: Floats = numbers.sum(axis=1)[np.newaxis, :]
+    return summed
+
+
+def runs_on_accelerator(items: Items) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which items an accelerator can run and hold, alone."""
+    fitting = items.supported & (items.size <= items.room)
+    return fitting & (items.num_accelerators > 0)
+
+
+def _crowded(least: Floats, num_devices: int) -> float:
+    """Of the `j * m + 1` heaviest items one of `m` devices has `j + 1`: at least the lightest of them."""
+    heaviest_first = np.sort(least)[::-1]
+    return max(
+        float(heaviest_first[others * (num_devices - 1) : others * num_devices + 1].sum())
+        for others in range((len(least) - 1) // num_devices + 1)
+    )
+
+
+def _shared_out(items: Items, on_accelerator: Floats, on_cpu: Floats) -> float:
+    """The load of all devices if items could be cut, and what gains least by an accelerator is on CPUs."""
+    forced = ~runs_on_accelerator(items)
+    if not items.num_cpus:
+        return float(on_accelerator.sum()) / items.num_accelerators
+    if not items.num_accelerators:
+        return float(on_cpu.sum()) / items.num_cpus
+    movable = (~forced & (on_accelerator > 0)).nonzero()[0]
+    movable = movable[np.argsort(on_cpu[movable] / on_accelerator[movable], kind="stable")]
+    gone = np.concatenate([[0.0], np.cumsum(on_accelerator[movable])])
+    come = np.concatenate([[0.0], np.cumsum(on_cpu[movable])])
+    accelerators = (gone[-1] - gone) / items.num_accelerators
+    cpus = (on_cpu[forced].sum() + come) / items.num_cpus
+    crossing = int((cpus >= accelerators).argmax())
+    if not crossing:
+        return float(cpus[0])
+    ahead = accelerators[crossing - 1] - cpus[crossing - 1]
+    share = ahead / (ahead + cpus[crossing] - accelerators[crossing])
+    return float(accelerators[crossing - 1] + share * (accelerators[crossing] - accelerators[crossing - 1]))
 
 
 NO_TIME, OF_ALL = 1e-6, 1e-9

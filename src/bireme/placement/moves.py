@@ -12,22 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.compiled import compiled
-from bireme.placement.items import Floats, Integers, Items
+from bireme.placement.contraction import Floats, Integers, Items
 from bireme.placement.workload import Objective
-
-__all__ = [
-    "MoveState",
-    "MoveTables",
-    "draw",
-    "excess",
-    "overflow",
-    "recount",
-    "shift",
-    "state_of",
-    "tables_of",
-    "value_now",
-    "weigh",
-]
 
 
 class MoveTables(NamedTuple):

@@ -10,22 +10,15 @@ from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import HAS_SOLVER, Anywhere
 from bireme.placement.baselines.local_search import local_search
 from bireme.placement.baselines.simple import greedy, pipedream, single
-from bireme.placement.bounds import simple_bound
 from bireme.placement.check import check
 from bireme.placement.contiguous.chain import NoSplitFoundError
 from bireme.placement.contiguous.search import MOST_IDEALS, Contiguous, ContiguousSplit, carried_over
-from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import FoundPlacement, loads_of
+from bireme.placement.contraction import FoundPlacement, Items, Weightless, items_of, loads_of, simple_bound
 from bireme.placement.integer.contiguous import solve_contiguous
-from bireme.placement.items import Items
-from bireme.placement.latency.integer import solve_latency
 from bireme.placement.latency.latency import LatencyFound, latency_lower_bound, latency_of, pieces_of
+from bireme.placement.latency.program import solve_latency
 from bireme.placement.latency.search import search_latency
-from bireme.placement.placement import Placement
-from bireme.placement.request import Method, Request
-from bireme.placement.workload import Objective, Workload
-
-__all__ = ["TIME_LIMIT_S", "solve"]
+from bireme.placement.workload import Method, Objective, Placement, Request, Workload
 
 TIME_LIMIT_S = 60.0
 """How long a search goes on, unless somebody says; the dynamic program asked for by name has no limit."""

@@ -12,8 +12,6 @@ from enum import StrEnum
 
 from bireme.errors import BiremeError
 
-__all__ = ["Edge", "Node", "Objective", "Workload", "device_names"]
-
 SAME_COST = 1e-6
 """Costs on a node's edges that differ by less, relative or at all, are the same number, written twice: the
 larger one counts."""
@@ -209,3 +207,87 @@ def _a_cycle(workload: Workload) -> list[int]:
     if networkx.is_directed_acyclic_graph(graph):
         return []
     return [source for source, _ in networkx.find_cycle(graph)]
+
+
+# The noun: a `Placement`, the device of every node of a workload, what it comes to, and what is proven.
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who runs what. `devices[i]` is the number of the device of node `i`, accelerators first, then CPUs.
+
+    `value` is what the objective comes to, `loads` the load of each device (for latency, when it is done).
+    `lower_bound` is proven: no placement of the kind asked for is below it. `pieces[i]` tells, for latency,
+    which run of its accelerator node `i` belongs to. `num_ideals` is known where they were counted,
+    `has_too_many_ideals` set where the dynamic program gave up on them.
+    """
+
+    objective: Objective
+    method: str
+    contiguous: bool
+    devices: tuple[int, ...]
+    value: float
+    lower_bound: float
+    loads: tuple[float, ...]
+    pieces: tuple[int, ...] = ()
+    num_ideals: int | None = None
+    has_too_many_ideals: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be from the best one, relative to it."""
+        return max(0.0, (self.value - self.lower_bound) / self.value) if self.value else 0.0
+
+
+# What somebody asks of a placement: the objective, the way, and for how long.
+
+
+class Method(StrEnum):
+    """The ways to place. `AUTO` takes the best that the graph and the time allow."""
+
+    AUTO = "auto"
+    DP = "dp"
+    DPL = "dpl"
+    MILP = "milp"
+    ANNEAL = "anneal"
+    LOCAL_SEARCH = "local-search"
+    PIPEDREAM = "pipedream"
+    GREEDY = "greedy"
+    SINGLE = "single"
+    EXPERT = "expert"
+
+
+class Granularity(StrEnum):
+    """What of a model is placed: every operator by itself, or the units that a plan may cut between."""
+
+    OPERATORS = "operators"
+    UNITS = "units"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to place for and how.
+
+    `contiguous` asks for devices that can be in a line, each with one connected stretch of it. Latency has
+    a rule of its own: up to `num_pieces` connected stretches on each accelerator. `expert` are the devices of
+    the nodes as somebody has chosen them, and `expert_pieces` their pieces for latency, if any. `seed` is
+    that of the methods that draw.
+    """
+
+    objective: Objective = Objective.THROUGHPUT
+    method: Method = Method.AUTO
+    contiguous: bool = True
+    time_limit_s: float | None = None
+    seed: int = 0
+    num_pieces: int = 1
+    expert: tuple[int, ...] | None = None
+    expert_pieces: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise BiremeError(f"The time limit is {self.time_limit_s} s; it must be more than 0.")
+        if not 1 <= self.num_pieces <= 64:
+            raise BiremeError(f"An accelerator runs 1 to 64 pieces in turn, not {self.num_pieces}.")
+        if (self.method is Method.EXPERT) != (self.expert is not None):
+            raise BiremeError("The method `expert` and the file of the expert's split go together.")

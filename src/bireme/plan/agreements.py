@@ -11,21 +11,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.routes import Lane
-from bireme.plan.agreement_penalties import STUDIED, AgreementSteps
+from bireme.cluster.cluster import Cluster, Lane
 from bireme.plan.forecast import Candidate
+from bireme.plan.penalties import STUDIED, AgreementSteps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.ring import hops
 from bireme.profile.profile import Profile
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from bireme.simulate.agreements import Everyone, GroupsAgreement, OuterRounds
-from bireme.simulate.replicas import Exchange, SampleWork, Speed
-from bireme.simulate.together import Agreement, Together, one_stage
-from bireme.sync.coordinator.settings import GroupSettings
+from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
+from bireme.sync.coordinator.samples import GroupSettings
 
-__all__ = ["AgreementForecast", "agreements"]
+# What a sum over replicas costs in a ring, as all planners here count it.
+
+
+def ring_share(width: int) -> float:
+    """How many times its own gradients each of so many replicas sends on."""
+    return 2 * (width - 1) / width
+
+
+def hops(ring: Sequence[int]) -> list[tuple[int, int]]:
+    """From each device to the next one, and from the last to the first."""
+    return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
+
 
 LEAST_BATCHES, ALL_BATCHES, BEGIN = 40, 1600, 0.25
 """Of a simulated run: the fewest, and those of all replicas together; and the share that does not count."""

@@ -11,15 +11,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from bireme.codec.border import AS_IT_IS, BorderCodecs
-from bireme.codec.description import NONE, CodecChoice, bits_a_value, parse_codec
-from bireme.codec.rate import CodecRate, sum_name
-from bireme.codec.sum_words import ENTRY_BYTES, SumCodec, SumKind
+from bireme.codec.description import (
+    AS_IT_IS,
+    NONE,
+    BorderCodecs,
+    CodecChoice,
+    CodecRate,
+    bits_a_value,
+    parse_codec,
+    sum_name,
+)
+from bireme.codec.sum_description import ENTRY_BYTES, SumCodec, SumKind
 from bireme.plan.partition.chain import Chain
 from bireme.simulate.costs import CodecCost, Costs
-
-__all__ = ["coded", "sum_coding_s", "with_fewer_bytes"]
-
 
 MEASURED = (
     CodecRate("bfloat16", 0.7e-9, 1.3e-9, 0.7e-9, 1.3e-9),

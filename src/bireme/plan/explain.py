@@ -1,16 +1,230 @@
 """Why a plan is what it is: what would help, found by planning again with one thing changed at a time."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh, Server
+from bireme.cluster.device import Device
+from bireme.codec.sum_description import SumCost, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Candidate
-from bireme.plan.plan_request import PlanRequest
-from bireme.plan.what_if import WhatIf, changes
+from bireme.plan.forecast import Answer, Candidate, MemoryWay, NothingFits, summarize
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan import device_ranges
+from bireme.plan.plan_request import AUTO, PlanRequest
 from bireme.profile.profile import Profile
 
-__all__ = ["Help", "explain"]
+# What could be otherwise: clusters and requests changed in one thing each, to plan for them again.
+
+TIMES = 2
+"""As much of it: enough to see whether a thing limits."""
+
+MOST_KINDS = 4
+"""Kinds of devices or of links that are tried, the most frequent first."""
+
+HARMLESS, MANY_ENTRIES = "int4", 1 << 20
+"""The codec of sums with the fewest bytes of those that cost no steps (docs/gradient-codecs.md); it sends as
+much of each entry, however many there are.
+"""
+
+Thing = TypeVar("Thing", bound=Hashable)
+Group = TypeVar("Group", Bridge, Mesh, Card)
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What is otherwise, in words that follow on "with", and the cluster and request that are then."""
+
+    words: str
+    cluster: Cluster
+    request: PlanRequest
+
+
+def changes(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
+    """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
+    for device in _most_frequent([placed.device for placed in cluster.devices()]):
+        names = [placed.name for placed in cluster.devices() if placed.device == device]
+        yield WhatIf(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
+    links = [(type(group), group.link) for server in cluster.servers for group in _groups(server)]
+    for kind, link in _most_frequent(links):
+        names = [
+            f"{server.name}/{group.name}"
+            for server in cluster.servers
+            for group in _groups(server)
+            if isinstance(group, kind) and group.link == link
+        ]
+        if _faster(link) != link:
+            other = _with_link(cluster, kind, link, _faster(link))
+            yield WhatIf(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, request)
+    rate = None if cluster.switch is None else cluster.switch.bytes_per_s
+    if cluster.switch is not None and rate is not None and _more(rate) != rate:
+        switch = replace(cluster.switch, bytes_per_s=_more(rate))
+        yield WhatIf(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
+    yield from _other_tiers(cluster, request)
+    yield from (WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
+
+
+def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
+    """Where paging is allowed: more of the device, and faster wires as far as the cluster says them."""
+    memory = request.memory
+    if memory is None:
+        return
+    if memory.device_bytes is not None:
+        more = replace(memory, device_bytes=TIMES * memory.device_bytes)
+        yield WhatIf(f"{TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
+    if any(server.disk_bytes_per_s for server in cluster.servers):
+        disks = _changed(
+            cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
+        )
+        yield WhatIf(f"{TIMES} × the bandwidth of the disks", disks, request)
+    if any(device.device.host_bytes_per_s for device in cluster.devices()):
+        wires = _changed(
+            cluster,
+            lambda server: replace(
+                server,
+                devices=tuple(
+                    replace(own, host_bytes_per_s=_more(own.host_bytes_per_s)) for own in server.devices
+                ),
+            ),
+        )
+        yield WhatIf(f"{TIMES} × the bandwidth between devices and hosts", wires, request)
+
+
+def _most_frequent(things: Iterable[Thing]) -> list[Thing]:
+    return [thing for thing, _ in Counter(things).most_common(MOST_KINDS)]
+
+
+def _larger(cluster: Cluster, device: Device) -> Cluster:
+    more = replace(device, memory_bytes=TIMES * device.memory_bytes)
+    return _changed(
+        cluster,
+        lambda server: replace(
+            server, devices=tuple(more if own == device else own for own in server.devices)
+        ),
+    )
+
+
+def _more(bytes_per_s: float) -> float:
+    return min(TIMES * bytes_per_s, MOST_BYTES_PER_S)
+
+
+def _faster(link: Link) -> Link:
+    back = link.back_bytes_per_s
+    return replace(
+        link,
+        bytes_per_s=_more(link.bytes_per_s),
+        back_bytes_per_s=None if back is None else _more(back),
+    )
+
+
+def _with_link(cluster: Cluster, kind: type[Bridge | Mesh | Card], link: Link, faster: Link) -> Cluster:
+    def change(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        return tuple(
+            replace(group, link=faster) if isinstance(group, kind) and group.link == link else group
+            for group in groups
+        )
+
+    return _changed(
+        cluster,
+        lambda server: replace(
+            server,
+            bridges=change(server.bridges),
+            meshes=change(server.meshes),
+            cards=change(server.cards),
+        ),
+    )
+
+
+def _changed(cluster: Cluster, change: Callable[[Server], Server]) -> Cluster:
+    return Cluster(tuple(change(server) for server in cluster.servers), cluster.switch)
+
+
+def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
+    return (*server.bridges, *server.meshes, *server.cards)
+
+
+def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    batch, largest = TIMES * request.batch_size, request.largest_batch
+    yield (
+        f"a batch of {batch} samples",
+        replace(request, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
+    )
+    if len(cluster.servers) > 1 and request.codec == "none" and not request.borders and request.depth != 1:
+        yield "codecs on the borders", replace(request, codec=AUTO)
+    is_summed = request.sums.is_dense and not request.sums.is_on_host and request.shard == "none"
+    if is_summed and cluster.num_devices > 1 and request.width != 1:
+        sums = sum_cost(parse_sum_codec(HARMLESS), [(MANY_ENTRIES,)])
+        yield f"sums of gradients through {HARMLESS}", replace(request, sums=sums)
+    plain = PlanRequest(request.batch_size, sums=SumCost(gathered=request.sums.gathered))
+    words = {
+        "schedule": f"any schedule, not {request.schedule} alone",
+        "synchronous": "delayed updates allowed",
+        "memory_fraction": f"all of the memory instead of {request.memory_fraction:.0%}",
+        "depth": f"another depth than {request.depth}",
+        "width": f"another width than {request.width}",
+        "micro_batch": f"other micro-batches than of {request.micro_batch}",
+        "pinned": "no units pinned",
+        "together": "no units kept together",
+        "devices": f"all {cluster.num_devices} devices",
+        "recompute": "recomputation where needed",
+        "lookahead": "stages that may run further ahead",
+        "sums": "averages of weights without the optimizer's state"
+        if request.sums.is_on_host
+        else f"sums of gradients as they are, not through {request.sums.codec}",
+    }
+    if request.sums.is_on_host and request.sums.message_share == 1:
+        del words["sums"]  # there is no other way to make them
+    for name, sentence in words.items():
+        usual = getattr(plain, name)
+        if getattr(request, name) != usual:
+            yield sentence, replace(request, **{name: usual})
+
+
+# What each way to save memory would take alone, compared with the plan that would be best with room for
+# everything.
+#
+# The planner mixes them; this says which of them pays. Each is planned for again, within the budgets.
+
+Search = Callable[[Profile, Cluster, PlanRequest], Answer | NothingFits]
+"""Finds the best plan within the budgets that pages nothing."""
+
+
+def with_single_ways(
+    profile: Profile, cluster: Cluster, request: PlanRequest, answer: Answer, search: Search
+) -> Answer:
+    """The answer with these ways among its `memory_ways`; itself where memory is not short."""
+    if not answer.memory_ways:
+        return answer
+    roomy = answer.memory_ways[-1].candidate
+    assert roomy is not None, "there is always a plan with room for everything"
+    first, *others = answer.memory_ways
+    short = summarize(roomy)
+    singles = [
+        _way(words, partial(search, profile, cluster, asked))
+        for words, asked in _asked(request, short.depth, short.width, max(short.micro_batch_sizes))
+    ]
+    return replace(answer, memory_ways=(first, *singles, *others))
+
+
+def _asked(request: PlanRequest, depth: int, width: int, size: int) -> Iterator[tuple[str, PlanRequest]]:
+    if request.recompute is not Recompute.NEVER:
+        yield "only recomputation", replace(request, depth=depth, width=width, micro_batch=size)
+    plain = replace(request, recompute=Recompute.NEVER)
+    yield "only more stages", replace(plain, micro_batch=size)
+    yield "only smaller micro-batches", replace(plain, depth=depth, width=width)
+
+
+def _way(words: str, search: Callable[[], Answer | NothingFits]) -> MemoryWay:
+    try:
+        found = search()
+    except BiremeError as error:
+        return MemoryWay(words, None, str(error))
+    return (
+        MemoryWay(words, None, str(found)) if isinstance(found, NothingFits) else MemoryWay(words, found.best)
+    )
+
 
 ExplainingSearch = Callable[[Profile, Cluster, PlanRequest], object]
 """`find_plan`: an `Answer`, or something else where nothing fits."""

@@ -3,30 +3,157 @@
 It says nothing about times; who made it, by hand or by search, does not show.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import groupby
 from threading import RLock
 from typing import Annotated
 
 from annotated_types import doc
 
-from bireme.bounds import Count, Place
-from bireme.codec.border import BorderCodecs, LinkCodecs
-from bireme.errors import BiremeError
-from bireme.plan.paging import Paging
+from bireme.bounds import Bytes, Count, Place
+from bireme.cluster.cluster import Cluster
+from bireme.codec.description import BorderCodecs, LinkCodecs
+from bireme.errors import BiremeError, closest
 from bireme.plan.program_plan import ProgramPlan, units_between
-from bireme.schedule.budgets import Cut
+from bireme.schedule.accesses import Sizes
+from bireme.schedule.budgets import Budgets, Cut, cut_memory
 from bireme.schedule.catalogue import generate
-from bireme.schedule.folding import WRITTEN_OUT
 from bireme.schedule.gathering import gathered
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
-from bireme.schedule.source import SETTLED, ProgramSource, source_like
-from bireme.schedule.stream import LONG
+from bireme.schedule.paging import page_cut
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.source import LONG, SETTLED, WRITTEN_OUT, ProgramSource, source_like
 from bireme.schedule.tiers import Chunk
 
-__all__ = ["Plan", "know_window"]
+# Many devices in few words: server0/gpu0…3, or server0…127/gpu0, 2 for two of each of many equal servers.
+
+
+def device_ranges(names: Iterable[str]) -> str:
+    """The names in the order given; those of a server, and equal ones of several, are drawn together."""
+    by_server = [
+        (server, _ranges([name.rpartition("/")[2] for name in group]))
+        for server, group in groupby(names, key=lambda name: name.rpartition("/")[0])
+    ]
+    found = []
+    for devices, servers in groupby(by_server, key=lambda pair: pair[1]):
+        for run in _runs([server for server, _ in servers]):
+            found.append(f"{run}/{devices}" if run else devices)
+    return ", ".join(found)
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Such as gpu0…3, 5: what begins as the one before it is only a number."""
+    parts: list[str] = []
+    stem = ""
+    for run in _runs(names):
+        own = _stem(run.partition("…")[0])
+        is_number = parts and own == stem and own != run
+        parts.append(run.removeprefix(own) if is_number else run)
+        stem = own
+    return ", ".join(parts)
+
+
+def _runs(names: Sequence[str]) -> list[str]:
+    """Such as gpu0…3 and gpu5, of names that follow each other by number."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1][-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [run[0] if len(run) == 1 else f"{run[0]}…{run[-1].removeprefix(_stem(run[-1]))}" for run in runs]
+
+
+def _follows(one: str, other: str) -> bool:
+    stem = _stem(one)
+    number = one.removeprefix(stem)
+    return bool(number) and other == f"{stem}{int(number) + 1}" and number == str(int(number))
+
+
+def _stem(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
+# How a plan pages: budgets, chunks and choices, from which its programs get their FETCH and EVICT.
+#
+# A plan's source gives programs that are paged already. How memory is cut depends on the plan alone and not
+# on the length of a window, so all windows have the same chunks and capacities.
+
+MOST_CHUNKS = 256
+"""Of a rank, where their size is searched: a plan tries many programs, and more chunks make them longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """The paging of one replica; all replicas page alike, within the least budgets of any.
+
+    `budgets` and `chunk_bytes` are of each rank; a chunk size of 0 is searched, and unused where all of the
+    rank's memory fits. `sizes` are the bytes of each stage that the chunks are counted from; what the engine
+    keeps must not be larger. Fetched chunks are to be there `ahead` instructions before they are used. With
+    `updates_together` a rank updates all its stages when it updates the first, and with `updates_apart` each
+    stage as soon as it has its gradients. `is_summed` where gradients are summed over replicas, or over
+    stages that share parameters. Without `stashes` activations stay on the device. With `host_updates` all
+    stages that can are updated on the host.
+    """
+
+    budgets: tuple[Budgets, ...]
+    sizes: Sizes
+    chunk_bytes: tuple[Bytes, ...] = ()
+    ahead: Place = 1
+    updates_together: bool = False
+    is_summed: bool = False
+    stashes: bool = True
+    host_updates: bool = False
+    updates_apart: bool = False
+
+    def check(self, num_ranks: int, num_stages: int) -> None:
+        """Refuse paging that is not of so many ranks and stages."""
+        if len(self.budgets) != num_ranks or len(self.chunk_bytes) not in (0, num_ranks):
+            raise BiremeError(
+                f"The plan pages on {len(self.budgets)} ranks with {len(self.chunk_bytes)} sizes of chunks, "
+                f"but has {num_ranks} ranks. Give each rank its budgets."
+            )
+        if len(self.sizes.version) != num_stages:
+            raise BiremeError(
+                f"The plan pages {len(self.sizes.version)} stages, but has {num_stages}. Give the bytes of "
+                "each."
+            )
+
+    def cut(self, settled: Program, page_bytes: int = 0) -> Cut:
+        """How each rank's memory is cut, from a window that shows all that longer ones keep; in whole pages
+        where they are known.
+        """
+        return cut_memory(
+            settled,
+            self.sizes,
+            self.budgets,
+            chunk_bytes=self.chunk_bytes or 0,
+            stashes=self.stashes,
+            most_chunks=MOST_CHUNKS,
+            page_bytes=page_bytes,
+            host_updates=self.host_updates and not self.is_summed,
+        )
+
+    def paged(self, program: Program, cut: Cut, *, is_brief: bool = False) -> Program:
+        """The program with the copies in it; itself where nothing is cut. With `is_brief` a loop becomes a
+        window of a few batches.
+        """
+        return page_cut(
+            program,
+            cut,
+            ahead=self.ahead,
+            is_summed=self.is_summed,
+            updates_together=self.updates_together,
+            updates_apart=self.updates_apart,
+            is_brief=is_brief,
+        )
+
+    def with_chunks(self, cut: Cut) -> "Paging":
+        """The same with the sizes of chunks that were found."""
+        return replace(self, chunk_bytes=tuple(0 if one is None else one.chunk_bytes for one in cut))
+
 
 MAKING = RLock()
 
@@ -227,3 +354,64 @@ def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int |
         updates_halfway=plan.updates_halfway,
         average_lag=average_lag,
     )
+
+
+# Homes of replicas: the server that reads a replica's samples and labels, so that private ones stay on it.
+#
+# The inputs of a model enter its first stage and the labels its last; some models read inputs between them
+# too. A replica is at home on a server if all stages that read are on the server's devices: the whole
+# replica, both ends of a schedule that comes back to its first device, or first and last stage on two devices
+# of the server.
+
+
+def servers_of_places(plan: Plan, cluster: Cluster) -> list[str]:
+    """The server of each process of a plan, counted as the engine does, replica by replica.
+
+    A plan that names no devices, or those of another cluster, takes them in their order.
+    """
+    servers = {placed.name: cluster.servers[placed.server].name for placed in cluster.devices()}
+    named = [row[replica] for replica in range(plan.width) for row in plan.devices]
+    if named and set(named) <= servers.keys():
+        return [servers[name] for name in named]
+    return list(servers.values())[: plan.num_ranks]
+
+
+def ranks_that_read(
+    cuts: Sequence[int], rank_of_stage: Sequence[int], readers: Iterable[int]
+) -> frozenset[int]:
+    """The ranks of a pipeline that hold the units of these numbers, which read inputs of the model."""
+    return frozenset(rank_of_stage[bisect_right(cuts, unit)] for unit in readers)
+
+
+def homes_of(plan: Plan, cluster: Cluster, readers: Iterable[int]) -> tuple[str | None, ...]:
+    """The home of each replica, None where its samples are read on several servers."""
+    servers, per_replica = servers_of_places(plan, cluster), plan.source.num_ranks
+    ranks = ranks_that_read(plan.cuts, plan.source.rank_of_stage, readers)
+    found = []
+    for replica in range(plan.width):
+        reading = {servers[replica * per_replica + rank] for rank in ranks}
+        found.append(reading.pop() if len(reading) == 1 else None)
+    return tuple(found)
+
+
+def check_servers(names: Iterable[str], cluster: Cluster) -> None:
+    """Refuse private data of a server that is not in the cluster."""
+    known = [server.name for server in cluster.servers]
+    for name in names:
+        if name not in known:
+            raise BiremeError(
+                f"data.private names the server {name!r}, which the cluster lacks. {closest(name, known)}"
+            )
+
+
+def check_homes(plan: Plan, cluster: Cluster, readers: Iterable[int], owners: Collection[str]) -> None:
+    """Refuse a plan in which an owner of private samples is no replica's home."""
+    homes = homes_of(plan, cluster, readers)
+    homeless = sorted(set(owners) - set(homes))
+    if homeless:
+        raise BiremeError(
+            f"The plan does not keep the private samples of {', '.join(homeless)} there: in no replica are "
+            "all stages that read samples or labels on its devices. Put a whole replica on it, take a "
+            "schedule that comes back to its first device (zbv), or put the first and the last stage on "
+            "devices of that server."
+        )

@@ -3,22 +3,223 @@
 What is read equals what was written. Only the plan itself must be there, so that one can be written by hand.
 """
 
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import doc
 
+from bireme.bounds import Count, Place
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.forecast import Answer, Candidate, Forecast, Origin
-from bireme.plan.hashes import PlannedUnit
-from bireme.plan.plan import Plan
-from bireme.plan.summary import PlanSummary, summarize
+from bireme.model.graph import Graph
+from bireme.model.graph_file import graph_hash
+from bireme.model.units import units_of
+from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, PlanSummary, summarize
+from bireme.plan.plan import Plan, know_window
+from bireme.profile.profile import Profile, plain_profile
+from bireme.schedule.instruction import Instruction, Kind, Page
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.source import LONG, SETTLED
+from bireme.schedule.tiers import Chunk
 
-__all__ = ["PLAN_FORMAT", "SavedPlan", "load_plan", "plain_plan", "saved_plan", "write_plan"]
+# Whether a plan was made for this model: hashes of what it was made of, and what differs where they do.
+#
+# Graphs and clusters have hashes of their own (`model/graph_file.py`, `cluster/cluster_file.py`). All are the
+# same in every process and on every machine.
+
+REMEDY = "Plan again for this model, or train the model that it was made for."
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """What a plan remembers of a unit: what it is called, and the hash of the work it does."""
+
+    name: str
+    structure: str
+
+
+def profile_hash(profile: Profile) -> str:
+    """Sixteen hexadecimal digits that are the same for equal profiles only, measured seconds included."""
+    plain = json.dumps(plain_profile(profile), allow_nan=False, sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()[:16]
+
+
+def planned_units(profile: Profile) -> tuple[PlannedUnit, ...]:
+    """What a plan made from this profile remembers of its units."""
+    return tuple(PlannedUnit(unit.name, unit.structure) for unit in profile.units)
+
+
+def check_plan_fits(origin: Origin, graph: Graph, units: Sequence[PlannedUnit] = ()) -> None:
+    """Refuse a plan that was not made for the model of `graph`.
+
+    Equal hashes settle it. A graph that holds for one batch size only has another hash at another; so where
+    the plan remembers its `units`, it also fits a model whose units all do that work.
+    """
+    _check_same("plan", origin.graph, units, graph, REMEDY)
+
+
+def check_profile_fits(profile: Profile, graph: Graph) -> None:
+    """Refuse a profile that was not measured of the model of `graph`."""
+    remedy = "Profile this model, or name the one that was profiled."
+    _check_same("profile", profile.graph, planned_units(profile), graph, remedy)
+
+
+def _check_same(what: str, graph_was: str, units: Sequence[PlannedUnit], graph: Graph, remedy: str) -> None:
+    here = graph_hash(graph)
+    if here == graph_was:
+        return
+    difference = _difference(units, [PlannedUnit(unit.name, unit.structure) for unit in units_of(graph)])
+    if difference is None:
+        return
+    about = f" {difference}" if units else ""
+    raise BiremeError(
+        f"The {what} was made for another model: the hash of its graph is {graph_was}, and {graph.name} "
+        f"has {here}.{about} {remedy}"
+    )
+
+
+def _difference(planned: Sequence[PlannedUnit], found: Sequence[PlannedUnit]) -> str | None:
+    """The first thing in which two models differ, as a sentence."""
+    for place, (one, other) in enumerate(zip_longest(planned, found)):
+        if one is None or other is None:
+            return f"It has {len(planned)} units, but this model has {len(found)}."
+        if one.name != other.name:
+            return f"Its unit {place} is {one.name}, but here it is {other.name}."
+        if one.structure != other.structure:
+            return f"Unit {place} ({one.name}) differs here: other operators, shapes or constants."
+    return None
+
+
+# The windows of a plan that pages, in a file: who starts a run plans copies once, and its ranks read them.
+#
+# A file of another plan, or one that lacks a window, does no harm: what it does not say is planned.
+
+WINDOWS_FORMAT = 1
+
+
+class _Row(NamedTuple):
+    """An instruction."""
+
+    kind: Kind
+    stage: Place
+    batch: Place
+    microbatch: Place | None
+    version: int | None
+    half: Place | None
+    seen: Place | None
+    page: Page | None
+    is_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A track, and on which tier each chunk lies when the window begins; None where the rank pages none."""
+
+    head: tuple[_Row, ...]
+    body: tuple[_Row, ...]
+    repeats: Place
+    tail: tuple[_Row, ...]
+    versions_per_batch: Place
+    begin: tuple[tuple[Chunk, Place], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    plan: str
+    num_batches: Count
+    first_batch: Place
+    ranks: tuple[_Rows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    windows: tuple[_Window, ...]
+
+
+def write_windows(path: Path, plans: Sequence[Plan]) -> None:
+    """Write what the ranks of a run ask for; nothing if none of its plans pages."""
+    paged = [plan for plan in plans if plan.paging is not None]
+    if paged:
+        windows = [
+            _window(_digest(plan), plan.program(num_batches, first_batch))
+            for plan in paged
+            for num_batches, first_batch in _asked_for(plan)
+        ]
+        document = {"format": WINDOWS_FORMAT, "windows": windows}
+        write_text_atomically(path, json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def read_windows(path: Path, plans: Sequence[Plan]) -> None:
+    """Have the windows in a file at hand, as far as they are of these plans."""
+    digests = {_digest(plan): plan for plan in plans if plan.paging is not None}
+    if digests and path.is_file():
+        for window in read_dataclass(path, _Windows, number=WINDOWS_FORMAT).windows:
+            plan = digests.get(window.plan)
+            if plan is not None:
+                tracks = [_track(rows) for rows in window.ranks]
+                begins = [None if rows.begin is None else dict(rows.begin) for rows in window.ranks]
+                know_window(plan, window.num_batches, window.first_batch, tracks, begins)
+
+
+def _asked_for(plan: Plan) -> list[tuple[int, int]]:
+    """The windows that an engine asks for: a settled one, and the loops of the first and of later ones."""
+    later = [(LONG, 1)] if plan.source.rule is Rule.DELAYED else []
+    return [(SETTLED, 0), (LONG, 0), *later]
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(json.dumps(asdict(plan), sort_keys=True).encode()).hexdigest()
+
+
+def _window(plan: str, program: Program) -> dict[str, object]:
+    ranks = [
+        {
+            "head": _plain(track.head),
+            "body": _plain(track.body),
+            "repeats": track.repeats,
+            "tail": _plain(track.tail),
+            "versions_per_batch": track.versions_per_batch,
+            "begin": None if tiers is None else sorted(tiers.begin.items()),
+        }
+        for track, tiers in zip(program.tracks, program.tiers, strict=True)
+    ]
+    return {
+        "plan": plan,
+        "num_batches": program.num_batches,
+        "first_batch": program.first_batch,
+        "ranks": ranks,
+    }
+
+
+def _plain(steps: Sequence[Instruction]) -> list[_Row]:
+    return [
+        _Row(
+            step.kind,
+            step.stage,
+            step.batch,
+            step.microbatch,
+            step.version,
+            step.half,
+            step.seen,
+            step.page,
+            step.is_apart,
+        )
+        for step in steps
+    ]
+
+
+def _track(rows: _Rows) -> Track:
+    head, body, tail = (
+        tuple(Instruction(*row) for row in part) for part in (rows.head, rows.body, rows.tail)
+    )
+    return Track(head, body, rows.repeats, tail, rows.versions_per_batch)
+
 
 PLAN_FORMAT = 1
 

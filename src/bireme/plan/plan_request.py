@@ -1,22 +1,118 @@
 """What a user asks of a plan: batch size, goal and constraints."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
-from bireme.codec.border import BorderCodecs
-from bireme.codec.description import parse_codec
-from bireme.codec.sum_words import DENSE_SUMS, SumCost
+from bireme.codec.description import BorderCodecs, parse_codec
+from bireme.codec.sum_description import DENSE_SUMS, SumCost
 from bireme.errors import BiremeError, closest
-from bireme.plan.codec_penalties import WORDS_TO_TRY, codec_steps
+from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, steps_for_one, unseen_share
-from bireme.plan.sum_penalties import sum_steps
-from bireme.plan.tier_limits import TierLimits
+from bireme.plan.penalties import (
+    DEFAULT_DELAY_WARMUP,
+    WORDS_TO_TRY,
+    codec_steps,
+    steps_for_one,
+    sum_steps,
+    unseen_share,
+)
 from bireme.schedule.catalogue import SCHEDULES
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 
-__all__ = ["AUTO", "SHARDS", "Goal", "PlanRequest", "may_delay_updates"]
+# Units of a model as people name them: by number, by name, or by the beginning of several names.
+
+
+def pins_of(texts: Iterable[str], names: Sequence[str], what: str) -> dict[int, str]:
+    """Units by number, and the device that each must be on, from texts as UNIT=DEVICE.
+
+    `names` are those of all units; `what` is the option or key that the texts are of.
+    """
+    found: dict[int, str] = {}
+    for text in texts:
+        unit, equals, device = text.partition("=")
+        if not equals or not device:
+            raise BiremeError(f"{what} {text} is not UNIT=DEVICE, such as 0=server0/gpu1.")
+        for number in _units(unit, names, f"{what} {text}"):
+            if found.setdefault(number, device) != device:
+                raise BiremeError(
+                    f"Unit {number} ({names[number]}) is pinned to {found[number]} and to {device}. Leave "
+                    "out one of the two."
+                )
+    return found
+
+
+def ranges_of(
+    texts: Iterable[str], names: Sequence[str], what: str, *, whole_layers: bool
+) -> tuple[tuple[int, int], ...]:
+    """First and last units of what must not be cut, from texts as FIRST..LAST; with `whole_layers` those of
+    all layers as well.
+    """
+    found = []
+    for text in texts:
+        first, dots, last = text.partition("..")
+        place = f"{what} {text}"
+        if not dots:
+            raise BiremeError(f"{place} is not FIRST..LAST, such as 0..3 or layers.0..layers.1.")
+        begin, end = _units(first, names, place)[0], _units(last, names, place)[-1]
+        if begin > end:
+            raise BiremeError(f"{place} ends before it begins: at unit {end}, and begins at {begin}.")
+        found.append((begin, end))
+    if whole_layers:
+        found += [(begin, end - 1) for begin, end in pairwise(layer_bounds(names)) if end > begin + 1]
+    return tuple(found)
+
+
+def _units(text: str, names: Sequence[str], where: str) -> list[int]:
+    """The units that a number, a name or the beginning of names means."""
+    if text.isdecimal():
+        if int(text) >= len(names):
+            raise BiremeError(f"{where}: there is no unit {text}; they are 0 to {len(names) - 1}.")
+        return [int(text)]
+    found = [place for place, name in enumerate(names) if name == text or name.startswith(f"{text}.")]
+    if not text or not found:
+        raise BiremeError(f"{where}: there is no unit {text!r}. {closest(text, set(names))}")
+    return found
+
+
+# What a user allows a process to use of each tier of memory.
+
+PLACES = ("auto", "device", "host")
+"""Where the optimiser may step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """Bytes of one process; None leaves them to the machine, and 0 is none of that tier.
+
+    Without `stashes` activations stay on the device. `optimizer` says where updates are made of what is
+    paged: on the device, on the host, or wherever a batch is predicted to take less time (auto). With
+    `updates_apart` stages may be updated before all have their gradients.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = 0
+    stashes: bool = True
+    optimizer: str = "auto"
+    updates_apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device_bytes is not None and self.device_bytes < 1:
+            raise BiremeError(f"The device memory is {self.device_bytes} bytes; it must be 1 or more.")
+        if self.host_bytes == 0 and self.disk_bytes == 0:
+            raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
+        if self.optimizer not in PLACES:
+            raise BiremeError(
+                f"The optimizer cannot step on {self.optimizer!r}. {closest(self.optimizer, PLACES)}"
+            )
+        if self.optimizer == "host" and self.host_bytes == 0:
+            raise BiremeError(
+                "The optimizer is to step on the host, which has no memory to page to. Give it some, or let "
+                "the optimizer step on the device."
+            )
+
 
 AUTO = "auto"
 """The codec that the planner chooses."""

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.schedule.source import ProgramSource
-
-__all__ = ["ProgramPlan", "even_cuts", "units_between"]
 
 
 @dataclass(frozen=True, slots=True)

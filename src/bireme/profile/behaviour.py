@@ -6,14 +6,143 @@ it. A block that was there before is born at second 0 and by no operator; one th
 A trace makes an iteration slower; its seconds are shrunk evenly to what one takes that is not traced.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from enum import StrEnum
+from itertools import accumulate, pairwise
 
-from bireme.profile.events import Event, EventKind, Owner, Phase, Storage
-from bireme.profile.repetition import Repetition
+# What happens to tensor storages: born, read, written, dead, one event after the other.
+#
+# It is data and imports no torch. A block is one storage from its allocation to its release; it has a number
+# of its own, for addresses are used again. Seconds are of the clock of the trace that recorded the events.
 
-__all__ = ["Allocator", "Behaviour", "BlockAccess", "MemoryBlock", "Peak", "Span", "behaviour_of"]
+
+class Owner(StrEnum):
+    """What a block is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    ACTIVATION = "activation"
+    """Saved by a forward for its backward."""
+    INPUT = "input"
+    WORKSPACE = "workspace"
+    """Everything else: results on their way to the next operator."""
+
+
+class Phase(StrEnum):
+    """The parts of a training iteration."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class EventKind(StrEnum):
+    """What can happen to a block."""
+
+    BIRTH = "birth"
+    READ = "read"
+    WRITE = "write"
+    DEATH = "death"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block as the trace knows it.
+
+    `name` is that of the parameter, buffer or input it holds or belongs to, `module` the one whose code made
+    it; both are empty where unknown. `address` is None where the storage has no memory.
+    """
+
+    block: int
+    num_bytes: int
+    owner: Owner
+    name: str = ""
+    module: str = ""
+    address: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened to a block.
+
+    `operator` is what did it, empty where no operator did. It ran from `start_s` to `end_s`.
+    """
+
+    kind: EventKind
+    block: int
+    num_bytes: int
+    operator: str
+    phase: Phase | None
+    start_s: float
+    end_s: float
+
+
+# How training iterations repeat: whether they are the same events, and after how many the events come again.
+#
+# Two events are the same if they are of one kind, by one operator, in one phase, and on blocks of one size
+# and owner that were born at the same place of the same, the previous, … iteration.
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """What several iterations in a row have in common.
+
+    `is_stable` is set if all are the same; `period_events` is the least number of events after which they
+    repeat, None where they do not.
+    """
+
+    num_iterations: int
+    is_stable: bool
+    period_events: int | None
+
+
+def repetition_of(iterations: Sequence[Sequence[Event]], storages: Mapping[int, Storage]) -> Repetition:
+    """Compare the events of iterations that follow each other."""
+    words = [list(iteration) for iteration in _words(iterations, storages)]
+    return Repetition(
+        num_iterations=len(words),
+        is_stable=len(words) > 1 and all(word == words[0] for word in words),
+        period_events=period([event for word in words for event in word]),
+    )
+
+
+def period(sequence: Sequence[Hashable]) -> int | None:
+    """The least distance at which a sequence equals itself, if it fits into it at least twice."""
+    # The longest proper border of each prefix, as Knuth, Morris and Pratt find it; the rest is the period.
+    borders = [0] * len(sequence)
+    for end in range(1, len(sequence)):
+        border = borders[end - 1]
+        while border and sequence[border] != sequence[end]:
+            border = borders[border - 1]
+        borders[end] = border + 1 if sequence[border] == sequence[end] else 0
+    shortest = len(sequence) - borders[-1] if sequence else 0
+    return shortest if 0 < 2 * shortest <= len(sequence) else None
+
+
+def _words(
+    iterations: Sequence[Sequence[Event]], storages: Mapping[int, Storage]
+) -> Iterator[Iterator[Hashable]]:
+    """The events of each iteration without what differs between iterations: moments and numbers of blocks."""
+    born: dict[int, tuple[int, int]] = {}
+    """Of each block the iteration and the place among its births."""
+    for index, iteration in enumerate(iterations):
+        births = (event.block for event in iteration if event.kind is EventKind.BIRTH)
+        born |= {block: (index, place) for place, block in enumerate(births)}
+        yield (_word(event, index, born, storages) for event in iteration)
+
+
+def _word(
+    event: Event, iteration: int, born: Mapping[int, tuple[int, int]], storages: Mapping[int, Storage]
+) -> Hashable:
+    birth = born.get(event.block)
+    block = ("before", event.block) if birth is None else (str(iteration - birth[0]), birth[1])
+    owner = storages[event.block].owner
+    return event.kind, event.operator, event.phase, event.num_bytes, owner, block
+
 
 BEFORE = -1
 """The event at which blocks are born that were there already."""
@@ -253,3 +382,49 @@ def _live_bytes(blocks: Sequence[MemoryBlock], num_events: int) -> list[int]:
         if block.death_event is not None:
             changes[block.death_event + 1] -= block.num_bytes
     return list(accumulate(changes))
+
+
+# How long blocks lie idle between their accesses, in seconds and in events.
+#
+# The paper calls it the access time interval (ATI): from the end of one access of a living block to the start
+# of its next. Iterations repeat, so the last access of a block that stays is followed by its first in the
+# next.
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A block is not touched between two accesses; one in the next iteration is later than this one's end."""
+
+    block: MemoryBlock
+    start_s: float
+    end_s: float
+    num_events: int
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end_s - self.start_s
+
+
+def idle_intervals(behaviour: Behaviour) -> list[Idle]:
+    """All between two accesses; across the end of the iteration where iterations are known to repeat."""
+    found: list[Idle] = []
+    for block in behaviour.blocks:
+        found += (_between(block, one, other) for one, other in pairwise(block.accesses))
+        if block.is_persistent and block.accesses and behaviour.repetition.is_stable:
+            last, first = block.accesses[-1], block.accesses[0]
+            num_events = behaviour.num_events - last.event + first.event
+            end_s = max(behaviour.duration_s + first.start_s, last.end_s)
+            found.append(Idle(block, last.end_s, end_s, num_events))
+    return found
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least of some values that so many per cent of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
+
+
+def _between(block: MemoryBlock, one: BlockAccess, other: BlockAccess) -> Idle:
+    # One operator's accesses of a block are one, so that `other` is a later operator.
+    return Idle(block, one.end_s, max(other.start_s, one.end_s), other.event - one.event)

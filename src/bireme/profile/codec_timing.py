@@ -13,23 +13,18 @@ import torch
 from torch import Tensor
 
 from bireme.codec.above import KeepAbove
+from bireme.codec.choice import codec_of
 from bireme.codec.codec import Codec, Masking
-from bireme.codec.description import parse_codec
-from bireme.codec.of_choice import codec_of
-from bireme.codec.rate import CodecRate, sum_name
-from bireme.codec.sum_words import DENSE, SumCodec
+from bireme.codec.description import CodecRate, parse_codec, sum_name
+from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.compiled import IS_COMPILED
-from bireme.profile.cache import cache_path, cached_figures, keep_figures
-from bireme.profile.here import device_here, versions_here
+from bireme.profile.control import cache_path, cached_figures, device_here, keep_figures, versions_here
 from bireme.profile.profile import Profile
 from bireme.profile.timing import Clock
 from bireme.sync.coded import CodedSums
-from bireme.sync.exchange import SentBytes
-from bireme.sync.gradients import BatchGradients
+from bireme.sync.exchange import BatchGradients, SentBytes
 from bireme.sync.group import Pending, SingleRankGroup
 from bireme.sync.slices import SLICE_BYTES
-
-__all__ = ["with_codec_rates"]
 
 SHAPE = (1024, 1024)
 ROUNDS = 5

@@ -6,17 +6,118 @@ is profiled and again while it trains. They allocate nothing. For how long the t
 operating system counts: waits are rare and long, so that now and then is too seldom to look for them.
 """
 
+import hashlib
+import json
+import os
+import platform
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
-from bireme.profile.timing import Clock
-from bireme.profile.waits import CoreTime, core_time
+from bireme.cluster.device import Device, EngineCost
+from bireme.cluster.machine import memory_bytes, processor_name
+from bireme.codec.description import CodecRate
+from bireme.devices import KINDS, device_called, is_accelerator, properties_of
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.profile.profile import Profile, load_profile, save_profile
+from bireme.profile.timing import Clock, CoreTime, core_time
 
-__all__ = ["Control"]
+# What this machine's devices are called and how much memory they have.
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of this machine that torch calls so, if seconds can be measured on it."""
+    device = device_called(name)
+    check_measurable(device)
+    return device
+
+
+def check_measurable(device: torch.device) -> None:
+    """Refuse a device whose seconds cannot be measured."""
+    if device.type not in KINDS:
+        raise BiremeError(
+            f"Seconds are measured on {' and '.join(KINDS)}, not on {device}. Give the "
+            "description of a device to estimate them instead."
+        )
+
+
+def device_here(device: torch.device) -> Device:
+    """A device of this machine; how fast it is has to be measured."""
+    if is_accelerator(device):
+        properties = properties_of(device)
+        return Device(properties.name, device.type, properties.memory_bytes)
+    return Device(processor_name(), "cpu", memory_bytes())
+
+
+def versions_here() -> str:
+    """The software that what is measured here depends on."""
+    own = metadata.version("bireme")
+    return f"Bireme {own}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+# What was measured before, on disk: profiles of the same graph, the engine, and codecs, on the same device
+# with the same software.
+#
+# They lie in `$BIREME_CACHE`, or in `bireme` under `$XDG_CACHE_HOME` or `~/.cache`. A cache that cannot be
+# read or written is as good as an empty one.
+
+Figures = TypeVar("Figures", EngineCost, CodecRate)
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept."""
+    own = os.environ.get("BIREME_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bireme"
+
+
+def cache_path(what: Sequence[object], kind: str = "profiles") -> Path:
+    """The file of what these words, all that its numbers depend on, describe."""
+    return cache_folder() / kind / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
+
+
+def cached_profile(path: Path) -> Profile | None:
+    """The profile in a file of the cache, None where there is none that can be used."""
+    try:
+        return load_profile(path)
+    except BiremeError:
+        return None
+
+
+def keep_profile(profile: Profile, path: Path) -> None:
+    """Put a profile into the cache, if that is possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(profile, path)
+    except (OSError, BiremeError):
+        return
+
+
+def cached_figures(path: Path, kind: Callable[..., Figures]) -> Figures | None:
+    """Figures of the engine or of a codec in a file of the cache; None where none can be used."""
+    try:
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, BiremeError):
+        return None
+
+
+def keep_figures(figures: EngineCost | CodecRate, path: Path) -> None:
+    """Put them into the cache, if that is possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, json.dumps(asdict(figures)) + "\n")
+    except (OSError, BiremeError):
+        return
+
 
 CPU = torch.device("cpu")
 

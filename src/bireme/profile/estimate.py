@@ -12,8 +12,6 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph, Operator, Value
 from bireme.model.units import Unit
 
-__all__ = ["Estimate", "estimate_unit", "estimated_update_s"]
-
 ATTAINED_FLOPS = 0.5
 ATTAINED_BYTES = 0.7
 START_S = {"cuda": 5e-6, "cpu": 2e-6, "emulated": 2e-6}

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from bireme.errors import BiremeError
 from bireme.profile.profile import Profile, SharedState, UnitCost, UnitProfile
 
-__all__ = ["StageCost", "stage_cost"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageCost:

@@ -4,6 +4,7 @@ Units take turns, as they do in a real run: what one leaves in the processor's c
 when it runs again. Where several benches do not fit into memory together, fewer take turns.
 """
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,187 @@ from torch import Tensor
 
 from bireme.devices import synchronize
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph, ModelState, Value, evaluate
 from bireme.model.halves import backward_input
+from bireme.model.stage import StageFunction
 from bireme.profile.optimizers import is_hidden_matrix
-from bireme.profile.waits import waited_s
-from bireme.profile.workbench import Workbench
 
-__all__ = ["BRIEF", "Effort", "Seconds", "time_benches", "time_update"]
+# For how long this thread has waited for a core while others had it: what is no part of its own work.
+#
+# Others are threads of this machine, or other machines whose host lends them its cores. It is asked around
+# everything that is timed, so the files are read in the quickest way there is.
+
+SCHEDULER = "/proc/thread-self/schedstat"
+"""Where Linux says for how long this thread has run and has waited, in nanoseconds."""
+
+PROCESSORS = "/proc/stat"
+"""Where it says what all cores did, in hundredths of a second."""
+
+IDLE, STOLEN, NUM_STATES = (3, 4), 7, 8
+"""Of the numbers there, which are of cores with nothing to do, and which of cores that the host took away."""
+
+MOST_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTime:
+    """Seconds so far: of this thread on a core and waiting for one; of all cores at work and taken away."""
+
+    computed_s: float
+    waited_s: float
+    busy_s: float
+    stolen_s: float
+
+    def slowdown_since(self, before: "CoreTime", *, counts_waits: bool) -> float:
+        """How much longer this thread's work took than it needed a core, 1 if it always had one; without
+        `counts_waits` only because cores were taken away.
+        """
+        computed_s, busy_s = self.computed_s - before.computed_s, self.busy_s - before.busy_s
+        waited_s = self.waited_s - before.waited_s if counts_waits else 0.0
+        longer = waited_s / computed_s if computed_s > 0 else 0.0
+        return 1.0 + longer + ((self.stolen_s - before.stolen_s) / busy_s if busy_s > 0 else 0.0)
+
+
+def waited_s() -> float:
+    """All waits of this thread so far; 0 where nobody says it."""
+    try:
+        return int(_read(SCHEDULER).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def core_time() -> CoreTime | None:
+    """What there is by now; None where nobody says it."""
+    try:
+        waits, cores = _read(SCHEDULER).split(), _read(PROCESSORS).split(b"\n", 1)[0].split()
+        states = [int(one) / 100 for one in cores[1 : 1 + NUM_STATES]]
+        busy_s = sum(s for place, s in enumerate(states) if place not in (*IDLE, STOLEN))
+        return CoreTime(thread_time(), int(waits[1]) / 1e9, busy_s, states[STOLEN])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _read(path: str) -> bytes:
+    """The begin of a file."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, MOST_BYTES)
+    finally:
+        os.close(file)
+
+
+# The workbench: some consecutive units with all they need to run, on numbers that mean nothing.
+#
+# It runs them as the engine does: parameters are arguments, gradients are accumulated into memory that is
+# there already. Inside `fake_tensors` it holds no memory and shows what would be kept.
+
+DEVIATION = 0.02
+"""Of weights: what a layer gives then is neither huge nor so small that arithmetic slows down."""
+
+LOSS = "loss"
+
+
+class Workbench:
+    """Runs units forward and backward, as often as one likes.
+
+    `function` is theirs; `learned` are the values of the graph that a gradient comes back to. `examples` are
+    inputs of the model, where there are some: their samples are used as often as the micro-batch needs. What
+    else comes in is random; whole numbers are zero, which is a valid place in any table.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        function: StageFunction,
+        *,
+        learned: frozenset[str],
+        batch: int,
+        device: torch.device,
+        examples: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.function = function
+        self.device = device
+        self.batch = batch
+        states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
+        values = {value.name: value for value in graph.inputs}
+        values |= {v.name: v for op in graph.operators for v in op.outputs if v is not None}
+        generator = torch.Generator(device).manual_seed(0) if device.type != "meta" else None
+        self._generator = generator
+        self.parameters = {name: self._parameter(states[name]) for name in function.parameters}
+        self.buffers = {name: self._buffer(states[name]) for name in function.buffers}
+        self.received = {
+            name: self._value(values[name]).requires_grad_(name in learned) for name in function.receives
+        }
+        own = {name: self._input(values[name], examples) for name in function.inputs}
+        self.given = {**own, **self.received}
+        names = [output.name for output in graph.outputs]
+        learns_from = [LOSS] if LOSS in names else names
+        self.roots = tuple(
+            dict.fromkeys((*function.sends, *(n for n in learns_from if n in function.outputs)))
+        )
+        self._output_gradients: dict[str, Tensor] = {}
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that get a gradient."""
+        return [tensor for tensor in self.parameters.values() if tensor.requires_grad]
+
+    def forward(self) -> dict[str, Tensor]:
+        """Run the units."""
+        return self.function(self.parameters, self.buffers, self.given, device=self.device)
+
+    def backward(self, roots: Mapping[str, Tensor]) -> None:
+        """Bring gradients from the differentiable results back to parameters and to what was received."""
+        if roots:
+            torch.autograd.backward(list(roots.values()), self.output_gradients(roots))
+        for tensor in self.received.values():
+            tensor.grad = None
+
+    def differentiable(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The results that get a gradient from outside: what is sent, and the loss."""
+        return {name: results[name] for name in self.roots if results[name].requires_grad}
+
+    def output_gradients(self, roots: Mapping[str, Tensor]) -> list[Tensor]:
+        """A gradient for each of them; always the same ones, so that making them costs no time later."""
+        for name, root in roots.items():
+            if name not in self._output_gradients:
+                self._output_gradients[name] = torch.ones_like(root, requires_grad=False)
+        return [self._output_gradients[name] for name in roots]
+
+    def _parameter(self, state: ModelState) -> Tensor:
+        dtype = getattr(torch, state.dtype)
+        if len(state.shape) > 1 and dtype.is_floating_point:
+            tensor = self._random(state.shape, dtype).mul_(DEVIATION)
+        else:
+            tensor = torch.ones(state.shape, dtype=dtype, device=self.device)
+        if state.trainable:
+            tensor.requires_grad_()
+            if dtype.itemsize < torch.float32.itemsize:
+                tensor.grad_dtype = torch.float32
+            tensor.grad = torch.zeros_like(tensor, dtype=tensor.grad_dtype, requires_grad=False)
+        return tensor
+
+    def _buffer(self, state: ModelState) -> Tensor:
+        dtype = getattr(torch, state.dtype)
+        fill = torch.ones if dtype.is_floating_point or dtype is torch.bool else torch.zeros
+        return fill(state.shape, dtype=dtype, device=self.device)
+
+    def _value(self, value: Value) -> Tensor:
+        shape = tuple(evaluate(length, self.batch) for length in value.shape)
+        dtype = getattr(torch, value.dtype)
+        if dtype.is_floating_point:
+            return self._random(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _input(self, value: Value, examples: Mapping[str, Tensor] | None) -> Tensor:
+        example = examples.get(value.name) if examples is not None else None
+        if example is None or example.is_meta or not value.shape:
+            return self._value(value)
+        given = example.to(self.device)
+        return given[torch.arange(self.batch, device=self.device) % len(given)]
+
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=self._generator)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from bireme.report.units import seconds_text
 
-__all__ = ["Quantity", "Scale", "clock_text", "number_text", "round_step", "value_text"]
-
 CLOCK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Round distances on a clock, in seconds; past them whole days."""
 

@@ -11,17 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from bireme.bounds import bytes_text
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Cluster, Link, Mesh, Server
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
-from bireme.cluster.links import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Link, Mesh
-from bireme.cluster.server import Server
 from bireme.cluster.symmetry import Symmetry
 from bireme.report.columns import columns
 from bireme.report.units import counted, rate_text, seconds_text
-
-__all__ = ["cluster_document", "link_notes", "print_cluster"]
-
 
 DEVICES = (
     *("device", "model", "memory", "speed", "float32", "bfloat16", "cores"),

@@ -4,8 +4,6 @@ from collections.abc import Collection, Sequence
 
 from rich.table import Table
 
-__all__ = ["GAP", "columns"]
-
 GAP = 2
 """Letters between two columns."""
 

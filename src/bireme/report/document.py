@@ -3,12 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from bireme.simulate.comparison import ScheduleOutcome
-from bireme.simulate.lookahead import Lookahead
-from bireme.timeline.pace import pace
-from bireme.timeline.timeline import Timeline
-
-__all__ = ["comparison_document", "timeline_document"]
+from bireme.simulate.comparison import Lookahead, ScheduleOutcome
+from bireme.timeline.timeline import Timeline, pace
 
 
 def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> dict[str, Any]:

@@ -13,10 +13,7 @@ from rich.text import Text
 from bireme.report.palette import HUES, Colour, fill, on
 from bireme.schedule.grid import MARKS, Drawing, GridText, drawn, grid, opening
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
-
-__all__ = ["print_program"]
+from bireme.schedule.program import Program, Rule
 
 MOST_BANDS = 4
 MOST_LINES = 48

@@ -30,8 +30,6 @@ from bireme.timeline.timeline import (
     sync_name,
 )
 
-__all__ = ["Lanes", "contents_of", "drawn_batches", "end_of", "lanes_of", "plain_seconds"]
-
 FLAG = 8
 """Room above a lane for the flags of updates."""
 STRIP = 12

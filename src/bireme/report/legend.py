@@ -8,8 +8,6 @@ from bireme.report.shapes import Rect, Shape, Text, text_width
 from bireme.schedule.grid import NAMES
 from bireme.schedule.instruction import AVERAGES, Kind
 
-__all__ = ["SWATCH", "Contents", "Entry", "entries", "legend"]
-
 ROW = 26
 SWATCH = 16
 SIZE = 12

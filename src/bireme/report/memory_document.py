@@ -3,13 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from bireme.profile.behaviour import Behaviour, MemoryBlock
-from bireme.profile.block_paging import BlockPaging
-from bireme.profile.idleness import Idle, idle_intervals, percentile
-from bireme.profile.swapping import SwapPlan
-from bireme.report.published_memory import PUBLISHED
-
-__all__ = ["memory_document"]
+from bireme.profile.behaviour import Behaviour, Idle, MemoryBlock, idle_intervals, percentile
+from bireme.profile.swapping import BlockPaging, SwapPlan
+from bireme.report.memory_table import PUBLISHED
 
 PERCENTS = (10, 25, 50, 75, 90, 99, 100)
 

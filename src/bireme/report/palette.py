@@ -6,26 +6,6 @@ vision; after six batches they begin again.
 
 from bireme.schedule.instruction import Kind
 
-__all__ = [
-    "AVERAGE",
-    "AXIS",
-    "HUES",
-    "IDLE",
-    "IDLE_STRIPES",
-    "INK",
-    "LINK_BED",
-    "PALE_INK",
-    "SYNC",
-    "TRIAL",
-    "UPDATE",
-    "Colour",
-    "darker",
-    "fill",
-    "hex_of",
-    "on",
-    "version_fill",
-]
-
 Colour = tuple[int, int, int]
 """Red, green and blue from 0 to 255."""
 

@@ -20,8 +20,6 @@ from bireme.report.units import counted
 from bireme.schedule.grid import rank_name
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["laid_out", "write_picture"]
-
 WIDTH = 1400
 MARGIN = 24
 TOP = 80

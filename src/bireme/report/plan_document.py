@@ -5,19 +5,24 @@ from dataclasses import asdict
 from typing import Any
 
 from bireme.cluster.cluster import Cluster
-from bireme.codec.border import AS_IT_IS
+from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
-from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay
+from bireme.plan.forecast import (
+    Answer,
+    Candidate,
+    Forecast,
+    MemoryWay,
+    PlanSummary,
+    headroom_bytes,
+    summarize,
+)
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.stage_memory import PagedStageMemory
-from bireme.plan.summary import PlanSummary, headroom_bytes, summarize
+from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
 from bireme.report.cluster_table import link_notes
-
-__all__ = ["explanation_document", "plan_document", "plan_notes", "saved_plan_document", "sync_document"]
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
-__all__ = ["png"]
 
 MOST_PIXELS = 40_000_000
 """Pictures are drawn twice as large for sharp screens, unless that makes more pixels than this."""

@@ -7,12 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from bireme.bounds import bytes_text
-from bireme.codec.rate import CodecRate
+from bireme.codec.description import CodecRate
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
 from bireme.report.units import seconds_text
-
-__all__ = ["print_profile"]
 
 GAP = 2
 """Between two columns."""

@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["progress_bar"]
-
-
 REFRESHES_PER_S = 4
 """Few, as what is measured meanwhile has to wait for them."""
 

@@ -10,8 +10,6 @@ from enum import StrEnum
 
 from bireme.report.palette import Colour
 
-__all__ = ["CLOTH", "Anchor", "Flag", "Line", "Picture", "Rect", "Shape", "Text", "fitted", "text_width"]
-
 
 class Anchor(StrEnum):
     """Which end of a text its position is."""

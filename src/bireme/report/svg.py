@@ -6,8 +6,6 @@ from xml.sax.saxutils import escape, quoteattr
 from bireme.report.palette import Colour, hex_of
 from bireme.report.shapes import Flag, Line, Picture, Rect, Shape, Text
 
-__all__ = ["svg"]
-
 FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 BASELINE = 0.35
 """How far below its middle a line of text is placed, in parts of its size."""

@@ -11,13 +11,9 @@ from bireme.bounds import bytes_text
 from bireme.report.columns import columns
 from bireme.report.units import seconds_text
 from bireme.schedule.instruction import Kind
-from bireme.schedule.rule import Rule
-from bireme.simulate.comparison import ScheduleOutcome
-from bireme.simulate.lookahead import Lookahead
-from bireme.timeline.pace import pace
-from bireme.timeline.timeline import Timeline
-
-__all__ = ["print_comparison", "print_timeline"]
+from bireme.schedule.program import Rule
+from bireme.simulate.comparison import Lookahead, ScheduleOutcome
+from bireme.timeline.timeline import Timeline, pace
 
 NAMES = {
     Kind.FORWARD: "forward",

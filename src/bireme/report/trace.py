@@ -26,8 +26,6 @@ from bireme.timeline.timeline import (
     sync_name,
 )
 
-__all__ = ["write_trace"]
-
 Event = dict[str, Any]
 
 COLOURS = (

@@ -12,15 +12,12 @@ from rich.table import Table
 
 from bireme.bounds import bytes_text
 from bireme.cluster.cluster import Cluster
-from bireme.plan.forecast import Answer
+from bireme.plan.forecast import Answer, best_of_kinds, summarize
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
-from bireme.plan.summary import best_of_kinds, summarize
 from bireme.profile.profile import Profile
 from bireme.report.units import against_predicted, counted, seconds_text
-from bireme.schedule.rule import Rule
-
-__all__ = ["print_prepared", "print_summary"]
+from bireme.schedule.program import Rule
 
 LONGEST_SAMPLE = 1200
 

@@ -5,18 +5,54 @@ further than ranks do. So nothing is drained, and nobody is told anything.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from time import perf_counter
 from typing import Any
 
-from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import ShareLimits, Shares
+import torch
+
+from bireme.balance.shares import Balance, Policy, ShareLimits, Shares, begun, rebalance
+from bireme.devices import is_accelerator, mark
 from bireme.documents import as_dataclass
 from bireme.errors import BiremeError
+from bireme.runtime.gathering import Moment
 from bireme.runtime.layout import Layout
-from bireme.runtime.stopwatch import Stopwatch
 
-__all__ = ["Balancer", "NotWantedError", "Sharing"]
+# How long a rank's device works on each batch: its passes, without waits for messages and sums.
+#
+# On a CPU that is the time of calls, on an accelerator the time between two marks in the device's stream, as
+# the recorder has it. Other programs on the device count too: that is what makes it slow.
+
+
+class Stopwatch:
+    """Adds up the work of one rank's device, batch by batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_marked = is_accelerator(device)
+        self.now: Callable[[], Moment] = partial(mark, device) if self._is_marked else perf_counter
+        """This moment of the device."""
+        self._spans: defaultdict[int, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def note(self, batch: int, begin: Moment, end: Moment) -> None:
+        """The device worked on a batch from then to then."""
+        self._spans[batch].append((begin, end))
+
+    def take(self, batch: int) -> float:
+        """The seconds of a batch whose passes are all noted; they are forgotten. From any thread."""
+        spans = self._spans.pop(batch, [])
+        if not self._is_marked:
+            return float(sum(end - begin for begin, end in spans))
+        if spans:
+            spans[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1e3
+
+    def alone(self, batch: int) -> tuple[float]:
+        """The same as the only number that a rank gives along."""
+        return (self.take(batch),)
+
 
 FORMAT = 1
 

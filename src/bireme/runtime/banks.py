@@ -7,7 +7,9 @@ Everything lies in flat arenas, one for each kind and shelf, with the parameters
 `bank_memory.py` says how many bytes that is.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,32 +17,210 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from bireme.codec.gradient_words import GradientForm
-from bireme.codec.principal import Product
+from bireme.codec.lowrank import Product
+from bireme.codec.sum_description import GradientForm
 from bireme.memory.arena import Arena
-from bireme.model.linear_maps import LinearMap
-from bireme.runtime.bank_contents import BankContents
-from bireme.runtime.bank_errors import BankInUse
-from bireme.runtime.bank_memory import BankMemory
-from bireme.runtime.gathered_weights import GatheredWeights
+from bireme.model.units import LinearMap
 from bireme.runtime.gradients import GradientPool
-from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.principal import principal_of
-from bireme.runtime.product_steps import most_piece_elements, step_all
-from bireme.runtime.shared_weights import SharedWeights
-from bireme.runtime.sharers import Sharers
-from bireme.runtime.shelf_weights import ParameterGroupWeights, bank_dtype_of, copy_by_name, step_dtype_of
-from bireme.runtime.stage_memory import StageMemory
+from bireme.runtime.optimizers import OptimizerFactory, StageMemory
+from bireme.runtime.parameter_groups import ParameterGroupWeights, bank_dtype_of, copy_by_name, step_dtype_of
+from bireme.runtime.principal import most_piece_elements, principal_of, step_all
+from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, Sharers
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.instruction import Item
-from bireme.schedule.rule import Rule
-from bireme.sync.norm import are_finite, norm_workspace_bytes
-from bireme.sync.reduced import NUMBERS_BYTES
+from bireme.schedule.program import Rule
+from bireme.sync.exchange import are_finite, norm_workspace_bytes
+from bireme.sync.reducer import NUMBERS_BYTES
 
-__all__ = ["WeightBanks"]
+# What a program does wrong with weight versions. No program that the checker proves right comes to that.
+
+
+class BankInUse(RuntimeError):  # noqa: N818 (named for what happened)
+    """A bank was to be written while a micro-batch still needs the version in it. The program is wrong."""
+
+    def __init__(self, stage: int, version: int | None, made: int, num_held: int) -> None:
+        super().__init__(
+            f"Stage {stage} cannot replace version {version} by version {made}, because "
+            f"{num_held} micro-batches in flight still need it."
+        )
+
+
+class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
+    """A version was asked for that is not made yet, or overwritten. The program is wrong."""
+
+    def __init__(self, stage: int, version: int, living: Collection[int]) -> None:
+        has = ", ".join(map(str, living))
+        super().__init__(f"Stage {stage} must run on version {version}, but has version {has}.")
+
+
+# What the banks of a stage hold, to be read: by forwards, checkpoints, exports and evaluations.
 
 Tensors = Mapping[str, Tensor]
+
+
+class BankContents:
+    """The weight versions of one stage, and what the optimiser remembers; whoever steps them sets these."""
+
+    shared: SharedWeights | None
+    """What there is of the optimiser here, where replicas share it."""
+    _memory: StageMemory
+    _is_fresh: bool
+    _stage: int
+    _dtypes: dict[str, torch.dtype]
+    _frozen: Tensors
+    _stepper: Stepper
+    _banks: list[dict[str, Tensor]]
+    _stepped: list[dict[str, Tensor]]
+    _leaves: list[dict[str, Tensor]]
+    _lives: list[int | None]
+    _newest_version: int
+
+    @property
+    def gathered(self) -> GatheredWeights | None:
+        """What gathers the weights, where each replica keeps a part of them."""
+        return self.shared if isinstance(self.shared, GatheredWeights) else None
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The versions that there are to compute with, oldest first."""
+        return tuple(sorted(version for version in self._lives if version is not None))
+
+    def leaves(self, version: int) -> Tensors:
+        """All parameters as of a version, the trainable ones as leaves that require gradients."""
+        return self._leaves[self._bank_of(version)]
+
+    def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
+        """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
+        Not copies. Replicas that share the optimiser must all call it, and get copies of what none has whole;
+        with `alone` these are left out.
+        """
+        bank, shared = self._newest_version % len(self._banks), self.shared
+        trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
+        newest = {**trained, **self._frozen}
+        wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
+        return {name: self._read(newest[name]) for name in wanted}
+
+    def next_to_run_on(self, *, alone: bool = False) -> Tensors:
+        """What the next batch runs on where that is not W: the version before it, or a trial version; else
+        nothing. `alone` and copies are as for `newest`.
+        """
+        version = self._other_version
+        if version is None:
+            return {}
+        if self.shared is not None:
+            return self.shared.run_on(version, alone=alone)
+        return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
+
+    def own_pieces(self, *, before: bool = False) -> Tensors:
+        """This replica's pieces of what nobody has whole of W, or of the version `before` it that the next
+        batch runs on. Not copies.
+        """
+        assert self.shared is not None, "who shares has pieces"
+        if not before:
+            return self.shared.own_newest(self._newest_version % len(self._banks))
+        version = self._other_version
+        return {} if version is None else self.shared.own_run_on(version)
+
+    def newest_to_compute_with(self) -> Tensors:
+        """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
+        that share the optimiser must have settled.
+        """
+        if self.shared is not None:
+            self.shared.arrive(self._newest_version)
+        if not self._is_fresh or self.shared is not None:
+            return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
+        return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensors | None]:
+        """W as a stage takes it, to be read within this context, where it lies; None if it is paged and the
+        device has no room for it, or if it must be gathered and that of another stage is lent.
+        """
+        if self.gathered is not None:
+            with self.gathered.lent(self._newest_version) as is_whole:
+                yield self.leaves(self._newest_version) if is_whole else None
+        elif not self._memory.is_paged:
+            yield self.newest_to_compute_with()
+        elif self._is_fresh:
+            yield None  # W lies among what the optimiser remembers
+        else:
+            bank = self._newest_version % len(self._banks)
+            with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
+                yield self.leaves(self._newest_version) if has_room else None
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """What the optimiser remembers, by the parameters' names. Not copies."""
+        found = self._stepper.state_dict()
+        if not self._memory.is_paged:
+            return found
+        return {
+            name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
+            for name, state in found.items()
+        }
+
+    @torch.no_grad()
+    def state_kinds(self) -> dict[str, dict[str, torch.dtype]]:
+        """By parameter, the keys under which the optimiser remembers a number for each element, and its
+        dtype; known before the first step.
+        """
+        return self._stepper.kinds(self.newest())
+
+    @property
+    def _other_version(self) -> int | None:
+        """The version besides W that the next batch runs on, if there is one."""
+        version = self._newest_version if self._is_fresh else self._newest_version - 1
+        return version if version >= 0 and version in self._lives else None
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        return self._memory.read(tensor.detach())
+
+    def _bank_of(self, version: int) -> int:
+        bank = version % len(self._lives)
+        if self._lives[bank] != version:
+            raise DeadVersion(self._stage, version, self.living)
+        return bank
+
+
+# What training a stage keeps, in bytes.
+#
+# Bytes for each trainable parameter, with Adam, which also counts its steps in 4 bytes for each tensor:
+#
+#                 float32 banks                        bfloat16 banks
+#     rule        banks  W  Adam  gradient  all        banks  W  Adam  gradient  all
+#     synchronous   4    -   8       4       16          2    4   8       4       18
+#     delayed       8    -   8       4       20          4    4   8       4       20
+#     fresh         8    4   8       4       24          4    4   8       4       20
+#
+# W is the newest weights where they are kept apart from the banks: as float32 master weights of bfloat16
+# banks, and under the FRESH rule, whose banks hold trial versions. There is a gradient for each batch whose
+# gradients are under way on the stage at once, and under the FRESH rule with replicas one more, for their
+# sum. Trial steps take the copies of one chunk besides, and the norm of the gradients 20 bytes for each 2^18
+# elements of a parameter. Of w replicas that share an optimiser each has 1/w of W and of Adam's.
+
+
+@dataclass(frozen=True, slots=True)
+class BankMemory:
+    """What training a stage keeps besides activations and buffers.
+
+    `apart` is W where it is kept apart from the banks, `gradient` the sums of gradients, `workspace` the
+    copies that trial steps are made with and what the norm of the gradients takes.
+    """
+
+    banks_bytes: int
+    frozen_bytes: int
+    apart_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        weights = self.banks_bytes + self.frozen_bytes + self.apart_bytes
+        return weights + self.optimizer_bytes + self.gradient_bytes + self.workspace_bytes
+
+
 Gradients = Mapping[str, Tensor | Product | None]
 
 

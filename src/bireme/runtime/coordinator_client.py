@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.message_lines import decode, encode
 from bireme.sync.coordinator.messages import (
     TERM,
     CoordinatorReply,
@@ -27,9 +26,9 @@ from bireme.sync.coordinator.messages import (
     RankId,
     Report,
     RoundAt,
+    decode,
+    encode,
 )
-
-__all__ = ["BEAT_S", "Address", "CoordinatorClient", "Dropped", "NoReply", "Observer", "coordinating"]
 
 Found = TypeVar("Found")
 

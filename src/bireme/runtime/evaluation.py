@@ -2,24 +2,40 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.codec.border import NO_CODECS, LinkCodecs
-from bireme.model.stage import StageFunction
-from bireme.runtime.batches import Batch
+from bireme.codec.description import NO_CODECS, LinkCodecs
+from bireme.codec.sum_description import GradientForm
+from bireme.devices import check_supported
+from bireme.errors import BiremeError
+from bireme.model.counting import count_of
+from bireme.model.graph import Graph, ModelState
+from bireme.model.halves import GradientHook, feeding
+from bireme.model.stage import Resolve, SegmentedFunction, StageFunction, stage_function, torch_operator
+from bireme.model.units import LinearMap, Unit, chosen_maps, units_of
+from bireme.plan.plan import Plan
+from bireme.plan.program_plan import ProgramPlan, even_cuts
+from bireme.runtime.banks import WeightBanks
+from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.interpreter import Interpreter
-from bireme.runtime.layout import Layout
-from bireme.runtime.microbatches import Cutter, Feed, MicroBatch, Portion
-from bireme.runtime.stage import LOSS, Place
-from bireme.schedule.generators.forward_only import forward_only
-from bireme.sync.group import Group
-
-__all__ = ["Evaluation", "EvaluationStage", "Evaluator", "HoldsWeights"]
+from bireme.runtime.layout import Layout, Weights, layout_of, work_of
+from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
+from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.paging.rank_paging import RankPaging
+from bireme.runtime.shared_weights import Sharers
+from bireme.runtime.stage import LOSS, AnyStageFunction, Batches, Place, Stage
+from bireme.runtime.stage_messages import StageMessages
+from bireme.runtime.updates import Updates, UpdateSettings
+from bireme.runtime.wire import Borders
+from bireme.runtime.world import World
+from bireme.schedule.generators.shape import forward_only
+from bireme.sync.group import Group, SingleRankGroup
+from bireme.sync.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +197,261 @@ class EvaluationStage:
         """The sum of the losses since it was last asked, each by its share."""
         loss, self._loss = self._loss, 0.0
         return loss
+
+
+# A `ForwardPipeline` evaluates a model over one or several ranks: their weights, and nothing of training.
+#
+# It runs the program of forwards that evaluations within a training run. So a model that trains over a
+# pipeline is evaluated over one too, in the memory of its weights, and with the same numbers.
+
+
+class ForwardPipeline:
+    """One rank's part of it. `graph` is that of the model in evaluation mode.
+
+    Its units are cut into as many stages as there are ranks, with shares of work and of weights that are as
+    equal as can be. A batch goes through in `num_microbatches` parts. `weights` gives the parameters and
+    buffers of this rank's stage; they are converted to the types of the graph.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        world: World | Fabric | None = None,
+        *,
+        num_stages: int = 1,
+        num_microbatches: int = 1,
+        weights: Weights,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        device = torch.device(device)
+        check_supported(device)
+        units = units_of(graph)
+        cuts = even_cuts(_shares(graph), num_stages)
+        plan = Plan(cuts, num_microbatches, "gpipe").by_program
+        self._fabric = PipelineFabric(fabric_of(world, num_stages, device))
+        layout = layout_of(graph, units, plan, self._fabric.rank, self._fabric.size)
+        receives = tuple(units[begin].receives for begin in (0, *cuts))
+        borders = Borders(graph, receives)
+        stages = _stages(graph, layout, weights, device)
+        self.cutter = Cutter(
+            width=1,
+            replica=0,
+            num_microbatches=num_microbatches,
+            num_sliced=0,
+            count=count_of(graph),
+            required=graph.inputs,
+            needed=tuple(dict.fromkeys(name for one in stages.values() for name in one.function.inputs)),
+            device=device,
+            seed=0,
+        )
+        """What this rank takes of each batch."""
+        transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
+        courier = StageMessages(layout.rank_of_stage, borders, transport, device)
+        alone = Reducer(SingleRankGroup(), in_background=False)
+        updates = Updates({}, Batches(), alone, UpdateSettings())  # a program of forwards has none
+        interpreter = Interpreter({}, courier, updates, teller(world))
+        self._evaluator = Evaluator(stages, layout, interpreter, self._fabric.everyone(), self.cutter)
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """The loss over some batches, each of any size down to one sample; the same on every rank."""
+        return self._evaluator.evaluate(batches)
+
+    def close(self) -> None:
+        """Give back sockets and groups."""
+        self._fabric.close()
+
+
+def _shares(graph: Graph) -> list[float]:
+    """What each unit has of the model's work and of its weights, together."""
+    units = units_of(graph)
+    states = {state.name: state.num_bytes for state in graph.parameters}
+    work = [work_of(graph, unit) for unit in units]
+    held = [float(sum(states[name] for name in unit.parameters)) for unit in units]
+    return [
+        one / (sum(work) or 1.0) + other / (sum(held) or 1.0) for one, other in zip(work, held, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """Weights that stay as they are."""
+
+    weights: Mapping[str, Tensor]
+
+    def lent(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return nullcontext(self.weights)
+
+    def newest_to_compute_with(self) -> Mapping[str, Tensor]:
+        return self.weights
+
+
+def _stages(
+    graph: Graph, layout: Layout, weights: Weights, device: torch.device
+) -> dict[int, EvaluationStage]:
+    """The stages of this rank, with their weights on the device."""
+    dtypes = {state.name: getattr(torch, state.dtype) for state in (*graph.parameters, *graph.buffers)}
+    found = {}
+    for stage, own in layout.units.items():
+        function = stage_function(graph, own, resolve=torch_operator, outputs=(LOSS,))
+        given = weights((*function.parameters, *function.buffers))
+        held = {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}
+        fixed = _Fixed({name: held[name] for name in function.parameters})
+        buffers = {name: held[name] for name in function.buffers}
+        found[stage] = EvaluationStage(function, fixed, buffers, device)
+    return found
+
+
+# The stages of one rank, put together: the function of each, its weights, its part of the evaluation.
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What stages are made of, and how they run."""
+
+    graph: Graph
+    plan: ProgramPlan
+    layout: Layout
+    borders: Borders
+    device: torch.device
+    resolve: Resolve
+    compiles: bool
+    batches: Batches
+    form: GradientForm | None = None
+    paging: RankPaging | None = None
+    sharers: Sharers | None = None
+
+    def stages(
+        self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
+    ) -> dict[int, Stage]:
+        """The rank's stages, each with its weights."""
+        maps = self._maps()
+        found = {}
+        for stage, own in self.layout.units.items():
+            outlet = GradientHook() if maps else None
+            function = self._function(own, maps, outlet)
+            found[stage] = self._stage(stage, function, weights, factory, bank_dtype, maps, outlet)
+        return found
+
+    def _maps(self) -> Mapping[str, LinearMap]:
+        """The weights whose gradients are kept as components."""
+        if self.form is None:
+            return {}
+        if self.plan.source.splits_backward:
+            raise BiremeError(
+                f"{self.plan.source.name} runs backwards in two halves, and principal components need whole "
+                'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
+            )
+        if self.compiles:
+            raise BiremeError(
+                "A compiled stage cannot give the pairs that principal components are made from. Leave out "
+                'model.compile, or use training.gradient = "whole".'
+            )
+        return chosen_maps(self.graph, self.form)
+
+    def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, EvaluationStage]:
+        """The same in evaluation mode, on the same weights. They must be cut where those in training are."""
+        units = units_of(evaluation)
+        in_training = units_of(self.graph)
+        if [unit.parameters for unit in units] != [unit.parameters for unit in in_training]:
+            raise BiremeError(
+                f"In evaluation mode {evaluation.name} is cut into other units ({len(units)}) than in "
+                "training "
+                f"({len(in_training)}), so its stages hold other parameters. Leave evaluation out."
+            )
+        found = {}
+        for stage, training in stages.items():
+            own = [units[unit.index] for unit in self.layout.units[stage]]
+            function = stage_function(evaluation, own, resolve=self.resolve, outputs=(LOSS,))
+            found[stage] = EvaluationStage(function, training.banks, training.buffers, self.device)
+        return found
+
+    def _function(
+        self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], outlet: GradientHook | None
+    ) -> AnyStageFunction:
+        """What runs some units in training."""
+        resolve = self.resolve if outlet is None else feeding(self.resolve, maps, outlet)
+        again = set(self.plan.recompute_units) & {unit.index for unit in units}
+        if not again:
+            return stage_function(self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,))
+        if self.plan.source.splits_backward:
+            raise BiremeError(
+                f"{self.plan.source.name} runs backwards in two halves, and units that recompute would do so "
+                "in each. Recompute whole stages, or use a schedule whose backwards are whole."
+            )
+        return SegmentedFunction(
+            self.graph, units, again, resolve=resolve, compile=self.compiles, outputs=(LOSS,)
+        )
+
+    def _stage(
+        self,
+        stage: int,
+        function: AnyStageFunction,
+        weights: Weights,
+        factory: OptimizerFactory,
+        bank_dtype: torch.dtype | None,
+        maps: Mapping[str, LinearMap],
+        outlet: GradientHook | None,
+    ) -> Stage:
+        states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
+        names = (*function.parameters, *function.buffers)
+        given = {name: tensor.to(self.device) for name, tensor in weights(names).items()}
+        for name in names:
+            found = tuple(given[name].shape) if name in given else None
+            if found != states[name].shape:
+                what = "are not there" if found is None else f"have the shape {found}"
+                raise BiremeError(
+                    f"The weights given for {name} {what}, but the model has {states[name].shape}."
+                )
+        for name in function.parameters:
+            _check_dtype(states[name], given[name].dtype, bank_dtype)
+        trainable = tuple(name for name in function.parameters if states[name].trainable)
+        for name in trainable:
+            if given[name].is_complex() and (self.layout.width > 1 or name in self.layout.tied):
+                raise BiremeError(
+                    f"The gradient of {name} is of {given[name].dtype}. Several ranks can sum gradients "
+                    "of real numbers only. Split the parameter into real ones, or train with one replica."
+                )
+        source = self.plan.source
+        memory = None if self.paging is None else self.paging.stage(stage)
+        banks = WeightBanks(
+            {name: given[name] for name in function.parameters},
+            trainable,
+            rule=source.rule,
+            num_banks=source.banks[stage],
+            factory=factory,
+            bank_dtype=bank_dtype,
+            summed_apart=self.layout.tied.keys() | (self.layout.repeated if self.sharers else ()),
+            stage=stage,
+            maps={name: one for name, one in maps.items() if name in trainable},
+            form=self.form,
+            memory=memory,
+            sharers=self.sharers,
+        )
+        return Stage(
+            stage,
+            function,
+            banks,
+            {name: given[name].clone() for name in function.buffers},
+            self.borders,
+            self.batches,
+            device=self.device,
+            recomputes=stage in source.recomputed,
+            outlet=outlet,
+            memory=memory,
+        )
+
+
+def _check_dtype(state: ModelState, given: torch.dtype, bank_dtype: torch.dtype | None) -> None:
+    """A stage computes with banks of the dtype that it was captured in."""
+    computes_with = bank_dtype if bank_dtype is not None and given.is_floating_point else given
+    found = str(computes_with).removeprefix("torch.")
+    if found == state.dtype:
+        return
+    if computes_with is given:
+        remedy = f"Give them in {state.dtype}, or capture the model in {found}."
+    else:
+        remedy = f"With bank_dtype = {found}, capture the model in {found}."
+    raise BiremeError(
+        f"The weights given for {state.name} would be used in {found}, but the model was captured "
+        f"with {state.dtype}. {remedy}"
+    )

@@ -3,7 +3,9 @@
 The engine knows ranks through this alone, so the same engine runs on processes and, in tests, on threads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from typing import Protocol
 
@@ -13,16 +15,232 @@ from torch import Tensor
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
-from bireme.runtime.nccl_transport import NcclTransport
-from bireme.runtime.peer_sockets import meet
-from bireme.runtime.socket_sums import SocketSums
-from bireme.runtime.socket_transport import SocketTransport
-from bireme.runtime.transport import Transport
+from bireme.runtime.board import PeerLost
+from bireme.runtime.socket_line import Channel, Transport
+from bireme.runtime.socket_transport import SocketPending, SocketTransport, meet
+from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
 from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums
 
-__all__ = ["DistFabric", "Fabric", "PipelineFabric", "SingleRankFabric", "fabric_of", "teller"]
+# Messages between CUDA devices over NCCL.
+#
+# NCCL knows no tags: what two ranks of one communicator exchange is matched by order, and it is done in
+# order, so that a receive posted early delays everything after it. Therefore each channel, one direction over
+# one border, has a process group of its two ranks to itself.
+
+
+class NcclTransport:
+    """The transport of this process over NCCL. All processes of the pipeline must make theirs together.
+
+    `pipeline` are these processes, by their rank in it. Waiting puts the wait into the current stream and
+    returns, so an error shows later; that a message never comes, or with another size, only NCCL's own
+    watchdog finds.
+    """
+
+    is_host = False
+
+    def __init__(self, pipeline: Sequence[int], rank_of_stage: Sequence[int], device: torch.device) -> None:
+        own = dist.get_rank()
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._peers: dict[Channel, int] = {}
+        hello = torch.zeros(1, dtype=torch.uint8, device=device)
+        for channel in _channels(rank_of_stage):
+            source = pipeline[rank_of_stage[channel.to_stage + (-1 if channel.forward else 1)]]
+            target = pipeline[rank_of_stage[channel.to_stage]]
+            if own not in (source, target):
+                continue
+            group = dist.new_group(sorted((source, target)), backend="nccl", use_local_synchronization=True)
+            peer = dist.get_group_rank(group, target if own == source else source)
+            # The first message of a communicator blocks both ranks until it is set up. All get through that
+            # here, in one common order of the channels; amid a program they could wait in a circle.
+            begin = group.send if own == source else group.recv
+            begin([hello], peer, 0).wait()
+            self._groups[channel] = group
+            self._peers[channel] = peer
+        torch.cuda.synchronize(device)
+
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
+        """Begin to send, after the work already in the current stream; always the whole payload."""
+        channel = Channel(key.forward, key.to_stage)
+        try:
+            work = self._groups[channel].send([payload], self._peers[channel], 0)
+        except RuntimeError as error:
+            raise PeerLost(to, str(error)) from error
+        return _NcclPending(work, to, payload)
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        """Begin to receive."""
+        channel = Channel(key.forward, key.to_stage)
+        try:
+            work = self._groups[channel].recv([payload], self._peers[channel], 0)
+        except RuntimeError as error:
+            raise PeerLost(source, str(error)) from error
+        return _NcclPending(work, source, payload)
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        for group in self._groups.values():
+            with suppress(ValueError):  # torch.distributed has ended as a whole
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def abort(self) -> None:
+        """Stop what is under way on all channels."""
+        for group in tuple(self._groups.values()):
+            group.abort()
+
+
+class _NcclPending:
+    """A send or receive under way; keeps the payload alive."""
+
+    __slots__ = ("_payload", "_peer", "_work")
+
+    def __init__(self, work: dist.Work, peer: int, payload: Tensor) -> None:
+        self._work = work
+        self._peer = peer
+        self._payload = payload
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLost(self._peer, str(error)) from error
+
+
+def _channels(rank_of_stage: Sequence[int]) -> Iterator[Channel]:
+    """Every direction over every border between two ranks."""
+    for stage in range(1, len(rank_of_stage)):
+        if rank_of_stage[stage - 1] != rank_of_stage[stage]:
+            yield Channel(True, stage)
+            yield Channel(False, stage - 1)
+
+
+# Sums of a few numbers over the ranks of a socket transport, made by the ranks' own threads.
+#
+# Rank 0 adds up what the others send and tells them. In a pipeline it is the last to end a batch and the
+# first to begin one, so the others' numbers have come when it needs them, and its answer is there when they
+# do. It adds up while it waits for anything at all, so no order of instructions makes ranks wait in a circle.
+
+NO_STAGE = -1
+"""Where a message about a micro-batch has its stage."""
+NUMBERS = "numbers"
+HOST = torch.device("cpu")
+
+
+class _Numbers(Message):
+    """The key of the numbers of one sum; `forward` is the way to rank 0."""
+
+    def __str__(self) -> str:
+        """Such as `part of sum 3`."""
+        return f"{'part' if self.forward else 'result'} of sum {self.batch}"
+
+
+class SocketSums:
+    """A group that sums float64 numbers on the CPU; all ranks make the same sums in the same order."""
+
+    def __init__(self, transport: SocketTransport, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._transport = transport
+        self._num_begun = 0
+        self._open: list[_Sum] = []
+        self._sent: list[Pending] = []
+        if rank == 0:
+            transport.on_arrival = self._add_up
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the ranks, added in their order."""
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        up, down = (_Numbers(forward, NO_STAGE, number, None, None) for forward in (True, False))
+        self.settle()
+        if self.rank:
+            self._send(up, 0, tensor)
+            return self._expect(down, 0, tensor)
+        parts = [self._expect(up, peer, tensor) for peer in range(1, self.size)]
+        self._open.append(_Sum(self, tensor, down, parts))
+        return self._open[-1]
+
+    def settle(self) -> None:
+        """Wait until what was sent is in the kernel's hands."""
+        for sent in self._sent:
+            sent.wait()
+        self._sent.clear()
+
+    def _send(self, key: Message, to: int, tensor: Tensor) -> None:
+        parcel = _format(tensor).parcel(HOST)
+        parcel.address(key)
+        parcel.pack({NUMBERS: tensor})
+        self._sent.append(self._transport.send(key, to, parcel.message))
+
+    def _expect(self, key: Message, source: int, tensor: Tensor) -> "_Part":
+        arrival = _format(tensor).arrival(key, HOST)
+        return _Part(arrival, tensor, self._transport.receive(key, source, arrival.message))
+
+    def finish(self) -> None:
+        """Tell every sum that can be told, for good."""
+        self._add_up()
+        self.settle()
+
+    def _add_up(self) -> None:
+        """Tell the others every sum whose parts have come."""
+        for one in [one for one in self._open if one.is_ready()]:
+            self._open.remove(one)
+            for part in one.parts:
+                one.tensor += part.numbers()
+            for peer in range(1, self.size):
+                self._send(one.answer, peer, one.tensor)
+
+
+class _Part:
+    """Numbers from another rank: its part of a sum, or the sum, which `wait` puts into the tensor."""
+
+    __slots__ = ("_arrival", "_tensor", "pending")
+
+    def __init__(self, arrival: Arrival, tensor: Tensor, pending: SocketPending) -> None:
+        self._arrival = arrival
+        self._tensor = tensor
+        self.pending = pending
+
+    def numbers(self) -> Tensor:
+        """Those that have come."""
+        return self._arrival.unpack(HOST)[NUMBERS]
+
+    def wait(self) -> None:
+        """Return when the tensor is the sum."""
+        self.pending.wait()
+        self._tensor.copy_(self.numbers())
+
+
+class _Sum:
+    """A sum that rank 0 makes."""
+
+    __slots__ = ("_sums", "answer", "parts", "tensor")
+
+    def __init__(self, sums: SocketSums, tensor: Tensor, answer: Message, parts: list[_Part]) -> None:
+        self._sums = sums
+        self.tensor = tensor
+        self.answer = answer
+        self.parts = parts
+
+    def is_ready(self) -> bool:
+        return all(part.pending.is_done() for part in self.parts)
+
+    def wait(self) -> None:
+        """Return when the tensor is the sum."""
+        for part in self.parts:
+            part.pending.wait()
+        self._sums.finish()
+
+
+@cache
+def _format_of(shape: tuple[int, ...], dtype: torch.dtype) -> WireFormat:
+    return WireFormat([TensorSpec(NUMBERS, shape, dtype)])
+
+
+def _format(tensor: Tensor) -> WireFormat:
+    return _format_of(tuple(tensor.shape), tensor.dtype)
+
 
 AWAKE_S = 0.5e-3
 """How long a rank with cores of its own stays awake when it waits for a message. Where processors sleep

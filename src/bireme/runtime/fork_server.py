@@ -26,9 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bireme.runtime.parent_watch import die_with_holder
-
-__all__ = ["FORK", "HELD", "IMPORT", "Preparation", "inherited", "kept_for_good", "serve", "told"]
+from bireme.runtime.board import die_with_holder
 
 FORK, IMPORT = b"fork", b"import "
 """What a client may ask: for a copy, together with five files; and to import a module for all copies."""

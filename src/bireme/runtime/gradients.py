@@ -13,17 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.codec.principal import Product
+from bireme.codec.lowrank import Product
 from bireme.errors import BiremeError
-from bireme.memory.arena import Arena
-from bireme.memory.carver import PLAIN, ArenaAllocator
-from bireme.memory.lent_arena import LentArena
-from bireme.runtime.gradient_parts import GradientParts
+from bireme.memory.arena import PLAIN, Arena, ArenaAllocator, LentArena
+from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, without
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
-from bireme.runtime.shelf import ParameterGroup, without
-from bireme.runtime.shelf_part import ParameterGroupPart
-
-__all__ = ["GradientPool", "GradientSums"]
+from bireme.runtime.shared_weights import GradientParts
 
 
 class GradientSums:

@@ -11,20 +11,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bireme.codec.border import NO_CODECS, LinkCodecs
+from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.runtime.averaging.averages import Averages
-from bireme.runtime.courier import StageMessages
-from bireme.runtime.gathered_weights import GatheredWeights
+from bireme.runtime.balancer import Stopwatch
+from bireme.runtime.gathering import Moment, Recorder
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
-from bireme.runtime.recorder import Moment, Recorder
+from bireme.runtime.shared_weights import GatheredWeights
 from bireme.runtime.stage import Place, Stage
-from bireme.runtime.stopwatch import Stopwatch
+from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import FinishedBatch, Updates
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Kind
 from bireme.schedule.program import Block
-
-__all__ = ["Interpreter", "OnInstruction", "RunsForward"]
 
 OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""

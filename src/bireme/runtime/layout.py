@@ -4,15 +4,203 @@ Ranks are dealt out replica by replica: the first pipeline is ranks 0, 1, 2, …
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
 
 from bireme.errors import BiremeError
-from bireme.model.graph import Graph
+from bireme.memory.chunk_memory import page_bytes
+from bireme.model.capture import Inputs, Loss, capture
+from bireme.model.graph import Graph, references
+from bireme.model.stage import torch_operator
+from bireme.model.torch_private import schema_of
 from bireme.model.units import Unit
+from bireme.model.weights import materialise
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
+from bireme.schedule.instruction import Kind
+from bireme.schedule.program import Program, Rule
+from bireme.schedule.source import ProgramSource, source_of
 
-__all__ = ["Layout", "layout_of"]
+# What a pipeline is made from: a graph and its weights, from a model or from what was captured before.
+
+Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Gives parameters and buffers by name; the engine takes them over and writes to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model in training mode, maybe one in evaluation mode, and its weights."""
+
+    graph: Graph
+    evaluation: Graph | None
+    weights: Weights
+
+
+def prepared(
+    model: Graph | nn.Module,
+    *,
+    evaluation: Graph | None,
+    weights: Weights | None,
+    example_inputs: Inputs | None,
+    loss: Loss | None,
+    seed: int,
+) -> PreparedModel:
+    """A graph as it is given; a module captured in both modes, with copies of its own weights.
+
+    A module on the meta device gets weights from the seed.
+    """
+    if isinstance(model, Graph):
+        _refuse_sparse_gradients(model)
+        if weights is None:
+            raise BiremeError(
+                "A graph holds no weights. Give a function as weights= that has them by name, such as one "
+                "that calls materialise(model, names, seed=0)."
+            )
+        return PreparedModel(model, evaluation, weights)
+    if example_inputs is None:
+        raise BiremeError(
+            f"To capture {type(model).__name__}, the pipeline needs example_inputs=: a dict of tensors that "
+            "the model can be called with."
+        )
+    graph = capture(model, example_inputs, loss=loss)
+    _refuse_sparse_gradients(graph)
+    if evaluation is None:
+        evaluation = capture(model, example_inputs, loss=loss, training=False)
+    return PreparedModel(graph, evaluation, weights or _own_weights(model, seed))
+
+
+def _refuse_sparse_gradients(graph: Graph) -> None:
+    """Gradients are summed in flat memory, which a sparse one has no place in."""
+    for operator in graph.operators:
+        schema = None if operator.is_of_chain else schema_of(torch_operator(operator))
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        given = dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
+        if given.get("sparse") is True:
+            table = next(references(operator.arguments), "a table")
+            raise BiremeError(
+                f"{table} is an embedding with sparse=True, and the engine sums dense gradients only. Make "
+                "it with sparse=False; its gradient then takes as much memory as the table."
+            )
+
+
+def _own_weights(model: nn.Module, seed: int) -> Weights:
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if any(tensor.is_meta for tensor in own.values()):
+        return lambda names: materialise(model, names, seed=seed)
+    return lambda names: {name: own[name].detach().clone() for name in names}
+
+
+# What a pipeline is asked to run, by name or as a program, in the one form that the engine knows.
+
+AnyPlan = Plan | SavedPlan | ProgramPlan | Program
+
+
+def on_pages(plan: AnyPlan, device: torch.device) -> AnyPlan:
+    """The plan with chunks that can be mapped on the device that it runs on."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if not isinstance(named, Plan) or named.paging is None:
+        return plan
+    fitting = named.on_pages(page_bytes(device))
+    return replace(plan, plan=fitting) if isinstance(plan, SavedPlan) else fitting
+
+
+def runnable(plan: AnyPlan) -> ProgramPlan:
+    """What a plan asks for. Refuses a program that is wrong, or right and yet nothing for the engine."""
+    match plan:
+        case SavedPlan():
+            asked = plan.plan.by_program
+        case Plan():
+            asked = plan.by_program
+        case Program():
+            asked = ProgramPlan(source_of(plan))
+        case ProgramPlan():
+            asked = plan
+    if asked.source.rule is Rule.STASHED:
+        raise BiremeError(
+            f"The engine does not run {asked.source.name}, whose stages step after every micro-batch and so "
+            "never agree on a batch. 2bw also trains without a bubble, on two weight versions. `bireme "
+            "simulate` shows both."
+        )
+    _check_updates(asked.source)
+    return asked
+
+
+def _check_updates(source: ProgramSource) -> None:
+    """A batch ends on a rank for all its stages at once: its norm and its verdict are of all of them."""
+    program = source.settled()
+    for rank, track in enumerate(program.tracks):
+        newest = dict.fromkeys(source.stages_of(rank), program.first_batch - 1)
+        for step in track:
+            if step.kind is not Kind.UPDATE:
+                continue
+            newest[step.stage] = step.batch
+            last = min(newest, key=newest.__getitem__)
+            if step.batch > newest[last] + 1:
+                raise BiremeError(
+                    f"{source.name} updates stage {step.stage} from batch {step.batch} before stage {last}, "
+                    f"which is on the same rank, is updated from batch {newest[last] + 1}. The engine ends a "
+                    "batch on all stages of a rank before it ends the next one on any. Change the order of "
+                    "these updates."
+                )
+
+
+def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where ranks share parameters: their sums take long, so nobody waits for them unless asked."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and named.updates_early is None:
+        return replace(named, updates_early=False).by_program
+    return by_program
+
+
+def _halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where replicas share an optimiser: updates leave time for the weights to travel."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and not named.updates_halfway:
+        return replace(named, updates_halfway=True).by_program
+    return by_program
+
+
+WHOLE_WEIGHTS = 2
+"""Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
+
+
+def for_sharers(plan: AnyPlan, by_program: ProgramPlan, shard: str) -> ProgramPlan:
+    """The plan for replicas that share this: with time for weights to travel, or gathers of them. Refuses a
+    plan whose replicas are to share weights where they do not.
+    """
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan) and named.whole_weights and shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {named.whole_weights}), but shard is "
+            f'"{shard}". Set shard = "weights", or make a new plan.'
+        )
+    if shard == "none" or by_program.width == 1:
+        return by_program
+    return _halfway(plan, by_program) if shard == "optimizer" else _gathering(plan, by_program)
+
+
+def _gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+    """The plan where replicas share weights: they are gathered where they are used."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if not isinstance(named, Plan):
+        raise BiremeError(
+            "Replicas share the weights, which are gathered where a schedule uses them, but "
+            f"{by_program.source.name} "
+            'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
+        )
+    if not named.whole_weights:
+        by_program = replace(named, whole_weights=WHOLE_WEIGHTS).by_program
+    by_program.source.settled()  # refuses schedules that need gradients whole
+    return by_program
+
+
+def work_of(graph: Graph, unit: Unit) -> float:
+    """The multiplications of a unit, and a little for each operator, so that none counts for nothing."""
+    return sum(1.0 + graph.operators[place].flops for place in unit.operators)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,56 +13,185 @@ import torch
 from torch import nn
 
 from bireme.balance.shares import Shares
-from bireme.codec.border import NO_CODECS, LinkCodecs
-from bireme.codec.gradient_words import parse_gradient
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.description import NO_CODECS, LinkCodecs
+from bireme.codec.sum_description import DENSE, GradientForm, SumCodec, parse_gradient, parse_sum_codec
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
+from bireme.model.counting import count_of
 from bireme.model.graph import Graph
 from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import units_of
-from bireme.plan.hashes import check_plan_fits
-from bireme.plan.plan_file import SavedPlan
-from bireme.runtime.assembly import Assembly
+from bireme.plan.plan_file import SavedPlan, check_plan_fits
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.averaging.averages import Met
-from bireme.runtime.averaging.averaging import Averaging, WeightDonations, join_averaging
-from bireme.runtime.balancer import Balancer, Sharing
-from bireme.runtime.batch_end import Batches
-from bireme.runtime.batches import Batch
-from bireme.runtime.borders import Borders, received_by
-from bireme.runtime.coding import checked
-from bireme.runtime.courier import BoundaryTraffic, StageMessages
-from bireme.runtime.cutting import cutter_of
-from bireme.runtime.evaluation import Evaluation, Evaluator
+from bireme.runtime.averaging.outer import Averaging, WeightDonations, join_averaging
+from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
+from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
-from bireme.runtime.gathering import gather_times
-from bireme.runtime.groups import reducer_of
+from bireme.runtime.gathering import Recorder, Recording, gather_times, timeline_of
 from bireme.runtime.held_state import HeldState
 from bireme.runtime.interpreter import Interpreter, OnInstruction
-from bireme.runtime.layout import layout_of
-from bireme.runtime.microbatches import Feed
+from bireme.runtime.layout import (
+    AnyPlan,
+    Layout,
+    Weights,
+    for_sharers,
+    layout_of,
+    on_pages,
+    prepared,
+    runnable,
+    unhurried,
+    work_of,
+)
+from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
-from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.paging.settings import PagingSettings
-from bireme.runtime.prepared import Weights, prepared
+from bireme.runtime.paging.chunk_store import PagingSettings
+from bireme.runtime.paging.rank_paging import RankPaging, TierMoves
 from bireme.runtime.quorum.agreement import QuorumAgreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
-from bireme.runtime.recorder import Recorder, Recording, timeline_of
-from bireme.runtime.refusals import check_together
-from bireme.runtime.result import BatchResult, result_of
-from bireme.runtime.runnable import AnyPlan, for_sharers, on_pages, runnable, unhurried, work_of
-from bireme.runtime.sharers import sharers_of
-from bireme.runtime.stopwatch import Stopwatch
-from bireme.runtime.tensor_spec import TensorSpec
-from bireme.runtime.updates import Updates, UpdateSettings
+from bireme.runtime.shared_weights import Sharers, sharers_of
+from bireme.runtime.socket_line import Transport
+from bireme.runtime.stage import Batches, Stage
+from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages
+from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
+from bireme.runtime.wire import Borders, TensorSpec, checked, received_by
 from bireme.runtime.world import World
+from bireme.sync.coded import CodedSums
 from bireme.sync.exchange import SentBytes
-from bireme.sync.reducer import Reducer
+from bireme.sync.group import Group, SharingGroup, SingleRankGroup
+from bireme.sync.reducer import Reducer, SumsBatches
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["BatchResult", "Pipeline", "Weights"]
+# What a rank takes of each batch: its cutter, from the graph, the plan and the rank's place in it.
+
+
+def cutter_of(
+    graph: Graph,
+    plan: ProgramPlan,
+    layout: Layout,
+    stages: Mapping[int, Stage],
+    seed: int,
+    device: torch.device,
+    balancer: Balancer | None,
+    agreement: QuorumAgreement | None,
+) -> Cutter:
+    """The cutter of a rank. With an agreement its batches are parts of whole ones."""
+    num_microbatches = plan.source.num_microbatches
+    return Cutter(
+        width=plan.width,
+        replica=layout.replica,
+        num_microbatches=num_microbatches,
+        num_sliced=plan.source.num_sliced,
+        count=count_of(graph),
+        required=graph.inputs,
+        needed=tuple(dict.fromkeys(name for stage in stages.values() for name in stage.function.inputs)),
+        device=device,
+        seed=seed,
+        sizes=plan.micro_batch_sizes,
+        shares=None if balancer is None else balancer.shares,
+        num_samples=0 if agreement is None else agreement.num_samples,
+        first_piece=0 if agreement is None else agreement.agent.own.replica * num_microbatches,
+    )
+
+
+# What a pipeline cannot do together.
+
+
+def check_together(
+    shard: str,
+    form: GradientForm | None,
+    codec: SumCodec,
+    paging: RankPaging | None,
+    agreement: QuorumAgreement | None,
+    averaging: Averaging | None,
+) -> None:
+    """Refuse what does not go together, before anything is open."""
+    if agreement is not None and (paging is not None or form is not None):
+        raise BiremeError(
+            "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
+            "and principal components, or the agreement."
+        )
+    if form is not None and paging is not None:
+        raise BiremeError(
+            f'The plan pages, which keeps gradients whole, and gradients are kept as "{form}". Leave '
+            "out one of the two."
+        )
+    if shard == "none":
+        return
+    also = {
+        "replicas that may die": agreement is not None,
+        "replicas that average weights": averaging is not None,
+        "paging": paging is not None,
+        "gradients as principal components": form is not None,
+        f'sums through "{codec}"': codec != DENSE,
+    }
+    for what, is_asked in also.items():
+        if is_asked:
+            raise BiremeError(
+                f'Replicas share the {shard} (shard = "{shard}"), which does not go with {what}. Leave '
+                "out one of the two."
+            )
+
+
+# Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks.
+
+
+def reducer_of(
+    fabric: Fabric,
+    layout: Layout,
+    transport: Transport,
+    device: torch.device,
+    codec: SumCodec = DENSE,
+    agreement: QuorumAgreement | None = None,
+    sharers: Sharers | None = None,
+) -> SumsBatches:
+    """What sums up this rank's batches. All ranks call it, and each finds the same kind.
+
+    Sums over replicas go through `codec`, where these do not agree in another way. Where they are `sharers`
+    of the optimiser, these are joined, and each replica gets the sums of its own parts.
+    """
+    if agreement is not None:
+        return agreement.reducer(fabric, layout, transport, device)
+    if layout.width == 1 and not layout.tied:
+        sums = fabric.sums(transport)
+        if sums is not None:
+            return Reducer(sums, counted=layout.counted, in_background=False)
+    replicas = _replicas(fabric, layout)
+    if sharers is not None:
+        # In other groups, for other threads.
+        gathers = _replicas(fabric, layout)
+        sharers.join(gathers, _replicas(fabric, layout) if sharers.gathers else None, device)
+    control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
+    assert control is not None, "every rank is one of all"
+    # Every rank makes all groups, in the same order, and keeps its own.
+    of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
+    tied: dict[str, Group] = {
+        name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None
+    }
+    if sharers is not None:
+        # A rank's stages cut what they share at other places each, so all of it is summed on all replicas.
+        tied |= {name: replicas for name in layout.repeated if name not in tied}
+    return Reducer(
+        control,
+        replicas=replicas,
+        tied=tied,
+        counted=layout.counted,
+        device=None if device.type == "cpu" else device,
+        coded=None if codec == DENSE or layout.width == 1 else CodedSums(codec),
+        sharers=None if sharers is None else replicas,
+    )
+
+
+def _replicas(fabric: Fabric, layout: Layout) -> SharingGroup:
+    replicas: SharingGroup = SingleRankGroup()
+    for pipeline_rank in range(layout.num_pipeline_ranks):
+        ranks = layout.replicas_of(pipeline_rank)
+        made = fabric.group(ranks) if len(ranks) > 1 else None
+        if made is not None and pipeline_rank == layout.pipeline_rank:
+            replicas = made
+    return replicas
 
 
 class Pipeline(HeldState):

@@ -20,6 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from bireme.runtime.board import die_with_parent
 from bireme.runtime.fork_server import (
     FORK,
     HELD,
@@ -30,9 +31,6 @@ from bireme.runtime.fork_server import (
     serve,
     told,
 )
-from bireme.runtime.parent_watch import die_with_parent
-
-__all__ = ["UNREPORTED", "Process", "has_server", "preload", "serve_from_here", "start_process"]
 
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a copy of a process that has loaded much is no good one, or there are none."""

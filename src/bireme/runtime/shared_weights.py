@@ -1,21 +1,279 @@
 """The weights of a stage whose optimiser replicas share: each makes its parts and gets the others'."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bireme.memory.arena import Arena
-from bireme.runtime.shared_trial import make_shared_trial
-from bireme.runtime.sharers import Sharers
-from bireme.runtime.shelf_part import ParameterGroupPart
-from bireme.runtime.shelf_weights import ParameterGroupWeights
-from bireme.runtime.stepper import Stepper
-from bireme.runtime.trial import Trials
-from bireme.sync.gradients import Parts
-from bireme.sync.group import Pending
+from bireme.errors import BiremeError, closest
+from bireme.memory.arena import Arena, LentArena
+from bireme.memory.system_memory import give_back_heap
+from bireme.plan.plan_request import SHARDS
+from bireme.runtime.layout import Layout
+from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
+from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, ParameterGroupWeights, part_of
+from bireme.runtime.stepper import Home, Stepper
+from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
+from bireme.sync.exchange import BatchGradients, Parts, SentBytes, pieces_of, rounds_of, sum_parts
+from bireme.sync.group import Pending, SharingGroup
+from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
-__all__ = ["SharedWeights"]
+# The replicas of a stage that share its optimiser or weights: who owns what, and how all get the rest.
+
+
+class Sharers:
+    """The `num_members` replicas of a rank's stages, of which this one is `member`. They share the optimiser,
+    or with `gathers` the weights and the gradients too.
+    """
+
+    def __init__(self, member: int, num_members: int, *, gathers: bool = False) -> None:
+        self.member = member
+        self.num_members = num_members
+        self.gathers = gathers
+        self.has_lent = False
+        """Whether an evaluation has the weights of a stage gathered."""
+        self.gathered_bytes = 0
+        """What this replica has sent the others in training so far of weights that it makes or keeps."""
+        self.summed_bytes = 0
+        """What it has sent them of gradients, besides what the sums at the end of a batch send."""
+        self._group: SharingGroup | None = None
+        self._sums: SharingGroup | None = None
+        self._worker: ThreadMover | None = None
+
+    @property
+    def group(self) -> SharingGroup:
+        """What joins them. It belongs to the rank's own thread."""
+        assert self._group is not None, "a pipeline is joined before it trains"
+        return self._group
+
+    @property
+    def sums(self) -> SharingGroup:
+        """What joins them for what is posted here, where they share the weights."""
+        assert self._sums is not None, "who sums stage by stage is joined for that"
+        return self._sums
+
+    def join(self, group: SharingGroup, sums: SharingGroup | None, device: torch.device) -> None:
+        """From now on the members can reach each other."""
+        self._group, self._sums, self._worker = group, sums, ThreadMover(device)
+
+    def post(self, work: Callable[[], None]) -> CopyJob:
+        """Have work done in a thread, one after the other; only that thread uses `sums`."""
+        assert self._worker is not None, "a pipeline is joined before it trains"
+        job = CopyJob((0, False), 0, work)
+        self._worker.post(job)
+        return job
+
+    def wait(self, job: CopyJob) -> None:
+        """Wait for work that was posted; raises what went wrong."""
+        assert self._worker is not None, "what was posted has a worker"
+        self._worker.wait(job)
+
+    def close(self) -> None:
+        """End the thread, once what was posted is done or has failed."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def cut(self, shelf: ParameterGroup) -> ParameterGroupPart:
+        """This replica's part of a shelf."""
+        return part_of(shelf, self.member, self.num_members)
+
+    def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
+        """Begin to fill flat tensors with all members' parts; a member's own must be there.
+
+        All members must call it with the same ones in the same order. It is counted if training needs it.
+        """
+        under_way = []
+        for flat, parts in flats:
+            for owner in range(self.num_members):
+                part = flat[parts[owner] : parts[owner + 1]]
+                if not len(part):
+                    continue
+                if owner == self.member:
+                    self.gathered_bytes += (self.num_members - 1) * part.nbytes if trains else 0
+                for piece in torch.split(part, max(SLICE_BYTES // part.itemsize, 1)):
+                    under_way.append(self.group.copy_from(piece, owner))
+        return under_way
+
+
+def sharers_of(shard: str, layout: Layout) -> Sharers | None:
+    """The replicas of a rank as sharers of that; None if nothing is shared, or nobody is there."""
+    if shard not in SHARDS:
+        raise BiremeError(f"There is no shard {shard!r}. {closest(shard, SHARDS)}")
+    if shard == "none" or layout.width == 1:
+        return None
+    return Sharers(layout.replica, layout.width, gathers=shard == "weights")
+
+
+# The gradients of a batch where replicas share weights: whole while a stage adds to them, else only this
+# replica's parts of what they come to over all replicas.
+
+
+class GradientParts:
+    """Of one batch: this replica's parts of some arenas. `held` are the parameters that any replica has had a
+    gradient of, as far as they have been summed.
+    """
+
+    __slots__ = ("_arenas", "_device", "_own", "_under_way", "held", "names", "views")
+
+    def __init__(
+        self, arenas: Sequence[LentArena], parts: Sequence[ParameterGroupPart], device: torch.device
+    ) -> None:
+        self._device = device
+        self._arenas = [*zip(arenas, parts, strict=True)]
+        self._own = [Arena(part.own.slots, part.own.dtype, device) for part in parts]
+        self.names = [name for arena in arenas for name in arena.views]
+        self.views: Mapping[str, Tensor] = {
+            name: view for own in self._own for name, view in own.views.items()
+        }
+        """This replica's pieces."""
+        self.held: set[str] = set()
+        self._under_way: tuple[BatchGradients, CopyJob] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are there for good."""
+        return sum(own.num_bytes for own in self._own)
+
+    def take(self) -> None:
+        """Have memory for whole gradients."""
+        for arena, _ in self._arenas:
+            arena.take()
+
+    def piece(self, name: str) -> Tensor | None:
+        """This replica's piece of a gradient, if there is one."""
+        return self.views.get(name) if name in self.held else None
+
+    def begin_sums(self, held: set[str], sharers: Sharers) -> None:
+        """Begin to add up the whole gradients of all replicas, each its own part; those of this replica that
+        were `held` no longer are. Take part with the others, and add nothing before `end_sums`.
+
+        What backwards have freed goes back to the system, for the next weights lie elsewhere.
+        """
+        self.take()
+        if self._device.type == "cpu":
+            give_back_heap()
+        gradients = BatchGradients(
+            {name: view for arena, _ in self._arenas for name, view in arena.views.items()},
+            held.intersection(self.names),
+            [arena.flat for arena, _ in self._arenas],
+            parts=[part.parts for _, part in self._arenas],
+        )
+        held.difference_update(self.names)
+        self._under_way = gradients, sharers.post(partial(self._sum, gradients, sharers))
+
+    @torch.no_grad()
+    def _sum(self, gradients: BatchGradients, sharers: Sharers) -> None:
+        """Add the sums to what there is of the batch; the rest is not needed from then on."""
+        sent = SentBytes()
+        sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sent)
+        sharers.summed_bytes += sent.sent
+        for arena, part in self._arenas:
+            for name, piece in part.views(arena.flat).items():
+                if name in gradients.held and name in self.held:
+                    self.views[name].add_(piece)
+                elif name in gradients.held:
+                    self.views[name].copy_(piece)
+            arena.let_go_of_pages()
+
+    def end_sums(self, sharers: Sharers) -> None:
+        """Wait for that, and give the memory of whole gradients back."""
+        assert self._under_way is not None, "sums that end have begun"
+        (gradients, job), self._under_way = self._under_way, None
+        sharers.wait(job)
+        for arena, _ in self._arenas:
+            arena.let_go()
+        self.held |= gradients.held
+
+
+# Trial steps of replicas that share an optimiser.
+#
+# Every replica tries a step with gradients of its own, and for that needs moments that others have. So it
+# sends each owner its gradient of the owner's part; the owner tries a step of its part for each replica, and
+# sends back what came of it. All of that goes a chunk of every part at a time.
+
+
+@torch.no_grad()
+def make_shared_trial(
+    sharers: Sharers,
+    stepper: Stepper,
+    trials: Trials,
+    stores: Sequence[ParameterGroupWeights],
+    bank: int,
+    flats: Sequence[Tensor],
+    held: Collection[str],
+    *,
+    lr_factor: float,
+    factor: float,
+) -> None:
+    """Write into a bank of each of `stores` what a step with this replica's gradients would make of the
+    newest weights: those in `held` times `factor`, which lie in `flats`. All members must call it.
+    """
+    names = [name for store in stores for name in store.leaves[bank]]
+    own = torch.tensor([factor, *(float(name in held) for name in names)], dtype=torch.float64)
+    told = [torch.empty_like(own) for _ in range(sharers.num_members)]
+    device = stores[0].banks[bank].flat.device if stores else own.device
+    told = [one.to(device) for one in told]
+    sharers.group.gather(own.to(device), told).wait()
+    of_all = [one.tolist() for one in told]
+    factors = [float(one[0]) for one in of_all]
+    helds = [{name for name, has in zip(names, one[1:], strict=True) if has} for one in of_all]
+    homes = {home.name: home for home in stepper.homes}
+    for store, flat in zip(stores, flats, strict=True):
+        part, source = store.part, store.apart
+        assert part is not None, "what is tried is shared"
+        assert source is not None, "trial versions are made from weights apart"
+        for begin in rounds_of(part.parts, CHUNK_ELEMENTS):
+            given = pieces_of(flat, part.parts, begin, CHUNK_ELEMENTS)
+            gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)
+            sharers.summed_bytes += _sent_bytes(sharers, given)
+            made = [torch.empty_like(one, dtype=store.banks[bank].flat.dtype) for one in gradients]
+            for member, (gradient, goal) in enumerate(zip(gradients, made, strict=True)):
+                chunk = list(_tried(part, homes, source.flat, begin, gradient, goal, helds[member]))
+                trials.try_chunk(chunk, lr_factor=lr_factor, factor=factors[member])
+            sharers.gathered_bytes += _sent_bytes(sharers, made)
+            target = pieces_of(store.banks[bank].flat, part.parts, begin, CHUNK_ELEMENTS)
+            for piece, came in zip(target, _exchanged(sharers, made, [*map(len, target)]), strict=True):
+                piece.copy_(came)
+
+
+def _exchanged(sharers: Sharers, given: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:
+    """What all members send, so many elements each, for what they are given here."""
+    whole = torch.cat([*given])
+    taken = whole.new_empty(sum(lengths))
+    sharers.group.exchange(whole, [*map(len, given)], taken, lengths).wait()
+    return torch.split(taken, [*lengths])
+
+
+def _sent_bytes(sharers: Sharers, given: Sequence[Tensor]) -> int:
+    """The bytes that go to other members of what they are given here."""
+    return sum(one.nbytes for member, one in enumerate(given) if member != sharers.member)
+
+
+def _tried(
+    part: ParameterGroupPart,
+    homes: dict[str, Home],
+    source: Tensor,
+    begin: int,
+    gradient: Tensor,
+    goal: Tensor,
+    held: Collection[str],
+) -> Iterator[Tried]:
+    """The pieces of a chunk that begins there in the part, with their gradients if these are held."""
+    end = begin + len(gradient)
+    for name, slot in part.own.slots.items():
+        first, last = max(slot.begin, begin), min(slot.end, end)
+        if first >= last:
+            continue
+        here = slice(first - begin, last - begin)
+        yield Tried(
+            ParameterRows(homes[name], slice(first - slot.begin, last - slot.begin)),
+            source[first:last],
+            goal[here],
+            gradient[here] if name in held else None,
+        )
+
 
 Tensors = Mapping[str, Tensor]
 
@@ -153,3 +411,69 @@ class SharedWeights:
 def _parts(store: ParameterGroupWeights) -> Parts:
     assert store.part is not None, "the stores of shared weights have parts"
     return store.part.parts
+
+
+# The weights of a stage of which each replica keeps a part: whole while the stage computes, and let go.
+
+
+class GatheredWeights(SharedWeights):
+    """As `SharedWeights`, but a version that was made is gathered when it is asked for."""
+
+    @property
+    def sharers(self) -> Sharers:
+        """The replicas that have the other parts."""
+        return self._sharers
+
+    def made(self, bank: int) -> None:
+        """This replica has its part of a version; nobody needs the whole yet."""
+
+    def take(self, version: int, *, trains: bool = True) -> None:
+        """Begin to gather a version. Take part with the others."""
+        bank = version % len(self._arriving)
+        for store in self._stores:
+            store.take(bank)
+        self.gather(bank, trains=trains)
+
+    def let_go(self, version: int) -> None:
+        """Give back the memory of a version, but for this replica's part."""
+        self.arrive(version)
+        for store in self._stores:
+            store.let_go(version % len(self._arriving))
+
+    @contextmanager
+    def lent(self, version: int) -> Iterator[bool]:
+        """Within this context a version is whole; False, and nothing is, while another stage has one lent.
+        Take part with the others.
+        """
+        sharers = self._sharers
+        if sharers.has_lent:
+            yield False
+            return
+        sharers.has_lent = True
+        self.take(version, trains=False)
+        self.arrive(version)
+        try:
+            yield True
+        finally:
+            self.let_go(version)
+            sharers.has_lent = False
+
+    def newest(self, bank: int, *, alone: bool) -> Tensors:
+        """Copies of the newest weights, as they are stepped, for nobody has them whole; take part with the
+        others. With `alone` all are left out.
+        """
+        return {} if alone else self._whole_copies((store, store.newest_part(bank)) for store in self._stores)
+
+    def run_on(self, version: int, *, alone: bool) -> Tensors:
+        """The same of a version that is computed with."""
+        bank = version % len(self._arriving)
+        return {} if alone else self._whole_copies((store, store.own(bank)) for store in self._stores)
+
+    def own_newest(self, bank: int) -> Tensors:
+        """This replica's pieces of the newest weights."""
+        return {name: view for store in self._stores for name, view in store.stepped(bank).items()}
+
+    def own_run_on(self, version: int) -> Tensors:
+        """This replica's pieces of a version that is computed with."""
+        bank = version % len(self._arriving)
+        return {name: view for store in self._stores for name, view in store.pieces(bank).items()}

@@ -1,24 +1,135 @@
 """The socket between two ranks for messages of ordinary size, which never blocks."""
 
+import queue
 import select
 import socket
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from struct import Struct
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.header import HEADER_BYTES, read_header
 from bireme.schedule.instruction import Message
+from bireme.sync.group import Pending
 
-__all__ = [
-    "BUFFER_BYTES",
-    "LARGE_BYTES",
-    "NUM_UNDER_WAY",
-    "SocketLine",
-    "Transfer",
-    "ordinary_bytes",
-    "posted_for",
-]
+# How a message gets from one rank to another: the contract that every transport keeps, and its words.
+#
+# A message is one piece of memory, made by a `WireFormat`. Messages of different borders or directions never
+# mix, even between the same two ranks: each pair (direction, stage) is a channel of its own. Within a channel
+# messages are received in the order they were sent.
+
+
+class Channel(NamedTuple):
+    """One direction over one border."""
+
+    forward: bool
+    to_stage: int
+
+
+class Transport(Protocol):
+    """Point-to-point messages of one rank with the others of its pipeline.
+
+    Ranks are places in the pipeline. `payload` is contiguous, of uint8, in the memory that the transport is
+    for, and must stay alive, a sent one also unchanged, until `wait` of what is returned has returned. Stages
+    that share a rank need no transport, and none sends to its own rank.
+
+    A payload begins with the header that names its message. On the host a payload to receive into begins with
+    the header expected. Where another message comes in its place, that one's header is there afterwards and
+    the rest is undefined, so whoever takes a message apart must compare. Only if it is a shorter message, as
+    its header says, all of it is there.
+    """
+
+    @property
+    def is_host(self) -> bool:
+        """Whether payloads lie in host memory, or else on the device."""
+
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
+        """Begin to send. To wait is to know that the payload may be used for something else.
+
+        A message of `num_bytes`, as its header says, ends before the payload does. The receiver has room for
+        the payload, and what comes after the end may be sent or not.
+        """
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        """Begin to receive into the payload, which must have the message's size. To wait is to have it."""
+
+    def close(self) -> None:
+        """Let go of the transport. Every send and receive has been waited for."""
+
+    def abort(self) -> None:
+        """Give up: whoever waits here, in any thread, or on a rank for this one, is told at once."""
+
+
+def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) -> BiremeError:
+    """The error of a receive for which nothing moved for too long."""
+    return BiremeError(
+        f"The {key} ({payload.numel()} bytes) did not arrive from rank {source} within {waited_s:g} s. That "
+        "rank may have died or hang, or its batch has other shapes, so that its message has another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
+        "long."
+    )
+
+
+def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> BiremeError:
+    """The error of a send for which nothing moved for too long."""
+    return BiremeError(
+        f"Rank {to} did not take the {key} ({payload.numel()} bytes) within {waited_s:g} s. That rank may be "
+        "gone, or stuck, or was given a batch of other shapes, so that it waits for a message of another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
+        "long."
+    )
+
+
+# The header that every message between ranks begins with: which message it is, and of what shape.
+#
+# It is the only thing that identifies a message, whatever it goes over: 64 bytes, which the sender writes and
+# the receiver compares with what it expects.
+
+LAYOUT = Struct("<8sqiiiiQQ16x")
+HEADER_BYTES = LAYOUT.size
+MAGIC = b"BIREME\x00\x02"
+"""With the version of this layout."""
+
+
+class Header(NamedTuple):
+    """What a header says. `num_bytes` is the length of the message with its header."""
+
+    key: Message
+    num_bytes: int
+    signature: int
+
+
+def header_of(key: Message, num_bytes: int, signature: int) -> bytes:
+    """The header of a message. `signature` tells apart what tensors it may hold."""
+    return LAYOUT.pack(
+        MAGIC,
+        key.batch,
+        -1 if key.microbatch is None else key.microbatch,
+        -1 if key.half is None else key.half,
+        key.to_stage,
+        key.forward,
+        num_bytes,
+        signature,
+    )
+
+
+def read_header(header: bytes) -> Header:
+    """What a header says. Raises where it is none."""
+    magic, batch, microbatch, half, to_stage, forward, num_bytes, signature = LAYOUT.unpack(header)
+    if magic != MAGIC or num_bytes < HEADER_BYTES:
+        raise BiremeError(
+            "Received data is not a message of this version of Bireme: it begins with "
+            f"{header[:8].hex(' ')}. Run the same version on all ranks."
+        )
+    key = Message(
+        bool(forward), to_stage, batch, None if microbatch < 0 else microbatch, None if half < 0 else half
+    )
+    return Header(key, num_bytes, signature)
+
 
 LARGE_BYTES = 256 * 1024
 """Messages of more bytes go over the second socket, and of fewer where the kernel's buffers are small."""
@@ -201,3 +312,132 @@ def _ordinary_size(header: bytes) -> int:
             "version on all ranks."
         )
     return size
+
+
+# Large messages to and from one other rank, moved by a thread for each direction while the rank computes.
+
+CHUNK_BYTES = 1 << 20
+"""What is written at once. A link that moves less than this within the timeout counts as stuck."""
+
+
+class LargeMessages:
+    """Both directions of one socket, which blocks. The threads start with the first message that needs
+    them, and `ring` whenever one is done with.
+    """
+
+    def __init__(self, peer: int, line: socket.socket, ring: Callable[[], None]) -> None:
+        self.peer = peer
+        self.sent_s = self.came_s = 0.0
+        """When bytes last moved in each direction."""
+        self._line = line
+        self._ring = ring
+        self._outgoing: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._posted: dict[bytes, Transfer] = {}
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._has_writer = self._has_reader = False
+
+    def send(self, transfer: Transfer) -> None:
+        """Begin to send."""
+        if not self._has_writer:
+            self._has_writer = True
+            threading.Thread(target=self._write, name=f"bireme to {self.peer}", daemon=True).start()
+        self._outgoing.put(transfer)
+
+    def post(self, transfer: Transfer) -> None:
+        """Expect a message."""
+        with self._changed:
+            if self._error is not None:
+                transfer.error, transfer.is_done = self._error, True
+                return
+            self._posted[bytes(transfer.data[:HEADER_BYTES])] = transfer
+            self._changed.notify()
+        if not self._has_reader:
+            self._has_reader = True
+            threading.Thread(target=self._read, name=f"bireme from {self.peer}", daemon=True).start()
+
+    def move(self) -> None:
+        """Its threads do that."""
+
+    def close(self) -> None:
+        """End the threads; nothing is under way any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._outgoing.put(None)
+        with suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        while (transfer := self._outgoing.get()) is not None:
+            if self._error is not None:
+                transfer.error = self._error
+                self._end(transfer)
+                continue
+            try:
+                while transfer.rest:
+                    transfer.rest = transfer.rest[self._line.send(transfer.rest[:CHUNK_BYTES]) :]
+                    self.sent_s = time.monotonic()
+            except OSError as error:
+                self._error = transfer.error = error
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        transfer.is_done = True
+        self._ring()
+
+    def _read(self) -> None:
+        transfer: Transfer | None = None
+        try:
+            while True:
+                header = bytearray(HEADER_BYTES)
+                self._fill(memoryview(header))
+                transfer = self._expected(bytes(header))
+                if transfer is None:
+                    return
+                if header == transfer.data[:HEADER_BYTES]:
+                    self._fill(transfer.data[HEADER_BYTES:])
+                else:
+                    num_bytes = read_header(bytes(header)).num_bytes
+                    if num_bytes <= len(transfer.data):
+                        self._fill(transfer.data[HEADER_BYTES:num_bytes])
+                    else:
+                        self._skip(num_bytes - HEADER_BYTES)
+                    transfer.data[:HEADER_BYTES] = header
+                self._end(transfer)
+                transfer = None
+        except (OSError, BiremeError) as error:
+            with self._changed:
+                self._error = error
+                left, self._posted = list(self._posted.values()), {}
+            for one in left if transfer is None else [transfer, *left]:
+                one.error = error
+                self._end(one)
+
+    def _expected(self, header: bytes) -> Transfer | None:
+        """The receive for a message that has come; waits until it is posted."""
+        with self._changed:
+            while not self._is_closed:
+                transfer = posted_for(header, self._posted)
+                if transfer is not None:
+                    return transfer
+                self._changed.wait()
+            return None
+
+    def _fill(self, view: memoryview) -> None:
+        filled = 0
+        while filled < len(view):
+            num_bytes = self._line.recv_into(view[filled:])
+            if num_bytes == 0:
+                raise ConnectionResetError("the connection was closed")
+            self.came_s = time.monotonic()
+            filled += num_bytes
+
+    def _skip(self, num_bytes: int) -> None:
+        """Read that many bytes, which nobody wants."""
+        scratch = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
+        while num_bytes:
+            part = scratch[:num_bytes]
+            self._fill(part)
+            num_bytes -= len(part)

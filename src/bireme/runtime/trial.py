@@ -11,11 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bireme.codec.principal import Product
-from bireme.runtime.shelf import ALIGNED_ELEMENTS
+from bireme.codec.lowrank import Product
+from bireme.runtime.parameter_groups import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
-
-__all__ = ["CHUNK_ELEMENTS", "ParameterRows", "Trials", "Tried", "pieces_of"]
 
 Tensors = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | Product]

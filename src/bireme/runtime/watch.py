@@ -17,12 +17,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from bireme.runtime.board import Board, Heartbeat
-from bireme.runtime.failures import Failure, RankFailed, grace_s
-from bireme.runtime.peers import PeerLost
+from bireme.runtime.board import Board, Failure, Heartbeat, PeerLost, RankFailed, grace_s
 from bireme.sync.group import AbortedError
-
-__all__ = ["Watch", "is_of_a_peer"]
 
 MISSED_BEATS = 3
 """After so many a rank is suspect, if there is a failure that wants an explanation."""

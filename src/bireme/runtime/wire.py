@@ -7,22 +7,193 @@ tensor of a shape takes. Of others only the most is known: a message has room fo
 last of its tensors ends.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from math import prod
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from bireme.codec.above import KeepAbove, Thresholds
+from bireme.codec.choice import codec_of
+from bireme.codec.codec import Codec, Masking, unpack_mask
+from bireme.codec.description import (
+    ALIGNMENT_BYTES,
+    FEWEST_ENTRIES,
+    NONE,
+    CodecChoice,
+    LinkCodecs,
+    encoded_bytes,
+)
 from bireme.devices import pinned
 from bireme.errors import BiremeError
-from bireme.runtime.coding import Coding
-from bireme.runtime.header import HEADER_BYTES, header_of, read_header
-from bireme.runtime.tensor_spec import TensorSpec, shown
+from bireme.model.graph import Graph, evaluate, learned_values
+from bireme.model.units import Unit
+from bireme.plan.program_plan import ProgramPlan
+from bireme.runtime.socket_line import HEADER_BYTES, header_of, read_header
 from bireme.schedule.instruction import Message
 
-__all__ = ["Arrival", "OutgoingMessage", "TensorSpec", "WireFormat"]
+# One tensor of a message: what both ends know of it before it comes.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Its name, shape and type, and how it is encoded. `is_back` is set for a gradient; `batch_axis` is the
+    axis of its samples, which counts where it is encoded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: CodecChoice = NONE
+    is_back: bool = False
+    batch_axis: int = 0
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether it is not sent as it is."""
+        return self.codec != NONE
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of a message; at most, where it is bounded: its bytes come after their number."""
+        if not self.is_encoded:
+            return prod(self.shape) * self.dtype.itemsize
+        if self.codec.where is not None:
+            return ALIGNMENT_BYTES + codec_of(self.codec).most_bytes(self.shape, self.dtype)
+        length = ALIGNMENT_BYTES if self.codec.is_bounded else 0
+        return length + encoded_bytes(self.codec, self.shape, self.dtype.itemsize, is_back=self.is_back)
+
+    def __str__(self) -> str:
+        """Such as `hidden float32 [4, 128]`, or `hidden float32 [4, 128] as int8`."""
+        return f"{self.name} {self.form}"
+
+    @property
+    def form(self) -> str:
+        """What tells it apart from others in the same place."""
+        encoded = f" as {self.codec}" if self.is_encoded else ""
+        return f"{shown(self.shape, self.dtype)}{encoded}"
+
+
+def shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """A shape and a type in words."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+# What crosses the borders of one rank, encoded and decoded; masks are kept from the forward to the backward.
+#
+# A mask is made with the message of an activation. Both ends keep it, one bit an entry, until the gradient of
+# the same micro-batch has crossed the border: it is sent for the same entries.
+#
+# Where only the most bytes of an encoded tensor are known before, their number comes first.
+
+_codec_of = lru_cache(maxsize=64)(codec_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """One bit an entry, of a tensor of that shape."""
+
+    bits: Tensor
+    shape: tuple[int, ...]
+
+
+class Coding:
+    """The codecs of one rank. Set `keeps_masks` to False where no gradients follow, as in an evaluation."""
+
+    def __init__(self) -> None:
+        self.keeps_masks = True
+        self._masks: dict[Message, dict[str, _Mask]] = {}
+        """By the message of the activation."""
+        self.thresholds = Thresholds()
+        """What this rank's activations are compared with; an evaluation finds its own."""
+
+    @property
+    def num_masks(self) -> int:
+        """How many messages there are whose gradient has not crossed the border yet."""
+        return len(self._masks)
+
+    def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> int:
+        """Write a tensor into its part of a message; gives how many bytes of it are used."""
+        codec = self._codec(key, spec)
+        # Messages may lie on the host: what is encoded on an accelerator is then copied there.
+        room = out if tensor.device == out.device else torch.empty_like(out, device=tensor.device)
+        begin = ALIGNMENT_BYTES if spec.codec.is_bounded else 0
+        body = room[begin:]
+        if self.keeps_masks and isinstance(codec, KeepAbove):
+            threshold = self.thresholds.of(f"{key.to_stage}.{spec.name}", codec, key.batch, tensor)
+            used = codec.encode(tensor, body, threshold=threshold)
+        elif spec.codec.where is not None:
+            used = codec.encode(tensor, body, seed=_seed(key, spec.name))
+        else:  # nothing is drawn
+            used = codec.encode(tensor, body)
+        if begin:
+            room[:begin].view(torch.int64).fill_(used)
+        self._keep_mask(key, spec, codec, body)
+        if room is not out:
+            out.copy_(room)
+        return begin + used
+
+    def decode(
+        self, key: Message, spec: TensorSpec, message: Tensor, arrived: Tensor | None = None
+    ) -> Tensor:
+        """The tensor in its part of a message. Where that is a copy on an accelerator, `arrived` is what lies
+        on the host: the number of bytes is read there, for an accelerator would be waited for.
+        """
+        codec = self._codec(key, spec)
+        if spec.codec.is_bounded:
+            used = int((message if arrived is None else arrived)[:ALIGNMENT_BYTES].view(torch.int64))
+            message = message[ALIGNMENT_BYTES : ALIGNMENT_BYTES + used]
+        self._keep_mask(key, spec, codec, message)
+        return codec.decode(message, spec.shape, spec.dtype)
+
+    def _codec(self, key: Message, spec: TensorSpec) -> Codec:
+        codec = _codec_of(spec.codec)
+        if key.forward or not isinstance(codec, Masking):
+            return codec
+        return codec.back(self._mask(key, spec))
+
+    def _keep_mask(self, key: Message, spec: TensorSpec, codec: Codec, message: Tensor) -> None:
+        if self.keeps_masks and key.forward and isinstance(codec, Masking):
+            bits = codec.mask_of(message, spec.shape).clone()
+            self._masks.setdefault(key, {})[spec.name] = _Mask(bits, spec.shape)
+
+    def _mask(self, key: Message, spec: TensorSpec) -> Tensor:
+        """The mask that the activation had whose gradient comes or goes; or those of its two halves."""
+        whole = Message(True, key.from_stage, key.batch, key.microbatch, None)
+        if whole in self._masks:
+            return self._taken(whole, spec.name).bits
+        halves = [self._taken(whole._replace(half=half), spec.name) for half in (0, 1)]
+        return torch.cat([unpack_mask(one.bits, one.shape) for one in halves], spec.batch_axis)
+
+    def _taken(self, key: Message, name: str) -> _Mask:
+        masks = self._masks[key]
+        found = masks.pop(name)
+        if not masks:
+            del self._masks[key]
+        return found
+
+
+def _seed(key: Message, name: str) -> int:
+    """What a codec of one's own draws from: another number for each message, the same in every run."""
+    return crc32(f"{name} {tuple(key)}".encode())
+
+
+def checked(codecs: LinkCodecs) -> LinkCodecs:
+    """The codecs, if those of one's own keep the protocol; to be asked before anything is sent."""
+    for one in {one for phase in codecs.phases for one in phase.borders}:
+        there, back = (_codec_of(one.choice(forward=forward)) for forward in (True, False))
+        if isinstance(there, Masking) != isinstance(back, Masking):
+            raise BiremeError(
+                f"A border has the codec {one.forward} forward and {one.backward} backward. The gradient of "
+                "what a codec with a mask sends goes back for the same entries: give both directions that "
+                "codec, or none of the two."
+            )
+    return codecs
+
 
 MESSAGE_ALIGNMENT_BYTES = 64
 
@@ -222,3 +393,90 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // MESSAGE_ALIGNMENT_BYTES) * MESSAGE_ALIGNMENT_BYTES
+
+
+# What crosses the borders between stages, tensor by tensor, at any micro-batch size.
+#
+# Forward goes everything that the next stage receives, backward the gradients of those of these tensors that
+# learn. Both ends know this from the graph, so no shapes are sent.
+#
+# A codec is for activations and their gradients. What no gradient comes back for (integers, masks, positions)
+# and what is tiny is sent as it is.
+
+
+class Borders:
+    """The borders of a pipeline. `receives` are, stage by stage, the names of what it receives."""
+
+    def __init__(self, graph: Graph, receives: tuple[tuple[str, ...], ...]) -> None:
+        self.receives = receives
+        self.learned = learned_values(graph)
+        self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
+        self._values |= {value.name: value for value in graph.inputs}
+        self.forward = lru_cache(maxsize=256)(self._forward)
+        self.backward = lru_cache(maxsize=256)(self._backward)
+
+    def gradients_into(self, stage: int) -> tuple[str, ...]:
+        """The names of the tensors whose gradients a stage receives from the next one."""
+        if stage + 1 >= len(self.receives):
+            return ()
+        return tuple(name for name in self.receives[stage + 1] if name in self.learned)
+
+    def batch_axis(self, name: str) -> int | None:
+        """The axis of a tensor that grows with the batch."""
+        shape = self._values[name].shape
+        return next((axis for axis, length in enumerate(shape) if not isinstance(length, int)), None)
+
+    def check_halves(self, schedule: str) -> None:
+        """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
+        for names in self.receives:
+            for name in names:
+                if self.batch_axis(name) is None:
+                    raise BiremeError(
+                        f"{schedule} sends micro-batches in halves, and {name}, which crosses between "
+                        "stages, is not cut by samples. Use 1f1b."
+                    )
+
+    def _forward(
+        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
+    ) -> WireFormat:
+        """What a stage receives from the one before it, for so many samples: part of a micro-batch of
+        `of_samples`, if that is more.
+        """
+        return self._format(self.receives[to_stage], num_samples, codec, of_samples, is_back=False)
+
+    def _backward(
+        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
+    ) -> WireFormat:
+        """What a stage receives from the next one."""
+        return self._format(self.gradients_into(to_stage), num_samples, codec, of_samples, is_back=True)
+
+    def _format(
+        self, names: tuple[str, ...], num_samples: int, codec: CodecChoice, of_samples: int, *, is_back: bool
+    ) -> WireFormat:
+        specs = []
+        for name in names:
+            shape = self._shape(name, num_samples)
+            dtype = getattr(torch, self._values[name].dtype)
+            # A half is encoded where the whole is, for the whole gradient will need the masks of both.
+            if self._is_encoded(name, codec, dtype, max(num_samples, of_samples)):
+                axis = self.batch_axis(name) or 0
+                specs.append(TensorSpec(name, shape, dtype, codec, is_back, axis))
+            else:
+                specs.append(TensorSpec(name, shape, dtype))
+        return WireFormat(tuple(specs))
+
+    def _shape(self, name: str, num_samples: int) -> tuple[int, ...]:
+        return tuple(evaluate(length, num_samples) for length in self._values[name].shape)
+
+    def _is_encoded(self, name: str, codec: CodecChoice, dtype: torch.dtype, num_samples: int) -> bool:
+        """Whether a tensor is encoded. Rows, which `keep` takes entries from, must not go over samples."""
+        if codec == NONE or name not in self.learned or not dtype.is_floating_point:
+            return False
+        shape = self._shape(name, num_samples)
+        has_rows = codec.name != "keep" or codec.life is not None or self.batch_axis(name) != len(shape) - 1
+        return has_rows and prod(shape) >= FEWEST_ENTRIES
+
+
+def received_by(units: Sequence[Unit], plan: ProgramPlan) -> tuple[tuple[str, ...], ...]:
+    """What each stage receives."""
+    return tuple(units[plan.units_of(stage, len(units))[0]].receives for stage in range(plan.num_stages))

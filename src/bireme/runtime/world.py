@@ -24,9 +24,7 @@ from bireme.devices import (
     use,
 )
 from bireme.errors import BiremeError
-from bireme.runtime.board import Board
-from bireme.runtime.failures import RankFailed
-from bireme.runtime.parent_watch import die_with_parent
+from bireme.runtime.board import Board, RankFailed, die_with_parent
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store, second_connection
 from bireme.runtime.watch import Watch, is_of_a_peer
 

@@ -3,9 +3,8 @@
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import CheckReport, check
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.lowering import lower
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.weave import lower
 
 __all__ = [
     "SCHEDULES",

@@ -1,15 +1,247 @@
 """The accesses of a tier: which chunk is read or written at which step. What paging is planned from."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.schedule.instruction import Instruction, Item, Kind
-from bireme.schedule.program import Program
+from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import ChunkUses, Mode, Use
 
-__all__ = ["ChunkAccess", "accesses_of", "host_accesses_of"]
+# What an instruction does to the items that can be paged.
+#
+# Follows from the kind of the instruction and the update rule alone. Planning, proof, account and clock all
+# ask here, so that they cannot disagree.
+
+
+class Mode(Enum):
+    """What becomes of an item's bytes."""
+
+    READ = auto()
+    CHANGE = auto()
+    """Read and written: copies elsewhere are out of date."""
+    MAKE = auto()
+    """Written without reading what was there."""
+    ADD = auto()
+    """MAKE for the first of a sum, CHANGE afterwards."""
+
+
+class Use(NamedTuple):
+    """One item that an instruction uses, on which tier; `ends` where nobody needs it afterwards."""
+
+    item: Item
+    stage: int
+    number: int
+    mode: Mode
+    ends: bool = False
+    tier: int = 0
+
+
+def uses(
+    program: Program, step: Instruction, *, master: bool, host_updates: Collection[int] = ()
+) -> Iterator[Use]:
+    """The items that must be there while a step runs: on the device, and on the host for what is updated
+    there. `master` and `host_updates` are as in `RankTiers`.
+    """
+    if step.kind is Kind.UPDATE and step.stage in host_updates:
+        for use in _uses(program, step, master=master):
+            yield use._replace(tier=1)
+    else:
+        yield from _uses(program, step, master=master)
+
+
+def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
+    stage = step.stage
+    if step.kind in COMPUTE:
+        yield Use(Item.FROZEN, stage, 0, Mode.READ)
+    match step.kind:
+        case Kind.FORWARD:
+            yield _weights(program, step, Mode.READ)
+            yield _stash(program, step, Mode.CHANGE if step.half == 1 else Mode.MAKE)
+        case Kind.RECOMPUTE | Kind.BACKWARD_INPUT:
+            yield _weights(program, step, Mode.READ)
+            yield _stash(program, step, Mode.READ)
+        case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
+            yield _weights(program, step, Mode.READ)
+            yield _stash(program, step, Mode.READ, ends=True)
+            yield _gradient(program, step, Mode.ADD)
+        case Kind.REDUCE:
+            yield _gradient(program, step, Mode.READ)
+        case Kind.UPDATE:
+            yield _gradient(program, step, Mode.READ, ends=True)
+            yield Use(Item.OPTIMIZER, stage, 0, Mode.CHANGE)
+            yield from _updated(program, step, master=master)
+        case Kind.TRIAL:
+            if step.seen:
+                yield Use(Item.GRADIENT, stage, step.batch - 1, Mode.READ)
+            yield Use(Item.OPTIMIZER, stage, 0, Mode.READ)
+            yield _weights(program, step, Mode.MAKE)
+        case Kind.AVERAGE_START | Kind.AVERAGE_END:
+            yield from _averaged(program, step, master=master)
+
+
+def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
+    """The chunks of an item."""
+    for chunk in range(tiers.chunks.get((use.item, use.stage), 0)):
+        yield Chunk(use.item, use.stage, use.number, chunk)
+
+
+ItemUses = Sequence[tuple[Use, tuple[Chunk, ...]]]
+"""Items that a step uses, each with its chunks."""
+
+
+class ChunkUses:
+    """What instructions of a program do to chunks of a rank. The chunks of an item are listed once."""
+
+    def __init__(self, program: Program, tiers: RankTiers) -> None:
+        self._program, self._tiers = program, tiers
+        self._chunks: dict[tuple[Item, int, int], tuple[Chunk, ...]] = {}
+        self._last: tuple[Instruction | None, ItemUses] = None, ()
+        """What was asked last: who asks when a step starts asks again when it ends."""
+
+    def of(self, step: Instruction) -> ItemUses:
+        """The items of a step that have chunks, each with these."""
+        if step.kind in PAGING:
+            return ()
+        last, found = self._last
+        if last is not step:
+            found = self._found(step)
+            self._last = step, found
+        return found
+
+    def _found(self, step: Instruction) -> ItemUses:
+        found = []
+        tiers = self._tiers
+        for use in uses(self._program, step, master=tiers.master, host_updates=tiers.host_updates):
+            key = use.item, use.stage, use.number
+            chunks = self._chunks.get(key)
+            if chunks is None:
+                chunks = self._chunks[key] = tuple(chunks_of(tiers, use))
+            if chunks:
+                found.append((use, chunks))
+        return found
+
+
+def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
+    """The banks of an UPDATE. Under FRESH the newest weights are the optimiser's, with or without master."""
+    if program.rule is Rule.FRESH:
+        return
+    if master:
+        yield _weights(program, step, Mode.MAKE)
+    elif program.banks[step.stage] == 1:
+        yield _weights(program, step, Mode.CHANGE)
+    else:
+        before = ((step.version or 0) - 1) % program.banks[step.stage]
+        yield Use(Item.WEIGHTS, step.stage, before, Mode.READ)
+        yield _weights(program, step, Mode.MAKE)
+
+
+def _averaged(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
+    """What AVERAGE_START reads and AVERAGE_END changes: the newest weights, wherever they are."""
+    is_end = step.kind is Kind.AVERAGE_END
+    if master or program.rule is Rule.FRESH:
+        yield Use(Item.OPTIMIZER, step.stage, 0, Mode.CHANGE if is_end else Mode.READ)
+    if program.rule is not Rule.FRESH and (is_end or not master):
+        made = Mode.MAKE if master else Mode.CHANGE
+        yield _weights(program, step, made if is_end else Mode.READ)
+
+
+def _weights(program: Program, step: Instruction, mode: Mode) -> Use:
+    bank = (step.version or 0) % program.banks[step.stage]
+    return Use(Item.WEIGHTS, step.stage, bank, mode)
+
+
+def _stash(program: Program, step: Instruction, mode: Mode, *, ends: bool = False) -> Use:
+    number = step.batch * program.num_microbatches + (step.microbatch or 0)
+    return Use(Item.STASH, step.stage, number, mode, ends)
+
+
+def _gradient(program: Program, step: Instruction, mode: Mode, *, ends: bool = False) -> Use:
+    number = step.batch
+    if program.rule is Rule.STASHED:
+        number = step.batch * program.num_microbatches + (step.microbatch or 0)
+    return Use(Item.GRADIENT, step.stage, number, mode, ends)
+
+
+# The bytes of what each stage keeps, and which of them can be paged.
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of what each stage keeps.
+
+    `stash` and `inputs` are for one micro-batch: all activations kept for the backward, and the stage's
+    input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
+    messages that come into the stage from the stages before and after. `workspace` is what a pass of a
+    micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
+    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there besides the
+    optimiser's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
+    none. `tied_gradient` is what other stages add to of a stage's gradients: where replicas share weights, it
+    stays whole from the first backward of a batch to its update. Of a backward in halves, `waiting` are a
+    micro-batch's gradients between the two, and `halves` is what they take beside `workspace`. Empty stands
+    for none.
+    """
+
+    version: tuple[float, ...]
+    gradient: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    stash: tuple[float, ...]
+    inputs: tuple[float, ...]
+    activation: tuple[float, ...]
+    gradient_message: tuple[float, ...]
+    master: bool = False
+    workspace: tuple[float, ...] = ()
+    buffers: tuple[float, ...] = ()
+    frozen: tuple[float, ...] = ()
+    tied_gradient: tuple[float, ...] = ()
+    waiting: tuple[float, ...] = ()
+    halves: tuple[float, ...] = ()
+
+
+def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
+    """The bytes of an item that can be paged: one bank, one sum of gradients, one micro-batch."""
+    match item:
+        case Item.WEIGHTS:
+            return sizes.version[stage]
+        case Item.GRADIENT:
+            return sizes.gradient[stage]
+        case Item.OPTIMIZER:
+            has_newest = program.rule is Rule.FRESH and not sizes.master
+            return sizes.optimizer[stage] + (sizes.version[stage] if has_newest else 0.0)
+        case Item.STASH:
+            return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
+        case Item.FROZEN:
+            return sizes.frozen[stage] if sizes.frozen else 0.0
+
+
+def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
+    """The sizes without the items that are paged: of messages, of what is recomputed, and of small items."""
+
+    def without(item: Item, values: tuple[float, ...], *, but: Collection[int] = ()) -> tuple[float, ...]:
+        return tuple(
+            0.0 if (item, stage) in paged and stage not in but else value
+            for stage, value in enumerate(values)
+        )
+
+    recomputed = program.recomputed
+    buffers = sizes.buffers
+    if sizes.frozen:
+        beside = without(Item.FROZEN, sizes.frozen)
+        buffers = tuple(
+            all_of_it - whole + left
+            for all_of_it, whole, left in zip(buffers, sizes.frozen, beside, strict=True)
+        )
+    return replace(
+        sizes,
+        buffers=buffers,
+        version=without(Item.WEIGHTS, sizes.version),
+        gradient=without(Item.GRADIENT, sizes.gradient),
+        optimizer=without(Item.OPTIMIZER, sizes.optimizer),
+        stash=without(Item.STASH, sizes.stash, but=recomputed),
+        inputs=without(Item.STASH, sizes.inputs, but=set(range(program.num_stages)) - recomputed),
+    )
 
 
 class ChunkAccess(NamedTuple):

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
-from bireme.schedule.chunks import MOST_CHUNKS, best_chunk_bytes, is_paged, num_chunks
-from bireme.schedule.instruction import Item
-from bireme.schedule.program import Program
+from bireme.schedule.accesses import ChunkUses, Sizes, item_bytes, unpaged
+from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import resident
-from bireme.schedule.rule import Rule
-from bireme.schedule.sizes import Sizes, item_bytes, unpaged
-from bireme.schedule.tiers import RankTiers, Tier
-
-__all__ = ["Budgets", "Cut", "TierTooSmallError", "cut_memory"]
+from bireme.schedule.tiers import MOST_CHUNKS, RankTiers, Tier, best_chunk_bytes, is_paged, num_chunks
 
 Cut = tuple[RankTiers | None, ...]
 """How the memory of each rank is cut; None where all of it stays on the device."""
@@ -148,3 +144,55 @@ def _host_updates(program: Program, rank: int, chunks: Collection[tuple[Item, in
         return []
     used = (Item.WEIGHTS, Item.GRADIENT, Item.OPTIMIZER)
     return [stage for stage in program.stages_of(rank) if all((item, stage) in chunks for item in used)]
+
+
+# Working sets: what one instruction needs on the device at once, which no plan can do without.
+
+
+def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -> float:
+    """What the device of every rank must have at the least for a program to be paged."""
+    return max(
+        (
+            _working_set(program, rank, tiers, is_summed=is_summed) * tiers.chunk_bytes + tiers.unpaged_bytes
+            for rank, tiers in enumerate(cut)
+            if tiers is not None
+        ),
+        default=0.0,
+    )
+
+
+def check_working_sets(program: Program, cut: Cut, *, is_summed: bool) -> None:
+    """Refuse devices that are smaller than what one instruction needs there."""
+    for rank, tiers in enumerate(cut):
+        if tiers is not None:
+            least = _working_set(program, rank, tiers, is_summed=is_summed)
+            check_capacity(rank, tiers, 0, least)
+
+
+def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None:
+    """Refuse a tier that has no room for so many chunks."""
+    tier = tiers.tiers[number]
+    if tier.capacity is not None and tier.capacity < least:
+        kept_bytes = tiers.unpaged_bytes if number == 0 else 0
+        advice = "more, cut its stage into more parts, or use smaller micro-batches"
+        raise TierTooSmallError(rank, tier, least * tiers.chunk_bytes + kept_bytes, advice)
+
+
+def _working_set(program: Program, rank: int, tiers: RankTiers, *, is_summed: bool) -> int:
+    """The most chunks that an instruction of a rank needs on the device."""
+    uses = ChunkUses(program, tiers)
+    summed: dict[tuple[int, int], int] = {}
+    """The chunks of gradients that are being summed, by stage and batch."""
+    most = 0
+    for step in program.tracks[rank]:
+        used = {(use.item, use.stage, use.number): (use, len(own)) for use, own in uses.of(step)}
+        if not used:
+            continue
+        here = sum(count for use, count in used.values() if not use.tier)
+        most = max(most, here + sum(n for key, n in summed.items() if (Item.GRADIENT, *key) not in used))
+        for (item, *key), (use, count) in used.items():
+            if item is Item.GRADIENT and use.ends:
+                summed.pop((key[0], key[1]), None)
+            elif item is Item.GRADIENT and is_summed and step.kind is Kind.REDUCE:
+                summed[key[0], key[1]] = count
+    return most

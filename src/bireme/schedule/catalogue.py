@@ -4,23 +4,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bireme.errors import BiremeError, closest
-from bireme.schedule.folding import fold
-from bireme.schedule.generators.gpipe import GPIPE
-from bireme.schedule.generators.interleaved import INTERLEAVED
-from bireme.schedule.generators.one_f_one_b import ONE_F_ONE_B
-from bireme.schedule.generators.pipedream import PIPEDREAM
-from bireme.schedule.generators.sequential import SEQUENTIAL
+from bireme.schedule.generators.one_f_one_b import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, SLICED
 from bireme.schedule.generators.shape import Schedule, Shape
-from bireme.schedule.generators.sliced import SLICED
-from bireme.schedule.generators.two_buffer import TWO_BUFFER
-from bireme.schedule.generators.two_buffer_fresh import TWO_BUFFER_FRESH
-from bireme.schedule.generators.zero_bubble import ZERO_BUBBLE_H1
-from bireme.schedule.generators.zero_bubble_v import ZERO_BUBBLE_V
-from bireme.schedule.lowering import lower
+from bireme.schedule.generators.two_buffer import PIPEDREAM, TWO_BUFFER, TWO_BUFFER_FRESH
+from bireme.schedule.generators.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
 from bireme.schedule.program import Program
-from bireme.schedule.weave import weave
-
-__all__ = ["SCHEDULES", "generate", "schedule_named"]
+from bireme.schedule.source import fold
+from bireme.schedule.weave import lower, weave
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule

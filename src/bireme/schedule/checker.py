@@ -4,19 +4,101 @@
 gradient, read a weight version that is not there, or wait for ever. It also counts what the program keeps.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from bireme.schedule.program import Program
+from bireme.schedule.instruction import AVERAGES, PAGING, RECEIVES, SENDS, SHARING, Instruction, Item, Kind
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.deadlock import run_to_end
-from bireme.schedule.proofs.gathering import gathering_problems
-from bireme.schedule.proofs.messages import message_problems
-from bireme.schedule.proofs.paging import paging_problems
-from bireme.schedule.proofs.places import misplaced
+from bireme.schedule.proofs.messages import channel_of, gathering_problems, message_problems
 from bireme.schedule.proofs.stages import stage_problems
-from bireme.schedule.residency import Residency, resident
+from bireme.schedule.residency import Holding, Residency, resident
 
-__all__ = ["CheckReport", "check"]
+# Proof that every instruction is in its place: on the rank of its stage, within the window, and well formed.
+#
+# The other proofs take this for granted.
+
+SLICED = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD})
+"""The kinds that may be about half a micro-batch."""
+
+
+def misplaced(program: Program) -> Iterator[str]:
+    """Every instruction that is where it cannot be, and why."""
+    for rank, track in enumerate(program.tracks):
+        for instruction in track:
+            problem = _problem(program, rank, instruction)
+            if problem is not None:
+                yield f"Rank {rank} holds {instruction}, but {problem}."
+
+
+def _problem(program: Program, rank: int, instruction: Instruction) -> str | None:
+    stage, batches = instruction.stage, program.batches
+    if not 0 <= stage < program.num_stages:
+        return f"the stages are 0 to {program.num_stages - 1}"
+    if program.rank_of_stage[stage] != rank:
+        return f"stage {stage} is on rank {program.rank_of_stage[stage]}"
+    if instruction.batch not in batches:
+        return f"the window's batches are {batches.start} to {batches.stop - 1}"
+    if instruction.half is not None and (instruction.half not in (0, 1) or instruction.kind not in SLICED):
+        return "only forwards and their messages have halves, which are 0 and 1"
+    if instruction.kind in SENDS or instruction.kind in RECEIVES:
+        ends = channel_of(program, instruction)
+        if ends is None:
+            return "there is no stage on the other side"
+        if ends[0] == ends[1]:
+            return "both stages are on that rank, so nothing goes between ranks"
+    if instruction.kind in AVERAGES and program.average_lag is None:
+        return "replicas average no weights in this program"
+    if instruction.kind in SHARING and program.num_sharers == 1:
+        return "replicas share no weights in this program"
+    return _microbatch_problem(program, instruction)
+
+
+def _microbatch_problem(program: Program, instruction: Instruction) -> str | None:
+    k = instruction.microbatch
+    if instruction.kind in PAGING:
+        page = instruction.page
+        if page is None or program.tiers_of(program.rank_of_stage[instruction.stage]) is None:
+            return "it moves nothing" if page is None else "its rank keeps everything on the device"
+        if page.item is Item.FROZEN and instruction.kind is Kind.EVICT and page.is_copied:
+            return "frozen weights are never written back: their copy below is valid"
+        needs_one = page.item is Item.STASH or (page.item is Item.GRADIENT and program.rule is Rule.STASHED)
+    elif instruction.kind in (Kind.REDUCE, Kind.UPDATE):
+        needs_one = program.rule is Rule.STASHED
+    else:
+        needs_one = instruction.kind not in {Kind.TRIAL, *AVERAGES, *SHARING}
+    if needs_one != (k is not None):
+        return "it must name a micro-batch" if needs_one else "it must name no micro-batch"
+    if k is not None and not 0 <= k < program.num_microbatches:
+        return f"the micro-batches are 0 to {program.num_microbatches - 1}"
+    return None
+
+
+# Proofs about chunks: what is used is there, nothing is lost, and no tier holds more than it can.
+#
+# What is proved: every use finds its chunks on the device, or on their way there; a FETCH finds a copy in the
+# tier below and an EVICT one in its own; nothing is evicted while it is being fetched; what nobody else has
+# is copied before its slot is given back, if it is read again; at no moment is a tier over capacity.
+
+
+def paging_problems(program: Program) -> Iterator[str]:
+    """What is wrong with the chunks of any rank. Every instruction must be in its place."""
+    for rank, tiers in enumerate(program.tiers):
+        if tiers is None:
+            continue
+        holding = Holding(program, tiers)
+        for tier, held in zip(tiers.tiers, holding.held, strict=True):
+            if tier.capacity is not None and held > tier.capacity:
+                yield (
+                    f"Rank {rank} begins with {held} chunks on {tier.name}, which has room for "
+                    f"{tier.capacity}."
+                )
+        for step in program.tracks[rank]:
+            yield from holding.start(step)
+            holding.end(step)
+        yield from holding.finish()
+
 
 MOST_PROBLEMS = 20
 """One mistake can have many consequences; the first ones tell enough."""

@@ -32,12 +32,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
-from bireme.schedule.folding import WRITTEN_OUT, fold
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
-
-__all__ = ["gathered", "times_a_batch"]
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.source import WRITTEN_OUT, fold
 
 GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 

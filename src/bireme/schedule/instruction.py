@@ -8,22 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = [
-    "AVERAGES",
-    "BACKWARDS",
-    "COMPUTE",
-    "PAGING",
-    "RECEIVES",
-    "SENDS",
-    "SHARING",
-    "Instruction",
-    "Item",
-    "Kind",
-    "Message",
-    "Page",
-    "moved_item",
-]
-
 
 class Kind(StrEnum):
     """What an instruction does. The values are the tokens of torch's schedule files where torch has one."""

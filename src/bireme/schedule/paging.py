@@ -18,19 +18,21 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.schedule.accesses import ChunkAccess, accesses_of, host_accesses_of
-from bireme.schedule.budgets import Budgets, Cut, TierTooSmallError, cut_memory
-from bireme.schedule.eviction import decide
-from bireme.schedule.folding import WRITTEN_OUT, fold
-from bireme.schedule.gaps import Choice, Gap, gaps_of, settle
+from bireme.schedule.accesses import ChunkAccess, ChunkUses, Sizes, accesses_of, host_accesses_of
+from bireme.schedule.budgets import (
+    Budgets,
+    Cut,
+    TierTooSmallError,
+    check_capacity,
+    check_working_sets,
+    cut_memory,
+)
+from bireme.schedule.eviction import Choice, Gap, decide, gaps_of, settle
 from bireme.schedule.instruction import SENDS, Instruction, Item, Kind, Page
-from bireme.schedule.program import Program, Track
+from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.proofs.stages import stage_problems
-from bireme.schedule.rule import Rule
-from bireme.schedule.sizes import Sizes
+from bireme.schedule.source import WRITTEN_OUT, fold
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import ChunkUses
-from bireme.schedule.working_sets import check_capacity, check_working_sets
 
 __all__ = ["Budgets", "page", "page_cut"]
 

@@ -16,15 +16,11 @@ from pathlib import Path
 
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.schedule.folding import fold
+from bireme.schedule.grid import NeverRunsError
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
-from bireme.schedule.lowering import lower
-from bireme.schedule.program import Program, Track
-from bireme.schedule.rule import Rule
-from bireme.schedule.ticks import NeverRunsError
-from bireme.schedule.weave import Orders, every_batch, weave
-
-__all__ = ["load", "parse", "save", "to_csv"]
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.source import fold
+from bireme.schedule.weave import Orders, every_batch, lower, weave
 
 COMMUNICATION = SENDS | RECEIVES
 PEER = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECV_BACKWARD: 1}

@@ -6,25 +6,25 @@ Groups and rounds are made by the rules of the real coordinator, `bireme.sync.co
 from functools import partial
 from random import Random
 
-from bireme.simulate.replicas import Trained
-from bireme.simulate.together import Agreement, Together
-from bireme.sync.coordinator.group_events import (
+from bireme.simulate.together import Agreement, Together, Trained
+from bireme.sync.coordinator.groups import (
     AveragingGroup,
     Came,
     Formed,
     GroupEvent,
     GroupGone,
+    GroupState,
     GroupSummed,
     GroupTick,
     SettledGroup,
+    first_wait_s,
+    groups_begun,
+    groups_step,
+    next_deadline_s,
+    next_wait_s,
 )
-from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
-from bireme.sync.coordinator.groups import GroupState, groups_begun, groups_step, next_deadline_s
-from bireme.sync.coordinator.paces import Paces
-from bireme.sync.coordinator.rounds import RoundSequence, next_grant
-from bireme.sync.coordinator.settings import GroupSettings
-
-__all__ = ["AsynchronousPairs", "BoundedStaleness", "Everyone", "GroupsAgreement", "OuterRounds"]
+from bireme.sync.coordinator.samples import GroupSettings
+from bireme.sync.coordinator.state import Paces, RoundSequence, next_grant
 
 
 class Everyone(Agreement):

@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from bireme.balance.policy import Balance, Policy, begun, rebalance
-from bireme.balance.shares import ShareLimits, Shares, fair_shares
+from bireme.balance.shares import Balance, Policy, ShareLimits, Shares, begun, fair_shares, rebalance
 from bireme.errors import BiremeError
-
-__all__ = ["BalancedRun", "Fixed", "Following", "Informed", "ReplicaCost", "ShareRule", "balanced_run"]
 
 
 @dataclass(frozen=True, slots=True)

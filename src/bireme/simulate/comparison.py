@@ -6,20 +6,173 @@ equal parts, so that the work of each device stays what it is while the messages
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 
 from bireme.errors import BiremeError
-from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.budgets import Budgets, TierTooSmallError
+from bireme.schedule.catalogue import SCHEDULES, generate, schedule_named
 from bireme.schedule.generators.shape import Schedule, Shape
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
+from bireme.schedule.paging import page
+from bireme.schedule.program import Program, Rule
+from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
-from bireme.simulate.lookahead import Lookahead, solve_lookahead
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
-from bireme.simulate.slicing import solve_slices
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["ScheduleOutcome", "compare", "spread"]
+# How far ahead to run where links are slow: the least lookahead at which a steady batch is fastest.
+
+WINDOW = 6
+"""Batches to simulate: enough for a steady state."""
+
+MOST_TRIED = 24
+"""From twice as many on, not all are tried."""
+
+AS_GOOD = 1.001
+"""A thousandth of a batch is not worth another stashed micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """The least lookahead that is as good as any, and what it makes of a steady batch without any."""
+
+    lookahead: int
+    steady_batch_s: float
+    without_s: float
+
+
+def solve_lookahead(
+    name: str,
+    costs: Costs,
+    num_microbatches: int,
+    network: Callable[[Program], Network],
+    *,
+    recompute: bool = False,
+    overlap_reduce: bool = True,
+) -> Lookahead:
+    """The lookahead of `1f1b`, `2bw` or `2bw-fresh` for these times and links; `network` joins the ranks.
+
+    Running further ahead helps as a rule but not always, so all are tried; where they are many, some all
+    along and then the neighbours of the best.
+    """
+    num_stages = costs.num_stages
+
+    @cache
+    def batch_s(lookahead: int) -> float:
+        program = generate(
+            name,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_batches=WINDOW,
+            lookahead=lookahead,
+            recompute=range(num_stages) if recompute else (),
+        )
+        timeline = simulate(program, costs, network(program), overlap_reduce=overlap_reduce)
+        return timeline.steady_batch_s
+
+    find_most = schedule_named(name).most_lookahead
+    most = find_most(Shape(num_stages, num_microbatches, WINDOW)) if find_most else 0
+    step = max(1, most // MOST_TRIED)
+    coarse = sorted({*range(0, most + 1, step), most})
+    near = min(coarse, key=batch_s)
+    tried = sorted({*coarse, *range(max(near - step + 1, 0), min(near + step, most + 1))})
+    good_enough_s = min(map(batch_s, tried)) * AS_GOOD
+    found = next(lookahead for lookahead in tried if batch_s(lookahead) <= good_enough_s)
+    return Lookahead(found, batch_s(found), batch_s(0))
+
+
+# How many micro-batches to slice: the smallest number at which the simulated batch is fastest.
+
+
+def solve_slices(
+    costs: Costs,
+    num_microbatches: int,
+    network: Callable[[Program], Network] | None = None,
+    *,
+    recompute: bool = False,
+    overlap: bool = True,
+) -> int:
+    """The k of `1f1b-sliced` for these stage times; `network` joins a program's ranks."""
+    num_stages = costs.num_stages
+
+    def taken_s(k: int) -> float:
+        program = generate(
+            "1f1b-sliced",
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_sliced=k,
+            recompute=range(num_stages) if recompute else (),
+        )
+        links = None if network is None else network(program)
+        return simulate(program, costs, links, overlap=overlap).makespan_s
+
+    all_s = [taken_s(k) for k in range(min(num_stages, num_microbatches) + 1)]
+    return next(k for k, one_s in enumerate(all_s) if one_s <= min(all_s) * (1 + 1e-9))
+
+
+# How far ahead chunks are fetched, when ranks update, and where: what the simulated batch is fastest with.
+#
+# If copies begin earlier, more of them run during work, but their slots cannot keep chunks on the device.
+
+TRIED = (0, 1, 4)
+"""Instructions ahead."""
+
+
+def solve_paging(
+    program: Program,
+    costs: Costs,
+    budgets: Budgets,
+    links: TierLinks,
+    network: Network | None = None,
+    *,
+    may_be_apart: bool = False,
+    chunk_bytes: int | None = None,
+    overlap: bool = True,
+    overlap_reduce: bool = True,
+    agree: bool = False,
+) -> Program:
+    """The program within the budgets, with the copies that cost least time; itself where everything fits.
+
+    Updates are made on the host too where the costs say how long that takes, and apart where they may be.
+    """
+    best, best_s = program, float("inf")
+    refused: TierTooSmallError | None = None
+    is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
+    places = (False, True) if costs.host_update_s else (False,)
+    orders = ((False, False), (True, False), (False, True))[: 3 if may_be_apart else 2]
+    for host_updates, ahead, (together, apart) in product(places, TRIED, orders):
+        try:
+            paged = page(
+                program,
+                costs.sizes(),
+                budgets,
+                ahead=ahead,
+                chunk_bytes=chunk_bytes,
+                is_summed=is_summed,
+                updates_together=together,
+                updates_apart=apart,
+                host_updates=host_updates,
+            )
+        except TierTooSmallError as error:
+            refused = refused or error
+            continue
+        if paged is program:
+            return program
+        timeline = simulate(
+            paged,
+            costs,
+            network,
+            overlap=overlap,
+            overlap_reduce=overlap_reduce,
+            agree=agree,
+            tier_links=links,
+        )
+        if timeline.steady_batch_s < best_s * (1 - 1e-9):
+            best, best_s = paged, timeline.steady_batch_s
+    if best is program and refused is not None:
+        raise refused
+    return best
 
 
 @dataclass(frozen=True, slots=True)

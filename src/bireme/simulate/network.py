@@ -9,12 +9,13 @@ it fairly: rates are max-min fair, worked out again whenever a message begins or
 """
 
 import math
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bireme.errors import BiremeError
-
-__all__ = ["Network", "Path", "Traffic", "Wire"]
+from bireme.timeline.timeline import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +192,95 @@ class Traffic:
         if flow.left_bytes == 0.0 or flow.rate == math.inf:
             return now_s
         return now_s + flow.left_bytes / flow.rate
+
+
+# What the simulator moves: parcels, and the channels that they go through one after the other.
+
+
+class SimulatedChannel:
+    """The messages from one rank to another, or the gradient syncs of one rank: one after the other."""
+
+    def __init__(self, source: int, destination: int, path: Path) -> None:
+        self.path = path
+        self.free_s = 0.0
+        self.is_busy = False
+        self.queue: deque[SimulatedMessage] = deque()
+        self.transfers = Transfers(
+            source, destination, array("d"), array("d"), array("d"), array("q"), array("q")
+        )
+
+    def book(self, parcel: "SimulatedMessage", start_s: float, end_s: float) -> None:
+        """A parcel was on its way from then to then."""
+        self.transfers.start_s.append(start_s)
+        self.transfers.end_s.append(end_s)
+        self.transfers.num_bytes.append(parcel.num_bytes)
+        self.transfers.sent_by.append(parcel.sent_by)
+        self.transfers.received_by.append(parcel.received_by)
+
+
+class SimulatedMessage:
+    """A message between the moment one end is ready for it and its arrival."""
+
+    __slots__ = ("channel", "key", "late_s", "num_bytes", "ready_s", "received_by", "sent_by")
+
+    def __init__(self, key: int, channel: int) -> None:
+        self.key = key
+        self.channel = channel
+        self.num_bytes = 0.0
+        self.late_s = 0.0
+        """Seconds on top of the transfer itself."""
+        self.ready_s = 0.0
+        self.sent_by = self.received_by = -1
+
+
+# Processors: the cores that ranks of one machine share, and what each gets while several compute.
+#
+# A rank computes on as many cores as it has threads, as long as they are free. Where the ranks that are busy
+# at a moment want more cores than their machine has, they share them max-min fairly, as the operating system
+# does: a rank never gets more than it can use, and what one leaves is for the others. That is how messages
+# share wires, and the same code works it out: a rank's threads are a wire of its own, the cores of its
+# machine one that it shares, and seconds of work on one core are the bytes.
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """The cores of each machine, and for each rank its machine and its threads.
+
+    Where others compute on a machine too, its cores may be a share and no whole number.
+    """
+
+    cores: tuple[float, ...]
+    machine_of_rank: tuple[int, ...]
+    threads_of_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.cores) <= 0 or min(self.threads_of_rank) < 1:
+            raise BiremeError(
+                f"Machines of {', '.join(map(str, self.cores))} cores cannot run ranks of "
+                f"{', '.join(map(str, self.threads_of_rank))} threads."
+            )
+        if len(self.machine_of_rank) != len(self.threads_of_rank) or not all(
+            0 <= machine < len(self.cores) for machine in self.machine_of_rank
+        ):
+            raise BiremeError("Give each rank its threads, and a machine that there is.")
+
+    def is_shared(self) -> bool:
+        """Whether the ranks of a machine can want more cores than it has."""
+        wanted: Counter[int] = Counter()
+        for machine, threads in zip(self.machine_of_rank, self.threads_of_rank, strict=True):
+            wanted[machine] += threads
+        return any(wanted[machine] > cores for machine, cores in enumerate(self.cores))
+
+    def traffic(self) -> Traffic:
+        """The work under way, rank by rank, with nothing begun."""
+        threads = (Wire(f"threads of rank {r}", float(n)) for r, n in enumerate(self.threads_of_rank))
+        cores = (Wire(f"cores of machine {m}", float(n)) for m, n in enumerate(self.cores))
+        return Traffic(Network((*threads, *cores), {}))
+
+    def path(self, rank: int) -> Path:
+        """What the work of a rank goes over in it."""
+        return Path((rank, len(self.threads_of_rank) + self.machine_of_rank[rank]))
+
+    def work(self, rank: int, seconds: float) -> float:
+        """The seconds on one core in what takes a rank so long on cores of its own."""
+        return seconds * self.threads_of_rank[rank]

@@ -9,14 +9,10 @@ from collections.abc import Iterable
 from functools import partial
 
 from bireme.balance.shares import ShareLimits
-from bireme.simulate.replicas import Trained
-from bireme.simulate.together import Agreement, Together
-from bireme.sync.coordinator.dealing import Dealing
+from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.messages import Grant
-from bireme.sync.coordinator.rounds import RoundSequence, next_grant
-from bireme.sync.coordinator.samples import Pool
-
-__all__ = ["QuorumRounds"]
+from bireme.sync.coordinator.samples import Dealing, Pool
+from bireme.sync.coordinator.state import RoundSequence, next_grant
 
 READ_AHEAD = 2
 """After so many batches new shares hold, for nobody has read further."""

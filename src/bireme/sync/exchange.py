@@ -4,18 +4,104 @@ A slice moves whether or not the others do, so a large gradient makes progress o
 the slices depends on the layout alone, so it is the same on every member whatever gradients it has.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from bireme.sync.gradients import BatchGradients
-from bireme.sync.group import Group, Pending
+from bireme.codec.lowrank import Components, PrincipalStream
+from bireme.sync.group import Group, Pending, SharingGroup
 from bireme.sync.slices import NUM_IN_FLIGHT
 
-__all__ = ["SentBytes", "held_flags", "note_held", "sum_flats", "sum_in_slices"]
+# Norms of many tensors in a few calls, with one look at the device.
+
+PIECE_ELEMENTS = 2**18
+
+BYTES_OF_A_PIECE = 4 + 8 + 8
+"""What one piece's norm takes until all are added up: in float32, in float64, and among the others."""
+
+
+PieceNorms = Sequence[Tensor]
+"""The norms of pieces of tensors, from which the norm of all is made."""
+
+
+def squared_norm(tensors: Collection[Tensor]) -> float:
+    """The sum of the squares of all elements. It is NaN or infinite if one of them is not finite."""
+    real = [piece for one in tensors for piece in _pieces(one)]
+    if not real:
+        return 0.0
+    found = _sum_of_squares(torch._foreach_norm(real))
+    if math.isfinite(found):
+        return found
+    # The squares may only have been too large for the tensors' own dtype.
+    return _sum_of_squares([torch.linalg.vector_norm(one, dtype=torch.float64) for one in real])
+
+
+def piece_norms(tensors: Collection[Tensor]) -> PieceNorms:
+    """The norms of some tensors' pieces, for `squared_norm_of`, which may be asked when they are gone."""
+    real = [piece for one in tensors for piece in _pieces(one)]
+    found = torch._foreach_norm(real) if real else ()
+    if not real or math.isfinite(_sum_of_squares(found)):
+        return found
+    return [torch.linalg.vector_norm(one, dtype=torch.float64) for one in real]
+
+
+def squared_norm_of(norms: Iterable[PieceNorms]) -> float:
+    """What `squared_norm` gives of all the tensors together."""
+    pieces = [norm for some in norms for norm in some]
+    return _sum_of_squares(pieces) if pieces else 0.0
+
+
+def are_finite(tensors: Collection[Tensor]) -> bool:
+    """Whether no element is infinite or NaN."""
+    return math.isfinite(squared_norm(tensors))
+
+
+def norm_workspace_bytes(num_elements: Iterable[int]) -> int:
+    """What the norm of float32 tensors of these lengths takes while it is computed."""
+    return BYTES_OF_A_PIECE * sum(max(-(-one // PIECE_ELEMENTS), 1) for one in num_elements)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor as real numbers, in pieces whose squares add up well in 32 bits."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return (real,) if real.numel() <= PIECE_ELEMENTS else torch.split(real.reshape(-1), PIECE_ELEMENTS)
+
+
+def _sum_of_squares(norms: Sequence[Tensor]) -> float:
+    return float(torch.stack([norm.double() for norm in norms]).square().sum())
+
+
+# A batch's gradients on one rank, as they are summed: flat memory for most, tensors by name for the rest.
+
+Parts = tuple[int, ...]
+"""Where a flat tensor is cut: member i owns its elements from the i-th number up to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGradients:
+    """What is summed in place when a batch ends.
+
+    `views` are the gradients by name, and `held` those that there are; nothing is said of what the others
+    hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `norms` are
+    those of the gradients where they were taken before; then nothing is summed, and no view is looked at.
+    `streams` are the gradients that are kept as principal components, and `components` what those of all
+    replicas come to. Where replicas share the optimiser, `parts` are those of each of `flats`, and `owned`
+    the piece of each gradient there that this replica owns and sums.
+    """
+
+    views: Mapping[str, Tensor]
+    held: set[str]
+    flats: Sequence[Tensor] = ()
+    norms: Sequence[PieceNorms] = ()
+    streams: Mapping[str, PrincipalStream] = field(default_factory=dict)
+    components: dict[str, Components] = field(default_factory=dict)
+    parts: Sequence[Parts] = ()
+    owned: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -96,3 +182,89 @@ def _slices(flats: Iterable[Tensor], slice_bytes: int) -> Iterator[Tensor]:
     for flat in flats:
         if flat.numel():
             yield from torch.split(flat.view(-1), max(slice_bytes // flat.itemsize, 1))
+
+
+# Flat tensors cut into parts, each owned by one member of a group: sums that only the owner of a part gets.
+#
+# What is added up is added in the members' order, so it does not depend on who owns it.
+
+
+def pieces_of(flat: Tensor, parts: Parts, begin: int, most: int) -> list[Tensor]:
+    """Of every part, its elements from the one of that number on, `most` of them or as many as it has."""
+    found = []
+    for first, end in pairwise(parts):
+        start = min(first + begin, end)
+        found.append(flat[start : min(start + most, end)])
+    return found
+
+
+def rounds_of(parts: Parts, most: int) -> range:
+    """Where in their parts the members begin each round, if these are of so many elements."""
+    return range(0, max(end - first for first, end in pairwise(parts)), most)
+
+
+def sum_parts(
+    group: SharingGroup, names: Sequence[str], gradients: BatchGradients, slice_bytes: int, sent: SentBytes
+) -> None:
+    """Sum the flats of some gradients, in which those of `names` lie, each part where its owner is.
+
+    Mark the gradients that any member had. What a member holds of other parts is of no use afterwards. The
+    memory that this takes is counted in `part_sum_bytes`.
+    """
+    if not names or group.size == 1:
+        return
+    flags = held_flags(names, gradients)
+    pending = group.all_reduce(flags)
+    before = sent.sent
+    sent.note(group.size, sent=flags.nbytes)
+    under_way: deque[_Round] = deque()
+    for flat, parts in zip(gradients.flats, gradients.parts, strict=True):
+        most = max(slice_bytes // flat.itemsize // group.size, 1)
+        for begin in rounds_of(parts, most):
+            if len(under_way) > NUM_IN_FLIGHT:
+                under_way.popleft().add_up()
+            under_way.append(_begin(group, pieces_of(flat, parts, begin, most), sent))
+    while under_way:
+        under_way.popleft().add_up()
+    sent.raw += sent.sent - before
+    pending.wait()
+    note_held(gradients, names, flags)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A piece of every member's part on its way to its owner, which is `member` of its `own`; `given` goes
+    to the others, and `taken` are the others' own, one by one.
+    """
+
+    own: Tensor
+    given: Tensor
+    taken: Tensor
+    member: int
+    num_others: int
+    pending: Pending
+
+    def add_up(self) -> None:
+        """Wait for them, and put their sum where the owner's own was."""
+        self.pending.wait()
+        if not len(self.own):
+            return
+        in_order = [*self.taken.view(self.num_others, -1)]
+        in_order.insert(self.member, self.own)
+        total, *others = in_order
+        for other in others:
+            total.add_(other)
+        if total is not self.own:
+            self.own.copy_(total)
+
+
+def _begin(group: SharingGroup, pieces: Sequence[Tensor], sent: SentBytes) -> _Round:
+    own = pieces[group.rank]
+    others = [piece for member, piece in enumerate(pieces) if member != group.rank]
+    given = others[0] if len(others) == 1 else torch.cat(others)
+    taken = own.new_empty(len(others) * len(own))
+    lengths, taken_lengths = [*map(len, pieces)], [len(own)] * group.size
+    lengths[group.rank] = taken_lengths[group.rank] = 0
+    sent.sent += given.nbytes
+    pending = group.exchange(given, lengths, taken, taken_lengths)
+    return _Round(own, given, taken, group.rank, len(others), pending)

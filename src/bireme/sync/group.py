@@ -13,19 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "AbortedError",
-    "CollectiveError",
-    "DistGroup",
-    "Group",
-    "MessageGroup",
-    "OwnedGroup",
-    "Pending",
-    "SharingGroup",
-    "SingleRankGroup",
-    "Sums",
-]
-
 UNUSED_TAG = 2**31 - 1
 
 

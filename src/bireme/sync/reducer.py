@@ -5,6 +5,7 @@ order they are started; the groups that a reducer is given belong to it alone th
 are, a thread would cost more than that, and the rank's own does it.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
@@ -14,18 +15,161 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bireme.sync.coded import CodedSums
-from bireme.sync.exchange import SentBytes, sum_in_slices
-from bireme.sync.feedback import Feedback
-from bireme.sync.gradients import BatchGradients
+from bireme.codec.lowrank import Components, PrincipalStream, merged
+from bireme.errors import BiremeError
+from bireme.sync.coded import CodedSums, Feedback
+from bireme.sync.exchange import (
+    BatchGradients,
+    PieceNorms,
+    SentBytes,
+    piece_norms,
+    squared_norm,
+    squared_norm_of,
+    sum_in_slices,
+    sum_parts,
+)
 from bireme.sync.group import Group, Pending, SharingGroup, SingleRankGroup, Sums
-from bireme.sync.norm import PieceNorms, piece_norms, squared_norm, squared_norm_of
-from bireme.sync.parts import sum_parts
-from bireme.sync.principal_sums import merge_components
-from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
-__all__ = ["More", "Reducer", "Reduction", "SumsBatches", "nothing_more"]
+# What the ranks tell each other about a batch, and what comes of it.
+
+NUMBERS_BYTES = 5 * 8
+"""What a rank keeps of a batch until all ranks' numbers are added."""
+
+STAMP_LIMIT = 2**20
+"""Squares of stamps, summed over thousands of ranks, are exact in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What a replica has of a batch: so much `weight` in so many samples. Its gradients and its loss are
+    means of `nominal` in weight, which is that of the whole batch where it knows it.
+    """
+
+    weight: float
+    nominal: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a batch came to, of the whole model, and the same on every rank.
+
+    `votes` is the sum of the numbers that ranks gave along, for whoever wants them to agree on something;
+    `more` are the sums of further ones, if there are any.
+    """
+
+    loss: float
+    grad_norm: float
+    is_finite: bool
+    votes: float = 0.0
+    more: tuple[float, ...] = ()
+
+
+def numbers_of(
+    *, loss_sum: float | Tensor, squared_norm: float, stamp: int, votes: float, more: Sequence[float] = ()
+) -> Tensor:
+    """One rank's part of what is summed over all: its loss, the square of its norm, its stamp, its votes, and
+    what else there is.
+    """
+    stamp %= STAMP_LIMIT
+    numbers = [float(loss_sum), squared_norm, float(stamp), float(stamp**2), votes, *more]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def reduced_of(total: Tensor, batch: Hashable, *, num_ranks: int) -> Reduced:
+    """The outcome of a batch from the sum of all ranks' numbers; raises where their stamps differ."""
+    loss, norm, stamps, squares, votes, *more = total.tolist()
+    if int(stamps) ** 2 != num_ranks * int(squares):
+        # The square of a sum is so large only where all of its parts are equal.
+        raise BiremeError(
+            f"Batch {batch} is not the same on all ranks, so its result is useless. Give "
+            "every rank the same batches in the same order: shuffle with one seed, and do not split the data "
+            "between ranks, because the pipeline does that."
+        )
+    # One element that is not finite anywhere makes every sum that it enters so.
+    return Reduced(loss, math.sqrt(norm), math.isfinite(norm), votes, tuple(more))
+
+
+# Sums of gradients that are kept as principal components: stacked over the replicas, and cut to their rank.
+#
+# Every replica gathers all factors. Each merges a share of the weights and gives what it found to the others,
+# so all have the same bits, though products of matrices may differ in the last one from processor to
+# processor.
+
+
+def merge_components(group: Group, gradients: BatchGradients, sent: SentBytes) -> None:
+    """Find the components of the whole batch, of each weight that any member has pairs of."""
+    streams = gradients.streams
+    if group.size == 1:
+        fed = {name: stream for name, stream in streams.items() if stream.num_pairs}
+        found = {name: merged([stream.factors()], stream.rank) for name, stream in fed.items()}
+        gradients.components.update(found)
+        return
+    for dtype in dict.fromkeys(stream.dtype for stream in streams.values()):
+        alike = {name: stream for name, stream in streams.items() if stream.dtype == dtype}
+        gradients.components.update(_merged_over(group, alike, sent))
+
+
+def _merged_over(
+    group: Group, streams: Mapping[str, PrincipalStream], sent: SentBytes
+) -> dict[str, Components]:
+    of_all = _gathered(group, streams, sent)
+    found: dict[str, Components] = {}
+    for member in range(group.size):
+        names = list(of_all)[member :: group.size]
+        if not names:
+            continue
+        shapes = [shape for name in names for shape in _shapes(streams[name], values=True)]
+        if member == group.rank:
+            own = [merged(of_all[name], streams[name].rank) for name in names]
+            flat = torch.cat([part.reshape(-1) for one in own for part in (one.left, one.right, one.values)])
+            sent.sent += (group.size - 1) * flat.nbytes
+        else:
+            flat = of_all[names[0]][0][0].new_empty(sum(map(math.prod, shapes)))
+        group.broadcast(flat, member)
+        parts = iter(_cut(flat, shapes))
+        for name in names:
+            left, right, values = next(parts), next(parts), next(parts)
+            found[name] = Components(left, values, right)
+    return found
+
+
+def _gathered(
+    group: Group, streams: Mapping[str, PrincipalStream], sent: SentBytes
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """For each weight that a member has pairs of, the factors of all that have, in the members' order."""
+    parts = [part.reshape(-1) for stream in streams.values() for part in stream.factors()]
+    has_pairs = torch.tensor([float(stream.num_pairs > 0) for stream in streams.values()]).to(parts[0])
+    message = torch.cat([has_pairs, *parts])
+    messages = [torch.empty_like(message) for _ in range(group.size)]
+    pending = group.gather(message, messages)
+    whole_bytes = message.itemsize * sum(math.prod(stream.shape) for stream in streams.values())
+    sent.note(group.size, raw=whole_bytes + has_pairs.nbytes)
+    sent.sent += (group.size - 1) * message.nbytes
+    pending.wait()
+    shapes = [shape for stream in streams.values() for shape in _shapes(stream)]
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for one in messages:
+        holds = one[: len(streams)].tolist()
+        rest = iter(_cut(one[len(streams) :], shapes))
+        for name, has in zip(streams, holds, strict=True):
+            factors = next(rest), next(rest)
+            if has:
+                found.setdefault(name, []).append(factors)
+    return found
+
+
+def _shapes(stream: PrincipalStream, *, values: bool = False) -> list[tuple[int, ...]]:
+    rows, columns = stream.shape
+    both: list[tuple[int, ...]] = [(rows, stream.rank), (columns, stream.rank)]
+    return [*both, (stream.rank,)] if values else both
+
+
+def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
 
 More = Callable[[], Sequence[float]]
 """Gives further numbers to be summed over all ranks. It is asked when the batch's gradients are there, by

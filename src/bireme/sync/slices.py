@@ -1,14 +1,5 @@
 """Into which slices sums over replicas are cut, and what memory those take that are on their way."""
 
-__all__ = [
-    "NUM_IN_FLIGHT",
-    "PART_BYTES_IN_FLIGHT",
-    "PART_SLICE_BYTES",
-    "SLICE_BYTES",
-    "beside_parts",
-    "part_sum_bytes",
-]
-
 SLICE_BYTES = 25 * 2**20
 """Of sums that all members get. They are made in place."""
 

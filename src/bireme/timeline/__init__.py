@@ -1,7 +1,5 @@
 """What happened, or would happen: the noun both interpreters of a program make."""
 
-from bireme.timeline.critical import critical_path
-from bireme.timeline.pace import pace
-from bireme.timeline.timeline import Timeline
+from bireme.timeline.timeline import Timeline, critical_path, pace
 
 __all__ = ["Timeline", "critical_path", "pace"]

@@ -20,24 +20,11 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.part import WHOLE
-from bireme.model.weight_folder import open_weights, weight_files
+from bireme.model.weights import open_weights, weight_files
 from bireme.train.checkpoint.disk import digest_of
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
-
-__all__ = [
-    "BASE",
-    "BaseIdentity",
-    "BaseWeights",
-    "base_identity",
-    "base_of_checkpoint",
-    "check_same_base",
-    "has_base",
-    "keep_base",
-    "load_base",
-    "names_in_base",
-]
 
 BASE = "base"
 """Where the manifest of a checkpoint says which base it belongs to."""

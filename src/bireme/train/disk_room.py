@@ -14,14 +14,12 @@ from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.profile.optimizers import SHORT, optimizer_bytes
 from bireme.report.units import counted
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
 from bireme.train.base_weights import has_base, names_in_base
 from bireme.train.checkpoint.checkpoint import find_checkpoints
 from bireme.train.checkpoint.writer import LEAST_KEPT
 from bireme.train.folder import RunFolder
 from bireme.train.prepare import PreparedRun
-
-__all__ = ["DiskRoom", "check_room", "disk_room"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,13 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.model.units import units_of
-from bireme.runtime.batches import Batch
-from bireme.runtime.evaluation import Evaluation
-from bireme.runtime.forward_pipeline import ForwardPipeline
+from bireme.runtime.evaluation import Evaluation, ForwardPipeline
 from bireme.runtime.launch import launch
+from bireme.runtime.microbatches import Batch
 from bireme.runtime.world import World
-from bireme.train.data.checks import check_sizes
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.mixture import shares_of, sources_of
-from bireme.train.data.notes import sample_notes
+from bireme.train.data.prepare import check_sizes, sample_notes
 from bireme.train.data.samples import PackedSamples, Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import Tokenizer
@@ -37,8 +35,6 @@ from bireme.train.model import RunModel
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
 from bireme.train.subject import Subject
-
-__all__ = ["Evaluated", "evaluate"]
 
 Progress = Callable[[float, str], None]
 

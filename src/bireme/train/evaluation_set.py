@@ -10,17 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from bireme.runtime.batches import Rows
 from bireme.runtime.evaluation import Evaluation
+from bireme.runtime.microbatches import Rows
+from bireme.train.data.loader import PartlyRead, RankBatches
 from bireme.train.data.mixture import sources_of
-from bireme.train.data.order import Order
-from bireme.train.data.rank_batches import PartlyRead, RankBatches
-from bireme.train.data.samples import SampleRange, Samples
+from bireme.train.data.placing import Order
+from bireme.train.data.samples import IGNORED, SampleRange, Samples
 from bireme.train.data.tokenizer import Tokenizer
-from bireme.train.data.tokens import IGNORED
 from bireme.train.run_file import RunFile
-
-__all__ = ["EvaluationSet", "Figures", "combined", "sets_of_run"]
 
 IDS, LABELS = "input_ids", "labels"
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from bireme.files import new_folder
-from bireme.model.graph import Graph, ModelState
-from bireme.model.length import evaluate
+from bireme.model.graph import Graph, ModelState, evaluate
 from bireme.model.sources import load_source
 from bireme.train.base_weights import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint
@@ -21,8 +20,6 @@ from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import element_bytes, write_tensors
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
-
-__all__ = ["NewestWeights", "export_checkpoint", "exported_length", "exported_step", "has_ended"]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ABOUT = "bireme.json"

@@ -21,8 +21,6 @@ from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import tensor_entry
 from bireme.train.run_file import RunFile
 
-__all__ = ["in_form_of_transformers"]
-
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "*.jinja")
 
 

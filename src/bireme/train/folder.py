@@ -17,7 +17,7 @@ from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
-from bireme.sync.coordinator.ledger_line import LEDGER
+from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint.manifest import RECORD, read_manifest, sealed, unsealed
 from bireme.train.run_file import (
     RunFile,
@@ -27,8 +27,6 @@ from bireme.train.run_file import (
     with_absolute_paths,
     with_paths_within,
 )
-
-__all__ = ["RunFolder", "load_asked"]
 
 RECORDED = (
     "run.toml",

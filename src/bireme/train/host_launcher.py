@@ -29,26 +29,22 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan
 from bireme.report.progress import progress_bar
+from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.failures import RunFailed
-from bireme.runtime.peer_sockets import own_address
 from bireme.runtime.quorum.site import Site
-from bireme.sync.coordinator.settings import CoordinatorSettings
+from bireme.runtime.socket_transport import own_address
+from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.hosts import replicas_of_hosts
 from bireme.train.launching import VISIBLE, FinishedRun, finish, signals_passed_on
-from bireme.train.orders import Orders
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun, prepared_before
 from bireme.train.rank_part import RunStart
-from bireme.train.rank_zero_setup import RunSetup
-from bireme.train.rendezvous import Announcements, Environment, until
+from bireme.train.rank_zero_setup import RunSetup, replicas_of_hosts
+from bireme.train.rendezvous import Announcements, Environment, Orders, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
-
-__all__ = ["host_orders", "how_it_ended_before", "meet_hosts", "train_on_host", "under_way"]
 
 TOKEN_BYTES = 16
 ASK_S = 5.0

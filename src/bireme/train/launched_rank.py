@@ -16,18 +16,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bireme.balance.slow_stage import SlowStage
+from bireme.balance.shares import SlowStage
 from bireme.cluster.cluster import Cluster
-from bireme.cluster.cluster_file import read_cluster
-from bireme.cluster.cluster_text import cluster_text
+from bireme.cluster.cluster_file import cluster_text, read_cluster
 from bireme.cluster.machine import host_name, num_cores
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.graph_file import load_graph
-from bireme.plan.homes import servers_of_places
+from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
-from bireme.runtime.board import Board
-from bireme.runtime.failures import RankFailed
+from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
@@ -41,10 +39,8 @@ from bireme.train.host_launcher import (
     under_way,
 )
 from bireme.train.launching import DONE, FinishedRun, finish
-from bireme.train.machine_devices import LaunchedProcess, nodes_of, server_here
+from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
-from bireme.train.network_card import let_gloo_use_the_way_to
-from bireme.train.orders import Orders, digest_of
 from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
 from bireme.train.prepare import PreparedRun
 from bireme.train.private_census import (
@@ -58,13 +54,19 @@ from bireme.train.private_census import (
 )
 from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
-from bireme.train.rendezvous import Announcements, Environment, rendezvous, until
-from bireme.train.restart_limit import RestartLimitError
+from bireme.train.rendezvous import (
+    Announcements,
+    Environment,
+    Orders,
+    digest_of,
+    let_gloo_use_the_way_to,
+    rendezvous,
+    until,
+)
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_data import data_of
+from bireme.train.stops import RestartLimitError
 from bireme.train.worker import train_rank
-
-__all__ = ["join"]
 
 USER_ERROR, NO_PROGRESS = 2, 3
 """Exit statuses of a run that cannot begin, and of one that reached its restart limit."""

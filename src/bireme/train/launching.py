@@ -4,6 +4,7 @@ A signal to the process that people started is passed on to its ranks, which agr
 processes are ended the hard way only if somebody asks a second time.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -16,34 +17,208 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bireme.bounds import bytes_text
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, SampleError
 from bireme.files import free_bytes
+from bireme.model.sources import load_source
+from bireme.plan.plan_file import planned_units, saved_plan
+from bireme.plan.search.search import timeline_of
+from bireme.report.page.recorded import write_recorded
 from bireme.report.units import counted
-from bireme.runtime.failures import RankFailed, RunFailed
+from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
-from bireme.train.chosen_batch import chooses_batch, with_batch_of
+from bireme.train.data.encoding import ChatTemplate
+from bireme.train.data.prepare import RunData
+from bireme.train.data.samples import IGNORED
+from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import remove_initial
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, first_of
-from bireme.train.predicted import write_predicted
+from bireme.train.plan_search import chooses_batch, plan_request_of, planned, with_batch_of
 from bireme.train.prepare import PreparedRun, write_prepared
 from bireme.train.rank_part import RunStart
 from bireme.train.recorded_batches import RECORDED
-from bireme.train.replan import replanned
 from bireme.train.replicas import run_replicas
-from bireme.train.restart_limit import count_start
 from bireme.train.run_data import learns
-from bireme.train.run_file import RunFile
+from bireme.train.run_file import Log, RunFile
+from bireme.train.shares import slowed
+from bireme.train.stops import count_start
 from bireme.train.summary import RunSummary, summary_of
-from bireme.train.text_sample import written
 from bireme.train.worker import train_rank
 
-__all__ = ["DONE", "VISIBLE", "FinishedRun", "finish", "first_words", "signals_passed_on", "start"]
+# A new plan for a run on its way, one of whose devices has become slow.
+
+
+def replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
+    """The run with the best plan for its devices as they are now, or as it is if that would be no faster.
+
+    What is known of the machines stays as it was: a device that is slow today may be its old self tomorrow.
+    """
+    if prepared.profile is None or outcome.slow is None:
+        return prepared
+    cluster = slowed(prepared.machines.cluster, prepared.plan.plan, outcome.slow)
+    answer = planned(
+        prepared.run,
+        prepared.graph,
+        prepared.profile,
+        replace(prepared.machines, cluster=cluster),
+        lambda _done, _what: None,
+        is_brief=False,
+    )
+    if outcome.batch_s is not None and answer.best.forecast.batch_s >= outcome.batch_s:
+        return prepared
+    return replace(prepared, plan=saved_plan(answer, planned_units(prepared.profile)), answer=answer)
+
+
+# A sample of what a trained language model writes.
+
+TEMPERATURE = 0.8
+
+LEAST_SHARED_BYTES = 64 * 2**20
+"""Of a model whose products are worth several threads: in a smaller one these mostly wait."""
+
+NUM_TRIED = 64
+"""Samples in which an answer is looked for: those that are cut off may have none."""
+
+LARGEST_BYTES = 8 * 2**30
+"""Of a model that is loaded whole only to write a sample."""
+
+
+@torch.no_grad()
+def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
+    """What the model writes after the run's prompt; nothing if it is large, or if a function's model needs
+    more than `input_ids` to predict.
+
+    A model that has learned answers gets a question, in the form in which it has learned them: the prompt as
+    a user's message, or the first question of its data if the run file has no prompt of its own.
+    """
+    tokenizer = data.tokenizer
+    if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > LARGEST_BYTES:
+        return ""
+    example = _example(data) if data.has_answers else None
+    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
+    if example is not None:
+        first = _question(run, data, tokenizer, example)
+    ends = _ends(run, tokenizer, example)
+    model = _model(run, weights)
+    before = torch.get_num_threads()
+    if weights.num_bytes < LEAST_SHARED_BYTES:
+        torch.set_num_threads(1)
+    try:
+        return tokenizer.decode(_continued(model, first, run, tokenizer.num_tokens, ends))
+    except Exception:
+        if run.model.source.startswith(("gpt:", "hf:")):
+            raise
+        return ""  # a model of the user's own may need labels, or return only its loss
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A sample's ids up to its first answer, and those of the answer."""
+
+    question: list[int]
+    answer: list[int]
+
+
+def _example(data: RunData) -> _Example | None:
+    """The first sample with an answer, of those to evaluate with if there are any."""
+    samples = data.training if data.evaluation is None else data.evaluation
+    for number in range(min(len(samples), NUM_TRIED)):
+        sample = samples.take([number])
+        ids, counts = sample["input_ids"][0], sample["labels"][0] != IGNORED
+        if counts.any():
+            begin = int(counts.int().argmax())
+            end = begin + int((~counts[begin:]).int().argmax())
+            return _Example(ids[:begin].tolist(), ids[begin : end if end > begin else len(ids)].tolist())
+    return None
+
+
+def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Example) -> list[int]:
+    """The ids of the run's own prompt, in the data's form; those of the example if the run has none."""
+    prompt = run.log.prompt
+    if prompt == Log().prompt:
+        return example.question
+    if data.uses_template:
+        return ChatTemplate(tokenizer, run.data.named).question(prompt)
+    return tokenizer.encode(prompt) or example.question
+
+
+def _ends(run: RunFile, tokenizer: Tokenizer, example: _Example | None) -> frozenset[int]:
+    """The ids after which a text is over: the tokenizer's end, those of the model's folder, and the special
+    token at the end of an answer.
+    """
+    found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
+    if run.model.source.startswith("hf:"):
+        for name in ("config.json", "generation_config.json"):
+            try:
+                path = Path(run.model.source.removeprefix("hf:")) / name
+                own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (OSError, ValueError, AttributeError):
+                continue
+            found.update(one for one in (own if isinstance(own, list) else [own]) if isinstance(one, int))
+    if example is not None and isinstance(tokenizer, FolderTokenizer):
+        special = set(tokenizer.backend.all_special_ids)
+        found.update([one for one in example.answer if one in special][-1:])
+    return frozenset(found)
+
+
+def _model(run: RunFile, weights: NewestWeights) -> Any:
+    model: Any = load_source(
+        run.model.source, length=run.data.length, device="cpu", training=False, part=run.model.part
+    ).model
+    own = model.state_dict()
+    for name in weights.keys() & own.keys():
+        own[name].copy_(weights[name])
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    return model
+
+
+def _continued(
+    model: Any, first: list[int], run: RunFile, num_tokens: int, ends: frozenset[int]
+) -> list[int]:
+    """Samples ids below `num_tokens` one by one from the model's prediction after the last of the context, up
+    to one of the `ends`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = list(first)
+    for _ in range(run.log.sample_tokens):
+        outputs = model(input_ids=torch.tensor([ids[-run.data.length :]]))
+        logits: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1].float()
+        logits[num_tokens:] = -torch.inf
+        shares = torch.softmax(logits / TEMPERATURE, dim=-1)
+        chosen = int(torch.multinomial(shares, 1, generator=generator))
+        if chosen in ends:
+            break
+        ids.append(chosen)
+    return ids
+
+
+# A few batches of a run as the simulator foresees them, to be drawn above those that were measured.
+
+
+def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> None:
+    """Write the predicted timeline; nothing where the plan does not name devices or nobody profiled."""
+    if prepared.profile is None or not prepared.plan.plan.devices:
+        return
+    timeline = timeline_of(
+        prepared.plan.plan,
+        prepared.profile,
+        prepared.machines.cluster,
+        plan_request_of(prepared.run, prepared.graph),
+        num_batches=num_batches,
+    )
+    write_recorded(timeline, path)
+
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

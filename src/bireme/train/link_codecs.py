@@ -5,25 +5,108 @@ They depend on the number of the batch alone, so a run that is resumed goes on t
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from bireme.codec.border import AS_IT_IS, BorderCodecs, CodecPhase, LinkCodecs
-from bireme.codec.description import NONE
+from bireme.codec.description import AS_IT_IS, NONE, BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.sum_description import DENSE, QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
+from bireme.model.units import chosen_maps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
-from bireme.runtime.coding import checked
+from bireme.plan.plan_request import may_delay_updates
+from bireme.profile.optimizers import kept_gradients, moments_share, sum_cost_of
+from bireme.profile.profile import Profile
+from bireme.runtime.wire import checked
+from bireme.schedule.catalogue import SCHEDULES
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.links import AUTO, LinksTable
+from bireme.train.run_file.planning import AUTO, LinksTable
 
-__all__ = [
-    "check_borders",
-    "idle_codec",
-    "link_codecs",
-    "main_codecs",
-    "tell_changed_codecs",
-    "with_own_codecs",
-]
+# Gradients that a run keeps as principal components: what they take, and what they do not go with.
+
+
+def check_gradient(run: RunFile, graph: Graph) -> None:
+    """Refuse a form of gradients that the model, or how it runs, does not go with."""
+    form = run.training.gradient_form
+    if form is None:
+        return
+    if run.model.compile:
+        raise BiremeError(
+            f"training.gradient is {form}, but model.compile is set: a compiled stage cannot give the pairs "
+            "that components are made from. Leave out one of the two."
+        )
+    asked = run.plan.schedule
+    if asked != "auto" and SCHEDULES[asked].splits_backward:
+        raise BiremeError(
+            f"training.gradient is {form}, which needs whole backwards, but plan.schedule is {asked}, which "
+            "splits them. Use a schedule such as 1f1b or 2bw."
+        )
+    chosen_maps(graph, form)
+
+
+def check_schedule(run: RunFile, plan: Plan) -> None:
+    """Refuse a plan whose backwards are not whole where components are made from them."""
+    form = run.training.gradient_form
+    if form is not None and plan.source.splits_backward:
+        raise BiremeError(
+            f"training.gradient is {form}, which needs whole backwards, but {plan.schedule} splits them. "
+            "Use a schedule such as 1f1b or 2bw."
+        )
+
+
+def with_kept_gradients(run: RunFile, graph: Graph, profile: Profile) -> Profile:
+    """The profile of the run: gradients take what is kept of them."""
+    form = run.training.gradient_form
+    if form is None:
+        return profile
+    may_delay = may_delay_updates(run.plan.schedule, synchronous=run.plan.synchronous)
+    return kept_gradients(graph, form).counted_in(profile, may_delay=may_delay)
+
+
+def gradient_document(run: RunFile, graph: Graph) -> dict[str, Any]:
+    """For a document: what the gradients of one batch take, and would if they were whole."""
+    form = run.training.gradient_form
+    return {} if form is None else {"gradient": kept_gradients(graph, form).document(graph)}
+
+
+# Sums of gradients over replicas as a run asks for them, or averages of weights: what they cost, and whether
+# there are any.
+
+
+def sums_of(run: RunFile, graph: Graph) -> SumCost:
+    """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
+    if run.sync.averages and run.sync.average_optimizer:
+        return averages_with(moments_share(graph.parameters, run.training.optimizer))
+    if run.sync.mode == "quorum":
+        return QUORUM_SUMS
+    codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
+    return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+
+
+def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
+    """Sentences about what the run asks of its replicas in vain: there is just one, or it ends too soon."""
+    codec = parse_sum_codec(run.sync.codec)
+    if plan.width > 1:
+        if codec.whole_steps < run.training.steps or not codec.whole_steps:
+            return ()
+        return (
+            f"sync.codec = {run.sync.codec} has no effect: the first {codec.whole_steps} steps send whole "
+            f"gradients, and the run has {run.training.steps}. Set training.steps to more, or write "
+            f"{replace(codec, whole_steps=0)} to begin at once.",
+        )
+    found = []
+    if codec != DENSE:
+        found.append(
+            f"sync.codec = {run.sync.codec} has no effect: the plan has one replica, so there are no sums "
+            "over replicas. Set plan.width to 2 or more, or leave the codec out."
+        )
+    if run.memory.shard != "none":
+        found.append(
+            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to "
+            "share with. Set plan.width to 2 or more, or leave it out."
+        )
+    return tuple(found)
 
 
 def main_codecs(run: RunFile, plan: Plan) -> tuple[BorderCodecs, ...]:

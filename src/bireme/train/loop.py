@@ -6,38 +6,166 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
+from types import TracebackType
+from typing import Self
 
 from bireme.profile.control import Control
+from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.paging.rank_paging import TierMoves, together
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.result import BatchResult
-from bireme.schedule.rule import Rule
+from bireme.runtime.updates import BatchResult
+from bireme.schedule.program import Rule
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
-from bireme.train.averaging_replica import AveragingReplica
-from bireme.train.checkpoint.events import CheckpointEvent, CheckpointSaved
 from bireme.train.checkpoint.manifest import CheckpointMeta
-from bireme.train.checkpoint.writer import CheckpointWriter
+from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
+from bireme.train.data.loader import PartlyRead, RankBatches
+from bireme.train.data.mixture import shares_of
+from bireme.train.data.placing import SampleOrder
 from bireme.train.data.prepare import RunData
-from bireme.train.data.rank_batches import PartlyRead
-from bireme.train.home_data import ReadableData
-from bireme.train.memory_used import MemoryUsed
-from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.data.samples import Samples
+from bireme.train.evaluation_set import Figures, combined, sets_of_run
+from bireme.train.outcome import REPLAN, LinkBytes, MemoryUsed, Outcome, RankOutcome
+from bireme.train.private_census import ReadableData
 from bireme.train.recorded_batches import RECORDED, has_room, recorded_first
-from bireme.train.replica import LeaderWriter, Replica
-from bireme.train.run_checkpoints import RunCheckpoints
-from bireme.train.run_evaluations import RunEvaluations
+from bireme.train.replica import AveragingReplica, LeaderWriter, Replica
+from bireme.train.run_checkpoints import RunCheckpoints, Tally, Tell
 from bireme.train.run_file import RunFile
-from bireme.train.run_reading import RunReading
-from bireme.train.slow_stages import ReplicaNotes
+from bireme.train.shares import ReplicaNotes
 from bireme.train.stops import Reason, Stops
-from bireme.train.tally import Tally, Tell
 
-__all__ = ["Loop", "ScheduleSwitch"]
+# What a rank reads while it trains: one loader, from window to window.
+#
+# Its worker processes stay, and its next batches are ready when an evaluation is over.
+
+
+class RunReading:
+    """What one rank reads. `home` is that in the place of `data.training` where some is private; `member` is
+    its replica where replicas may die. The end of a `with` block ends it.
+    """
+
+    def __init__(
+        self,
+        run: RunFile,
+        data: RunData,
+        home: ReadableData | None,
+        member: Replica | AveragingReplica | None,
+    ) -> None:
+        self._run, self._data, self._home, self._member = run, data, home, member
+        self._open = ExitStack()
+        self._loader: RankBatches | None = None
+        self._batches: Iterator[PartlyRead] | None = None
+
+    def begin(self, pipeline: Pipeline, first: int) -> None:
+        """Begin to read the batches of the run from that one on."""
+        self._batches = iter(self._loader_from(pipeline, first))
+
+    def batches(self, pipeline: Pipeline, first: int) -> Iterator[PartlyRead]:
+        """The batches of the run, the first of which is the next one."""
+        if self._batches is None:
+            self.begin(pipeline, first)
+        assert self._batches is not None, "reading has just begun"
+        return self._batches
+
+    def window(self, pipeline: Pipeline) -> Iterator[PartlyRead]:
+        """The batches that are dealt to this replica up to the end of its window."""
+        return iter(self._loader_from(pipeline, pipeline.num_trained))
+
+    def close(self) -> None:
+        """End what reads. Another pipeline may begin to read then."""
+        self._open.close()
+        self._loader = self._batches = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _loader_from(self, pipeline: Pipeline, first: int) -> RankBatches:
+        """What reads the batches of the run; that one is its first."""
+        if self._loader is None:
+            asked = self._run.data
+            make = RankBatches if self._member is None else self._member.batches
+            self._loader = make(
+                *self._samples(pipeline),
+                self._run.training.batch_size,
+                first,
+                self._run.training.steps - first,
+                prefetch=asked.prefetch,
+                num_workers=asked.num_workers,
+                timeout_s=self._run.cluster.timeout_s,
+                wanted=pipeline.cutter.wanted,
+            )
+            self._open.enter_context(self._loader)
+            if pipeline.balancer is not None:
+                self._open.callback(pipeline.balancer.close)  # or the loader may wait for shares
+        return self._loader
+
+    def _samples(self, pipeline: Pipeline) -> tuple[Samples, SampleOrder]:
+        """What this rank reads, and in which order."""
+        if self._home is None:
+            return self._data.training, self._data.order(self._run.data.seed)
+        batch_size = self._run.training.batch_size
+        return self._home.samples, self._home.order(
+            lambda step: pipeline.cutter.rows_of_replicas(step, batch_size)
+        )
+
+
+# The evaluations of a run while it trains: all sets through the pipeline, and what came of the last time.
+
+
+class RunEvaluations:
+    """`figures` are those of the last evaluation, which was after `step` steps; None where it has no loss.
+
+    `loss_through_codecs` is there where borders had codecs then. `step` is -1 before the first.
+    """
+
+    def __init__(self, run: RunFile, data: RunData) -> None:
+        self.figures: Figures | None = None
+        self.loss_through_codecs: float | None = None
+        self.step = -1
+        self._data = data
+        self._sets = {} if data.evaluation is None else sets_of_run(run, data.evaluation)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self._data.evaluation is not None
+
+    def evaluate(self, pipeline: Pipeline, step: int) -> dict[str, object]:
+        """Evaluate after so many steps; gives what the log is told."""
+        assert self._data.evaluation is not None, "who calls has asked"
+        begin_s = perf_counter()
+        shares = shares_of(self._data.evaluation)
+        found = self._evaluations(pipeline)
+        seconds = perf_counter() - begin_s
+        figures = combined(found, self._sets, shares, seconds=seconds, tokenizer=self._data.tokenizer)
+        more: dict[str, object] = {}
+        if pipeline.codecs.held(max(step - 1, 0)).phases:
+            coded = self._evaluations(pipeline, through_codecs=True)
+            self.loss_through_codecs = combined(coded, self._sets, shares, seconds=0.0, tokenizer=None).loss
+            more["loss_through_codecs"] = self.loss_through_codecs
+        self.figures = figures if any(one.weight for one in found.values()) else None
+        self.step = step
+        if len(found) > 1:
+            more["sources"] = {name: one.loss if one.weight else None for name, one in found.items()}
+        num_samples = sum(one.num_samples for one in found.values())
+        return {"num_samples": num_samples, **asdict(figures), **more}
+
+    def _evaluations(self, pipeline: Pipeline, *, through_codecs: bool = False) -> dict[str, Evaluation]:
+        wanted = pipeline.cutter.wanted_to_evaluate
+        return {
+            name: pipeline.evaluate(one.batches(wanted), through_codecs=through_codecs)
+            for name, one in self._sets.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

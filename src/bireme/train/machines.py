@@ -1,17 +1,137 @@
 """The devices of a run, from a cluster file or this machine, and their processes."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from bireme.cluster.cluster import Cluster
+import torch
+
+from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
-from bireme.cluster.server import Server
+from bireme.cluster.machine import discover
 from bireme.devices import ACCELERATOR
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.train.machine_devices import server_here
+from bireme.profile.control import device_here, torch_device
+from bireme.runtime.measuring.tier_speeds import (
+    check_disk_folder,
+    free_disk_bytes,
+    measured_disk_bytes_per_s,
+    measured_host_speed,
+)
 from bireme.train.run_file import RunFile
 
-__all__ = ["Machines", "check_kinds", "machines_of", "shared", "visible_gpus"]
+# The devices of a run on several machines: each machine says what it has, and all of it is the cluster.
+#
+# What joins the machines is not known here unless a cluster file says it: nothing is measured. A machine that
+# does not report the speed of its network card is assumed to have 1 Gbit/s.
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedProcess:
+    """One process: its machine's name, which of the launcher's nodes it is of, whether a GPU is its own, and
+    how many the machine has.
+    """
+
+    rank: int
+    node: str
+    host: str
+    has_cuda: bool
+    num_cuda: int = 0
+
+
+def nodes_of(members: Sequence[LaunchedProcess]) -> dict[str, list[LaunchedProcess]]:
+    """The processes of each node, nodes in the order of their first rank."""
+    found: dict[str, list[LaunchedProcess]] = {}
+    for member in sorted(members, key=lambda one: one.rank):
+        found.setdefault(member.node, []).append(member)
+    return found
+
+
+def server_here(device: str, count: int) -> Server:
+    """This machine with as many devices of the kind as it has processes."""
+    (server,) = discover(0 if _has_nvml(device) else count).cluster.servers
+    kept = tuple(one for one in server.devices if one.kind == device)
+    if len(kept) == len(server.devices) == count:
+        found = server
+    elif device == "cpu":
+        found = replace(server, devices=kept, bridges=(), meshes=(), cards=_card(server, count))
+    else:
+        devices = tuple(device_here(torch.device(device, place)) for place in range(count))
+        found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
+    return found
+
+
+def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
+    """The cluster of these machines, and a sentence on what is not known about it.
+
+    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`.
+    """
+    named, unknown = list[Server](), 0
+    for server in servers:
+        name, number = server.name, 2
+        while name in {one.name for one in named}:
+            name, number = f"{server.name}-{number}", number + 1
+        cards = server.cards
+        if not cards:
+            everyone = tuple(range(len(server.devices)))
+            cards, unknown = (Card(ASSUMED_CARD, everyone, ASSUMED_LINK),), unknown + 1
+        named.append(replace(server, name=name, cards=cards))
+    known = (
+        f"The links of {unknown} of {len(named)} machines are unknown; the plan assumes 1 Gbit/s and 0.5 ms "
+        "between hosts"
+        if unknown
+        else "The plan uses the rated speed of the network cards for the links between machines"
+    )
+    return Cluster(tuple(named)), f"{known}. To measure them: bireme cluster probe, and cluster.source."
+
+
+def ranks_on(cluster: Cluster, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> list[int]:
+    """Which rank each device of the cluster is computed by.
+
+    Servers and machines of the same names belong together. Where the names do not say it, devices and
+    ranks follow each other in their own order.
+    """
+    own = list(nodes.values())
+    by_name = {members[0].host: members for members in own}
+    servers = [(server.name, len(server.devices)) for server in cluster.servers]
+    if len(by_name) == len(own) and all(len(by_name.get(name, ())) == count for name, count in servers):
+        own = [by_name[name] for name, _ in servers]
+    return [member.rank for members in own for member in members]
+
+
+def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
+    """Which rank of the launcher takes each place of the plan: the one on the device that it names.
+
+    Places are counted as the engine does, replica by replica. A plan that names no devices, or those of
+    another cluster, is dealt out in order.
+    """
+    if plan.num_ranks > len(ranks):
+        raise BiremeError(
+            f"The plan is for {plan.num_ranks} processes, but {len(ranks)} were started. Start as many, or "
+            "plan for fewer."
+        )
+    number = {placed.name: place for place, placed in enumerate(cluster.devices())}
+    names = [row[replica] for replica in range(plan.width) for row in plan.devices]
+    if not names or not set(names) <= set(number):
+        return list(ranks[: plan.num_ranks])
+    return [ranks[number[name]] for name in names]
+
+
+def _has_nvml(device: str) -> bool:
+    """Whether this machine's GPUs can be asked for their links."""
+    if device == "cpu":
+        return False
+    try:
+        discover(0)
+    except BiremeError:
+        return False
+    return True
+
+
+def _card(server: Server, count: int) -> tuple[Card, ...]:
+    return tuple(replace(card, devices=tuple(range(count))) for card in server.cards[:1])
+
 
 CPU_WORKERS = 2
 """Processes on a machine without a GPU, unless somebody says: as few as a pipeline has."""
@@ -121,3 +241,54 @@ def shared(server: Server, workers: int) -> Server:
     ]
     devices = tuple(parts[place % num] for place in range(workers))
     return Server(server.name, devices, host_memory_bytes=server.host_memory_bytes)
+
+
+# What a run can page to on this machine: the speed of its copies and of its disk, and what is free there.
+
+DIGITS = 3
+
+
+def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
+    """The machines with what paging needs to know. A cluster file's figures are taken as they are.
+
+    Where a file does not say how large disks are, they have what is free in the folder here.
+    """
+    memory = run.memory
+    if not memory.is_on:
+        return machines
+    servers = list(machines.cluster.servers)
+    if memory.disk is not None:
+        folder = Path(memory.disk)
+        check_disk_folder(folder, "memory.disk")
+        free = free_disk_bytes(folder)
+        servers = [replace(one, disk_bytes=one.disk_bytes or free) for one in servers]
+        if run.cluster.source is None:
+            speed = _rounded(measured_disk_bytes_per_s(folder))
+            servers = [replace(one, disk_bytes_per_s=speed) for one in servers]
+    if run.cluster.source is None:
+        found = measured_host_speed(torch_device(machines.device))
+        speed, copy_s, chunk_s = map(_rounded, (found.bytes_per_s, found.copy_s, found.chunk_s))
+        servers = [
+            replace(
+                one,
+                devices=tuple(
+                    replace(own, host_bytes_per_s=speed, copy_s=copy_s, chunk_s=chunk_s)
+                    for own in one.devices
+                ),
+            )
+            for one in servers
+        ]
+    return replace(machines, cluster=Cluster(tuple(servers), machines.cluster.switch))
+
+
+def check_paging_disk(run: RunFile, plan: Plan) -> None:
+    """Refuse a plan that pages to a disk where the run names no folder, or none that can be used."""
+    if plan.paging is None or not any(budgets.disk_bytes for budgets in plan.paging.budgets):
+        return
+    if run.memory.disk is None:
+        raise BiremeError("The plan pages to a disk, but memory.disk names no folder for that. Set it.")
+    check_disk_folder(Path(run.memory.disk), "memory.disk")
+
+
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.{DIGITS}g}")

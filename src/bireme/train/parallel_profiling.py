@@ -18,24 +18,30 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TypeVar
 
-from bireme.cluster.engine_cost import NO_ENGINE, EngineCost
+from bireme.cluster.device import NO_ENGINE, EngineCost
 from bireme.model.graph import Graph
-from bireme.profile.cache import cache_path, cached_figures, keep_figures
-from bireme.profile.control import Control
-from bireme.profile.here import device_here, versions_here
+from bireme.profile.control import (
+    Control,
+    cache_path,
+    cached_figures,
+    device_here,
+    keep_figures,
+    versions_here,
+)
 from bireme.profile.measuring import BatchEndTimes, Measured, MeasuringJob, Progress, measure_units
-from bireme.profile.timing import Seconds
-from bireme.profile.waits import waited_s
+from bireme.profile.timing import Seconds, waited_s
 from bireme.runtime.launch import launch
-from bireme.runtime.measuring.batch_end import batch_end_of, batch_end_of_next_to_nothing
-from bireme.runtime.measuring.messages import lopsided_graph, message_costs
+from bireme.runtime.measuring.batch_end import (
+    batch_end_of,
+    batch_end_of_next_to_nothing,
+    lopsided_graph,
+    message_costs,
+)
 from bireme.runtime.world import World
-from bireme.train.memory_used import settled_bytes
 from bireme.train.model import RunModel
+from bireme.train.outcome import settled_bytes
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
-
-__all__ = ["ParallelMeasurer", "mean_of"]
 
 Figures = TypeVar("Figures")
 

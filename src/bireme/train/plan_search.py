@@ -8,17 +8,110 @@ from bireme.model.graph import Graph
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import delay_warmup_of
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
+from bireme.plan.plan_request import Goal, PlanRequest, TierLimits, pins_of, ranges_of
 from bireme.plan.search.search import find_plan
-from bireme.plan.tier_limits import TierLimits
-from bireme.plan.unit_names import pins_of, ranges_of
 from bireme.profile.profile import Profile
-from bireme.schedule.rule import Rule
+from bireme.schedule.program import Rule
+from bireme.train.checkpoint.manifest import Manifest
+from bireme.train.link_codecs import sums_of
 from bireme.train.machines import Machines
 from bireme.train.run_file import Memory, RunFile
-from bireme.train.sums import sums_of
 
-__all__ = ["plan_request_of", "planned"]
+# Runs whose batch is not the run file's: the planner has chosen it, or it grew with the replicas' speed.
+#
+# Once chosen it is kept: the run that a folder remembers has it as its own.
+
+WARMUP = 0.05
+"""Of the steps of a run: the warm-up of a learning rate that was made larger, where it had none."""
+
+
+def chooses_batch(run: RunFile) -> bool:
+    """Whether the size of the batch is still to be chosen."""
+    return run.plan.largest_batch is not None or run.balance.batch == "grow"
+
+
+def with_batch(run: RunFile, batch_size: int) -> RunFile:
+    """The run with the batch that was chosen, which it keeps from then on."""
+    return _changed(run, {"batch_size": batch_size})
+
+
+def with_batch_of(run: RunFile, begun: RunFile) -> RunFile:
+    """The run with the batch of the one that was begun, and with the learning rate if that grew along."""
+    if run.balance.batch != "grow" or begun.balance.batch == "grow":
+        return with_batch(run, begun.training.batch_size)
+    names = ("batch_size", "learning_rate", "warmup_steps", "warmup_fraction")
+    return _changed(run, {name: getattr(begun.training, name) for name in names})
+
+
+def grown(run: RunFile, batch_size: int) -> RunFile:
+    """The run with a batch of another size and the learning rate in proportion, after a warm-up."""
+    training = run.training
+    changed: dict[str, object] = {
+        "batch_size": batch_size,
+        "learning_rate": training.learning_rate * batch_size / training.batch_size,
+    }
+    if not training.num_warmup_steps and batch_size > training.batch_size:
+        changed |= {"warmup_steps": max(1, round(WARMUP * training.steps)), "warmup_fraction": None}
+    return _changed(run, changed)
+
+
+def _changed(run: RunFile, training: dict[str, object]) -> RunFile:
+    return run.model_copy(
+        update={
+            "plan": run.plan.model_copy(update={"largest_batch": None}),
+            "balance": run.balance.model_copy(update={"batch": "keep"}),
+            "training": run.training.model_copy(update=training),
+        }
+    )
+
+
+# How long a run will take, roughly and before anything is measured.
+
+SHORT_S = 10.0
+"""A run that is over sooner is measured and planned briefly."""
+
+FLOPS_PER_S, CALL_S, MICRO_BATCHES = 2e10, 2e-5, 4
+"""What a slow core computes, what it takes to call an operator, and how often one is called in a step."""
+
+
+def is_short(run: RunFile, graph: Graph) -> bool:
+    """Whether a run will be over so soon that to measure and to plan well would take longer than it saves.
+
+    That is a guess from what its operators compute, and how many they are.
+    """
+    computed = 3 * run.training.batch_size * sum(one.flops for one in graph.operators) / graph.batch
+    called = 3 * MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
+    return run.training.steps * (computed / FLOPS_PER_S + called * CALL_S) < SHORT_S
+
+
+# Steps without delayed updates at the beginning of a run: the same stages, under a schedule that flushes.
+
+
+def first_delayed_step(run: RunFile, saved: SavedPlan, resumed: Manifest | None = None) -> int:
+    """The step after which updates are delayed, if the plan delays any: as asked, or as planned. A run that
+    was `resumed` under the plan's own schedule, and was made longer, does not go back to another one.
+    """
+    step = run.plan.num_delay_warmup_steps(run.training.steps)
+    if step is None:
+        step = 0 if saved.forecast is None else round(saved.forecast.delay_warmup * run.training.steps)
+    is_under_way = resumed is not None and resumed.schedule == saved.plan.schedule
+    return min(step, resumed.step) if resumed is not None and is_under_way else step
+
+
+def flush_twin(plan: Plan) -> Plan | None:
+    """The same plan under 1f1b, which takes no more memory; None where no update is delayed anyway."""
+    if plan.source.rule is Rule.SYNCHRONOUS:
+        return None
+    return replace(plan, schedule="1f1b")
+
+
+def plans_of(run: RunFile, saved: SavedPlan) -> tuple[Plan, ...]:
+    """The plans that a run trains with, one after the other."""
+    twin = flush_twin(saved.plan) if first_delayed_step(run, saved) else None
+    return (saved.plan,) if twin is None else (twin, saved.plan)
+
 
 Progress = Callable[[float, str], None]
 

@@ -1,7 +1,10 @@
 """Preparation before any process starts: check, measure, plan, and write the run's folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,67 +13,260 @@ import torch
 
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
-from bireme.codec.sum_words import DENSE
+from bireme.codec.sum_description import DENSE
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
+from bireme.model.capture import in_evaluation
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
-from bireme.plan.forecast import Answer
-from bireme.plan.hashes import check_plan_fits, planned_units
-from bireme.plan.homes import check_homes
-from bireme.plan.plan_file import SavedPlan, load_plan, saved_plan, write_plan
+from bireme.plan.forecast import Answer, summarize
+from bireme.plan.plan import Plan, check_homes, check_servers
+from bireme.plan.plan_file import (
+    SavedPlan,
+    check_plan_fits,
+    load_plan,
+    planned_units,
+    saved_plan,
+    write_plan,
+    write_windows,
+)
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.summary import summarize
-from bireme.plan.window_file import write_windows
 from bireme.profile.codec_timing import with_codec_rates
-from bireme.profile.here import torch_device
-from bireme.profile.profile import Profile
-from bireme.profile.profile_file import load_profile, save_profile
+from bireme.profile.control import torch_device
+from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
+from bireme.runtime.averaging.outer import check_untied
+from bireme.runtime.layout import layout_of
+from bireme.runtime.processes import has_server, start_process
 from bireme.train.base_weights import has_base, keep_base
-from bireme.train.capturing import evaluation_beside
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import RECORD
-from bireme.train.chosen_batch import chooses_batch, with_batch, with_batch_of
-from bireme.train.data.prepare import RunData
-from bireme.train.delay_warmup import plans_of
-from bireme.train.early_checks import check_depth, check_devices, check_samples
+from bireme.train.data.mixture import sources_of
+from bireme.train.data.prepare import RunData, check_sizes
+from bireme.train.data.samples import Samples
+from bireme.train.data.stream import StreamSamples
 from bireme.train.folder import RunFolder
-from bireme.train.home_data import readers_of
 from bireme.train.initial_weights import InitialWeights, remove_initial
-from bireme.train.kept_gradients import check_gradient, check_schedule, gradient_document, with_kept_gradients
-from bireme.train.link_codecs import check_borders, tell_changed_codecs, with_own_codecs
-from bireme.train.machines import Machines, machines_of
-from bireme.train.micro_batch_sizes import micro_batches
+from bireme.train.link_codecs import (
+    check_borders,
+    check_gradient,
+    check_schedule,
+    gradient_document,
+    tell_changed_codecs,
+    with_kept_gradients,
+    with_own_codecs,
+)
+from bireme.train.machines import Machines, check_paging_disk, machines_of, with_tiers_here
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
-from bireme.train.plan_search import plan_request_of, planned
-from bireme.train.private_census import Census, census_of, check_same_census, load_census, write_census
+from bireme.train.plan_search import (
+    chooses_batch,
+    is_short,
+    plan_request_of,
+    planned,
+    plans_of,
+    with_batch,
+    with_batch_of,
+)
+from bireme.train.private_census import (
+    Census,
+    census_of,
+    check_same_census,
+    load_census,
+    readers_of,
+    write_census,
+)
 from bireme.train.recorded_batches import is_recorded
-from bireme.train.replica_checks import check_paged, check_replicas, check_tied
-from bireme.train.resume_checks import check_same_run
+from bireme.train.resume_checks import (
+    DataIdentity,
+    check_none_left,
+    check_same_run,
+    data_identity,
+    write_identity,
+)
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, with_model_defaults
-from bireme.train.run_file.links import AUTO
-from bireme.train.run_length import is_short
-from bireme.train.same_data import DataIdentity, data_identity, write_identity
-from bireme.train.samples_left import check_none_left
+from bireme.train.run_file.planning import AUTO
+from bireme.train.run_log import check_trackers
 from bireme.train.shares import sharing_of
-from bireme.train.tiers_here import check_paging_disk, with_tiers_here
-from bireme.train.tracker import check_trackers
 
-__all__ = [
-    "PreparedRun",
-    "prepare",
-    "prepared_again",
-    "prepared_before",
-    "prepared_document",
-    "write_prepared",
-    "written_paths",
-]
+# The sizes of micro-batches that are measured for a run, which are those that its plan may have.
+
+LARGEST_MEASURED = 16
+"""Samples of the largest micro-batch that is measured unless one is asked for."""
+
+
+def micro_batches(run: RunFile) -> list[int]:
+    """The sizes of micro-batches that a plan of this run may have."""
+    batch, asked = run.training.batch_size, run.plan
+    if asked.micro_batch is not None:
+        return [asked.micro_batch]
+    if asked.microbatches is not None:
+        widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
+        sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
+        return sorted(sizes)[-4:] or [1]
+    largest = asked.largest_batch
+    powers = [1 << power for power in range(min(LARGEST_MEASURED, largest or batch).bit_length())]
+    return powers if largest is not None else [size for size in powers if batch % size == 0]
+
+
+def _divides(width: int, run: RunFile) -> bool:
+    assert run.plan.microbatches is not None
+    return run.training.batch_size % (width * run.plan.microbatches) == 0
+
+
+# Mistakes of a run that are found before its model is measured: in its devices, its depth, its samples.
+
+
+def check_devices(run: RunFile, machines: Machines) -> None:
+    """A plan for more devices than there are is refused before anything is measured."""
+    check_servers(run.data.private or (), machines.cluster)
+    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
+    for name in run.plan.devices or ():
+        machines.cluster.number_of(name)
+    if needed > num_devices:
+        remedy = "Plan for fewer devices, or name a larger cluster."
+        if run.cluster.source is None:
+            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
+        raise BiremeError(
+            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
+            f"is a process. {remedy}"
+        )
+
+
+def check_depth(run: RunFile, graph: Graph) -> None:
+    """More stages than the model has units are refused before anything is measured."""
+    depth, num_units = run.plan.depth or 1, len(units_of(graph))
+    if depth > num_units:
+        raise BiremeError(
+            f"plan.depth is {depth}, but the model has {num_units} units, and each stage needs one. Set "
+            f"plan.depth to {num_units} or less."
+        )
+
+
+def check_samples(data: RunData, graph: Graph) -> None:
+    """Samples that the captured model cannot take are found here, and not by a rank."""
+    for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
+        for one in () if samples is None else sources_of(samples).values():
+            check_sizes(one, graph.inputs, what, is_text=data.is_text)
+
+
+# The model of a run captured for evaluation, while the process that prepares the run does other work.
+#
+# Most models are the same program in training and in evaluation, and are captured once. The two captures of
+# others take as long as each other and need nothing of each other: a copy of this process makes one of them,
+# where the copy has a core. That is for the first model of a process: what torch prepares at its first
+# capture the copy prepares too, and later captures here need it no more.
+
+LEAST_CORES = 2
+"""With one the two captures would only take turns."""
+
+_earlier = count()
+"""How often this process has come to capture a model."""
+
+
+@contextmanager
+def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Callable[[Graph], Graph]]:
+    """Begin to capture the model in evaluation mode for `batch` samples, if it is another program then.
+
+    Gives the way to have that graph from the one in training mode. `largest` are the samples of its example
+    inputs. What goes wrong in the copy is tried here once more, so that errors are the model's own.
+    """
+    modes = model.modes()
+    if modes is not None:
+        yield lambda graph: in_evaluation(graph, modes) or model.evaluation.graph(batch)
+        return
+    if next(_earlier) or not has_server() or num_cores() < LEAST_CORES:
+        yield lambda graph: model.evaluation.graph(batch)
+        return
+    process, talk = start_process("bireme capture", _capture, model.run, largest, batch)
+
+    def found(graph: Graph) -> Graph:
+        try:
+            captured: Graph | None = talk.recv()
+        except (EOFError, OSError):
+            captured = None
+        return captured or model.evaluation.graph(batch)
+
+    with talk:
+        try:
+            yield found
+        finally:
+            process.close()
+
+
+def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        found = RunModel.of(run, largest).evaluation.graph(batch)
+    except Exception:  # whoever asked tries again, and finds out
+        found = None
+    talk.send(found)
+
+
+# Whether the replicas of a run can go on without each other: known before anything starts.
+
+
+def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
+    """Refuse a run whose replicas may die, but could not go on without each other."""
+    mode = run.sync.mode
+    if mode == "all":
+        return
+    if plan.width < 2:
+        raise BiremeError(
+            f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
+            'plan.width to 2 or more, or use sync.mode = "all".'
+        )
+    if isinstance(samples, StreamSamples):
+        raise BiremeError(
+            f'sync.mode is "{mode}", in which samples may be trained in another order than they come, but '
+            "the data are a stream. Download them, or leave out streaming=true."
+        )
+    if plan.paging is not None:
+        what = "weights" if run.sync.averages else "gradients"
+        raise BiremeError(
+            f'sync.mode is "{mode}", in which whole {what} are sent from where they lie, but the plan '
+            'pages. Leave paging out of the plan, or use sync.mode = "all".'
+        )
+    most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
+    if run.sync.averages and most > 1:
+        raise BiremeError(
+            f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
+            f'{most} stages on a rank. Use a schedule with one, such as 1f1b or 2bw, or sync.mode = "quorum".'
+        )
+
+
+def check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
+    """Refuse weights that ranks of a replica share, where replicas average weights rank by rank."""
+    if run.sync.averages:
+        program = plan.by_program
+        check_untied(layout_of(graph, units_of(graph), program, 0, program.num_ranks))
+
+
+def check_paged(run: RunFile, plan: Plan) -> None:
+    """Refuse a plan that pages or shares weights, as one from a file may, where the run asks for what
+    does not go with that.
+    """
+    if plan.whole_weights and run.memory.shard != "weights":
+        raise BiremeError(
+            f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "
+            f'"{run.memory.shard}". Set memory.shard = "weights", or use a plan that was made without it.'
+        )
+    if plan.paging is None:
+        return
+    asked = {
+        "memory.shard": (run.memory.shard, "none"),
+        "training.gradient": (run.training.gradient, "whole"),
+    }
+    for key, (value, usual) in asked.items():
+        if value != usual:
+            raise BiremeError(
+                f'{key} is "{value}", but the plan pages, which goes with "{usual}" only. Set {key} to '
+                f'"{usual}", or use a plan that does not page.'
+            )
 
 
 Progress = Callable[[float, str], None]

@@ -6,21 +6,16 @@ from typing import Any
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
-from bireme.profile.profile import Profile
-from bireme.profile.profile_file import load_profile
+from bireme.profile.profile import Profile, load_profile
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.world import World
-from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.home_data import ReadableData
 from bireme.train.model import RunModel
-from bireme.train.private_census import Census
-from bireme.train.replica import Replica
+from bireme.train.private_census import Census, ReadableData
+from bireme.train.replica import AveragingReplica, Replica
 from bireme.train.run_file import RunFile
-
-__all__ = ["RankPart", "RunStart"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from bireme.train.run_file.training import Training
 
-__all__ = ["rate_factor"]
-
 
 def rate_factor(training: Training) -> Callable[[int], float]:
     """The factor on the learning rate for batch t, counted from 0.

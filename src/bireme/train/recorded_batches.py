@@ -1,11 +1,9 @@
 """Which batches of a run are recorded by instruction: a few early ones of the schedule that stays."""
 
 from bireme.plan.plan_file import SavedPlan
-from bireme.schedule.rule import Rule
-from bireme.train.delay_warmup import first_delayed_step
+from bireme.schedule.program import Rule
+from bireme.train.plan_search import first_delayed_step
 from bireme.train.run_file import RunFile
-
-__all__ = ["RECORDED", "has_room", "is_recorded", "recorded_first"]
 
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""

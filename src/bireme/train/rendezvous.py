@@ -5,10 +5,13 @@ other machines after a restart, and there may be more or fewer of them; what an 
 store must not be taken for news.
 """
 
+import hashlib
 import json
 import os
 import re
 import secrets
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,11 +19,86 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bireme.devices import Backend
 from bireme.errors import BiremeError
-from bireme.runtime.parent_watch import die_with_parent
+from bireme.runtime.board import die_with_parent
 from bireme.runtime.stores import PrefixStore, Store, open_store
+from bireme.train.folder import RunFolder
 
-__all__ = ["Announcements", "Environment", "rendezvous", "until"]
+# Which network card leads to the other machines of a run.
+#
+# Gloo takes the one of this machine's own name, which on many machines is the loopback: then no other machine
+# can answer.
+
+NAMED = "GLOO_SOCKET_IFNAME"
+
+ASK_ADDRESS = 0x8915
+"""SIOCGIFADDR of Linux: the address of a card by its name."""
+
+
+def let_gloo_use_the_way_to(host: str) -> None:
+    """Have gloo use the card that reaches a host, unless somebody has named one or it cannot be told.
+
+    A host that turns out to be this machine by its loopback says nothing, for other machines may be in it.
+    """
+    if NAMED in os.environ or sys.platform != "linux":
+        return
+    card = _card_to(host)
+    if card is not None:
+        os.environ[NAMED] = card
+
+
+def _card_to(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # which sends nothing
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        if address.startswith("127."):
+            return None
+        return next((name for _, name in socket.if_nameindex() if _address_of(name, probe) == address), None)
+
+
+def _address_of(card: str, any_socket: socket.socket) -> str | None:
+    import fcntl  # there is none but on Unix
+
+    request = card.encode()[:15].ljust(40, b"\0")
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), ASK_ADDRESS, request)[20:24])
+    except OSError:  # a card without an address
+        return None
+
+
+# What rank 0 tells the processes that a launcher has started, once it has made a run ready.
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
+    may die each process is the launcher of its host, and `hosts` is what `meet_hosts` takes.
+    """
+
+    folder: str
+    digest: str
+    checkpoint: str | None
+    passed_over: list[str]
+    places: list[int]
+    backend: Backend
+    device: str
+    threads: int | None
+    timeout_s: float
+    words: dict[str, Any]
+    hosts: dict[str, Any] | None = None
+
+
+def digest_of(folder: RunFolder) -> str:
+    """What tells whether two machines see the same folder; nothing where they see none."""
+    try:
+        return hashlib.sha256(folder.run_file.read_bytes() + folder.plan.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
 
 FIND_S = 300.0
 """How long the processes have to find each other: a machine may have to start first."""

@@ -8,6 +8,7 @@ all ranks of a replica know the same.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -15,27 +16,30 @@ from typing import Any, Protocol, Self
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.runtime.averaging.agent import AveragingAgent
+from bireme.runtime.averaging.outer import Averaging, OuterSettings
+from bireme.runtime.board import RunFailed
+from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agent import Agent
 from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.peer_agent import PeerAgent
-from bireme.runtime.quorum.talk import LazyCoordinatorClient
-from bireme.runtime.result import BatchResult
+from bireme.runtime.quorum.peer_agent import LazyCoordinatorClient, PeerAgent
 from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
-from bireme.sync.coordinator.membership import Changes, MembershipChange
-from bireme.sync.coordinator.messages import Incarnation, RankId
+from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, Window
+from bireme.sync.coordinator.state import Changes, MembershipChange
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT
-from bireme.train.data.rank_batches import RankBatches
+from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT, RankBatches
+from bireme.train.data.placing import SampleOrder
+from bireme.train.data.samples import Samples
 from bireme.train.data.workers import Task
 from bireme.train.outcome import Outcome
+from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
 from bireme.train.stops import Reason, Stops
-
-__all__ = ["DealtBatches", "LeaderLog", "LeaderWriter", "MortalReplica", "Replica"]
 
 KEPT_KINDS = frozenset({"train", "evaluation", "membership"})
 KEPT_LINES = 64
@@ -297,3 +301,221 @@ class LeaderWriter:
         if self._writer is not None:
             with suppress(BiremeError):
                 self._writer.__exit__(kind, error, trace)
+
+
+# One rank of a replica that averages weights with others, as the loop of a run sees it.
+#
+# Each replica trains batches of its own, so what counts for the run is not their number but the places of
+# their samples in the run's order: they say at which step the run is, and which learning rate holds. The run
+# goes from one meeting of all replicas to the next: at a meeting all have the same weights, and the same
+# step.
+
+MOST_BATCHES = 1 << 40
+"""Of a window; it ends where no more are dealt."""
+STEP = "averaging/step"
+"""Under this name a replica's first rank says in the store of the replica which step the run is at."""
+PREFETCH = 1
+"""Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait
+for at the end of a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What all replicas agree on: the step, why the run ends if it does, who met, and the samples of each
+    replica since the meeting before. `num_samples` of them were trained since this rank's last batch.
+    """
+
+    step: int
+    reason: Reason
+    members: tuple[int, ...]
+    shares: tuple[int, ...]
+    num_samples: int
+
+
+class AveragingReplica(MortalReplica):
+    """What this rank knows of the replicas of its run, of which there are `num_replicas` at most."""
+
+    agreement = None
+
+    def __init__(self, world: World, order: ReplicaOrder, run: RunFile, num_replicas: int) -> None:
+        self._life = order.life
+        rank = RankId(order.life.replica, order.life.life, world.rank)
+        self._agent = AveragingAgent(
+            rank,
+            LazyCoordinatorClient(
+                order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
+            ),
+            timeout_s=world.timeout_s,
+            device=world.device,
+            on_error=world.watch.failed,
+        )
+        world.watch.abort_on_failure(self._agent)
+        changes = Changes(run.training.batch_size, is_quorum=False)
+        super().__init__(order.life, self._agent, () if order.life.life else range(num_replicas), changes)
+        self._store, self._is_first_rank = world.store, not world.rank
+        self._lives = dict.fromkeys(self._order, 0)
+        """Of the replicas that were at the last meeting, the lives in which they were there."""
+        sync = run.sync
+        outer = None
+        if sync.mode == "outer":
+            outer = OuterSettings(
+                sync.outer_every, sync.outer_rate, sync.outer_momentum, sync.outer_fragments
+            )
+        self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
+        lag = 0 if outer is None else sync.outer_overlap
+        self.averaging = Averaging(
+            self._agent, self._batch_size, outer, lag, order.first, sync.average_optimizer
+        )
+        self.step = order.first
+        """How many batches of the run were trained by the last meeting."""
+        self._reason = Reason.NONE
+        self._place = order.first * self._batch_size
+        self._dealt = 0
+        """The samples of this replica since the last meeting."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this replica writes the log: the first one that was at the last meeting and still lives; if
+        none does, the one that has been there for longest. It is for one rank of a replica to ask, as others
+        may not know yet who has died since.
+        """
+        members = self._agent.word.members
+        living = {one.own_life for one in members}
+        known = [one for one in self._order if Incarnation(one, self._lives[one]) in living]
+        others = [one.replica for one in sorted(members, key=lambda one: (one.life, one.first, one.replica))]
+        return (known or others)[:1] == [self.number]
+
+    def begin(self, step: int) -> int:
+        """The step that this replica's pipeline is to be made for, the same on all of its ranks: it may have
+        another schedule from some step on.
+        """
+        if not self.has_come_late:
+            return step
+        self._agent.begin(Window(0, 0))
+        if self._is_first_rank:
+            # While the last sample that is dealt trains, its window is the last one that has begun.
+            found = max(self._known_place() - 1, 0) // self._batch_size
+            self._store.set(STEP, str(found))
+            return found
+        # By now this rank may have heard of later samples.
+        self._agent.wait_for(lambda _word: self._store.check([STEP]))
+        return int(self._store.get(STEP))
+
+    def join(self, pipeline: Pipeline) -> None:
+        """Come to the first batch of this replica, with the state of the others."""
+        pipeline.join_averaging(0)
+        if until := self._agent.deals.window.until:
+            # The donor is within a window, which ends where the next one of this step does.
+            self.step = min(self._known_place() // self._batch_size, max(until // self._batch_size - 1, 0))
+            self._place = self.step * self._batch_size
+
+    def rate(self, factor: Callable[[int], float]) -> Callable[[int], float]:
+        """The factor on the learning rate of this replica's batches."""
+        return lambda batch: factor(self._batch_of_run(batch))
+
+    def note(self, result: BatchResult) -> None:
+        """A batch is done."""
+        reason = Reason.of(result.votes) if result.votes else Reason.NONE
+        self._reason = max(self._reason, reason)
+        if self._reason is not Reason.NONE:
+            self._agent.deals.ask_end()
+
+    def votes(self, stops: Stops) -> Callable[[], float]:
+        """What this rank gives along with a batch: time and saving are for who speaks to ask for."""
+
+        def vote() -> float:
+            found = stops.vote()
+            return found if found >= Reason.SIGNAL or self.speaks else 0.0
+
+        return vote
+
+    def step_after(self, result: BatchResult) -> int:
+        """The step of the run after one of this replica's batches."""
+        return self._batch_of_run(result.batch) + 1
+
+    def num_samples(self, result: BatchResult) -> int:
+        """How many samples all replicas were given since this one's batch before."""
+        place = self._agent.deals.of(result.batch).samples[0].begin
+        found, self._place = max(place - self._place, 0), max(place, self._place)
+        return found
+
+    def batches(
+        self,
+        samples: Samples,
+        order: SampleOrder,
+        batch_size: int,
+        first: int,
+        _num_batches: int,
+        *,
+        prefetch: int,
+        **more: Any,
+    ) -> DealtBatches:
+        """What this rank reads, from its batch `first` on. Each iteration ends with its window."""
+        ahead = min(prefetch, PREFETCH)
+        return DealtBatches(
+            samples, order, batch_size, first, MOST_BATCHES, prefetch=ahead, deal=self._deal, **more
+        )
+
+    def enter(self, until: int) -> None:
+        """The next batches are of the window that ends after the step `until`."""
+        self._agent.enter(until * self._batch_size)
+
+    def meet(self, pipeline: Pipeline) -> Meeting:
+        """Make one mean of all replicas' weights, when the window has drained."""
+        samples, lives = [0.0] * self._num_replicas, [0.0] * self._num_replicas
+        samples[self.number], lives[self.number] = float(self._dealt), float(self._life.life)
+        met = pipeline.meet(float(self._reason), float(self._agent.deals.ended_at), *samples, *lives)
+        votes, ends, *told = met.numbers
+        shares, lives = told[: self._num_replicas], told[self._num_replicas :]
+        self._reason, self._dealt = Reason.NONE, 0
+        # By what all were told, for all ranks must find the same one.
+        self._order = tuple(sorted(met.parts, key=lambda one: (lives[one], one)))
+        self._lives = {one: round(lives[one]) for one in met.parts}
+        end = self._agreed_end(met.parts, ends)
+        self.step = end // self._batch_size
+        num_samples, self._place = max(end - self._place, 0), end
+        return Meeting(self.step, Reason.of(votes), met.parts, tuple(map(round, shares)), num_samples)
+
+    def succeed(self) -> None:
+        """Wait until all that lead before this replica are gone. It leads then, even if it never met them."""
+        super().succeed()
+        self._lives = {self.number: self._life.life}
+
+    def leave(self, step: int) -> None:
+        """This rank has done all steps up to that one. Who leads goes first."""
+        del step
+        self._agent.wait_until_used_by_all()
+        self.succeed()
+        self._agent.close(is_leaving=True)
+
+    def _agreed_end(self, members: Sequence[int], ends: float) -> int:
+        """The place at which all who met say that their window ended; it is so in `ends` often. Who came late
+        to a window that was over knows it from the others.
+        """
+        own, mean = self._agent.deals.ended_at, ends / len(members)
+        if mean != (own if self.number in members else int(mean)):
+            raise RunFailed(
+                f"Replica {self.number} ended its window at place {own} of the run's samples, but the "
+                f"{len(members)} replicas that met ended theirs at place {mean:g} on average: they are not "
+                "at the same step. This is a bug in Bireme: please report it."
+            )
+        return int(mean)
+
+    def _known_place(self) -> int:
+        """The first sample of the run that has not been dealt."""
+
+        def is_known(word: CoordinatorReply) -> bool:
+            return bool(word.members)
+
+        return self._agent.wait_for(is_known).fresh
+
+    def _deal(self, batch: int) -> Sequence[range] | None:
+        deal = self._agent.deals.dealt(batch)
+        if deal is None:
+            return None
+        self._dealt += deal.num_samples
+        return [range(one.begin, one.end) for one in deal.samples]
+
+    def _batch_of_run(self, batch: int) -> int:
+        """The batch of the run that the samples of this replica's batch would be of."""
+        return self._agent.deals.of(batch).samples[0].begin // self._batch_size

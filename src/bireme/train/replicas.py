@@ -6,19 +6,17 @@ from dataclasses import replace
 from bireme.devices import Backend
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.runtime.quorum.site import Site
-from bireme.sync.coordinator.settings import CoordinatorSettings, GroupSettings, SyncMode
+from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.delay_warmup import first_delayed_step
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures, first_of
+from bireme.train.plan_search import first_delayed_step
 from bireme.train.prepare import PreparedRun
 from bireme.train.rank_part import RunStart
+from bireme.train.resume_checks import left_at
 from bireme.train.run_file import RunFile
-from bireme.train.samples_left import left_at
 from bireme.train.shares import share_limits
 from bireme.train.worker import train_replica
-
-__all__ = ["launch_here", "replica_settings", "run_replicas", "with_delay"]
 
 
 def run_replicas(

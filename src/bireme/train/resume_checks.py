@@ -4,13 +4,21 @@ A checkpoint says which batch comes next. That is the right one only if batches 
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.sum_description import parse_sum_codec
+from bireme.documents import read_json_lines, read_json_object
 from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
+from bireme.sync.coordinator.messages import SamplePlaces
+from bireme.sync.coordinator.samples import in_force, united
 from bireme.train.base_weights import (
     BASE,
     BaseIdentity,
@@ -19,21 +27,140 @@ from bireme.train.base_weights import (
     load_base,
 )
 from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.data.prepare import RunData
+from bireme.train.data.prepare import RunData, is_repeatable, samples_digest
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.rates import rate_factor
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
-from bireme.train.same_data import (
-    DataIdentity,
-    check_same_data,
-    data_identity,
-    identity_from,
-    load_identity,
-)
 
-__all__ = ["check_files_here", "check_finds_checkpoints", "check_rate", "check_same_run", "run_conditions"]
+# Which data a run learns from, kept in its folder and its checkpoints, and whether they are there again.
+#
+# A checkpoint says which samples come next by their numbers alone. So other data, of the same name and the
+# same size too, would be trained on without a word.
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class DataIdentity:
+    """What tells data from others: how much there is, and a digest of what the samples hold.
+
+    `source` is where they were, for people. `evaluation_sha256` is None where the samples to evaluate with
+    are a part of the same source, whose digest covers them.
+    """
+
+    source: str
+    num_samples: int
+    num_tokens: int | None
+    sha256: str
+    evaluation_sha256: str | None
+    format: Literal[1] = Field(default=1)
+
+    def plain(self) -> dict[str, JsonValue]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        tokens = "" if self.num_tokens is None else f" of {self.num_tokens} tokens in all"
+        return f"{self.num_samples} samples{tokens}, whose SHA-256 begins with {self.sha256[:12]}"
+
+
+READER = TypeAdapter(DataIdentity)
+
+
+def data_identity(run: RunFile, data: RunData) -> DataIdentity:
+    """The identity of a run's data."""
+    apart = None if run.data.evaluation_source is None else data.evaluation
+    return DataIdentity(
+        source=run.data.named,
+        num_samples=len(data.training),
+        num_tokens=data.num_tokens,
+        sha256=samples_digest(data.training),
+        evaluation_sha256=None if apart is None else samples_digest(apart),
+    )
+
+
+def write_identity(path: Path, identity: DataIdentity) -> None:
+    """Keep it in a run's folder."""
+    write_text_atomically(path, READER.dump_json(identity, indent=1).decode() + "\n")
+
+
+def load_identity(path: Path) -> DataIdentity | None:
+    """What a run's folder keeps; None where an older version of Bireme began the run."""
+    return identity_from(read_json_object(path), str(path)) if path.is_file() else None
+
+
+def identity_from(kept: object, origin: str) -> DataIdentity:
+    """What was kept as JSON; `origin` is where, for an error."""
+    try:
+        return READER.validate_python(kept)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BiremeError(
+            f"{origin} does not say which data the run was trained on: {place}: {first['msg']}."
+        ) from None
+
+
+def check_same_data(before: DataIdentity, now: DataIdentity, data: RunData, where: str) -> str:
+    """Refuse other data than those `before`; a sentence for people where something else is to be said.
+
+    `where` is what was made from the data before. Samples that draw numbers of their own each time cannot be
+    compared, and are taken for the same.
+    """
+    if now.sha256 != before.sha256 and is_repeatable(data.training, now.sha256):
+        raise BiremeError(
+            f"{where} was trained on other data than {now.source} holds now: it had {before} (then in "
+            f"{before.source}), and now there are {now}. Put the data back, or set data.source to where they "
+            "are; to train on other data, begin a new run."
+        )
+    if now.evaluation_sha256 != before.evaluation_sha256 and now.sha256 == before.sha256:
+        return "The samples to evaluate with are not what they were: evaluations before and after differ."
+    return ""
+
+
+# The samples before a step that a run has left to train, by the ledger of its coordinator.
+
+
+def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[SamplePlaces, ...]]:
+    """The first sample that nobody was given before a step, and those before it that do not count yet."""
+    fresh, waiting = step * batch_size, tuple[SamplePlaces, ...]()
+    records = read_json_lines(ledger, start="start").records if ledger.exists() else {}
+    averages = False
+    for record in in_force(records).values():
+        if record.get("kind") == "start":
+            averages = "mode" in record
+        if averages:  # each line is of one replica's batch, and all that was dealt before a meeting counts
+            if record["fresh"] <= step * batch_size:
+                fresh, waiting = step * batch_size, _before(record, step * batch_size)
+        elif record.get("kind") == "round" and record.get("batch") == step - 1:
+            fresh, waiting = record["fresh"], tuple(SamplePlaces(*pair) for pair in record["open"])
+    return fresh, waiting
+
+
+def _before(record: dict[str, Any], end: int) -> tuple[SamplePlaces, ...]:
+    """The places below `end` that do not count after a line."""
+    return united(
+        (
+            *(SamplePlaces(*pair) for pair in record["open"]),
+            *((SamplePlaces(record["fresh"], end),) if record["fresh"] < end else ()),
+        )
+    )
+
+
+def check_none_left(run: RunFile, folder: RunFolder, step: int) -> None:
+    """Refuse to go on without a coordinator where only that knows which samples are left before a step."""
+    if run.sync.mode != "all":
+        return
+    end = step * run.training.batch_size
+    fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
+    num_left = max(end - fresh, 0) + sum(max(min(one.end, end) - one.begin, 0) for one in waiting)
+    if num_left:
+        raise BiremeError(
+            f'sync.mode is "{run.sync.mode}", which continues with sample {end} of the run, but {num_left} '
+            "samples before it were dealt to replicas that died and are not trained. Set sync.mode to "
+            '"quorum", which trains them first.'
+        )
+
 
 SAME_RATE = 0.01
 """Rates that differ by no more than this part of the higher one are not worth a word."""

@@ -8,16 +8,13 @@ from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
-from bireme.train.data.checks import vocabulary_of
 from bireme.train.data.mixture import MixedSamples, sources_of
-from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
+from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data, vocabulary_of
 from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
-
-__all__ = ["Learns", "data_of", "learns", "private_samples_of", "tokenizer_name"]
 
 Progress = Callable[[float, str], None]
 

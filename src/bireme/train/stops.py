@@ -4,6 +4,7 @@ A signal only sets a flag here. With every batch each rank says what it wants; t
 batch's result, the same on all ranks, so that all stop after the same batch.
 """
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,45 @@ from enum import IntEnum
 from time import monotonic
 from types import FrameType
 
-__all__ = ["Reason", "Stops"]
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.train.folder import RunFolder
+
+# The restart limit: stops a script that restarts a run again and again without progress.
+#
+# A small file in the run's folder counts the starts from the same checkpoint.
+
+MOST_STARTS = 3
+
+
+class RestartLimitError(BiremeError):
+    """A run was started too often without reaching a new checkpoint."""
+
+
+def check_restart_limit(folder: RunFolder, step: int) -> None:
+    """Refuse another start from the checkpoint of `step`, 0 for none, if too many reached no newer one."""
+    if _num_starts(folder, step) >= MOST_STARTS:
+        raise RestartLimitError(
+            f"{folder.path} was started {MOST_STARTS} times from step {step} and always ended before "
+            f"a new checkpoint. Find out why (see the end of {folder.metrics.name}), or lower "
+            "checkpoint.every_steps; then add --anyway."
+        )
+
+
+def count_start(folder: RunFolder, step: int) -> None:
+    """Count a start from the checkpoint of `step`."""
+    document = {"step": step, "starts": _num_starts(folder, step) + 1}
+    write_text_atomically(folder.starts, json.dumps(document) + "\n")
+
+
+def _num_starts(folder: RunFolder, step: int) -> int:
+    """The number of starts since the most recent checkpoint; 0 if there is no count."""
+    try:
+        document = json.loads(folder.starts.read_text(encoding="utf-8"))
+        return int(document["starts"]) if step <= int(document["step"]) else 0
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return 0
+
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

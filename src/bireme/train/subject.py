@@ -13,9 +13,9 @@ import torch
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.model.weight_folder import check_weights, load_weights
+from bireme.model.weights import check_weights, load_weights
 from bireme.plan.plan_file import load_plan
-from bireme.runtime.prepared import Weights
+from bireme.runtime.layout import Weights
 from bireme.train.base_weights import base_of_checkpoint, check_same_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step
@@ -23,8 +23,6 @@ from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.run_file.text import toml_value
-
-__all__ = ["Subject", "subject_of"]
 
 BATCH_SIZE = 8
 

@@ -9,34 +9,119 @@ from statistics import fmean
 from typing import Any
 
 from bireme.bounds import bytes_text
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.energy import joules_per_sample
+from bireme.plan.forecast import joules_per_sample
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.metrics import Shared, read_metrics
-from bireme.train.delay_warmup import first_delayed_step
+from bireme.report.units import rate_text
+from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.simulate.copies import REPLICAS
 from bireme.train.folder import RunFolder
-from bireme.train.host_tier_bytes import host_tier_bytes
-from bireme.train.kept_gradients import gradient_document
-from bireme.train.link_codecs import idle_codec, main_codecs
+from bireme.train.link_codecs import gradient_document, idle_codec, idle_keys, main_codecs
 from bireme.train.outcome import Outcome, first_of
+from bireme.train.plan_search import first_delayed_step
 from bireme.train.prepare import PreparedRun
 from bireme.train.run_data import learns
-from bireme.train.shared_bytes import SharedSummary, shared_summary
-from bireme.train.slow_tiers import slow_tiers
-from bireme.train.sums import idle_keys
+from bireme.train.run_file import RunFile
 
-__all__ = [
-    "ControlSummary",
-    "LinkSummary",
-    "MembershipSummary",
-    "RankSummary",
-    "RunSummary",
-    "ShareSummary",
-    "StageSummary",
-    "SyncSummary",
-    "TierSummary",
-    "summary_of",
-]
+# What a process holds for the host's tier where its device is a processor, whose memory is the host's.
+
+
+def host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
+    """The most that the plan says a rank of a pipeline keeps on the host, if that is memory of its process
+    that counts as the device's.
+    """
+    forecast, names = prepared.plan.forecast, prepared.plan.plan.devices
+    if forecast is None or not names:
+        return 0.0
+    cluster = prepared.machines.cluster
+    device = cluster.devices()[cluster.number_of(names[rank][0])].device
+    if device.kind != "cpu":
+        return 0.0
+    return sum(one.peak_bytes for one in forecast.tiers if (one.rank, one.tier) == (rank, "host"))
+
+
+# What replicas that share an optimiser or weights have sent each other, beside what the plan said.
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSummary:
+    """What all ranks have sent while they trained, since the run was started or resumed: weights that they
+    make or keep for their replicas, and gradients to be summed. Predictions are None where the plan has none.
+    """
+
+    gathered_bytes: int
+    predicted_gathered_bytes: float | None
+    summed_bytes: int
+    predicted_summed_bytes: float | None
+
+
+def shared_summary(run: RunFile, saved: SavedPlan, outcomes: Sequence[Outcome]) -> SharedSummary | None:
+    """That of a run; None where nothing is shared."""
+    if run.memory.shard == "none" or saved.plan.width == 1:
+        return None
+    gathered = sum(one.own.gathered_bytes for one in outcomes)
+    sent = sum(one.own.sent_sum_bytes for one in outcomes)
+    times = first_of(outcomes).own.num_batches * saved.plan.width
+    return SharedSummary(
+        gathered,
+        _predicted(saved, "device", times),
+        sent - gathered,
+        _predicted(saved, REPLICAS, times),
+    )
+
+
+def _predicted(saved: SavedPlan, tier: str, times: int) -> float | None:
+    """What a forecast says goes there in so many batches, all ranks of a replica together."""
+    tiers = () if saved.forecast is None else saved.forecast.tiers
+    return sum(one.predicted_bytes_moved for one in tiers if one.tier == tier) * times if tiers else None
+
+
+# What a run that waits for its chunks says: which wire between tiers limits it, and how fast that was.
+
+LONG = 0.1
+"""The share of the time for which ranks may wait for chunks without a word."""
+
+REMEDY = {
+    "disk": "A faster disk, a larger memory.host or a larger memory.device would help",
+    "host": "A larger memory.device would help",
+}
+
+
+def slow_tiers(plan: Plan, cluster: Cluster, outcomes: Sequence[Outcome]) -> list[str]:
+    """One sentence about the rank that waits the longest, if any waits for long."""
+    waiting = max(outcomes, key=lambda one: _waited_share(one.own.tiers), default=None)
+    if waiting is None or _waited_share(waiting.own.tiers) < LONG:
+        return []
+    rank, (device, *lower) = waiting.own.rank, waiting.own.tiers
+    slowest = max(lower, key=lambda tier: tier.copied_s)
+    if not slowest.copied_s:
+        return []
+    planned = rate_text(_planned(plan, cluster, rank, slowest.tier))
+    measured = rate_text(slowest.copied_bytes / slowest.copied_s)
+    return [
+        f"Rank {rank} waited for chunks for {device.waited_s / device.window_s:.0%} of its "
+        f"{device.window_s:.3g} s of training, and the {slowest.tier} is what limits: copies to and from it "
+        f"ran at {measured}, where the plan counts on {planned}. {REMEDY[slowest.tier]}."
+    ]
+
+
+def _waited_share(tiers: Sequence[TierMoves]) -> float:
+    return tiers[0].waited_s / tiers[0].window_s if tiers and tiers[0].window_s else 0.0
+
+
+def _planned(plan: Plan, cluster: Cluster, rank: int, tier: str) -> float:
+    """The bytes per second that a plan counts on between a tier and the one above."""
+    replica, of_pipeline = divmod(rank, plan.source.num_ranks)
+    places = {device.name: index for index, device in enumerate(cluster.devices())}
+    used = [places[name] for row in plan.devices for name in row if name in places] or list(places.values())
+    name = plan.devices[of_pipeline][replica] if plan.devices else ""
+    share = tier_share(cluster, places.get(name, rank), used)
+    return share.disk_bytes_per_s if tier == "disk" else share.host_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

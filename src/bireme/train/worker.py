@@ -1,59 +1,189 @@
 """One process of a run: make its part of the pipeline, load a checkpoint, run the loop."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bireme.balance.slow_stage import StageWatch
+from bireme.balance.shares import Shares, StageWatch, grown_shares, shares_by_times
 from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph
 from bireme.plan.plan import Plan
-from bireme.plan.plan_file import SavedPlan, load_plan
-from bireme.plan.window_file import read_windows
+from bireme.plan.plan_file import SavedPlan, load_plan, read_windows
 from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
+from bireme.runtime.balancer import Sharing
+from bireme.runtime.layout import Weights
+from bireme.runtime.measuring.batch_end import replica_times
+from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.quorum.agent import KEPT_BYTES
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.offers import KEPT_BYTES
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
-from bireme.train.averaging_replica import AveragingReplica
 from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.chosen_batch import grown
-from bireme.train.data.notes import data_notes
-from bireme.train.data.place import find_place
-from bireme.train.delay_warmup import first_delayed_step, plans_of
+from bireme.train.data.prepare import data_notes, find_place
+from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.home_data import ReadableData, readable_data
-from bireme.train.loop import Loop
-from bireme.train.measured_start import measured_shares
-from bireme.train.memory_used import MemoryUsed
+from bireme.train.initial_weights import placeholders
+from bireme.train.link_codecs import link_codecs
+from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.model import RunModel
-from bireme.train.outcome import Outcome
+from bireme.train.outcome import MemoryUsed, Outcome
+from bireme.train.plan_search import first_delayed_step, flush_twin, grown, plans_of
+from bireme.train.private_census import ReadableData, readable_data
 from bireme.train.rank_part import RankPart, RunStart
-from bireme.train.rank_pipelines import pipelines_of
-from bireme.train.replica import LeaderLog, LeaderWriter, Replica
-from bireme.train.resume_checks import run_conditions
+from bireme.train.rates import rate_factor
+from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter, Replica
+from bireme.train.resume_checks import DataIdentity, data_identity, load_identity, run_conditions
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.training import Training
 from bireme.train.run_log import RunLog
-from bireme.train.same_data import DataIdentity, data_identity, load_identity
-from bireme.train.shared_peaks import SharedPeaks
-from bireme.train.shares import measures_first, mode_of
-from bireme.train.slow_stages import ReplicaNotes, sample_seconds, stage_watch_of
+from bireme.train.shares import (
+    ReplicaNotes,
+    measures_first,
+    mode_of,
+    sample_seconds,
+    sharing_of,
+    stage_watch_of,
+)
 from bireme.train.stops import Stops
 
-__all__ = ["train_rank", "train_replica"]
+# The optimiser of a run, as its file asks for it.
+
+
+def optimizer_of(training: Training) -> OptimizerFactory:
+    """Makes the optimisers of the parameters that it is given."""
+    return named_optimizer(
+        training.optimizer,
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        betas=training.betas,
+        momentum=training.momentum,
+        rest_lr=training.rest_learning_rate,
+    )
+
+
+# The pipeline of a rank, from its run file and its plan; two of them if the run has a delay warm-up.
+
+
+def pipelines_of(
+    part: RankPart, saved: SavedPlan, *, step: int, first_delayed_step: int
+) -> tuple[Pipeline, ScheduleSwitch | None]:
+    """The pipeline for the steps after `step`, and the schedule switch, if there is one."""
+    twin = flush_twin(saved.plan) if step < first_delayed_step else None
+    if twin is None:
+        return _pipeline(part, saved), None
+    return _pipeline(part, replace(saved, plan=twin)), ScheduleSwitch(
+        first_delayed_step, lambda: _pipeline(part, saved)
+    )
+
+
+def _pipeline(part: RankPart, plan: SavedPlan) -> Pipeline:
+    run, world, graph = part.run, part.world, load_graph(part.folder.graph)
+    lr, averaging = rate_factor(run.training), None
+    if isinstance(part.member, AveragingReplica):
+        lr, averaging = part.member.rate(lr), part.member.averaging
+    return Pipeline(
+        graph,
+        plan,
+        world,
+        weights=_weights(part, graph),
+        optimizer=optimizer_of(run.training),
+        evaluation=load_graph(part.folder.evaluation_graph),
+        clip_norm=run.training.clip_norm or None,
+        lr=lr,
+        seed=run.training.seed,
+        device=world.device,
+        bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
+        compile=run.model.compile,
+        sharing=_sharing(part, plan),
+        reads_apart=bool(part.start.census),
+        sum_codec=run.sync.codec,
+        gradient=run.training.gradient,
+        gradient_of=run.training.gradient_of,
+        codecs=link_codecs(run, plan.plan),
+        shard=run.memory.shard,
+        paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
+        agreement=None if part.member is None else part.member.agreement,
+        averaging=averaging,
+    )
+
+
+def _weights(part: RankPart, graph: Graph) -> Weights:
+    """The weights to make the stages with. If a checkpoint or another replica gives them later, a function of
+    the user is not called for them again.
+    """
+    if not part.model.is_made:
+        return part.model.weights(graph)
+    if part.start.checkpoint is not None or (part.order is not None and part.order.is_empty):
+        return placeholders(graph)
+    return part.model.weights(graph, kept=part.folder.initial)
+
+
+def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:
+    """How batches are shared out. Where nothing follows, nothing is read for it."""
+    if part.member is not None or mode_of(part.run, saved.plan, part.cluster) == "off":
+        return None
+    return sharing_of(part.run, saved, part.cluster, part.profile, part.samples)
+
+
+# The shares that a run begins with, measured by all ranks on their own devices before the first step.
+
+
+def measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Shares:
+    """The shares that follow the measured speeds; their sum is the batch, which may have grown.
+
+    All ranks call it, and find the same.
+    """
+    assert pipeline.balancer is not None, "who measures shares shares out"
+    limits, m = pipeline.balancer.limits, pipeline.plan.source.num_microbatches
+    most = [share // m for share in limits.most]
+    sizes = [1 << power for power in range(max(most).bit_length())]
+
+    def rows(size: int, names: Sequence[str]) -> Mapping[str, Tensor]:
+        numbers = [number % len(samples) for number in range(size)]
+        return samples.take(numbers, tuple(names)) if names else {}
+
+    times = replica_times(pipeline, rows, sizes, most)
+    if run.balance.batch == "grow":
+        return grown_shares(m, times, limits)
+    first = pipeline.balancer.balance.shares
+    return shares_by_times(first, m, times, limits, margin=run.balance.margin)
+
+
+# The memory that each rank has had at most, told to rank 0 through the store.
+
+
+class SharedPeaks:
+    """Tells the others how much memory this rank has had, and rank 0 what the others last told."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, own: int | None) -> list[int | None]:
+        """The bytes of every rank, as far as known; of the others only on rank 0."""
+        world = self._world
+        world.store.set(f"memory/{world.rank}", str(own or 0))
+        if world.rank:
+            return []
+        keys = [f"memory/{rank}" for rank in range(world.size)]
+        return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
+
 
 LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""

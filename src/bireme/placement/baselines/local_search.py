@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
-from bireme.placement.items import Items
+from bireme.placement.contraction import FoundPlacement, Items, fits, loads_of, value_of
 from bireme.placement.moves import (
     MoveState,
     MoveTables,
@@ -24,8 +23,6 @@ from bireme.placement.moves import (
     weigh,
 )
 from bireme.placement.workload import Objective
-
-__all__ = ["local_search", "random_start"]
 
 LEAST_GAIN = 1e-7
 """Relative; the paper's is 1e-5 in its milliseconds, but times may have any unit."""

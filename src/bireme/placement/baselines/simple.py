@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.placement.baselines.local_search import local_search
 from bireme.placement.contiguous.chain import cut_chain, no_split_found
-from bireme.placement.contraction import items_of
-from bireme.placement.found import FoundPlacement, fits, loads_of, value_of
-from bireme.placement.items import Floats, Items
+from bireme.placement.contraction import Floats, FoundPlacement, Items, fits, items_of, loads_of, value_of
 from bireme.placement.workload import Objective, Workload
 
 __all__ = ["greedy", "local_search", "pipedream", "single"]

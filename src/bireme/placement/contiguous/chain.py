@@ -12,13 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.bounds import simple_bound
-from bireme.placement.contiguous.limits import SplitLimits, flush_by_limits
-from bireme.placement.found import SLACK, FoundPlacement, loads_of, value_of
-from bireme.placement.items import Floats, Integers, Items
+from bireme.placement.contiguous.ideals import SplitLimits, flush_by_limits
+from bireme.placement.contraction import (
+    SLACK,
+    Floats,
+    FoundPlacement,
+    Integers,
+    Items,
+    loads_of,
+    simple_bound,
+    value_of,
+)
 from bireme.placement.workload import Objective
-
-__all__ = ["NoSplitFoundError", "cut_chain", "no_split_fits", "no_split_found"]
 
 ROWS_AT_ONCE = 256
 """Between two looks at the clock."""

@@ -13,17 +13,24 @@ between equal accelerators. Times are relative to `unit`, sizes to the memory of
 numbers that the solver's tolerances are made for.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from bireme.placement.integer.program import Columns, IntegerProgram
-from bireme.placement.items import Floats, Integers, Ragged
-from bireme.placement.latency.steps import LatencySteps
-
-__all__ = ["LatencyProgram", "LatencyWindow"]
+from bireme.errors import BiremeError
+from bireme.placement.contraction import Floats, Integers, Ragged
+from bireme.placement.integer.program import Columns, IntegerProgram, SolverOutcome
+from bireme.placement.latency.latency import (
+    LatencyFound,
+    LatencySteps,
+    latency_lower_bound,
+    latency_of,
+    steps_of,
+)
+from bireme.placement.workload import Workload
 
 SCALE = 100.0
 """What the largest latency and the memory of an accelerator are in the program."""
@@ -318,3 +325,215 @@ def _ones(like: Floats, *signs: float) -> list[Floats]:
 def _beside(constants: list[float], numbers: Floats) -> Floats:
     """Rows of the same constants, each with one of the numbers at its end."""
     return np.stack([*_ones(numbers, *constants), numbers], axis=-1)
+
+
+# Between a placement and a solution of the integer program for the shortest latency: there and back.
+
+ON_CPU = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlacement:
+    """A placement of steps: the place in the line of each one's piece, and the accelerator of each place.
+
+    A step on a CPU has place -1.
+    """
+
+    places: tuple[int, ...]
+    accelerators: tuple[int, ...]
+
+    def devices(self, steps: LatencySteps) -> list[int]:
+        """The device of each step."""
+        return [
+            steps.num_accelerators if place == ON_CPU else self.accelerators[place] for place in self.places
+        ]
+
+    def pieces(self) -> list[int]:
+        """The piece of each step: how many places in the line its accelerator has before."""
+        return [
+            0 if place == ON_CPU else self.accelerators[:place].count(self.accelerators[place])
+            for place in self.places
+        ]
+
+
+def line_of(program: LatencyProgram, values: Floats) -> LinePlacement:
+    """The placement that a solution stands for."""
+    if not program.num_places:
+        return LinePlacement((ON_CPU,) * len(program.steps), ())
+    within = np.argmax(values[program.closes] - values[program.opens], axis=1)
+    places = np.where(values[program.accelerates] > 0.5, within, ON_CPU)
+    homes = np.arange(program.num_places)
+    if program.num_pieces > 1:
+        homes = np.argmax(values[program.homes], axis=1)
+    return LinePlacement(tuple(places.tolist()), tuple(homes.tolist()))
+
+
+def stand_in_line(
+    steps: LatencySteps, num_pieces: int, devices: Sequence[int], pieces: Sequence[int]
+) -> LinePlacement:
+    """Pieces in a line such that nothing needs a later one; there must be such a line.
+
+    Accelerators are renamed: the first in the line is accelerator 0, and so on.
+    """
+    jobs = [
+        (device, piece) if device < steps.num_accelerators else (ON_CPU, step)
+        for step, (device, piece) in enumerate(zip(devices, pieces, strict=True))
+    ]
+    needs: dict[tuple[int, int], set[tuple[int, int]]] = {job: set() for job in jobs}
+    for step, job in enumerate(jobs):
+        needs[job] |= {jobs[other] for other in steps.before.row(step)} - {job}
+        if job[0] != ON_CPU:
+            needs[job] |= {other for other in needs if other[0] == job[0] and other[1] < job[1]}
+    order: dict[tuple[int, int], None] = {}
+    while len(order) < len(needs):
+        order.update(dict.fromkeys(job for job in needs if job not in order and needs[job] <= order.keys()))
+    in_line = [job for job in order if job[0] != ON_CPU]
+    names = list(dict.fromkeys(device for device, _ in in_line))
+    names += [device for device in range(steps.num_accelerators) if device not in names]
+    homes = [names.index(device) for device, _ in in_line]
+    for name in range(steps.num_accelerators):
+        homes += [name] * (num_pieces - homes.count(name))
+    places = tuple(ON_CPU if job[0] == ON_CPU else in_line.index(job) for job in jobs)
+    return LinePlacement(places, tuple(homes))
+
+
+def solution_of(program: LatencyProgram, line: LinePlacement, finish: Sequence[float]) -> Floats:
+    """The values of all columns for a placement in which each step is done at its `finish`."""
+    values = np.zeros(program.program.num_columns)
+    numbers = np.arange(program.num_places)
+    places = np.array(line.places)
+    opens = np.array(_gaps(program.steps, line.places))
+    closes = np.where(places == ON_CPU, opens, places)
+    values[program.opens] = opens[:, np.newaxis] <= numbers
+    values[program.closes] = closes[:, np.newaxis] <= numbers
+    values[program.accelerates] = places != ON_CPU
+    within = values[program.closes] - values[program.opens]
+    made_within = within[program.nets.source]
+    used_within, used_outside = np.zeros_like(made_within), np.zeros_like(made_within)
+    np.maximum.at(used_within, program.nets.pair_net, within[program.nets.pair_user])
+    np.maximum.at(used_outside, program.nets.pair_net, 1 - within[program.nets.pair_user])
+    values[program.moves_in] = used_within * (1 - made_within)
+    values[program.moves_out] = made_within * used_outside
+    moved = values[program.moves_in] + values[program.moves_out]
+    durations = program.accelerator_time @ within + program.nets.cost @ moved
+    done = np.array(finish) * program.unit
+    ends = np.zeros(program.num_places)
+    for place, home in enumerate(line.accelerators):
+        inside = done[places == place]
+        before = [ends[other] for other in range(place) if line.accelerators[other] == home]
+        ends[place] = inside[0] if len(inside) else max(before, default=0.0)
+    values[program.starts] = ends - durations
+    values[program.durations] = durations
+    values[program.done] = done
+    values[program.path] = program.paths(values)
+    values[program.latency] = done.max()
+    if program.num_pieces > 1:
+        values[program.homes] = np.eye(program.steps.num_accelerators)[list(line.accelerators)]
+        for step, place in enumerate(line.places):
+            if place != ON_CPU:
+                home = line.accelerators[place]
+                values[program.family_homes[program.steps.family[step], home]] = 1.0
+    return values
+
+
+def _gaps(steps: LatencySteps, places: Sequence[int]) -> list[int]:
+    """For each step, how many places in the line are over once it has run: up to its own, or as it needs."""
+    gaps = [0] * len(places)
+    for step, place in enumerate(places):
+        needed = max((gaps[other] for other in steps.before.row(step)), default=0)
+        gaps[step] = needed if place == ON_CPU else place + 1
+    return gaps
+
+
+# The shortest latency, by an integer program: proven where time allows, with a bound where it does not.
+#
+# It gives its answer back for nodes, with a value that was evaluated again. The program itself is in
+# `latency_program.py`.
+
+TOLERANCE = 1e-6
+"""Relative: what the solver's numbers may be off by."""
+
+
+def solve_latency(
+    workload: Workload,
+    *,
+    num_pieces: int = 1,
+    time_limit_s: float,
+    start: LatencyFound | None = None,
+    gap: float = 0.0,
+) -> LatencyFound:
+    """The placement with the shortest latency, up to `num_pieces` pieces on each accelerator.
+
+    It is never worse than `start`, a placement that runs and fits. The search ends when the gap between
+    value and bound is at most `gap`, relative, or when time is over.
+    """
+    if num_pieces < 1:
+        raise BiremeError(f"An accelerator has {num_pieces} pieces in this program; it must be 1 or more.")
+    steps = steps_of(workload)
+    known = _checked(workload, num_pieces, start)
+    least = latency_lower_bound(workload)
+    if least == math.inf:
+        raise _nothing_fits(workload, num_pieces)
+    if known is not None and known.value - least <= gap * known.value:
+        return LatencyFound(known.devices, known.pieces, known.value, min(least, known.value))
+    window = LatencyWindow(least, _longest(steps) if known is None else known.value)
+    program = LatencyProgram(steps, num_pieces, window)
+    solution = None if known is None else _solution(workload, program, known)
+    solved = program.program.solve(time_limit_s=time_limit_s, start=solution, gap=gap)
+    better = None if solved.values is None else _found(workload, steps, line_of(program, solved.values))
+    if known is None and better is None:
+        if solved.outcome is SolverOutcome.INFEASIBLE:
+            raise _nothing_fits(workload, num_pieces)
+        raise BiremeError(
+            f"No placement was found within {time_limit_s:g} s. Raise the time limit, or begin with what a "
+            "search has found."
+        )
+    best = min((found for found in (known, better) if found is not None), key=lambda found: found.value)
+    bound = best.value if solved.outcome is SolverOutcome.INFEASIBLE else solved.bound / program.unit
+    bound = max(least, bound * (1 - TOLERANCE))
+    return LatencyFound(best.devices, best.pieces, best.value, min(bound, best.value))
+
+
+def _checked(workload: Workload, num_pieces: int, start: LatencyFound | None) -> LatencyFound | None:
+    """The start, with the value that it really has."""
+    if start is None:
+        return None
+    report = latency_of(workload, start.devices, start.pieces)
+    reason = report.reason
+    if reason is None and max(start.pieces) >= num_pieces:
+        reason = f"It has {max(start.pieces) + 1} pieces on an accelerator, and {num_pieces} are allowed."
+    if reason is not None:
+        raise BiremeError(f"The placement to begin with cannot run. {reason}")
+    return LatencyFound(start.devices, start.pieces, report.latency, start.lower_bound)
+
+
+def _nothing_fits(workload: Workload, num_pieces: int) -> BiremeError:
+    return BiremeError(
+        f"No placement fits: {workload.num_accelerators} accelerators of {workload.accelerator_bytes:g} "
+        f"bytes with {num_pieces} pieces each cannot run all nodes, and there is no CPU. Allow more "
+        "accelerators, more memory, or more pieces."
+    )
+
+
+def _longest(steps: LatencySteps) -> float:
+    """What no placement takes longer than: one thing after the other, each output moved for each user."""
+    times = steps.cpu_time.clip(min=steps.accelerator_time).sum()
+    num_moves = steps.net_users.starts[1:] - steps.net_users.starts[:-1] + 1
+    return float(times + (steps.net_cost * num_moves).sum())
+
+
+def _solution(workload: Workload, program: LatencyProgram, known: LatencyFound) -> Floats:
+    """What is known, as a solution. Nodes that joined another one are moved to it, which costs nothing."""
+    steps = program.steps
+    devices = [known.devices[places[0]] for places in steps.members]
+    pieces = [known.pieces[places[0]] for places in steps.members]
+    line = stand_in_line(steps, program.num_pieces, devices, pieces)
+    finish = latency_of(workload, steps.spread(devices), steps.spread(pieces)).finish
+    return solution_of(program, line, [finish[places[0]] for places in steps.members])
+
+
+def _found(workload: Workload, steps: LatencySteps, line: LinePlacement) -> LatencyFound | None:
+    """The placement for nodes; none where the solver's rounding was too coarse for it to run."""
+    devices, pieces = steps.spread(line.devices(steps)), steps.spread(line.pieces())
+    report = latency_of(workload, devices, pieces)
+    return LatencyFound(devices, pieces, report.latency, 0.0) if report.reason is None else None

@@ -5,15 +5,331 @@ What a piece takes on a device and what it tells others is here; how a workload 
 divide among its operators.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bireme.cluster.device import Device
-from bireme.placement.of_model.operators import Operators
-from bireme.placement.of_model.shares import divided, estimates_of
-from bireme.placement.of_model.source import PiecesSource, StateBytes
+import networkx
 
-__all__ = ["PieceMessage", "PlacedPiece", "PlacedPieces", "operator_pieces", "unit_pieces"]
+from bireme.cluster.device import Device
+from bireme.model.graph import Graph, Value, learned_values
+from bireme.model.units import Unit, units_of
+from bireme.profile.estimate import estimate_unit
+from bireme.profile.profile import Profile, UnitProfile
+
+# Which operators of a graph are placed, who uses what they make, and which of them share a device.
+#
+# A value that depends on no parameter, such as a mask or a position table, is *free*: every unit makes it for
+# itself (`model/units.py`), so it never crosses from one device to another and its operator is not placed.
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """The operators that are placed, by their places in the graph and in the order they run.
+
+    `unit_of` is the unit of each, `helpers` are the operators of free values that go along with it. `values`
+    are all that placed operators make, `maker_of` and `users` who makes and who uses each; a maker is not
+    among its users. `together` are groups that must share a device, `tied` those that use one parameter.
+    """
+
+    graph: Graph
+    unit_of: Mapping[int, int]
+    helpers: Mapping[int, tuple[int, ...]]
+    values: Mapping[str, Value]
+    maker_of: Mapping[str, int]
+    users: Mapping[str, tuple[int, ...]]
+    together: tuple[tuple[int, ...], ...]
+    tied: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(graph: Graph, units: Sequence[Unit]) -> "Operators":
+        """The operators of a graph with these units."""
+        free = _free(graph)
+        unit_of: dict[int, int] = {}
+        helpers: dict[int, tuple[int, ...]] = {}
+        for unit in units:
+            # Where nothing depends on a parameter, there is nothing else to place.
+            own = [place for place in unit.operators if place not in free] or list(unit.operators)
+            unit_of |= dict.fromkeys(own, unit.index)
+            helpers |= _helpers(graph, unit, own)
+        unit_of = dict(sorted(unit_of.items()))
+        made = [(v, p) for p in unit_of for v in graph.operators[p].outputs if v is not None]
+        maker_of = {value.name: place for value, place in made}
+        users: dict[str, list[int]] = defaultdict(list)
+        for place in unit_of:
+            for name in dict.fromkeys(graph.operators[place].reads()):
+                if name in maker_of and maker_of[name] != place:
+                    users[name].append(place)
+        return Operators(
+            graph=graph,
+            unit_of=unit_of,
+            helpers=helpers,
+            values={value.name: value for value, _ in made},
+            maker_of=maker_of,
+            users={name: tuple(places) for name, places in users.items()},
+            together=tuple(
+                map(tuple, (*_inseparable(graph, unit_of, maker_of, users), *_alone(graph, unit_of, users)))
+            ),
+            tied=tuple(map(tuple, _tied(graph, unit_of))),
+        )
+
+    def own_of(self, unit: int) -> tuple[int, ...]:
+        """The placed operators of a unit."""
+        return tuple(place for place, own in self.unit_of.items() if own == unit)
+
+    def colours(self, *, copy_tied: bool, more: Iterable[Sequence[int]] = ()) -> dict[int, int]:
+        """For each operator the first of those that share its device; `more` are groups that do so too."""
+        return _joined(self.unit_of, (*self.together, *(() if copy_tied else self.tied), *more))
+
+    def colours_of_units(self, *, copy_tied: bool) -> dict[int, int]:
+        """For each unit the first of those that share its device, as operators of theirs do."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for place, colour in self.colours(copy_tied=copy_tied).items():
+            groups[colour].append(self.unit_of[place])
+        return _joined(dict.fromkeys(self.unit_of.values()), groups.values())
+
+    def name(self, place: int) -> str:
+        """What to call an operator: its module, and what it does there."""
+        operator = self.graph.operators[place]
+        does = operator.target.removeprefix("aten.").partition(".")[0]
+        return f"{operator.module} {does}" if operator.module else does
+
+
+def _free(graph: Graph) -> set[int]:
+    """The operators of free values: nothing that a parameter, a draw or a write has touched."""
+    written = {name for operator in graph.operators for name in operator.mutates}
+    touched = {parameter.name for parameter in graph.parameters} | written
+    free: set[int] = set()
+    for place, operator in enumerate(graph.operators):
+        made = {value.name for value in operator.outputs if value is not None}
+        is_fixed = operator.is_random or operator.is_of_chain or bool(operator.mutates or made & written)
+        if is_fixed or not touched.isdisjoint(operator.reads()):
+            touched |= made
+        else:
+            free.add(place)
+    return free
+
+
+def _helpers(graph: Graph, unit: Unit, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each operator of a unit the others there that go along with it, each with the first to need it."""
+    others = sorted(set(unit.operators).difference(own))
+    made_by = {v.name: place for place in others for v in graph.operators[place].outputs if v is not None}
+    found: dict[int, list[int]] = {place: [] for place in own}
+    taken: set[int] = set()
+    for place in own:
+        todo = [place]
+        while todo:
+            for name in graph.operators[todo.pop()].reads():
+                helper = made_by.get(name)
+                if helper is not None and helper not in taken:
+                    taken.add(helper)
+                    found[place].append(helper)
+                    todo.append(helper)
+    if own:
+        # What only the model's results need goes along with the last.
+        found[own[-1]] += [place for place in others if place not in taken]
+    return {place: tuple(places) for place, places in found.items()}
+
+
+def _inseparable(
+    graph: Graph,
+    unit_of: Mapping[int, int],
+    maker_of: Mapping[str, int],
+    users: Mapping[str, Sequence[int]],
+) -> Iterator[Sequence[int]]:
+    """Operators that share memory which is written to, a number, or a parameter within a unit."""
+    readers: dict[str, list[int]] = defaultdict(list)
+    for place in unit_of:
+        for name in (*graph.operators[place].reads(), *graph.operators[place].mutates):
+            readers[name].append(place)
+    for name in dict.fromkeys(name for operator in graph.operators for name in operator.mutates):
+        yield [*([maker_of[name]] if name in maker_of else []), *readers[name]]
+    for place in unit_of:
+        for value in graph.operators[place].outputs:
+            if value is not None and value.dtype == "number":
+                yield [place, *users.get(value.name, ())]
+    for parameter in graph.parameters:
+        of_unit: dict[int, list[int]] = defaultdict(list)
+        for place in readers[parameter.name]:
+            of_unit[unit_of[place]].append(place)
+        yield from of_unit.values()
+
+
+def _alone(
+    graph: Graph, unit_of: Mapping[int, int], users: Mapping[str, Sequence[int]]
+) -> Iterator[Sequence[int]]:
+    """Operators that share no value with another, such as a count of batches, each with a neighbour.
+
+    They could be anywhere, but belong to what runs around them: the next of their unit, or else the last.
+    """
+    shared = {name for name, places in users.items() if places}
+    joined = [
+        place
+        for place in unit_of
+        if shared.intersection(graph.operators[place].reads())
+        or any(value is not None and value.name in shared for value in graph.operators[place].outputs)
+    ]
+    of_unit: dict[int, list[int]] = defaultdict(list)
+    for place in joined:
+        of_unit[unit_of[place]].append(place)
+    for place in unit_of.keys() - set(joined):
+        near = of_unit[unit_of[place]]
+        if near:
+            yield place, next((other for other in near if other > place), near[-1])
+
+
+def _tied(graph: Graph, unit_of: Mapping[int, int]) -> Iterable[Sequence[int]]:
+    """The users of each parameter."""
+    parameters = {parameter.name for parameter in graph.parameters}
+    found: dict[str, list[int]] = defaultdict(list)
+    for place in unit_of:
+        for name in parameters.intersection(graph.operators[place].reads()):
+            found[name].append(place)
+    return found.values()
+
+
+def _joined(places: Iterable[int], groups: Iterable[Sequence[int]]) -> dict[int, int]:
+    """The first of the places that each is joined with, through any number of groups."""
+    graph = networkx.Graph()
+    graph.add_nodes_from(places)
+    for group in groups:
+        networkx.add_path(graph, group)
+    first = {place: min(found) for found in networkx.connected_components(graph) for place in found}
+    return {place: first[place] for place in graph}
+
+
+# How what a unit takes divides among its operators: by what is estimated for each from flops and bytes.
+#
+# A profile knows units, as single operators are too short to measure. The estimate need not be right in
+# seconds, only in proportion.
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEstimate:
+    """The seconds of one call, forward and backward."""
+
+    forward_s: float
+    backward_s: float
+
+
+def estimates_of(
+    graph: Graph, learned: frozenset[str], micro_batch: int, device: Device
+) -> tuple[OperatorEstimate, ...]:
+    """An estimate for every operator of a graph; `learned` are the values that a gradient comes back to.
+
+    Each is looked at as the one operator of a unit, with what it is given coming from outside.
+    """
+    states = {s.name: s for s in (*graph.parameters, *graph.buffers, *graph.constants)}
+    values = {value.name: value for value in graph.inputs}
+    values |= {v.name: v for operator in graph.operators for v in operator.outputs if v is not None}
+    alone = Unit(0, "", (0,), (), (), (), (), (), "")
+    found = []
+    for operator in graph.operators:
+        read = dict.fromkeys(operator.reads())
+        held = [states[name] for name in read if name in states]
+        part = replace(
+            graph,
+            inputs=tuple(values[name] for name in read if name in values),
+            parameters=tuple(state for state in held if state.is_parameter),
+            buffers=tuple(state for state in held if not state.is_parameter),
+            constants=(),
+            operators=(operator,),
+            outputs=(),
+        )
+        took = estimate_unit(part, alone, learned, micro_batch, device)
+        found.append(OperatorEstimate(took.forward_s, took.backward_input_s + took.backward_weight_s))
+    return tuple(found)
+
+
+def divided(total: float, weights: Mapping[int, float]) -> dict[int, float]:
+    """A total in proportion to weights; in equal parts if each weight is zero."""
+    weight = sum(weights.values())
+    if not weight:
+        return {key: total / len(weights) for key in weights}
+    return {key: total * own / weight for key, own in weights.items()}
+
+
+# What the workload of a model is made from: its graph and units, and what they cost at one micro-batch size.
+#
+# Which of their parameters count where they are tied, and what training adds, is settled here.
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesSource:
+    """What pieces are made of: a graph with its units, and a profile of it at one size of micro-batch.
+
+    With `training` there are backwards, gradients, the optimiser's state and what is kept for the backward.
+    With `copy_tied` each unit holds a parameter that it shares with others by itself.
+    """
+
+    graph: Graph
+    profile: Profile
+    units: tuple[Unit, ...]
+    learned: frozenset[str]
+    micro_batch: int
+    training: bool
+    copy_tied: bool
+
+    @staticmethod
+    def of(
+        graph: Graph, profile: Profile, *, micro_batch: int, training: bool, copy_tied: bool
+    ) -> "PiecesSource":
+        """The source of a graph that the profile is known to fit."""
+        learned = learned_values(graph)
+        return PiecesSource(graph, profile, units_of(graph), learned, micro_batch, training, copy_tied)
+
+    def forward_s(self, unit: int) -> float:
+        """The seconds of a unit's forward."""
+        return self.profile.units[unit].at(self.micro_batch).forward_s
+
+    def backward_s(self, unit: int) -> float:
+        """The seconds of its backward, zero where there is no training."""
+        return self.profile.units[unit].at(self.micro_batch).backward_s if self.training else 0.0
+
+    def learns(self, place: int) -> bool:
+        """Whether a gradient comes to an operator in training."""
+        outputs = self.graph.operators[place].outputs
+        return self.training and any(v is not None and v.name in self.learned for v in outputs)
+
+    def state_bytes(self) -> "list[StateBytes]":
+        """What stays of each unit from one micro-batch to the next; what is placed together is there once."""
+        counted: set[str] = set()
+        found = []
+        for unit, known in zip(self.units, self.profile.units, strict=True):
+            together = () if self.copy_tied else unit.parameters
+            found.append(StateBytes.of(known, counted.intersection(together), training=self.training))
+            counted.update(together)
+        return found
+
+    def saved_bytes(self, unit: int) -> int:
+        """What a unit keeps of a micro-batch for its backward; its neighbours may keep some of it too."""
+        return self.profile.units[unit].at(self.micro_batch).saved_bytes if self.training else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of a unit: of all its parameters, of what training adds to those that learn, of its buffers."""
+
+    parameter_bytes: int
+    training_bytes: int
+    buffer_bytes: int
+
+    @staticmethod
+    def of(unit: UnitProfile, counted: set[str], *, training: bool) -> "StateBytes":
+        """Of a unit, without the parameters that are counted elsewhere."""
+        again = [held for held in unit.tied if held.name in counted]
+        added = unit.gradient_bytes + unit.optimizer_bytes
+        added -= sum(held.gradient_bytes + held.optimizer_bytes for held in again)
+        return StateBytes(
+            unit.parameter_bytes - sum(held.parameter_bytes for held in again),
+            added if training else 0,
+            unit.buffer_bytes,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all its states."""
+        return self.parameter_bytes + self.training_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)

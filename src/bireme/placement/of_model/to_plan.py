@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bireme.errors import BiremeError
-from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.found import fits, loads_of, value_of
+from bireme.placement.contraction import Weightless, fits, items_of, loads_of, value_of
 from bireme.placement.latency.latency import latency_of
 from bireme.placement.of_model.from_model import ModelWorkload
-from bireme.placement.placement import Placement
-from bireme.placement.workload import Node, Objective
+from bireme.placement.workload import Node, Objective, Placement
 from bireme.plan.plan import Plan
 from bireme.plan.search.shapes import PARTS
-
-__all__ = ["PlacedPlan", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,298 @@ from itertools import combinations
 from math import comb
 
 import numpy as np
+import numpy.typing as npt
 
-from bireme.plan.partition.chain import Seconds
-from bireme.plan.partition.exact import LeastMax, least_max, least_sum
+from bireme.plan.partition.chain import Chain, Seconds
 from bireme.plan.partition.loads import Loads
-from bireme.plan.partition.partition import Partition, assess
-from bireme.plan.partition.recurrence import iterate
-from bireme.plan.partition.times import ChainTimes
+from bireme.plan.partition.partition import Misfit, Partition, assess
+from bireme.simulate.costs import Costs
 
-__all__ = ["Cuts", "FoundPartition", "autopipe"]
+# AutoPipe's simulator: when a batch of 1F1B is through, and which stage sets its time.
+#
+# Stage s of p runs w = min(p − 1 − s, m) forwards ahead. Then step k pairs the forward of micro-batch k + w
+# with the backward of micro-batch k:
+#
+#     forward begins   max( its input is there, backward k − 1 of this stage ends )
+#     backward begins  max( its gradient is there, the forward of its step ends )
+#
+# An input is there C after the forward ends on stage s − 1, a gradient C after the backward ends on s + 1.
+# In AutoPipe C comes on top of both, as where a stage waits while it receives; with `overlap` it only
+# delays what is under way.
+#
+# The published planner fixes m at 2p and lets step 0 begin its backwards as soon as a gradient could be
+# there, whatever the stage itself still has to run. Where a late stage is fast that is too early, and too
+# short a batch; here a stage's own forwards hold its first backward up as they do in a run.
+
+SLACK = 1e-9
+"""Relative to a batch: shorter than that nothing waits, it is rounding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Iterations:
+    """For each partition the seconds of a batch, and its master stage.
+
+    The master is the last stage that never waits once it alternates: the critical path goes along it.
+    """
+
+    seconds: Seconds
+    master: npt.NDArray[np.intp]
+
+
+def iterate(
+    forward_s: Seconds,
+    backward_s: Seconds,
+    num_microbatches: int,
+    *,
+    hop_s: Seconds | None = None,
+    overlap: bool = False,
+) -> Iterations:
+    """Go through one batch of each partition, whose stages' seconds are the rows.
+
+    `hop_s` are the seconds between each stage and the next. Without them the result is exact; so it is for
+    stages that wait while they receive. With `overlap` the messages of a link do not wait for each other
+    here.
+    """
+    forward_s, backward_s = np.atleast_2d(forward_s), np.atleast_2d(backward_s)
+    num_stages = forward_s.shape[1]
+    hop = np.zeros((1, num_stages - 1)) if hop_s is None else np.atleast_2d(hop_s)
+    return _Run(forward_s, backward_s, hop, num_microbatches, overlap=overlap).result()
+
+
+class _Run:
+    """One batch on its way. `forward_end_s` and `backward_end_s` are those of each stage's latest.
+
+    A chain of maxima along the stages, each with the stage's own seconds on top, becomes one running maximum
+    of what is left when the seconds of the way are taken away first. Rows are the stages here, the last
+    first, and columns the partitions.
+    """
+
+    def __init__(
+        self, forward_s: Seconds, backward_s: Seconds, hop_s: Seconds, num_microbatches: int, *, overlap: bool
+    ) -> None:
+        num_partitions, self._num_stages = forward_s.shape
+        self._num_microbatches = num_microbatches
+        self._forward_s = forward_s.T[::-1].copy()
+        self._backward_s = backward_s.T[::-1].copy()
+        nothing = np.zeros((1, num_partitions))
+        self._hop_s = np.broadcast_to(hop_s, (num_partitions, self._num_stages - 1)).T[::-1].copy()
+        from_before_s = np.vstack((self._hop_s, nothing))
+        from_behind_s = np.vstack((nothing, self._hop_s))
+        # A stage that waits while it receives does so even when it is late itself.
+        stands = not overlap and bool(self._hop_s.any())
+        self._stand_before_s = from_before_s if stands else None
+        way_s = np.vstack((self._forward_s[1:], nothing)) + from_before_s
+        self._way_s = np.cumsum(way_s[::-1], axis=0)[::-1]
+        way_back_s = np.cumsum(np.vstack((nothing, self._backward_s[:-1])) + from_behind_s, axis=0)
+        self._way_back_s = way_back_s - from_behind_s if stands else way_back_s
+        self._way_through_s = way_back_s + self._backward_s
+        self._stand_s = from_before_s + from_behind_s if stands else 0.0 * from_before_s
+        self._forward_end_s, self._backward_end_s, self._first_s, self._last_s = np.zeros(
+            (4, *self._forward_s.shape)
+        )
+
+    def result(self) -> Iterations:
+        for microbatch in range(min(self._num_stages, self._num_microbatches)):
+            self._forwards_ahead(microbatch)
+        for k in range(self._num_microbatches):
+            self._step(k)
+        return Iterations(self._backward_end_s[-1].copy(), self._masters())
+
+    def _forwards_ahead(self, microbatch: int) -> None:
+        """A micro-batch's forwards on the stages where nothing but forwards comes before."""
+        begin_s = self._forward_end_s[microbatch:] - self._way_s[microbatch:]
+        if self._stand_before_s is not None:
+            begin_s += self._stand_before_s[microbatch:]
+        begin_s = np.maximum.accumulate(begin_s[::-1], axis=0)[::-1]
+        begin_s += self._way_s[microbatch:]
+        np.add(begin_s, self._forward_s[microbatch:], out=self._forward_end_s[microbatch:])
+
+    def _step(self, k: int) -> None:
+        # The first stages have no forward left at the end; with fewer micro-batches than stages never one.
+        num = self._num_stages + min(0, self._num_microbatches - self._num_stages - k)
+        if k:
+            begin_s = self._backward_end_s[:num]
+            if self._stand_before_s is not None:
+                begin_s = begin_s + self._stand_before_s[:num]
+            with_before = min(num, self._num_stages - 1)
+            arrived_s = self._forward_end_s[1 : with_before + 1] + self._hop_s[:with_before]
+            late_s = np.maximum(begin_s[:with_before], arrived_s)
+            np.add(late_s, self._forward_s[:with_before], out=self._forward_end_s[:with_before])
+            if with_before < num:
+                np.add(begin_s[-1], self._forward_s[-1], out=self._forward_end_s[-1])
+        ready_s = self._forward_end_s
+        if k and num < self._num_stages:
+            ready_s = np.concatenate((self._forward_end_s[:num], self._backward_end_s[num:]))
+        chain_s = ready_s - self._way_back_s
+        np.maximum.accumulate(chain_s, axis=0, out=chain_s)
+        np.add(chain_s, self._way_through_s, out=self._backward_end_s)
+        if k == 0:
+            self._first_s[:] = self._last_s[:] = self._backward_end_s
+        elif num:
+            self._last_s[:num] = self._backward_end_s[:num]
+
+    def _masters(self) -> npt.NDArray[np.intp]:
+        busy_s = self._forward_s + self._backward_s
+        steps = np.maximum(self._num_microbatches - 1 - np.arange(self._num_stages), 0)[:, None]
+        waited_s = self._last_s - self._first_s - steps * (busy_s + self._stand_s)
+        never_waits = waited_s <= SLACK * self._backward_end_s[-1]
+        # Where each stage waits at some time, the busiest comes nearest to it.
+        busiest = busy_s >= busy_s.max(axis=0)
+        candidates = np.where(never_waits.any(axis=0), never_waits, busiest)
+        return np.asarray(self._num_stages - 1 - candidates.argmax(axis=0), np.intp)
+
+
+# The stage times of many partitions at once, in the form that the recurrence wants.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTimes:
+    """A row per partition and a column per stage; `hop_s` has one column less, for the links between."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    hop_s: Seconds
+
+    def busy_s(self, *, overlap: bool) -> Seconds:
+        """How long a micro-batch keeps each stage busy, its waits for messages included."""
+        busy_s = self.forward_s + self.backward_s
+        if not overlap:
+            busy_s[:, :-1] += self.hop_s
+            busy_s[:, 1:] += self.hop_s
+        return busy_s
+
+
+class ChainTimes:
+    """What is the same for all partitions of a chain on its devices, worked out once."""
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
+        chain, line = loads.chain, loads.line
+        self._speeds = np.array([seat.speed for seat in line.seats])
+        self._until_s = [
+            np.concatenate(([0.0], np.cumsum(values)))
+            for values in (chain.forward_s, chain.backward_s, chain.recompute_backward_s)
+        ]
+        self._again = np.stack(loads.recomputed) if any(t.any() for t in loads.recomputed) else None
+        self._bytes_per_s = np.array([link.bytes_per_s for link in line.links])
+        self._latency_s = np.array([link.latency_s for link in line.links])
+
+    def times(self, all_cuts: Sequence[Sequence[int]]) -> StageTimes:
+        """Those of the partitions with these cuts, which must leave no stage empty."""
+        chain = self._loads.chain
+        bounds = np.array([(0, *cuts, chain.num_units) for cuts in all_cuts], np.intp)
+        begins, ends = bounds[:, :-1], bounds[:, 1:]
+        forward_s, backward_s, again_s = self._until_s
+        back_s = backward_s[ends] - backward_s[begins]
+        if self._again is not None:
+            stages = np.arange(begins.shape[1])
+            again = self._again[stages, begins - stages, ends - 1 - stages]
+            back_s = np.where(again, again_s[ends] - again_s[begins], back_s)
+        return StageTimes(
+            forward_s=(forward_s[ends] - forward_s[begins]) / self._speeds,
+            backward_s=back_s / self._speeds,
+            hop_s=chain.boundary_bytes[ends[:, :-1] - 1] / self._bytes_per_s + self._latency_s,
+        )
+
+
+# The partition with the least pace, or the least way through, by dynamic programming over fixed devices.
+#
+# The pace of a pipeline that does not drain is that of its busiest device or link, so this is the best
+# partition for 2bw, and where others begin to look. Devices may differ in speed and memory, links in
+# anything. It takes O(units² · stages) steps on arrays.
+
+
+def exact(loads: Loads) -> Partition | Misfit:
+    """The partition with the least pace of all that fit, or the one that comes nearest to fitting.
+
+    Of several with that pace it is the one whose last stage begins first, of these the one whose last but
+    one does, and so on: what is left over is put at the front as little as can be.
+    """
+    found = least_max((loads.cost_s(stage) for stage in range(loads.num_stages)), loads.link_s)
+    if found.value < np.inf:
+        return assess(loads, found.cuts())
+    nearest = least_max(loads.missing_bytes(stage) for stage in range(loads.num_stages))
+    partition = assess(loads, nearest.cuts())
+    missing = [stage.missing_bytes for stage in partition.stages]
+    return Misfit(partition, missing.index(max(missing)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeastMax:
+    """The least greatest cost of every beginning of the chain in every number of stages.
+
+    `least[s][b]` is that of the units up to but without s + 1 + b in s + 1 stages, and `begins[s][b]` where
+    the last of these begins, counted from s.
+    """
+
+    least: tuple[Seconds, ...]
+    begins: tuple[npt.NDArray[np.intp], ...]
+
+    @property
+    def value(self) -> float:
+        """That of the whole chain."""
+        return float(self.least[-1][-1])
+
+    def cuts(self) -> tuple[int, ...]:
+        """How the whole chain is cut."""
+        return self.cuts_before(len(self.least), len(self.least) + len(self.least[-1]) - 1)
+
+    def cuts_before(self, num_stages: int, end: int) -> tuple[int, ...]:
+        """How the units up to but without `end` are cut into so many stages."""
+        cuts = []
+        for stage in range(num_stages - 1, 0, -1):
+            end = stage + int(self.begins[stage][end - 1 - stage])
+            cuts.append(end)
+        return tuple(reversed(cuts))
+
+    def value_before(self, num_stages: int, end: int) -> float:
+        """The least greatest cost of the units up to but without `end` in so many stages."""
+        return float(self.least[num_stages - 1][end - num_stages])
+
+
+def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> LeastMax:
+    """Cut so that the greatest cost is least; entries are those of `Loads`.
+
+    `borders[s][b]` is the cost of the cut after stage s at unit s + 1 + b.
+    """
+    least: list[Seconds] = []
+    begins: list[npt.NDArray[np.intp]] = []
+    for stage, cost in enumerate(costs):
+        if stage == 0:
+            # All units before the first stage are none, so it begins at the first.
+            least.append(cost[0])
+            begins.append(np.zeros(len(cost), np.intp))
+            continue
+        before = np.maximum(least[-1], borders[stage - 1]) if borders else least[-1]
+        greatest = np.maximum(before[:, None], cost)
+        first = greatest.argmin(axis=0)
+        begins.append(first)
+        least.append(greatest[first, np.arange(len(first))])
+    return LeastMax(tuple(least), tuple(begins))
+
+
+def least_sum(costs: Sequence[Seconds], borders: Sequence[Seconds], most: float) -> tuple[int, ...] | None:
+    """Cut so that the sum of the costs is least and none is more than `most`; None where that cannot be.
+
+    On devices of unequal speed the sum, which a micro-batch takes to go through, depends on the cuts.
+    """
+    sums = np.where(costs[0][0] <= most, costs[0][0], np.inf)
+    begins: list[npt.NDArray[np.intp]] = []
+    for stage in range(1, len(costs)):
+        before = np.where(borders[stage - 1] <= most, sums, np.inf)
+        found = before[:, None] + np.where(costs[stage] <= most, costs[stage], np.inf)
+        first = found.argmin(axis=0)
+        begins.append(first)
+        sums = found[first, np.arange(len(first))]
+    if sums[-1] == np.inf:
+        return None
+    cuts = []
+    place = len(sums) - 1
+    for stage in range(len(costs) - 1, 0, -1):
+        place = int(begins[stage - 1][place])
+        cuts.append(stage + place)
+    return tuple(reversed(cuts))
+
 
 Cuts = tuple[int, ...]
 
@@ -255,3 +538,66 @@ def _fitting(loads: Loads, all_cuts: Iterable[Cuts]) -> list[Cuts]:
             held = loads.peak_bytes[stage][begins[places, stage] - stage, ends[places, stage] - 1 - stage]
             fine[places] = held <= seat.memory_bytes
     return [cuts for cuts, is_fine in zip(given, fine.tolist(), strict=True) if is_fine]
+
+
+# A partition's stages as costs for the simulator.
+
+
+def costs_between(chain: Chain, cuts: Cuts, *, half_forward_s: Seconds | None = None) -> Costs:
+    """The costs of the stages between some cuts for the simulator, on devices of speed 1.
+
+    `half_forward_s` are the seconds of half a micro-batch in each unit, where they are known.
+    """
+    bounds = chain.bounds(cuts)
+    begins, ends = list(bounds[:-1]), list(bounds[1:])
+    tables = chain.bytes
+
+    def sums(values: Seconds) -> list[float]:
+        return [float(values[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
+
+    backward_s = sums(chain.backward_s)
+    again_s = sums(chain.recompute_backward_s)
+    input_s, weight_s = _halves_s(chain, begins, ends)
+    return Costs.per_stage(
+        len(begins),
+        forward_s=sums(chain.forward_s),
+        backward_s=backward_s,
+        backward_input_s=input_s,
+        backward_weight_s=weight_s,
+        half_forward_s=None if half_forward_s is None else sums(half_forward_s),
+        recompute_s=[max(again - once, 0.0) for again, once in zip(again_s, backward_s, strict=True)],
+        update_s=sums(chain.update_s),
+        trial_s=sums(chain.trial_s),
+        reduce_busy_s=sums(chain.reduce_s),
+        message_bytes=[*(float(chain.boundary_bytes[end - 1]) for end in ends[:-1]), 0.0],
+        gradient_message_bytes=[*(float(chain.returned_bytes[end - 1]) for end in ends[:-1]), 0.0],
+        weight_bytes=tables.parameter[begins, ends].tolist(),
+        gradient_bytes=tables.gradient[begins, ends].tolist(),
+        optimizer_bytes=tables.optimizer[begins, ends].tolist(),
+        buffer_bytes=tables.buffer[begins, ends].tolist(),
+        frozen_bytes=tables.frozen[begins, ends].tolist(),
+        workspace_bytes=tables.workspace[begins, ends].tolist(),
+        waiting_bytes=tables.waiting[begins, ends].tolist(),
+        halves_bytes=tables.halves[begins, ends].tolist(),
+        stash_bytes=tables.kept[begins, ends].tolist(),
+        input_bytes=tables.inputs[begins, ends].tolist(),
+    )
+
+
+def _halves_s(
+    chain: Chain, begins: list[int], ends: list[int]
+) -> tuple[list[float] | None, list[float] | None]:
+    """The seconds of the two halves of each stage's backward, where they are known.
+
+    Together they take longer than a whole one. A stage that sends no gradient back has nothing to do in the
+    first but to find that out, and does all of a whole one in the second.
+    """
+    inputs, weights = chain.backward_input_s, chain.backward_weight_s
+    if inputs is None or weights is None:
+        return None, None
+    input_s, weight_s = list[float](), list[float]()
+    for begin, end in zip(begins, ends, strict=True):
+        goes_back = begin > 0 and chain.returned_bytes[begin - 1] > 0
+        input_s.append(float(inputs[begin:end].sum() if goes_back else inputs[begin]))
+        weight_s.append(float((weights if goes_back else chain.backward_s)[begin:end].sum()))
+    return input_s, weight_s

@@ -10,8 +10,6 @@ from itertools import pairwise
 from bireme.bounds import bytes_text
 from bireme.plan.partition.loads import Loads
 
-__all__ = ["Misfit", "Partition", "StageLoad", "assess"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bireme.cluster.routes import Lane
-from bireme.plan.partition.device_row import RowLink
-from bireme.plan.ring import hops, ring_share
+from bireme.cluster.cluster import Lane
+from bireme.plan.agreements import hops, ring_share
+from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.problem import PlanningProblem
-
-__all__ = ["LaneTraffic", "Ring", "links_between", "ring_over"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,16 @@ from itertools import combinations
 
 import numpy as np
 
-from bireme.plan.partition.autopipe import autopipe
-from bireme.plan.partition.device_row import DeviceRow, DeviceSlot
-from bireme.plan.partition.exact import exact, least_max
-from bireme.plan.partition.holdings import DEEP
-from bireme.plan.partition.loads import Loads, Recompute, StageSetting, loads_of
+from bireme.plan.partition.autopipe import autopipe, exact, least_max
+from bireme.plan.partition.loads import DEEP, DeviceRow, DeviceSlot, Loads, Recompute, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
-from bireme.plan.search.homes import keeps_home
+from bireme.plan.search.mapping import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.schedule.catalogue import schedule_named
-from bireme.schedule.rule import Rule
-
-__all__ = ["all_drafts", "loads_on", "num_cuts_and_sets", "promising_drafts"]
+from bireme.schedule.program import Rule
 
 RECKONED_AS = {"1f1b-sliced": "1f1b"}
 """Whose bytes and times are taken for a schedule until it is evaluated."""

@@ -5,18 +5,14 @@ from functools import lru_cache
 from itertools import pairwise
 
 from bireme.cluster.cluster import Cluster
-from bireme.codec.border import BorderCodecs
+from bireme.codec.description import BorderCodecs
 from bireme.errors import BiremeError
-from bireme.plan.paging import Paging
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Paging, Plan
 from bireme.plan.search.shapes import PARTS, Outline
 from bireme.schedule.catalogue import generate, schedule_named
-from bireme.schedule.folding import WRITTEN_OUT
 from bireme.schedule.gathering import gathered
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
-
-__all__ = ["Draft", "Grid", "draft_of"]
+from bireme.schedule.program import Program, Rule
+from bireme.schedule.source import WRITTEN_OUT
 
 Grid = tuple[tuple[int, ...], ...]
 """The device of each replica of each rank: `grid[rank][replica]`."""

@@ -1,25 +1,369 @@
 """Paging of draft plans: what a draft would page, and what its tiers then hold and move."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import add
 
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
+from bireme.plan.agreements import ring_share
 from bireme.plan.forecast import TierForecast
-from bireme.plan.paging import Paging
-from bireme.plan.search.draft import Draft
+from bireme.plan.partition.autopipe import costs_between
+from bireme.plan.plan import Paging, Plan
+from bireme.plan.plan_request import PlanRequest, TierLimits
+from bireme.plan.search.contention import Ring, ring_over
+from bireme.plan.search.draft import Draft, Grid, draft_of
 from bireme.plan.search.problem import PlanningProblem
-from bireme.plan.search.shared_optimizer import Exchanged
-from bireme.plan.search.tied_gradients import TiedRing
-from bireme.plan.search.tier_budgets import budgets_of
-from bireme.schedule.chunks import LARGE_PAGE_BYTES
-from bireme.schedule.instruction import PAGING, Kind
-from bireme.schedule.program import Program
+from bireme.profile.profile import Profile
+from bireme.schedule.budgets import Budgets
+from bireme.schedule.gathering import times_a_batch
+from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import Residency
+from bireme.schedule.source import LONG
+from bireme.schedule.tiers import LARGE_PAGE_BYTES, SMALL_CHUNK_BYTES
+from bireme.simulate.copies import REPLICAS, TierLinks
 from bireme.simulate.costs import Costs
-from bireme.simulate.gathering import REPLICAS
+from bireme.sync.slices import part_sum_bytes
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["busiest_wire", "paging_of", "shared_tiers", "tier_forecasts", "update_places"]
+# What the ranks of a plan may use of each tier, and how fast their chunks travel.
+#
+# All replicas page alike, so a rank has the least budgets of its devices in any replica.
+
+
+def budgets_of(problem: PlanningProblem, grid: Grid) -> tuple[Budgets, ...]:
+    """The budgets of each rank."""
+    asked = problem.request.memory or TierLimits()
+    used = [device for row in grid for device in row]
+    return tuple(_least([_budgets(problem, device, used, asked) for device in row]) for row in grid)
+
+
+def tier_links_of(problem: PlanningProblem, grid: Grid, replica: int) -> tuple[TierLinks, ...]:
+    """The wires of each rank of a replica. Devices of a server share its disk."""
+    used = [device for row in grid for device in row]
+    found = []
+    for row in grid:
+        share = tier_share(problem.cluster, row[replica], used)
+        is_processor = problem.cluster.devices()[row[replica]].device.kind == "cpu"
+        found.append(
+            TierLinks(
+                share.host_bytes_per_s,
+                share.disk_bytes_per_s,
+                share.copy_s,
+                _core_share(problem, row[replica], used),
+                share.chunk_s,
+                share.host_bytes_per_s if is_processor else math.inf,
+                SMALL_CHUNK_BYTES if is_processor else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _core_share(problem: PlanningProblem, device: int, used: Sequence[int]) -> float:
+    """What of a copy a processor's work loses: the part of a core that is not spare, of all that it works on.
+
+    Cores that no device computes on are spare for the copies of all. Where nothing says how many cores there
+    are, each copy has one.
+    """
+    server, threads = problem.servers[device], problem.threads[device]
+    machine = problem.cluster.servers[server]
+    num_cores = machine.num_cores or sum(one.num_cores for one in machine.devices if one.kind == "cpu")
+    if not (threads and num_cores):
+        return 0.0
+    here = [one for one in used if problem.servers[one] == server]
+    spare = num_cores - sum(problem.threads[one] for one in here)
+    return min(max(1.0 - spare / len(here), 0.0), 1.0) / threads
+
+
+def _budgets(problem: PlanningProblem, device: int, used: Sequence[int], asked: TierLimits) -> Budgets:
+    share = tier_share(problem.cluster, device, used)
+    kind = problem.cluster.devices()[device].device.kind
+    device_bytes = int(problem.limits[device])
+    host_bytes = share.host_bytes if asked.host_bytes is None else asked.host_bytes
+    if host_bytes is None and kind == "cpu":
+        host_bytes = int(problem.room[device]) - device_bytes  # it is the same memory
+    disk_bytes = share.disk_bytes if asked.disk_bytes is None else asked.disk_bytes
+    if disk_bytes is None:
+        raise BiremeError(
+            f"How much of its disk {problem.names[device]} may use is not known. Say it, or give its server "
+            "disk_bytes in the cluster file."
+        )
+    return Budgets(device_bytes, host_bytes, disk_bytes)
+
+
+def _least(budgets: Sequence[Budgets]) -> Budgets:
+    host = min(math.inf if one.host_bytes is None else one.host_bytes for one in budgets)
+    return Budgets(
+        min(one.device_bytes for one in budgets),
+        None if host == math.inf else int(host),
+        min(one.disk_bytes for one in budgets),
+    )
+
+
+# What each stage of a plan that pages copies in a batch, and what recomputation takes or would take.
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStageMemory:
+    """A stage of the first replica: the bytes of each item that are copied between tiers in a batch, both
+    ways, and for how long the wires carry them. `recompute_s` is for how long a batch's forwards run again,
+    or would.
+    """
+
+    stage: int
+    rank: int
+    recomputes: bool
+    copied_bytes: Mapping[Item, int]
+    copies_s: float
+    recompute_s: float
+
+
+def stage_memory(
+    plan: Plan, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> tuple[PagedStageMemory, ...]:
+    """All stages of a plan that pages; nothing of one that does not."""
+    if plan.paging is None:
+        return ()
+    problem, draft = PlanningProblem(profile, cluster, request), draft_of(plan, cluster)
+    costs = costs_between(problem.whole(draft.outline.sizes[0]), plan.cuts)
+    links, program = tier_links_of(problem, draft.grid, 0), plan.program(LONG)
+    found = []
+    for stage, rank in enumerate(program.rank_of_stage):
+        copied: Counter[Item] = Counter()
+        copies_s, tiers = 0.0, program.tiers_of(rank)
+        for item, tier in _copies(program, rank, stage):
+            assert tiers is not None, "who copies pages"
+            copied[item] += tiers.chunk_bytes
+            copies_s += links[rank].seconds(tiers.tiers[tier + 1].name, tiers.chunk_bytes)
+        share = 1 / _num_batches(program, rank)
+        again_s = plan.num_microbatches * costs.recompute_s[stage] / problem.speeds[draft.grid[rank][0]]
+        found.append(
+            PagedStageMemory(
+                stage,
+                rank,
+                stage in plan.recompute,
+                {item: round(num_bytes * share) for item, num_bytes in copied.items()},
+                copies_s * share,
+                again_s,
+            )
+        )
+    return tuple(found)
+
+
+def _copies(program: Program, rank: int, stage: int) -> Iterator[tuple[Item, int]]:
+    """The items of a stage whose chunks are copied, each with the upper of the two tiers."""
+    for step in _steps(program, rank):
+        if step.stage == stage and step.page is not None and step.page.is_copied:
+            yield step.page.item, step.page.tier
+
+
+def _steps(program: Program, rank: int) -> tuple[Instruction, ...]:
+    """A batch of the steady state, or the window where there is none."""
+    track = program.tracks[rank]
+    return track.body if track.repeats else track.head
+
+
+def _num_batches(program: Program, rank: int) -> int:
+    return 1 if program.tracks[rank].repeats else program.num_batches
+
+
+# Gradients of parameters that several stages use: who holds them, and what their sums take.
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter that these stages use, two at least, and the bytes of its gradient."""
+
+    name: str
+    stages: tuple[int, ...]
+    num_bytes: float
+
+
+class TiedGradients:
+    """The parameters that units of a profile share."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        """The units that hold each, and the bytes of its gradient."""
+        for place, unit in enumerate(profile.units):
+            for held in unit.tied:
+                if held.gradient_bytes:
+                    self._places.setdefault(held.name, []).append((place, held.gradient_bytes))
+
+    def between(self, stages: Sequence[tuple[int, int]]) -> list[Tied]:
+        """Those that several of some stages use, each of which goes from one unit up to another."""
+        found = []
+        for name, places in self._places.items():
+            holders = tuple(
+                stage
+                for stage, (begin, end) in enumerate(stages)
+                if any(begin <= place < end for place, _ in places)
+            )
+            if len(holders) > 1:
+                found.append(Tied(name, holders, float(places[0][1])))
+        return found
+
+    def of_stages(self, stages: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Bytes of each stage's gradients that other stages have a part of; empty where there are none."""
+        shared = self.between(stages)
+        each = tuple(
+            sum(one.num_bytes for one in shared if place in one.stages) for place in range(len(stages))
+        )
+        return each if shared else ()
+
+
+@dataclass(frozen=True, slots=True)
+class TiedRing:
+    """A sum of tied gradients over all devices of some ranks, which these stages wait for."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    ring: Ring
+    sent_bytes: float
+    """What each device sends on for it."""
+
+
+def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> list[TiedRing]:
+    """The sums of tied gradients that go around in addition to those of replicas.
+
+    What stages of one rank share, the rank adds up itself; the replicas then sum it with the rest, but where
+    they share weights: then it goes around alone, when the first of the stages has it.
+    """
+    rank_of_stage = draft.outline.rank_of_stage
+    of_ranks: dict[tuple[int, ...], list[Tied]] = {}
+    for one in tied:
+        ranks = tuple(sorted({rank_of_stage[stage] for stage in one.stages}))
+        if len(ranks) > 1 or draft.whole_weights:
+            of_ranks.setdefault(ranks, []).append(one)
+    found = []
+    for ranks, own in of_ranks.items():
+        num_bytes = sum(one.num_bytes for one in own)
+        devices = [device for rank in ranks for device in draft.grid[rank]]
+        stages = sorted({stage for one in own for stage in one.stages})
+        found.append(
+            TiedRing(
+                tuple(stages if len(ranks) > 1 else stages[:1]),
+                ranks,
+                ring_over(problem, devices, num_bytes),
+                ring_share(len(devices)) * num_bytes,
+            )
+        )
+    return found
+
+
+# What it changes in a plan's costs if replicas share the optimiser: memory, steps, and bytes to sync.
+#
+# Where they share the weights too, what that keeps and moves follows from the instructions of the program.
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The bytes that a replica sends the others in a batch: of weights that it makes or keeps, and of
+    gradients.
+    """
+
+    weights: float
+    gradients: float
+
+
+def shared_key(request: PlanRequest, draft: Draft) -> object:
+    """What the costs of stages depend on besides, where replicas share the optimiser."""
+    outline = draft.outline
+    if request.num_sharers(outline.width) == 1:
+        return None
+    return outline.width, draft.rule, outline.rank_of_stage, min(draft.whole_weights, 2)
+
+
+def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
+    """The costs of stages of which each replica steps its part only, and sums gradients part by part."""
+    sharers = request.num_sharers(draft.outline.width)
+    if sharers == 1:
+        return costs
+    kept = costs.optimizer_bytes
+    is_apart = request.shares_newest(draft.rule, draft.outline.width)
+    if is_apart:
+        kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
+    return replace(
+        costs,
+        optimizer_bytes=tuple(one / sharers for one in kept),
+        update_s=tuple(one / sharers for one in costs.update_s),
+        master_weights=costs.master_weights or is_apart,
+        workspace_bytes=_with_sums(costs, draft, sharers),
+    )
+
+
+def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
+    """The workspace of each stage with what summing gradients in parts takes: a rank's thread for that sums
+    those of all its stages, but where weights are shared too, stage by stage; and where those of one stage
+    are whole at a time, nothing else runs then.
+    """
+    if draft.whole_weights:
+        together = max if draft.whole_weights == 1 else add
+        return tuple(
+            together(own, part_sum_bytes(gradients, sharers))
+            for own, gradients in zip(costs.workspace_bytes, costs.part_gradient_bytes, strict=True)
+        )
+    ranks = draft.outline.rank_of_stage
+    of_rank: defaultdict[int, float] = defaultdict(float)
+    for rank, gradients in zip(ranks, costs.gradient_bytes, strict=True):
+        of_rank[rank] += gradients
+    return tuple(
+        own + part_sum_bytes(of_rank[rank], sharers)
+        for own, rank in zip(costs.workspace_bytes, ranks, strict=True)
+    )
+
+
+def reduce_share(request: PlanRequest, width: int) -> float:
+    """What each replica sends on for the sum of gradients, for each byte of them."""
+    if request.num_sharers(width) > 1:
+        return (width - 1) / width
+    return request.sums.hop_share(width)
+
+
+def sync_bytes(
+    costs: Costs, request: PlanRequest, draft: Draft, num_units: int, *, before_update: bool = False
+) -> tuple[float, ...]:
+    """What each replica sends on of every stage in a batch, for sums and for what it makes for the others.
+
+    With a shared optimiser that is its part of the weights, or under the FRESH rule for trial steps:
+    gradients, and the weights that come of them. With `before_update` it is what an UPDATE waits for. Under
+    the DELAYED rule weights travel after it, and nobody waits for them but where they are more than a link
+    carries in a batch; under the others it makes no difference to the next forward whether they go before or
+    after.
+    """
+    width = draft.outline.width
+    if request.num_sharers(width) == 1:
+        return tuple(
+            request.sums.hop_bytes(one, slice(*units), width)
+            for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
+        )
+    if before_update and draft.whole_weights:
+        return (0.0,) * costs.num_stages
+    each = exchanged_bytes(costs, request, draft)
+    if before_update and draft.rule is Rule.DELAYED:
+        return tuple(one.gradients for one in each)
+    return tuple(one.weights + one.gradients for one in each)
+
+
+def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[Exchanged, ...]:
+    """What each replica sends the others that share with it, stage by stage."""
+    share = reduce_share(request, draft.outline.width)
+    if draft.whole_weights:
+        program = draft.program()
+        gathers, scatters = (times_a_batch(program, kind) for kind in (Kind.GATHER, Kind.SCATTER))
+    else:
+        gathers = (1.0,) * costs.num_stages
+        scatters = (2.0 if draft.rule is Rule.FRESH else 1.0,) * costs.num_stages
+    return tuple(
+        Exchanged(share * often * weights, share * times * gradients)
+        for often, weights, times, gradients in zip(
+            gathers, costs.weight_bytes, scatters, costs.part_gradient_bytes, strict=True
+        )
+    )
 
 
 def paging_of(

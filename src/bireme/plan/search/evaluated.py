@@ -1,17 +1,179 @@
 """What a search has evaluated: the best of every kind and shape, and how many plans."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from bireme.plan.forecast import Candidate, Forecast
-from bireme.plan.search.draft import Draft
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import cluster_hash
+from bireme.codec.description import AS_IT_IS, BorderCodecs
+from bireme.errors import BiremeError
+from bireme.plan.forecast import Answer, Candidate, Forecast, NothingFits, PlanKind
+from bireme.plan.penalties import WORDS_TO_TRY
+from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.paged_walk import (
+    AS_GOOD,
+    BRIEF_SEEDS,
+    MOST_SEEDS,
+    PagedWalk,
+    Search,
+    has_room,
+    with_room,
+)
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
-from bireme.plan.summary import PlanKind
+from bireme.profile.profile import Profile
 
-__all__ = ["EvaluatedDraft", "EvaluatedDrafts"]
+# Which codecs the borders of a plan get, where the planner may choose: those with the least time to loss.
+#
+# A search is made without codecs and one with each that is worth trying, on all borders between ranks. The
+# best plan of all is then gone through border by border: a fast link needs none. Within one server nothing is
+# tried.
+
+CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
+"""Searches for a request; told that it is the one of that number, of so many."""
+
+
+def with_best_codecs(
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: CodecSearch
+) -> Answer | NothingFits:
+    """The best answer over all codecs, the best plan without any among its candidates."""
+    bare = replace(request, codec="none")
+    words = WORDS_TO_TRY if _has_far_devices(cluster, request) else ()
+    plain = search(bare, 0, 1 + len(words))
+    found = [
+        search(replace(request, codec=word), place, 1 + len(words)) for place, word in enumerate(words, 1)
+    ]
+    answers = [one for one in (plain, *found) if isinstance(one, Answer)]
+    if not answers:
+        return plain
+    best = min(answers, key=_cost_s)
+    if best is plain:
+        return plain
+    refined = _refined(best.best, PlanningProblem(profile, cluster, bare))
+    without = plain.candidates[:1] if isinstance(plain, Answer) else ()
+    candidates = (refined, *best.candidates[1:], *without)
+    ordered = tuple(sorted(candidates, key=lambda one: one.forecast.cost_s_per_sample))
+    return replace(best, candidates=ordered, num_tried=sum(one.num_tried for one in answers))
+
+
+def _cost_s(answer: Answer) -> float:
+    return answer.best.forecast.cost_s_per_sample
+
+
+def _has_far_devices(cluster: Cluster, request: PlanRequest) -> bool:
+    """Whether the devices that may be used lie on several servers."""
+    placed = cluster.devices()
+    usable = [cluster.number_of(name) for name in request.devices] or range(len(placed))
+    return len({placed[device].server for device in usable}) > 1
+
+
+def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
+    """The plan with the best codec of each border, given those of the others."""
+    evaluator = PlanEvaluator(problem)
+    draft, forecast = draft_of(best.plan, problem.cluster), best.forecast
+    tried = (AS_IT_IS, *(BorderCodecs(word, word) for word in WORDS_TO_TRY))
+    for border in range(len(draft.codecs)):
+        for one in tried:
+            own = (*draft.codecs[:border], one, *draft.codecs[border + 1 :])
+            other = replace(draft, codecs=own)
+            promised = evaluator.forecast(other)
+            candidate = Candidate(best.plan, promised)
+            if candidate.fits and promised.cost_s_per_sample < forecast.cost_s_per_sample:
+                draft, forecast = other, promised
+    codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
+    return Candidate(draft.plan(problem.names, codecs), forecast)
+
+
+# Plans whose replicas share weights, which are gathered where they are used, and so cost time.
+#
+# Ordinary searches say what is good if replicas share the optimizer only: within the memory there is, and as
+# if there were room for everything. What they find is made to gather its weights, by the walk of plans that
+# page: it varies into how many parts the stage of a rank is cut (few of them are whole at a time), how long
+# sweeps are, which ranks recompute, and how large micro-batches are. Plans of one replica share nothing and
+# stay what they are.
+
+USUAL = 2
+"""Stages of a rank, or versions of one, whose weights are whole at a time: those of the pass that runs, and
+those of the next one, which are on their way."""
+
+TRIED = (1, 3, 4)
+"""The others that are tried for the best."""
+
+
+def with_gathering(
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: Search, *, is_brief: bool
+) -> Answer | NothingFits:
+    """The best plan that fits, and shares weights where it has replicas."""
+    most = BRIEF_SEEDS if is_brief else MOST_SEEDS
+    walk = _GatheredWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
+    answers = (
+        search(with_room(cluster), replace(request, memory_fraction=1.0)),
+        search(cluster, request, is_tight=True),
+    )
+    found: dict[Draft, Candidate] = {}
+    for answer in answers:
+        for seed in _seeds(answer.candidates, most) if isinstance(answer, Answer) else ():
+            best = walk.best_from(draft_of(seed.plan, cluster), 0.0)
+            if best is not None:
+                found.setdefault(draft_of(best.plan, cluster), best)
+    bases = [answer for answer in answers if isinstance(answer, Answer)]
+    if not bases:
+        return answers[-1]
+    if not found:
+        raise BiremeError(
+            "No plan fits whose replicas share weights: gathered weights and whole gradients of one stage "
+            "need room in addition to the parts. Share the optimizer only, use smaller micro-batches, or use "
+            "more devices."
+        )
+    how = f"{bases[-1].origin.how}; {walk.num_tried:,} plans that share weights simulated"
+    return Answer(
+        tuple(sorted(found.values(), key=lambda one: one.forecast.cost(request.goal))),
+        replace(bases[-1].origin, how=how, cluster=cluster_hash(cluster)),
+        sum(base.num_tried for base in bases) + walk.num_tried,
+    )
+
+
+def _seeds(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+    """So many of the best plans, among them one of several replicas if there is any."""
+    known = list(candidates)
+    several = [one for one in known if one.plan.width > 1]
+    return list(dict.fromkeys([*known[: most - 1], *several[:1], *known[most - 1 :]]))[:most]
+
+
+class _GatheredWalk(PagedWalk):
+    """Evaluates drafts that share weights."""
+
+    def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
+        del host_updates  # nothing pages
+        for most in (USUAL, 1) if draft.outline.width > 1 else (0,):
+            shared = replace(draft, whole_weights=most)
+            try:
+                found = self._evaluator.forecast(shared)
+            except BiremeError:
+                return None
+            if has_room(found):
+                return found, shared
+        return None
+
+    def _is_hopeless(self, draft: Draft, least: float) -> bool:
+        """Nothing is: sums that are made stage by stage may take less time than those of whole gradients."""
+        return False
+
+    def _settled(self, draft: Draft) -> Candidate:
+        """The plan of a draft, with so much whole at a time as is fastest."""
+        forecast = self._forecast(draft)
+        assert forecast is not None, "it fits"
+        best = self._fitting[draft]
+        for most in TRIED if best.whole_weights else ():
+            other = replace(best, whole_weights=most)
+            promised = self._evaluator.forecast(other)
+            if has_room(promised) and promised.batch_s * AS_GOOD < forecast.batch_s:
+                best, forecast = other, promised
+        return self._candidate(best)
+
 
 MOST_SHOWN = 16
 """Largest number of candidates in an answer, including the best of every kind."""

@@ -9,40 +9,128 @@ needs for its bytes alone.
 Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from bireme.cluster.device import MOST_SENDS
 from bireme.plan.codec_costs import coded, sum_coding_s
-from bireme.plan.energy import total_watts
-from bireme.plan.forecast import Forecast, StageForecast, TierForecast
-from bireme.plan.paging import Paging
-from bireme.plan.partition.stage_costs import costs_between
+from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
+from bireme.plan.partition.autopipe import costs_between
+from bireme.plan.plan import Paging
 from bireme.plan.search.contention import LaneTraffic
 from bireme.plan.search.draft import Draft
-from bireme.plan.search.draft_paging import busiest_wire, paging_of, shared_tiers, tier_forecasts
-from bireme.plan.search.problem import PlanningProblem
-from bireme.plan.search.replica_work import ReplicaWork
-from bireme.plan.search.shapes import PATH_BOUND
-from bireme.plan.search.shared_cores import cores_needed, processors_of
-from bireme.plan.search.shared_optimizer import (
+from bireme.plan.search.draft_paging import (
+    Tied,
+    TiedGradients,
+    busiest_wire,
     exchanged_bytes,
+    paging_of,
     reduce_share,
     shared_costs,
     shared_key,
+    shared_tiers,
     sync_bytes,
+    tied_rings,
+    tier_forecasts,
+    tier_links_of,
 )
-from bireme.plan.search.tied_gradients import Tied, TiedGradients, tied_rings
-from bireme.plan.search.tier_budgets import tier_links_of
-from bireme.schedule.program import Program
-from bireme.schedule.rule import Rule
-from bireme.schedule.sizes import Sizes
-from bireme.simulate.cluster_network import cluster_network
-from bireme.simulate.gathering import REPLICAS
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.shapes import PATH_BOUND
+from bireme.schedule.accesses import Sizes
+from bireme.schedule.program import Program, Rule
+from bireme.simulate.copies import REPLICAS
+from bireme.simulate.costs import Costs
+from bireme.simulate.links import cluster_network
+from bireme.simulate.network import Processors
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["LowerBound", "PlanEvaluator"]
+# What one replica of a draft plan has to do, before devices and links are known.
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWork:
+    """What the stages of one replica take per micro-batch and per batch, on a device of speed 1."""
+
+    costs: Costs
+    again_s: tuple[float, ...]
+
+    def passes_s(self, stage: int, num_microbatches: int) -> float:
+        """For how long the passes of a batch keep the stage busy."""
+        costs = self.costs
+        return num_microbatches * (costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage])
+
+    def busy_s(self, stage: int, num_microbatches: int, rule: Rule) -> float:
+        """For how long a batch keeps the stage busy, with what its end takes under an update rule."""
+        costs = self.costs
+        end_s = costs.reduce_busy_s[stage] + costs.update_s[stage]
+        if rule is Rule.FRESH:
+            end_s += costs.trial_s[stage]
+        return self.passes_s(stage, num_microbatches) + end_s
+
+    def sent_bytes(self, rank: int, rank_of_stage: Sequence[int]) -> float:
+        """What the engine keeps of the messages that a rank sends to others: copies of the last ones, and
+        room for the next one where it is made from a message.
+        """
+        forward, backward = self.costs.forward_bytes, self.costs.backward_bytes
+        found = 0.0
+        for stage, (here, there) in enumerate(pairwise(rank_of_stage)):
+            if here == there:
+                continue
+            if here == rank:
+                is_made_of_one = stage > 0 and rank_of_stage[stage - 1] != rank
+                found += (MOST_SENDS + is_made_of_one) * forward[stage]
+            if there == rank:
+                is_made_of_one = stage + 2 < len(rank_of_stage) and rank_of_stage[stage + 2] != rank
+                found += (MOST_SENDS + is_made_of_one) * backward[stage]
+        return found
+
+    def kept_bytes(self, stage: int, draft: Draft) -> float:
+        """What the stage keeps of a micro-batch that waits for its backward."""
+        return (self.costs.input_bytes if stage in draft.recompute else self.costs.stash_bytes)[stage]
+
+
+# Who shares a processor: devices of one server that want more cores than it has.
+#
+# A replica is simulated on its part of the cores, which is that of its threads among all that compute there.
+
+
+def cores_needed(problem: PlanningProblem, device_s: Mapping[int, float]) -> list[tuple[float, str]]:
+    """For how long a batch keeps the cores of each server busy that its devices share, and their name."""
+    work_s: defaultdict[int, float] = defaultdict(float)
+    for device, seconds in device_s.items():
+        work_s[problem.servers[device]] += problem.threads[device] * seconds
+    servers = problem.cluster.servers
+    return [
+        (seconds / servers[place].num_cores, f"the cores of {servers[place].name}")
+        for place, seconds in work_s.items()
+        if servers[place].num_cores
+    ]
+
+
+def processors_of(problem: PlanningProblem, grid: Sequence[Sequence[int]], replica: int) -> Processors | None:
+    """The cores that the ranks of a replica share, machines in the order in which ranks come to them.
+
+    None where every rank has its own.
+    """
+    wanted: defaultdict[int, int] = defaultdict(int)
+    for device in (device for row in grid for device in row):
+        wanted[problem.servers[device]] += problem.threads[device]
+    own = [row[replica] for row in grid]
+    # An accelerator computes on nobody's cores: it counts as a machine of its own.
+    machines = [problem.servers[device] if problem.threads[device] else -1 - device for device in own]
+    threads = [max(1, problem.threads[device]) for device in own]
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    cores = []
+    for machine in numbers:
+        here = sum(count for count, one in zip(threads, machines, strict=True) if one == machine)
+        has = problem.cluster.servers[machine].num_cores if machine >= 0 else 0
+        cores.append(here * min(1.0, has / wanted[machine]) if has else float(here))
+    found = Processors(tuple(cores), tuple(numbers[machine] for machine in machines), tuple(threads))
+    return found if found.is_shared() else None
+
 
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""

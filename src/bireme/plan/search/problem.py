@@ -8,22 +8,18 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.engine_cost import NO_ENGINE
-from bireme.cluster.routes import Lane
+from bireme.cluster.cluster import Cluster, Lane
+from bireme.cluster.device import NO_ENGINE
 from bireme.cluster.symmetry import Symmetry
-from bireme.codec.border import AS_IT_IS, BorderCodecs
+from bireme.codec.description import AS_IT_IS, BorderCodecs
 from bireme.errors import BiremeError
 from bireme.plan.codec_costs import with_fewer_bytes
-from bireme.plan.homes import check_servers
 from bireme.plan.partition.chain import Chain, chain_of
+from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
-from bireme.schedule.rule import Rule
-
-__all__ = ["PlanningProblem", "check_numbers", "check_shard"]
-
+from bireme.schedule.program import Rule
 
 UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
 """Schedules whose updates can come early."""

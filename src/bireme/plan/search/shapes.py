@@ -26,9 +26,7 @@ from bireme.errors import BiremeError
 from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.generators.shape import Shape as ScheduleShape
-from bireme.schedule.rule import Rule
-
-__all__ = ["PARTS", "PATH_BOUND", "Outline", "Outlines"]
+from bireme.schedule.program import Rule
 
 PARTS = {"interleaved": (2, 4), "zbv": (2,)}
 """How many stages a rank may have, where it has several."""

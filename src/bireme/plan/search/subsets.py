@@ -16,8 +16,6 @@ from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 
-__all__ = ["with_subsets"]
-
 MOST_DEVICES = 8
 """If there are more, subsets are searched only if nothing fits."""
 

@@ -12,8 +12,6 @@ from bireme.report.page.run import Run
 from bireme.report.shapes import fitted, text_width
 from bireme.report.units import rate_text
 
-__all__ = ["cluster_figure"]
-
 SIZES = {"large": 1120, "medium": 700, "small": 330}
 """Most pixels of a drawing, by the class with which the style sheet shows the one that fits the page."""
 MOST_COLUMNS = 4

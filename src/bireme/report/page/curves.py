@@ -15,20 +15,6 @@ from enum import StrEnum
 from bireme.report.axes import Quantity, Scale, value_text
 from bireme.report.page.markup import number, tag, titled, words
 
-__all__ = [
-    "ACROSS",
-    "Along",
-    "Chart",
-    "ChartEvent",
-    "ChartSpan",
-    "Curve",
-    "Look",
-    "chart_data",
-    "drawn",
-    "framed",
-    "share",
-]
-
 ACROSS = 1000
 """The width of every plot in the units of its curves."""
 TOP, BOTTOM = 12, 34

@@ -10,8 +10,6 @@ from bireme.report.page.flows import Flow, flows
 from bireme.report.page.run import Run
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["runs_document"]
-
 
 def runs_document(runs: Sequence[Run], now_s: float) -> dict[str, Any]:
     """Every run with its figures, its stages, its links and its events; `now_s` tells whether it runs."""

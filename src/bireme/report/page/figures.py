@@ -10,21 +10,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
 
-from bireme.plan.energy import joules_per_sample
-from bireme.plan.forecast import StageForecast
+from bireme.plan.forecast import StageForecast, joules_per_sample
 from bireme.report.page.run import ReportedStage, Run
 from bireme.timeline.timeline import BUSY, Timeline
-
-__all__ = [
-    "Headline",
-    "MemoryPart",
-    "RunState",
-    "StageFigures",
-    "headline",
-    "idle_share",
-    "stage_figures",
-    "state",
-]
 
 QUIET_S = 600.0
 """A run that wrote nothing for so long, and for twenty of its lines, is not running any more."""

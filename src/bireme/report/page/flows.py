@@ -11,8 +11,6 @@ from bireme.report.page.figures import headline
 from bireme.report.page.run import Run
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["Flow", "Post", "flows", "posts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Post:

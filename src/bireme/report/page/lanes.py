@@ -19,8 +19,6 @@ from bireme.report.svg import BASELINE
 from bireme.report.units import counted, seconds_text
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["stripes", "themed", "timeline_figure"]
-
 HEADING, HEAD = 26, 18
 """The heights of a timeline's heading and of a rank's name."""
 MOST_REPLICAS = 8

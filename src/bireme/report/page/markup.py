@@ -6,8 +6,6 @@ first.
 
 from html import escape
 
-__all__ = ["number", "tag", "titled", "words"]
-
 EMPTY = frozenset({"input", "meta", "br"})
 """Tags of HTML that have no end."""
 

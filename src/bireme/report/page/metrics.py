@@ -15,20 +15,6 @@ from typing import Any
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 
-__all__ = [
-    "CheckpointEvent",
-    "EvaluationEvent",
-    "LoggedMoment",
-    "Metrics",
-    "ReplicaAbsence",
-    "Shared",
-    "StartEvent",
-    "Stop",
-    "TrainingLines",
-    "Warned",
-    "read_metrics",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LearnsEvent:

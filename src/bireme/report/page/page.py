@@ -24,8 +24,6 @@ from bireme.report.page.memory_bars import memory_figure
 from bireme.report.page.run import Run
 from bireme.report.page.tables import comparison_table, facts, incomparable, stage_table, tiles
 
-__all__ = ["page"]
-
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """What the page may load: nothing."""
 

@@ -20,8 +20,6 @@ from bireme.schedule.program import Program
 from bireme.schedule.residency import Residency
 from bireme.timeline.timeline import RankTimeline, Timeline, Transfers
 
-__all__ = ["read_recorded", "recorded_document", "write_recorded"]
-
 COLUMNS = {"start_s": "d", "end_s": "d", "num_bytes": "d", "sent_by": "q", "received_by": "q"}
 """What is known of each message, and how it is kept: as floats or as whole numbers."""
 

@@ -24,8 +24,6 @@ from bireme.report.page.recorded import read_recorded
 from bireme.report.units import counted
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["ReportedStage", "ReportedSummary", "Run", "read_run"]
-
 METRICS = "metrics.jsonl"
 
 Read = TypeVar("Read")

@@ -4,28 +4,243 @@ The rank says what it brings (`arrive`, `offer`) and takes what came (`group`, `
 """
 
 import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bireme.runtime.averaging.deals import Deals
-from bireme.runtime.averaging.for_others import ForOthers
-from bireme.runtime.averaging.groups import GroupJob, RankGroups
-from bireme.runtime.averaging.lines import Offer, RankRounds, SettledRound
-from bireme.runtime.averaging.places import PLACES
-from bireme.runtime.quorum.job import Coordinator, is_in
-from bireme.runtime.quorum.peer_agent import LOOK_S, PeerAgent, SupersededError
-from bireme.runtime.quorum.results import RoundSum
+from bireme.runtime.averaging.groups import PLACES, GroupJob, RankGroups
+from bireme.runtime.quorum.agent import HEAL_SHARE, OFFER_LOOK_S, has_hung_up
+from bireme.runtime.quorum.peer_agent import (
+    LOOK_S,
+    Buffers,
+    Coordinator,
+    PeerAgent,
+    RoundSum,
+    SupersededError,
+    deal_in,
+    is_in,
+)
+from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, send_named, send_tensors
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import Commit, CoordinatorReply, Grant, RankId, Window
+from bireme.sync.coordinator.messages import (
+    Commit,
+    CoordinatorReply,
+    Deal,
+    End,
+    Grant,
+    RankId,
+    RoundAt,
+    Window,
+)
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, Summed
 
-__all__ = ["AveragingAgent"]
+# The batches of a replica as one of its ranks learns of them: what was dealt, and where its window ends.
+
+LEAST_KEPT = 64
+"""Deals that are known of batches before the newest."""
+
+WaitFor = Callable[[Callable[[CoordinatorReply], bool], str], CoordinatorReply]
+
+
+class Deals:
+    """`wait_for` waits for a word of which something is so, which it is told in words; `say` reports what is
+    here.
+    """
+
+    def __init__(self, own: RankId, wait_for: WaitFor, say: Callable[[], None]) -> None:
+        self.window = Window(0, 0)
+        self.wants = self.asked_to_end = self.ended_at = 0
+        """The first batch that is not wanted yet, how many windows were asked to end, and the place at which
+        the present one ends, as far as that is known."""
+        self._own, self._wait_for, self._say = own, wait_for, say
+        self._known: dict[int, Deal] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, number: int, until: int) -> None:
+        """The next batches are of that window, which has the places below `until`."""
+        self.window = replace(self.window, number=number, until=until)
+        self.ended_at = until
+
+    def ask_end(self) -> None:
+        """Ask for the present window to end."""
+        if self.asked_to_end <= self.window.number:
+            self.asked_to_end = self.window.number + 1
+            self._say()
+
+    def want(self, batch: int) -> bool:
+        """Want a batch from the next report on; False if it was wanted before."""
+        with self._lock:  # whoever reads batches and whoever trains them want some
+            is_new = batch >= self.wants
+            self.wants = max(self.wants, batch + 1)
+        return is_new
+
+    def dealt(self, batch: int) -> Deal | None:
+        """The samples of a batch; None if its window has none. Waits until that is known."""
+        if self.want(batch):
+            self._say()
+
+        def end_in(word: CoordinatorReply) -> End | None:
+            own = self._own.replica, self.window.number
+            ends = (one for one in word.ends if (one.replica, one.window) == own and batch >= one.batch)
+            return next(ends, None)
+
+        word = self._wait_for(
+            lambda word: end_in(word) is not None or deal_in(word, self._own, batch) is not None,
+            "samples",
+        )
+        if (end := end_in(word)) is not None:
+            self.ended_at = end.until
+            return None
+        deal = deal_in(word, self._own, batch)
+        assert deal is not None, "it was waited for"
+        self._known[batch] = deal
+        self._known.pop(batch - LEAST_KEPT, None)
+        return deal
+
+    def of(self, batch: int) -> Deal:
+        """What was dealt for a batch that is under way."""
+        return self._known[batch]
+
+
+# The rounds that an averaging agent has under way, line by line.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What a rank brings to a round: `make` is called in the agent's thread, once. It is of so many samples,
+    and the first `trained` batches of the replica are in it or in earlier ones.
+    """
+
+    make: Callable[[], Contribution]
+    num_samples: int = 0
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SettledRound:
+    """A round that counts, and whether this rank's own offer is in it. Whoever takes it gives it back."""
+
+    result: RoundSum
+    is_own: bool
+    commit: Commit
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The replicas that had a part in it."""
+        return self.result.parts
+
+
+class RankRounds:
+    """A line of rounds as one rank sees it; a sum lies in flats `like` these.
+
+    `at` is what it reports: there the rounds that it has used are committed. `next` is the first one whose
+    sum the agent does not have, or has not heard to count.
+    """
+
+    def __init__(self, number: int, like: Sequence[Tensor], device: torch.device | None) -> None:
+        self.number = number
+        self.like = like
+        self.at = RoundAt()
+        self.next = 0
+        self.offer: Offer | None = None
+        self.contribution: Contribution | None = None
+        self.made: RoundSum | None = None
+        """The sum that was made and is not yet committed, in the attempt that the report says."""
+        self.was_offered = False
+        """Whether the sum that was made has samples of this rank in it. A later offer may be waiting."""
+        self.failed: Grant | None = None
+        self.kept: dict[int, RoundSum] = {}
+        self.settled: deque[SettledRound] = deque()
+        self._buffers = Buffers(device)
+
+    def begin(self, committed: int) -> None:
+        """The rank has used so many rounds."""
+        self.at, self.next = RoundAt(committed=committed), committed
+
+    def room(self) -> RoundSum:
+        """Memory for a sum."""
+        return self._buffers.take(self.like)
+
+    def give_back(self, result: RoundSum) -> None:
+        """A sum is used."""
+        self._buffers.give_back(result)
+
+    def nothing(self, num_numbers: int) -> Contribution:
+        """What a rank contributes that has nothing to add, and yet holds what others do."""
+        flats = [torch.zeros(one.shape, dtype=one.dtype) for one in self.like]
+        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers)
+
+
+# What a rank has for those of its stage in other replicas: sums that count, and snapshots to heal from.
+
+Found = TypeVar("Found")
+
+
+class ForOthers:
+    """What one rank has; sums are those that its `lines` keep. All share the agent's `changed`."""
+
+    def __init__(
+        self, lines: Callable[[], Sequence[RankRounds]], changed: threading.Condition, timeout_s: float
+    ) -> None:
+        self._lines, self._changed, self._timeout_s = lines, changed, timeout_s
+        self._snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = {}
+        """With where the run was then: the rounds of each line that are in it, and the window."""
+        self._is_closed = False
+
+    def due(self, word: CoordinatorReply, replica: int, batch: int) -> int | None:
+        """The name of a snapshot that is wanted of this replica, if one is due before a batch's update."""
+        asked = {heal.batch for heal in word.heals if heal.donor == replica}
+        with self._changed:
+            self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
+            found = [name for name in asked - self._snapshots.keys() if name <= batch]
+        return min(found, default=None)
+
+    def provide(self, name: int, snapshot: Snapshot, window: Window) -> None:
+        """Here is one that was due, from within a window."""
+        with self._changed:
+            used = tuple(line.at.committed for line in self._lines())
+            where = {"used": used, "window": window.number, "until": window.until}
+            self._snapshots[name] = snapshot, where
+            self._changed.notify_all()
+
+    def answer(self, made: socket.socket, what: int, name: int) -> None:
+        """Give another replica what it asks for, once it is there; return where it will not be."""
+        if what == SUM:
+            kept, ends_s = self._lines()[name >> PLACES].kept, time.monotonic() + self._timeout_s
+            result = self._found(
+                lambda: kept.get(name & ((1 << PLACES) - 1)), lambda: time.monotonic() > ends_s
+            )
+            if result is not None and result.summed is not None:
+                summed = result.summed
+                words = {"weight": summed.weight, "numbers": summed.numbers, "parts": result.parts}
+                send_tensors(made, words, result.flats)
+        elif what == SNAPSHOT:
+            # An evaluation may take longer than any timeout, and the next update follows it.
+            found = self._found(lambda: self._snapshots.get(name), lambda: has_hung_up(made))
+            if found is not None:
+                snapshot, where = found
+                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
+                send_named(made, {**said, **where}, snapshot.tensors, share=HEAL_SHARE)
+
+    def close(self) -> None:
+        """There is nothing more to be had."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _found(self, find: Callable[[], Found | None], is_over: Callable[[], bool]) -> Found | None:
+        with self._changed:
+            while (found := find()) is None and not self._is_closed and not is_over():
+                self._changed.wait(OFFER_LOOK_S)
+            return found
 
 
 class AveragingAgent(PeerAgent):

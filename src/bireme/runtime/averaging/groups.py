@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bireme.runtime.averaging.places import PLACES
-from bireme.runtime.quorum.peer_agent import AddUp, SupersededError
-from bireme.runtime.quorum.results import Buffers, RoundSum
-from bireme.sync.coordinator.group_former import first_wait_s, next_wait_s
+from bireme.runtime.quorum.peer_agent import AddUp, Buffers, RoundSum, SupersededError
+from bireme.sync.coordinator.groups import first_wait_s, next_wait_s
 from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution
 
-__all__ = ["GroupJob", "RankGroups"]
+# How rounds of several lines, windows and groups share one order of numbers.
+
+PLACES = 40
+"""Bits of a number within a line or a window, in stamps and requests."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,24 +5,264 @@ engine trains that on this process alone under the rule that has all three instr
 memory is gone through, for in training a step finds the caches full of activations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bireme.model.argument import Reference
-from bireme.model.graph import Graph, ModelState, Operator, Output, Value
+from bireme.balance.shares import Times
+from bireme.cluster.device import EngineCost
+from bireme.devices import synchronize
+from bireme.model.capture import capture
+from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Value
+from bireme.model.stage import untouched
 from bireme.model.units import Unit
 from bireme.plan.plan import Plan
 from bireme.profile.measuring import BatchEndTimes
-from bireme.profile.waits import waited_s
+from bireme.profile.timing import waited_s
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.schedule.instruction import Instruction, Kind
+from bireme.runtime.stage import LOSS, Stage
+from bireme.runtime.world import World
+from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.timeline.timeline import Timeline
 
-__all__ = ["batch_end_of", "batch_end_of_next_to_nothing"]
+# What instructions and messages take, read off what ranks of a machine did with messages of two sizes.
+#
+# The last rank has much to do and the others little, so that what goes forward has come long before it is
+# used, and what comes back is waited for. That tells apart what a message costs the rank that takes it and
+# how long it is under way.
+
+WIDTH = 64
+HEAVY = 320
+"""Rows and columns of a matrix that the last rank multiplies by itself."""
+
+SMALL_BYTES = 4 * 2**10
+NUM_MICROBATCHES = 6
+NUM_SETTLING_MESSAGES, NUM_COUNTED_MESSAGES = 4, 8
+
+SURELY_S = 2e-4
+"""A message that was sent so long before has come, and one that is sent so long after has not."""
+
+
+class _Lopsided(nn.Module):
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)))
+        self.heavy = nn.Parameter(torch.empty(HEAVY, HEAVY))
+
+    def forward(self, given: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        """How far the result is from what is wanted; the heavy part counts as well."""
+        heavy = (self.heavy @ self.heavy @ self.heavy).mean()
+        return {"loss": nn.functional.mse_loss(self.layers(given), wanted) + heavy}
+
+
+def lopsided_graph(num_ranks: int) -> Graph:
+    """The model for so many ranks, captured, so that they need not do it: what that takes no rank of a run
+    takes.
+    """
+    batch = {name: torch.ones(2, WIDTH) for name in ("given", "wanted")}
+    return capture(_Lopsided(num_ranks), batch, name="lopsided")
+
+
+def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
+    """The costs of a message and of instructions, the same on all ranks, found with that model.
+
+    `large_bytes` is about as much as a message of the model to be trained has; between it and a small one
+    costs grow evenly.
+    """
+    # Large ones first: what a process does for the first time it does slowly.
+    large_bytes = max(large_bytes, 2 * SMALL_BYTES)
+    large = read_off(_run_messages(world, graph, large_bytes))
+    small = read_off(_run_messages(world, graph, SMALL_BYTES))
+    more = large_bytes - SMALL_BYTES
+    send, take, late = (
+        max(one - other, 0.0) / more
+        for one, other in (
+            (large.send_s, small.send_s),
+            (large.take_s, small.take_s),
+            (large.late_s, small.late_s),
+        )
+    )
+    return replace(
+        small,
+        send_s=max(small.send_s - send * SMALL_BYTES, 0.0),
+        send_s_per_byte=send,
+        take_s=max(small.take_s - take * SMALL_BYTES, 0.0),
+        take_s_per_byte=take,
+        late_s=max(small.late_s - late * SMALL_BYTES, 0.0),
+        late_s_per_byte=late,
+    )
+
+
+def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
+    samples = max(1, num_bytes // (4 * WIDTH))
+    num_microbatches = max(NUM_MICROBATCHES, world.size)
+    torch.manual_seed(0)
+    batch = {name: torch.randn(samples * num_microbatches, WIDTH) for name in ("given", "wanted")}
+    pipeline = Pipeline(
+        graph,
+        Plan(tuple(range(1, world.size)), num_microbatches, "2bw"),
+        world,
+        weights=lambda names: {
+            state.name: torch.full(state.shape, 1e-3) for state in graph.parameters if state.name in names
+        },
+        optimizer="sgd",
+    )
+
+    def batches(count: int) -> Iterator[Mapping[str, Tensor]]:
+        for _ in range(count):
+            yield batch
+
+    for _ in pipeline.train(batches(NUM_SETTLING_MESSAGES)):
+        pass
+    for _ in pipeline.train(batches(NUM_COUNTED_MESSAGES), record=True):
+        pass
+    timeline = pipeline.timeline()
+    pipeline.close()
+    return timeline
+
+
+def read_off(timeline: Timeline) -> EngineCost:
+    """What messages of one size and instructions took in a measured run of several batches; the cost of a
+    message is all in the part that does not grow.
+    """
+    num_stages = timeline.program.num_stages
+    sent_s: dict[Message, float] = {}
+    reduced_s: dict[int, float] = {}
+    for one in (one for rank in timeline.ranks for one in rank.intervals()):
+        if one.instruction.kind in SENDS:
+            sent_s[one.instruction.carries()] = one.end_s
+        elif one.instruction.kind is Kind.REDUCE:
+            reduced_s[one.instruction.batch] = max(reduced_s.get(one.instruction.batch, 0.0), one.end_s)
+    lasts: dict[bool, list[float]] = {True: [], False: []}
+    plain, taken, late, agreed, turns = (list[float]() for _ in range(5))
+    for rank in timeline.ranks:
+        by_place: dict[int, list[float]] = {}
+        for before, one in pairwise(one for one in rank.intervals() if one.instruction.batch > 0):
+            step, gap_s = one.instruction, one.start_s - before.end_s
+            message = step.needs(num_stages)
+            if step.kind in SENDS | RECEIVES:
+                lasts[step.kind in SENDS].append(one.end_s - one.start_s)
+            if step.kind is Kind.UPDATE:
+                if before.end_s < reduced_s[step.batch]:
+                    agreed.append(one.start_s - reduced_s[step.batch])
+            elif message is None:
+                plain.append(gap_s)
+                if rank.track.body:
+                    place = (one.index - len(rank.track.head)) % len(rank.track.body)
+                    by_place.setdefault(place, []).append(gap_s)
+            elif sent_s[message] < before.end_s - SURELY_S:
+                taken.append(gap_s)
+            elif sent_s[message] > before.end_s + SURELY_S:
+                late.append(one.start_s - sent_s[message])
+        turns.append(max((_median(gaps) for gaps in by_place.values()), default=0.0))
+    instruction_s, take_s = _median(plain), _median(taken)
+    return EngineCost(
+        instruction_s=instruction_s,
+        send_s=_median(lasts[True]),
+        receive_s=_median(lasts[False]),
+        take_s=max(take_s - instruction_s, 0.0),
+        late_s=max(_median(late) - take_s, 0.0),
+        # What reads the next batch does so at one place of the loop.
+        batch_s=max(_median(turns) - instruction_s, 0.0),
+        agree_s=_median(agreed),
+    )
+
+
+def _median(values: list[float]) -> float:
+    return max(median(values), 0.0) if values else 0.0
+
+
+# How long each replica takes for micro-batches of several sizes, measured on its own devices.
+#
+# All ranks run the forward and the backward of their own stages at the same time, on the real model and
+# shapes and with the weights that they train, which stay as they are. What comes from a neighbour is made up.
+# A replica is as fast as its slowest rank.
+
+NUM_RUNS, LEAST_S = 5, 0.2
+"""So often, and for so long, is each stage run at each size: what is over soon scatters most."""
+NEVER = float("inf")
+
+Rows = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
+"""Gives so many samples of some inputs of the model."""
+
+
+def replica_times(pipeline: Pipeline, rows: Rows, sizes: Sequence[int], most: Sequence[int]) -> list[Times]:
+    """What each replica takes for each of the sizes, of which its memory holds those up to `most[replica]`.
+
+    All ranks call it, when nothing is under way.
+    """
+    per_replica = pipeline.layout.num_pipeline_ranks
+    found: list[list[float]] = [[] for _ in most]
+    for size in sizes:
+        own_s = 0.0
+        for stage in pipeline.stages.values():
+            with _gathered(stage):
+                if size <= most[pipeline.layout.replica]:
+                    own_s += _seconds(pipeline, stage, rows, size)
+        of_ranks = pipeline.gather([own_s])
+        for replica, seconds in enumerate(found):
+            ranks = of_ranks[replica * per_replica : (replica + 1) * per_replica]
+            seconds.append(max(row[0] for row in ranks) if size <= most[replica] else NEVER)
+    return [Times(tuple(sizes), tuple(seconds)) for seconds in found]
+
+
+def _gathered(stage: Stage) -> AbstractContextManager[object]:
+    """Within this context a stage's weights are whole here, where each replica keeps a part of them."""
+    gathered = stage.banks.gathered
+    return nullcontext() if gathered is None else gathered.lent(stage.banks.newest_version)
+
+
+def _seconds(pipeline: Pipeline, stage: Stage, rows: Rows, size: int) -> float:
+    """The median of a stage's forward and backward, after a first one that does not count."""
+    device = pipeline.device
+    given = {name: one.to(device) for name, one in rows(size, stage.function.inputs).items()}
+    received = {
+        spec.name: _made_up(spec.shape, spec.dtype, device) for spec in pipeline.received(stage.index, size)
+    }
+    laps: list[float] = []
+    while len(laps) <= NUM_RUNS or sum(laps) < LEAST_S:
+        synchronize(device)
+        begin_s = perf_counter()
+        _run(stage, given, received, device)
+        synchronize(device)
+        laps.append(perf_counter() - begin_s)
+    return median(laps[1:])
+
+
+def _made_up(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _run(
+    stage: Stage, given: Mapping[str, Tensor], received: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """One forward and one backward, of which nothing is kept."""
+    function, banks = stage.function, stage.banks
+    leaves = {
+        name: tensor.requires_grad_(name in banks.trainable)
+        for name, tensor in banks.newest_to_compute_with().items()
+    }
+    into = {
+        name: tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
+        for name, tensor in received.items()
+    }
+    buffers = untouched(stage.buffers, function.writes)
+    results = function(leaves, buffers, {**given, **into}, device=device, seed=0)
+    roots = [results[name] for name in (*function.sends, LOSS) if name in results]
+    roots = [root for root in roots if root.requires_grad]
+    wanted = [one for one in (*leaves.values(), *into.values()) if one.requires_grad]
+    if roots and wanted:
+        torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+
 
 NUM_SETTLING, NUM_COUNTED = 3, 7
 """Batches: an optimiser makes its state in the first ones."""

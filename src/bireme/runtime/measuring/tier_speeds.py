@@ -14,16 +14,8 @@ import torch
 from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
 from bireme.memory.chunk_memory import chunk_memory
-from bireme.memory.lower_tier import HostTier
-from bireme.runtime.paging.mover import CopyJob, ThreadMover
-
-__all__ = [
-    "HostSpeed",
-    "check_disk_folder",
-    "free_disk_bytes",
-    "measured_disk_bytes_per_s",
-    "measured_host_speed",
-]
+from bireme.memory.disk_tier import HostTier
+from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 
 COPY_BYTES = 32 * 2**20
 NUM_COPIES = 5

@@ -10,16 +10,14 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import Unit
 from bireme.runtime.layout import Layout
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.paging.rank_paging import RankPaging
-from bireme.runtime.paging.settings import PagingSettings
-from bireme.schedule.holding import Holding
+from bireme.schedule.accesses import chunks_of, uses
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
+from bireme.schedule.residency import Holding
 from bireme.schedule.source import ProgramSource
 from bireme.schedule.tiers import Chunk, RankTiers
-from bireme.schedule.uses import chunks_of, uses
-
-__all__ = ["paging_of"]
 
 
 def paging_of(

@@ -3,31 +3,295 @@
 Everything here is called by the rank's own thread. What the mover does of it is in the jobs that it is given.
 """
 
+import queue
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.devices import is_accelerator, synchronize
+from bireme.devices import is_accelerator, synchronize, use
 from bireme.errors import BiremeError
+from bireme.memory.arena import PLAIN, ArenaAllocator
 from bireme.memory.chunk_memory import chunk_memory
-from bireme.memory.disk_tier import DiskTier
-from bireme.memory.lower_tier import HostTier, LowerTier
-from bireme.memory.system_memory import copy_bytes, pages
-from bireme.runtime.paging.mover import CopyJob, Wire
-from bireme.runtime.paging.ranges import Ranges
-from bireme.runtime.paging.settings import PagingSettings
-from bireme.runtime.paging.slot_pool import SlotPool
-from bireme.schedule.chunks import SMALL_CHUNK_BYTES
-from bireme.schedule.holding import Holding
+from bireme.memory.disk_tier import DiskTier, HostTier, LowerTier
+from bireme.memory.system_memory import AddressRange, ChunkMemory, copy_bytes, pages
+from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
-from bireme.schedule.tiers import Chunk, RankTiers
+from bireme.schedule.residency import Holding
+from bireme.schedule.tiers import SMALL_CHUNK_BYTES, Chunk, RankTiers
 
-__all__ = ["ChunkStore", "HeldChunk"]
+# The ranges of addresses of a rank's items: which one an item has now, and which one a tensor lies in.
+
+Key = tuple[Item, int, int]
+"""An item, its stage and its number, as in `Chunk`."""
+
+
+class Ranges:
+    """A bank and an optimiser have a range for good; sums and stashes are lent one while they are there."""
+
+    def __init__(self, memory: ChunkMemory, num_chunks: Mapping[tuple[Item, int], int]) -> None:
+        self._memory = memory
+        self._num_chunks = num_chunks
+        self._of: dict[Key, AddressRange] = {}
+        self._free_stashes: dict[int, list[AddressRange]] = {}
+        self._left: dict[Key, int] = {}
+        self.most_left_bytes = 0
+        """The most bytes that stashes had no room for at a time."""
+        self._by_address: dict[int, tuple[AddressRange, Item, int]] = {}
+        self._number_of: dict[int, int] = {}
+        """The numbers of ranges by their addresses, of those that are lent for now."""
+        self.reserve_gradients: dict[int, Callable[[], ArenaAllocator]] = {}
+        """For each stage who gives the memory of a batch's sums, before the batch's first gradient comes."""
+
+    def carver(self, item: Item, stage: int, number: int = 0) -> ArenaAllocator:
+        """The range of an item; torch's allocator where the item is not paged."""
+        return self.of((item, stage, number)) if self.has(item, stage) else PLAIN
+
+    def has(self, item: Item, stage: int) -> bool:
+        """Whether an item of a stage is paged."""
+        return self._num_chunks.get((item, stage), 0) > 0
+
+    def more(self, item: Item, stage: int) -> ArenaAllocator:
+        """A range that is not lent yet; torch's allocator where the item is not paged."""
+        return self._made(item, stage) if self.has(item, stage) else PLAIN
+
+    def of(self, key: Key) -> AddressRange:
+        """The range of an item, which gets one if it has none."""
+        found = self._of.get(key)
+        if found is None:
+            found = self._of[key] = self._lent(*key)
+            self._number_of[found.bytes.data_ptr()] = key[2]
+        return found
+
+    def place(self, chunk: Chunk) -> Tensor:
+        """The bytes of a chunk."""
+        return self.of((chunk.item, chunk.stage, chunk.number)).chunk(chunk.chunk)
+
+    def end(self, item: Item, stage: int, number: int) -> None:
+        """An item is gone; its range may be lent again."""
+        self._left.pop((item, stage, number), None)
+        found = self._of.pop((item, stage, number), None)
+        if found is not None and item is Item.STASH:
+            found.clear()
+            self._free_stashes.setdefault(stage, []).append(found)
+
+    def leave(self, key: Key, num_bytes: int) -> None:
+        """So many bytes of an item stay with torch while the item is there."""
+        self._left[key] = self._left.get(key, 0) + num_bytes
+        self.most_left_bytes = max(self.most_left_bytes, sum(self._left.values()))
+
+    def find(self, tensor: Tensor) -> tuple[AddressRange, Item, int, int] | None:
+        """The range that a tensor lies in, with its item, stage and number."""
+        address = tensor.untyped_storage().data_ptr()
+        found = self._by_address.get(address)
+        return None if found is None else (*found, self._number_of[address])
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in any range."""
+        return tensor.untyped_storage().data_ptr() in self._by_address
+
+    @property
+    def beyond_bytes(self) -> int:
+        """The bytes that chunks had no room for: what is there for good, and the most of what comes and
+        goes.
+        """
+        return sum(one.beyond_bytes for one, _, _ in self._by_address.values()) + self.most_left_bytes
+
+    def _lent(self, item: Item, stage: int, _number: int) -> AddressRange:
+        if item is Item.GRADIENT:
+            found = self.reserve_gradients[stage]()
+            assert isinstance(found, AddressRange), "sums of a stage that is paged lie in ranges"
+            return found
+        free = self._free_stashes.get(stage) if item is Item.STASH else None
+        return free.pop() if free else self._made(item, stage)
+
+    def _made(self, item: Item, stage: int) -> AddressRange:
+        made = AddressRange(self._memory, self._num_chunks[item, stage])
+        self._by_address[made.bytes.untyped_storage().data_ptr()] = made, item, stage
+        return made
+
+
+# Movers: they make the copies between tiers while the rank's own thread goes on.
+#
+# A copy is a `CopyJob`. It begins when the jobs that it needs are done, which all were posted before it; so
+# jobs of one wire can be made in the order in which they were posted, and nobody waits in a circle.
+
+Wire = tuple[int, bool]
+"""The tier above, and whether copies go up; a wire for both ways goes by False."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class CopyJob:
+    """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
+    device's stream was when it was posted; `note` is told how long the copy took, once it is complete. What
+    `is_quick` is made by who posts it, unless it must wait.
+    """
+
+    wire: Wire
+    num_bytes: int
+    run: Callable[[], None]
+    needs: tuple["CopyJob", ...] = ()
+    mark: torch.Event | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    note: Callable[[float], None] | None = None
+    is_quick: bool = False
+
+    def do(self, complete: Callable[[], None] = lambda: None) -> None:
+        """Make the copy, unless one that it needs has failed; `complete` waits for what goes on then."""
+        self.error = next((one.error for one in self.needs if one.error is not None), None)
+        try:
+            if self.error is None:
+                begin_s = perf_counter()
+                self.run()
+                complete()
+                if self.note is not None:
+                    self.note(perf_counter() - begin_s)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.needs = ()
+            self.is_done.set()
+
+
+class Mover(Protocol):
+    """Makes jobs."""
+
+    def post(self, job: CopyJob) -> None:
+        """Have a job made. Returns at once."""
+
+    def wait(self, job: CopyJob) -> None:
+        """Return when a job is done. Raises what went wrong."""
+
+    def close(self) -> None:
+        """Make what was posted, and end."""
+
+
+class ThreadMover:
+    """A thread for each wire. On an accelerator each has a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queues: dict[Wire, queue.SimpleQueue[CopyJob | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def post(self, job: CopyJob) -> None:
+        """As `Mover` says."""
+        if job.is_quick and all(other.is_done.is_set() for other in job.needs):
+            job.do()
+            return
+        own = self._queues.get(job.wire)
+        if own is None:
+            own = self._queues[job.wire] = queue.SimpleQueue()
+            name = f"bireme-mover-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, args=(own,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        if is_accelerator(self._device):
+            job.mark = torch.Event(self._device)
+            job.mark.record(torch.accelerator.current_stream(self._device))
+        own.put(job)
+
+    def wait(self, job: CopyJob) -> None:
+        """As `Mover` says."""
+        job.is_done.wait()
+        if job.error is not None:
+            raise job.error
+
+    def close(self) -> None:
+        """As `Mover` says."""
+        for own in self._queues.values():
+            own.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+
+    def _work(self, jobs: "queue.SimpleQueue[CopyJob | None]") -> None:
+        stream: torch.Stream | None = None
+        while (job := jobs.get()) is not None:
+            for other in job.needs:
+                other.is_done.wait()
+            try:
+                if is_accelerator(self._device):
+                    if stream is None:
+                        use(self._device)
+                        stream = torch.Stream(self._device)
+                    if job.mark is not None:
+                        job.mark.synchronize()  # here, so that the copy's time is its own
+                    with stream:
+                        job.do(stream.synchronize)
+                else:
+                    job.do()
+            except BaseException as error:  # of the stream: nobody may wait for ever
+                job.error = error
+                job.is_done.set()
+            del job  # or what it holds would live until the next comes
+
+
+# The free slots of a tier, each with the job after which it may be written to.
+
+
+class SlotPool:
+    """Slots 0, 1, 2, … of a tier. One that may be written to at once is taken before all others, and of those
+    that may not what was given back first.
+    """
+
+    def __init__(self, name: str, num_slots: int) -> None:
+        self.name = name
+        self.num_slots = num_slots
+        self._free: deque[tuple[int, CopyJob | None]] = deque((slot, None) for slot in range(num_slots))
+        self.peak = 0
+        """The most slots that were in use at a time."""
+
+    @property
+    def num_free(self) -> int:
+        """How many slots nobody has."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """How many slots somebody has."""
+        return self.num_slots - len(self._free)
+
+    def take(self) -> tuple[int, CopyJob | None]:
+        """A free slot, and the job to wait for before it is written to."""
+        ready = (place for place, (_, job) in enumerate(self._free) if job is None or job.is_done.is_set())
+        place = next(ready, 0)
+        found = self._free[place]
+        del self._free[place]
+        self.peak = max(self.peak, self.num_held)
+        return found
+
+    def give(self, slot: int, after: CopyJob | None) -> None:
+        """A slot is free after a job."""
+        self._free.append((slot, after))
+
+    def grow(self, num_slots: int) -> None:
+        """There are so many slots more."""
+        self._free.extend((slot, None) for slot in range(self.num_slots, self.num_slots + num_slots))
+        self.num_slots += num_slots
+
+
+# What paging needs to know of a run, besides its program.
+
+
+@dataclass(frozen=True, slots=True)
+class PagingSettings:
+    """`folder` is where the disk's file is made; `mover` makes what copies. With `poisons` chunks that are
+    not there read as NaN; for tests, on a CPU.
+    """
+
+    folder: Path | None = None
+    mover: Callable[[torch.device], Mover] = ThreadMover
+    poisons: bool = False
 
 
 @dataclass(slots=True)

@@ -10,21 +10,179 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.runtime.failures import RunFailed
-from bireme.runtime.quorum.job import Coordinator, DroppedError, heal_in, member_in
-from bireme.runtime.quorum.parcels import IncomingTensors
-from bireme.runtime.quorum.switchboard import SNAPSHOT, SUM, PeerConnections
+from bireme.devices import is_accelerator
+from bireme.runtime.board import RunFailed
+from bireme.runtime.coordinator_client import Address, CoordinatorClient
+from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, IncomingTensors, PeerConnections
 from bireme.runtime.snapshot import Snapshot
-from bireme.sync.coordinator.messages import TERM, Commit, CoordinatorReply, Heal, RankId
+from bireme.sync.coordinator.messages import TERM, Commit, CoordinatorReply, Deal, Grant, Heal, Member, RankId
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
 from bireme.sync.quorum.ring import Contribution, Summed, sum_over
 
-__all__ = ["LOOK_S", "AddUp", "PeerAgent", "SupersededError", "fetched"]
+# An agent's way to the coordinator: a client that begins to talk once there is something to say.
+
+
+class LazyCoordinatorClient:
+    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached.
+    A rank that `is_empty` has no weights that the run could go on from.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float, is_empty: bool = False
+    ) -> None:
+        self._hosts, self._token, self._rank, self._lease_s = tuple(hosts), token, rank, lease_s
+        self._is_empty = is_empty
+        self._client: CoordinatorClient | None = None
+        self._act: Callable[[], None] = lambda: None
+        self._is_closed = False
+
+    @property
+    def word(self) -> CoordinatorReply:
+        """The last word."""
+        if self._client is None:
+            return CoordinatorReply(epoch=0, number=-1)
+        word = self._client.word
+        return replace(word, is_dropped=True) if self._client.is_dropped else word
+
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
+        if self._client is None:
+            made = CoordinatorClient(self._hosts, self._token, self._rank, address, lease_s=self._lease_s)
+            made.on_word(self._act)
+            made.say(is_empty=self._is_empty, **fields)
+            made.start()
+            self._client = made
+        elif not self._is_closed:
+            self._client.say(**fields)
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called whenever there is a new word, from a thread that holds no lock."""
+        self._act = act
+
+    def close(self, *, is_leaving: bool) -> None:
+        """Say no more; where it is leaving, say so."""
+        if self._client is not None and not self._is_closed:
+            self._is_closed = True
+            self._client.close(is_leaving=is_leaving)
+
+
+# Sums of batches on the host, in memory that is used again once nobody needs what lies in it.
+
+
+@dataclass(slots=True, eq=False)
+class RoundSum:
+    """The sum of a batch as made in one attempt, over the replicas in `parts` if that is noted. Each of
+    `num_users` gives it back once.
+    """
+
+    flats: Sequence[Tensor]
+    attempt: int = -1
+    summed: Summed | None = None
+    parts: tuple[int, ...] = ()
+    num_users: int = 1
+
+
+MOST_FREE = 2
+"""More than a batch needs lie free only where many were kept for another replica."""
+
+
+class Buffers:
+    """Flats on the host like those of a rank's gradients; pinned where these are on an accelerator."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._is_pinned = device is not None and is_accelerator(device)
+        self._free: list[Sequence[Tensor]] = []
+        self._lock = threading.Lock()
+
+    def take(self, like: Sequence[Tensor]) -> RoundSum:
+        """Memory for a sum of such flats. All calls are for flats alike."""
+        with self._lock:
+            if self._free:
+                return RoundSum(self._free.pop())
+        made = [torch.empty(one.shape, dtype=one.dtype, pin_memory=self._is_pinned) for one in like]
+        return RoundSum(made)
+
+    def give_back(self, result: RoundSum) -> None:
+        """One user less; after the last one the memory is used again, or given back if enough is free."""
+        with self._lock:
+            result.num_users -= 1
+            if not result.num_users and len(self._free) < MOST_FREE:
+                self._free.append(result.flats)
+
+
+# What an agent works with: the coordinator it talks to, a batch whose sum is wanted, what words say.
+
+
+class DroppedError(Exception):
+    """This replica is no member any more: its life is over, and the launcher begins its next one."""
+
+
+class Coordinator(Protocol):
+    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
+
+    @property
+    def word(self) -> CoordinatorReply:
+        """The last word."""
+
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called whenever there is a new word, from any thread that holds no lock."""
+
+    def close(self, *, is_leaving: bool) -> None:
+        """Say no more; where it is leaving, say so."""
+
+
+@dataclass(slots=True, eq=False)
+class SumJob:
+    """A batch that this rank wants the committed sum of, in flats `like` these.
+
+    `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept
+    the rank busy; without it this replica has no part in the batch. `after` is called there with the result.
+    """
+
+    batch: int
+    like: Sequence[Tensor]
+    prepare: Callable[["SumJob"], None] | None = None
+    after: Callable[[RoundSum], None] | None = None
+    busy_s: float = 0.0
+    contribution: Contribution | None = None
+    result: RoundSum | None = None
+    parts: tuple[int, ...] = ()
+    """The replicas whose samples the committed sum is of."""
+    error: BaseException | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+
+def deal_in(word: CoordinatorReply, own: RankId, batch: int) -> Deal | None:
+    """What a rank's replica trains in a batch, if that is dealt."""
+    return next((one for one in word.deals if (one.replica, one.batch) == (own.replica, batch)), None)
+
+
+def heal_in(word: CoordinatorReply, own: RankId) -> Heal | None:
+    """Where a rank's replica gets its state from, if it is no member yet."""
+    return next((one for one in word.heals if one.replica == own.replica), None)
+
+
+def is_in(own: RankId, grant: Grant) -> bool:
+    """Whether a rank's replica has a part in a round."""
+    return any(part.replica == own.replica for part in grant.parts)
+
+
+def member_in(word: CoordinatorReply, replica: int) -> Member:
+    """A replica that lives. Raises `LineBroken` if it does not."""
+    found = next((one for one in word.members if one.replica == replica), None)
+    if found is None or not all(found.addresses):
+        raise LineBroken(replica, "it is no member any more")
+    return found
+
 
 LOOK_S = 0.5
 

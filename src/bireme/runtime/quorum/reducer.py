@@ -10,21 +10,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, 
 import torch
 from torch import Tensor
 
-from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.job import SumJob
-from bireme.runtime.quorum.results import RoundSum
-from bireme.runtime.quorum.tied import TiedSums
-from bireme.sync.exchange import SentBytes, held_flags
-from bireme.sync.feedback import Feedback
-from bireme.sync.gradients import BatchGradients
+from bireme.runtime.quorum.agent import Agent, TiedSums
+from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
+from bireme.sync.coded import Feedback
+from bireme.sync.exchange import BatchGradients, SentBytes, held_flags, squared_norm
 from bireme.sync.group import Sums
-from bireme.sync.norm import squared_norm
-from bireme.sync.quorum.digest import NO_DIGEST
+from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
-from bireme.sync.reduced import OwnPart, Reduced, numbers_of, reduced_of
-from bireme.sync.reducer import More, Reduction, nothing_more
-
-__all__ = ["QuorumReducer"]
+from bireme.sync.reducer import More, OwnPart, Reduced, Reduction, nothing_more, numbers_of, reduced_of
 
 
 class QuorumReducer:

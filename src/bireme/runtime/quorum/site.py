@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Address, Observer, coordinating
 from bireme.runtime.coordinator_process import CoordinatorProcess
-from bireme.runtime.failures import RunFailed
-from bireme.sync.coordinator.membership import Changes
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply
-from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
-
-__all__ = ["Contact", "Site"]
+from bireme.sync.coordinator.samples import CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.state import Changes
 
 LOOK_S = 1.0
 """How often a host that hears of no coordinator looks into the run's folder."""

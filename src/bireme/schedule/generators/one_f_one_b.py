@@ -9,12 +9,139 @@ proportion to their distance from the end, so that messages travel while earlier
 costs up to L stashed micro-batches.
 """
 
+import itertools
+
+from bireme.errors import BiremeError
 from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
-from bireme.schedule.instruction import Instruction
-from bireme.schedule.rule import Rule
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.program import Rule
 from bireme.schedule.weave import Orders, every_batch
 
-__all__ = ["ONE_F_ONE_B", "alternate", "forwards_ahead", "within_a_batch"]
+# GPipe: all forwards of a batch, then all its backwards.
+#
+# Simple, and hungry: every stage keeps the activations of all m micro-batches.
+
+GPIPE_PICTURE = """
+rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0=== B1=== B2=== B3===|
+rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B0=== B1=== B2=== B3===|.  .
+rank 2: .  .  F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===|.  .  .  .
+rank 3: .  .  .  F0 F1 F2 F3 B0=== B1=== B2=== B3===|.  .  .  .  .  .
+F forward   B backward   . idle   | update
+"""
+"""4 stages, 4 micro-batches, 1 batch."""
+
+
+def _gpipe_orders(shape: Shape) -> Orders:
+    microbatches = range(shape.num_microbatches)
+    one_batch = [
+        [forward(stage, k) for k in microbatches] + [backward(stage, k) for k in microbatches]
+        for stage in range(shape.num_stages)
+    ]
+    return every_batch(one_batch, shape.num_batches)
+
+
+GPIPE = Schedule(
+    name="gpipe",
+    summary="all forwards, then all backwards; stashes every micro-batch",
+    rule=Rule.SYNCHRONOUS,
+    picture=GPIPE_PICTURE,
+    orders=_gpipe_orders,
+)
+
+
+# No pipelining: one micro-batch is in the machine at a time, one stage works while the others wait.
+#
+# The yardstick of every other schedule, and the way to run a model that is merely too large.
+
+SEQUENTIAL_PICTURE = """
+rank 0: F0 . . . . . . . . . B0=F1 . . . . . . . . . B1=F2 . . . . . . . . . B2=F3 . . . . . . . . . B3=|
+rank 1:  .F0 . . . . . . B0= . . .F1 . . . . . . B1= . . .F2 . . . . . . B2= . . .F3 . . . . . . B3=|. .
+rank 2:  . .F0 . . . B0= . . . . . .F1 . . . B1= . . . . . .F2 . . . B2= . . . . . .F3 . . . B3=|. . . .
+rank 3:  . . .F0 B0= . . . . . . . . .F1 B1= . . . . . . . . .F2 B2= . . . . . . . . .F3 B3=|. . . . . .
+F forward   B backward   . idle   | update
+"""
+"""4 stages, 4 micro-batches, 1 batch."""
+
+
+def _sequential_orders(shape: Shape) -> Orders:
+    one_batch = [
+        [step for k in range(shape.num_microbatches) for step in (forward(stage, k), backward(stage, k))]
+        for stage in range(shape.num_stages)
+    ]
+    return every_batch(one_batch, shape.num_batches)
+
+
+SEQUENTIAL = Schedule(
+    name="sequential",
+    summary="no pipelining: one micro-batch at a time",
+    rule=Rule.SYNCHRONOUS,
+    picture=SEQUENTIAL_PICTURE,
+    orders=_sequential_orders,
+)
+
+
+# Interleaved 1F1B: each of p ranks has v stages that lie p apart, so the pipeline fills v times faster.
+#
+# Rank r runs stages r, r+p, r+2p, …. Micro-batches go through in groups of about p: a rank forwards a group
+# through its first stage, then through its second, and so on, then takes the next group; backwards go the
+# other way round. The bubble shrinks to (p−1)/(v·m) of the work, for v times the messages and more stashes.
+#
+# Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
+# 2021.
+
+INTERLEAVED_PICTURE = """
+rank 0: F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|
+rank 1: .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .
+rank 2: .  .  F0 F1 F2 F3 f0 f1 f2 .  b0=== f3 b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .  .  .
+rank 3: .  .  .  F0 F1 F2 F3 f0 b0=== f1 b1=== f2 b2=== f3 b3=== B0=== B1=== B2=== B3===|.  .  .  .  .  .
+F forward   B backward   small letters: second stage of the rank   . idle   | update
+"""
+"""8 stages on 4 ranks, 4 micro-batches, 1 batch."""
+
+
+def _groups(shape: Shape) -> list[range]:
+    """The micro-batches in runs of p or a little more, as equal as they can be."""
+    count = max(1, shape.num_microbatches // shape.num_ranks)
+    size, longer = divmod(shape.num_microbatches, count)
+    bounds = [0]
+    for i in range(count):
+        bounds.append(bounds[-1] + size + (i < longer))
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def _interleaved_order(shape: Shape, rank: int) -> list[Instruction]:
+    p, v = shape.num_ranks, shape.stages_per_rank
+    groups = _groups(shape)
+    forwards = [forward(rank + p * c, k) for group in groups for c in range(v) for k in group]
+    backwards = [backward(rank + p * c, k) for group in groups for c in reversed(range(v)) for k in group]
+    ahead = min((v - 1) * len(groups[0]) + 2 * (p - 1 - rank), len(forwards))
+    order = forwards[:ahead]
+    for k, step in enumerate(backwards):
+        order.extend(forwards[ahead + k : ahead + k + 1])
+        order.append(step)
+    return order
+
+
+def _interleaved_orders(shape: Shape) -> Orders:
+    return every_batch(
+        [_interleaved_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches
+    )
+
+
+def _placement(shape: Shape) -> tuple[int, ...]:
+    return tuple(stage % shape.num_ranks for stage in range(shape.num_stages))
+
+
+INTERLEAVED = Schedule(
+    name="interleaved",
+    summary="1F1B with several stages per rank: a smaller bubble for more messages",
+    rule=Rule.SYNCHRONOUS,
+    picture=INTERLEAVED_PICTURE,
+    orders=_interleaved_orders,
+    placement=_placement,
+    stages_per_rank=2,
+)
+
 
 ONE_F_ONE_B_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0=== .  B1=== .  B2=== .  B3===|
@@ -66,4 +193,60 @@ ONE_F_ONE_B = Schedule(
     picture=ONE_F_ONE_B_PICTURE,
     orders=_one_f_one_b_orders,
     most_lookahead=within_a_batch,
+)
+
+
+# Sliced 1F1B (AutoPipe): the first micro-batches go forward in halves, so the last stage starts sooner.
+#
+# Of the first k micro-batches, stage s of d runs the forward of micro-batch j in two halves where j ≤ d−1−s;
+# after that the input has arrived whole anyway. It sends the halves one by one, except where the next stage
+# would not be ready for the first (j = d−1−s): there it sends the whole. Backwards stay whole, so memory and
+# gradients are those of 1F1B, and the start-up takes half the time.
+#
+# Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partitioning and Micro-batch
+# Slicing", CLUSTER 2022; which messages to aggregate is our derivation.
+
+SLICED_PICTURE = """
+rank 0: 0a0b1a1b F2= F3= . . . . . . . . . B0===== . . B1===== . . B2===== . . B3=====|
+rank 1:  .0a0b1a1b . F2= . . . . . B0===== F3= B1===== . . B2===== . . B3=====|. . . .
+rank 2:  . .0a0b1a1b . . . B0===== F2= B1===== F3= B2===== . . B3=====|. . . . . . . .
+rank 3:  . . .0a0b B0===== F1= B1===== F2= B2===== F3= B3=====|. . . . . . . . . . . .
+F forward   B backward   0a 0b halves of a forward   . idle   | update
+"""
+"""4 stages, 4 micro-batches, two of them sliced, 1 batch."""
+
+
+def _sliced_order(shape: Shape, stage: int) -> list[Instruction]:
+    num_sliced = min(shape.num_sliced, shape.num_stages - stage)
+    order: list[Instruction] = []
+    for step in alternate(shape, stage, shape.num_microbatches):
+        k = step.microbatch
+        if step.kind is Kind.FORWARD and k is not None and k < num_sliced:
+            order.extend(forward(stage, k, half=half) for half in (0, 1))
+        else:
+            order.append(step)
+    return order
+
+
+def _sliced_orders(shape: Shape) -> Orders:
+    return every_batch([_sliced_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
+
+
+def _check(shape: Shape) -> None:
+    most = min(shape.num_stages, shape.num_microbatches)
+    if not 0 <= shape.num_sliced <= most:
+        raise BiremeError(
+            f"{shape.num_sliced} micro-batches cannot be sliced: with {shape.num_stages} stages and "
+            f"{shape.num_microbatches} micro-batches it can be 0 to {most}."
+        )
+
+
+SLICED = Schedule(
+    name="1f1b-sliced",
+    summary="AutoPipe's 1F1B: slices the first micro-batches, which halves the start-up",
+    rule=Rule.SYNCHRONOUS,
+    picture=SLICED_PICTURE,
+    orders=_sliced_orders,
+    check=_check,
+    slices=True,
 )

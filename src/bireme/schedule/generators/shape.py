@@ -1,15 +1,13 @@
 """What a generator is given, and what it is: the two small types all generators share."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.rule import Rule
-from bireme.schedule.weave import Orders
-
-__all__ = ["Schedule", "Shape", "backward", "forward"]
-
+from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.weave import Orders, lower
 
 MOST_PASSES = 1_000_000
 """Forwards in a batch, over all stages; more is a slip of the pen."""
@@ -169,3 +167,29 @@ def forward(stage: int, microbatch: int, batch: int = 0, half: int | None = None
 def backward(stage: int, microbatch: int, batch: int = 0, kind: Kind = Kind.BACKWARD) -> Instruction:
     """A backward, or a part of one, that has no version yet."""
     return Instruction(kind, stage, batch, microbatch)
+
+
+# Forward only: what an evaluation runs. It makes no version, so it is no schedule to train by.
+
+
+@lru_cache(maxsize=64)
+def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Program:
+    """One batch forward through all stages, each rank's stages one after the other."""
+    return lower(
+        Program(
+            name="evaluation",
+            rule=Rule.SYNCHRONOUS,
+            rank_of_stage=rank_of_stage,
+            num_microbatches=num_microbatches,
+            num_batches=1,
+            banks=(1,) * len(rank_of_stage),
+            tracks=tuple(
+                Track(_order(rank_of_stage, rank, num_microbatches)) for rank in range(max(rank_of_stage) + 1)
+            ),
+        )
+    )
+
+
+def _order(rank_of_stage: Sequence[int], rank: int, num_microbatches: int) -> tuple[Instruction, ...]:
+    own = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+    return tuple(replace(forward(stage, k), version=0) for stage in own for k in range(num_microbatches))

@@ -21,12 +21,10 @@ it gets, in any order, and to look at what waits in the end.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from bireme.schedule.grid import circle, sum_of
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
-from bireme.schedule.ticks import circle, sum_of
-
-__all__ = ["AverageGrant", "Standstill", "run_to_end"]
 
 TWO = 2
 """Replicas that are enough to show a circle between replicas that run alike."""

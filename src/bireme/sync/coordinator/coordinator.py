@@ -10,25 +10,183 @@ from dataclasses import replace
 
 from bireme.sync.coordinator.committing import (
     committed_rounds,
+    is_lost,
+    with_beginning,
     with_deals,
+    with_entries,
+    with_heals,
     with_rounds,
     with_sources,
+    without_lost,
 )
-from bireme.sync.coordinator.dealing import Dealing
-from bireme.sync.coordinator.grouping import with_group_of, with_groups
-from bireme.sync.coordinator.groups import next_deadline_s
-from bireme.sync.coordinator.joining import is_lost, with_beginning, with_entries, with_heals, without_lost
-from bireme.sync.coordinator.ledger_line import Began, Committed
-from bireme.sync.coordinator.membership import Membership
-from bireme.sync.coordinator.messages import TERM, CoordinatorReply, RankId, Report
-from bireme.sync.coordinator.rounds import RoundSequence
-from bireme.sync.coordinator.samples import Pool
-from bireme.sync.coordinator.settings import CoordinatorSettings, SyncMode
-from bireme.sync.coordinator.standstill import standstill, still_until_s, with_stillness
-from bireme.sync.coordinator.state import CoordinatorState, CoordinatorStep, Ended, Event
-from bireme.sync.coordinator.windows import progress_of
+from bireme.sync.coordinator.groups import (
+    Back,
+    Came,
+    Drained,
+    GroupEvent,
+    GroupGone,
+    GroupSummed,
+    GroupTick,
+    SettledGroup,
+    Unreached,
+    groups_begun,
+    groups_step,
+    next_deadline_s,
+)
+from bireme.sync.coordinator.messages import TERM, CoordinatorReply, GroupReply, RankId, Report
+from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool, SyncMode
+from bireme.sync.coordinator.state import (
+    CoordinatorState,
+    CoordinatorStep,
+    Ended,
+    Event,
+    Membership,
+    RoundSequence,
+)
+from bireme.sync.coordinator.windows import progress_of, with_trained
 
-__all__ = ["begun", "is_behind", "step", "wake_s", "word_for"]
+# Groups of the coordinator: what ranks report as events of `groups.py`, and its replies as words.
+
+Lines = list[Began | Committed]
+
+
+def with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> CoordinatorState:
+    """With the groups that the last reports of all members lead to."""
+    membership = state.membership
+    if not membership.is_installed:
+        return state
+    if state.groups is None:
+        groups = groups_begun(state.settings.groups, state.settings.num_stages, membership.replicas)
+        state = replace(state, groups=groups)
+    assert state.groups is not None, "it was just made"
+    there, now = state.groups.members, set(membership.replicas)
+    for replica in sorted(there - now):
+        state = _with_event(state, GroupGone(replica), now_s)
+        words = {key: word for key, word in state.group_words.items() if key[1] != replica}
+        state = replace(state, group_words=words, paces=state.paces.without(replica))
+    for replica in sorted(now - there):
+        state = _with_event(state, Came(replica), now_s)
+    for _, heard in sorted(membership.heard.items()):
+        state = _with_report(state, heard.report, now_s)
+    state = _with_event(state, GroupTick(), now_s)
+    return with_trained(state, state.settings.num_stages, lines)
+
+
+def with_group_of(state: CoordinatorState, report: Report, now_s: float, lines: Lines) -> CoordinatorState:
+    """With the groups that the report of a rank leads to, where nothing else is left that would lead to any,
+    and no wait is over.
+    """
+    if state.groups is None:
+        return with_groups(state, now_s, lines)
+    state = _with_report(state, report, now_s)
+    return with_trained(state, state.settings.num_stages, lines)
+
+
+def _with_report(state: CoordinatorState, report: Report, now_s: float) -> CoordinatorState:
+    stage, replica, at = report.rank.stage, report.rank.replica, report.group
+    if at is None or report.epoch != state.membership.epoch or replica not in state.membership.replicas:
+        return state
+    if at.arrived is not None and _is_new(state, stage, replica, at.arrived):
+        state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
+        arrived = state.paces.arrived(stage, replica, at.arrived, at.wait_s)
+        state = _with_event(state, arrived, now_s)
+    word = state.group_words.get((stage, replica))
+    assert state.groups is not None, "with_groups makes it"
+    is_present = replica in state.groups.formers[stage].present
+    if (stage, at.summed) in state.groups.open:
+        assert at.summed is not None, "groups have numbers"
+        state = _with_event(state, GroupSummed(stage, replica, at.summed, at.attempt), now_s)
+    elif at.summed is None and at.is_broken and word is not None:
+        state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
+    has_drained = at.is_drained and _is_of_window(state, report)
+    if has_drained and is_present:
+        state = replace(state, paces=state.paces.idle(stage, replica))
+        state = _with_event(state, Drained(stage, replica), now_s)
+    elif not (has_drained or is_present):
+        state = _with_event(state, Back(stage, replica), now_s)
+    return state
+
+
+def _is_of_window(state: CoordinatorState, report: Report) -> bool:
+    """Whether a rank says what it says of the present window, after the last mean over all replicas."""
+    return report.window is None or report.window.number >= state.lines[-1].committed
+
+
+def _is_new(state: CoordinatorState, stage: int, replica: int, batch: int) -> bool:
+    """Whether a replica was not at a stage with that batch before."""
+    assert state.groups is not None, "with_groups makes it"
+    return not state.groups.has_come(stage, replica, batch)
+
+
+def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> CoordinatorState:
+    assert state.groups is not None, "with_groups makes it"
+    done = groups_step(state.groups, event, now_s)
+    if not done.replies:
+        return state if done.state is state.groups else replace(state, groups=done.state)
+    words, trained = dict(state.group_words), dict(state.trained)
+    for reply in done.replies:
+        group = reply.group
+        for one in group.members:
+            words[group.stage, one.replica] = GroupReply(
+                group.number,
+                group.attempt,
+                group.members,
+                is_settled=isinstance(reply, SettledGroup),
+            )
+            # What a replica did alone goes with it if it dies.
+            is_shared = len(group.members) > 1 or len(done.state.members) == 1
+            if isinstance(reply, SettledGroup) and is_shared:
+                trained[one.replica, group.stage] = one.batch + 1
+    return replace(state, groups=done.state, group_words=words, trained=trained)
+
+
+# Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
+#
+# They do if all ranks of all members wait for something that is up to the coordinator, nothing is being
+# summed up, and so it stays for the timeout, and for the lease: a member that is silent is dropped first. Who
+# computes, writes or reads does not wait.
+
+
+def with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> CoordinatorState:
+    """With the time since when all wait; news starts it again."""
+    if not state.settings.timeout_s or not _all_wait(state):
+        return state if state.still_s is None else replace(state, still_s=None)
+    return replace(state, still_s=now_s) if is_news or state.still_s is None else state
+
+
+def still_until_s(state: CoordinatorState) -> float | None:
+    """When it counts as a standstill, if nothing happens before."""
+    return None if state.still_s is None else state.still_s + _limit_s(state)
+
+
+def standstill(state: CoordinatorState, now_s: float) -> str:
+    """The sentence that ends the run; empty as long as it need not end."""
+    until_s = still_until_s(state)
+    if until_s is None or now_s < until_s:
+        return ""
+    waits: dict[str, list[str]] = {}
+    for member in state.membership.members:
+        for one in state.membership.reports(member.own_life):
+            waits.setdefault(one.waits, []).append(f"rank {one.rank.stage} of replica {member.replica}")
+    what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
+    return (
+        f"All replicas wait for each other, and nothing has happened for {_limit_s(state):g} s: "
+        f"{what}. This is a bug in Bireme: please report it."
+    )
+
+
+def _limit_s(state: CoordinatorState) -> float:
+    return max(state.settings.timeout_s, state.settings.lease_s)
+
+
+def _all_wait(state: CoordinatorState) -> bool:
+    """Whether all ranks of all members wait, and none of their agents adds anything up."""
+    is_open = state.groups is not None and bool(state.groups.open)
+    if is_open or any(line.grant is not None for line in state.lines):
+        return False
+    reports = [state.membership.reports(one.own_life) for one in state.membership.members]
+    return bool(reports) and all(own and all(one.waits for one in own) for own in reports)
+
 
 NO_REPLICA = -1
 MOST_COMMITS = 32

@@ -16,11 +16,8 @@ from typing import Any
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.ledger_line import in_force
 from bireme.sync.coordinator.messages import SamplePlaces
-from bireme.sync.coordinator.samples import united
-
-__all__ = ["CheckedLedger", "MembersFrom", "check_ledger"]
+from bireme.sync.coordinator.samples import in_force, united
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,35 +32,15 @@ dealt. Then they drain, and all of them make one mean: a round of the last line,
 in. The number of that round is the number of the window.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, cast
 
-__all__ = [
-    "TERM",
-    "Absence",
-    "Commit",
-    "CoordinatorReply",
-    "Deal",
-    "End",
-    "Gone",
-    "Grant",
-    "GroupAt",
-    "GroupMember",
-    "GroupReply",
-    "Heal",
-    "Incarnation",
-    "Known",
-    "Member",
-    "Notice",
-    "Progress",
-    "RankId",
-    "Report",
-    "RoundAt",
-    "RoundPart",
-    "SamplePlaces",
-    "SumSource",
-    "Window",
-]
+from pydantic import TypeAdapter, ValidationError
+
+from bireme.errors import BiremeError
 
 TERM = 1_000_000
 """Epochs of one term; the epoch e is of the term e // TERM."""
@@ -95,7 +75,7 @@ class Incarnation:
 class SamplePlaces:
     """Samples by their places in the order of the run: from `begin` up to but without `end`.
 
-    With n samples the place p is of the pass p // n over the data, as in `bireme.train.data.order`.
+    With n samples the place p is of the pass p // n over the data, as in `bireme.train.data.placing`.
     """
 
     begin: int
@@ -431,3 +411,29 @@ class Known:
         if held is not None and word.epoch // TERM != held.epoch // TERM and word.after < held.place:
             return None
         return Known(word) if word.is_installed else Known(held, word)
+
+
+# Messages between ranks and the coordinator as lines of JSON.
+
+Message = TypeVar("Message", Report, Notice, CoordinatorReply)
+
+
+def encode(message: Report | Notice | CoordinatorReply) -> bytes:
+    """A message as one line of JSON, without its end. Fields that hold their default are left out."""
+    return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
+
+
+def decode(kind: type[Message], line: bytes) -> Message:
+    """The message in a line that `encode` wrote."""
+    try:
+        return cast("Message", _adapter(cast("Hashable", kind)).validate_json(line))
+    except ValidationError as error:
+        raise BiremeError(
+            f"A line between a rank and the coordinator is no {kind.__name__}: "
+            f"{error.errors()[0]['msg']}. Use one version of Bireme on all machines."
+        ) from None
+
+
+@cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast("type[Any]", kind))

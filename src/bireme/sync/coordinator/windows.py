@@ -7,19 +7,53 @@ ends there, and they take what is left. A sample counts once it is in weights th
 of the model: stages in `groups`, fragments in `outer`.
 """
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from math import inf
 
-from bireme.sync.coordinator.dealing import Dealing
-from bireme.sync.coordinator.ledger_line import Began, Committed
 from bireme.sync.coordinator.messages import CoordinatorReply, End, Progress, Report, Window
-from bireme.sync.coordinator.samples import Pool
-from bireme.sync.coordinator.settings import SyncMode
+from bireme.sync.coordinator.samples import Began, Committed, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import CoordinatorState
-from bireme.sync.coordinator.window_end import Trainer, done_without
 
-__all__ = ["num_parts_of", "progress_of", "with_own_batches", "with_own_deals", "with_trained"]
+# Who trains the last batches of a window, where replicas train batches of their own.
+#
+# All wait for the one that ends last. So a slow replica gets none of the last batches where the others would
+# be done with all of them before it were done with one. It learns so at once, because a pipeline goes on with
+# the batches that it has only when it knows whether there is another one.
+#
+#     deals:   fast  ▭▭▭▭▭▭▭▭▭▭▭▭▭▭▭│          fast  ▭▭▭▭▭▭▭▭▭▭▭▭▭▭▭▭│
+#              slow  ▭▭▭▭▭▭▭▭ ▭▭▭▭▭▭▭▭│         slow  ▭▭▭▭▭▭▭▭        │
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A replica that is done at `free_s` with all that it was dealt, and takes `batch_s` for a batch of so
+    many samples, its `share`.
+    """
+
+    free_s: float
+    batch_s: float
+    share: int
+
+
+def done_without(others: Iterable[Trainer], num_samples: int, before_s: float) -> float:
+    """When the others are done with what they were dealt and with so many samples, each batch of which goes
+    to the one that ends it first. Of times that are not before `before_s` the answer is any.
+    """
+    there = list(others)
+    last_s = max((one.free_s for one in there), default=-inf)
+    ends = [(one.free_s + one.batch_s, place) for place, one in enumerate(there)]
+    heapify(ends)
+    while num_samples > 0 and last_s < before_s:
+        if not ends:
+            return inf
+        end_s, place = ends[0]
+        last_s = max(last_s, end_s)
+        num_samples -= there[place].share
+        heapreplace(ends, (end_s + there[place].batch_s, place))
+    return last_s
+
 
 NO_END = Window(0, 1 << 62)
 """Of ranks that name no window."""

@@ -21,10 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.sync.quorum.digest import NO_DIGEST, Digest, check_same
-from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp, Tag
-
-__all__ = ["PIECE_BYTES", "SMALL_BYTES", "Contribution", "Summed", "sum_over"]
+from bireme.sync.quorum.line import NO_DIGEST, Digest, LineBroken, PeerLine, Stamp, Tag, check_same
 
 PIECE_BYTES = 512 * 1024
 SMALL_BYTES = 64 * 1024

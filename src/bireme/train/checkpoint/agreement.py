@@ -15,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bireme.runtime import stores
 from bireme.train.checkpoint.manifest import FileEntry
 
-__all__ = ["CheckpointAgreement", "CheckpointVerdict", "NoWordError", "Opening", "PartReport", "Store"]
-
 POLL_S = 0.02
 
 

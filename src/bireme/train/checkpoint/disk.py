@@ -11,18 +11,6 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FileDigest",
-    "create",
-    "digest_of",
-    "read",
-    "rename",
-    "sync",
-    "sync_folder",
-    "write",
-]
-
 CHUNK_BYTES = 4 << 20
 """Read and written at once: much for a disk, and little compared with what a rank holds."""
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)

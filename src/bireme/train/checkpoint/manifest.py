@@ -18,24 +18,6 @@ from bireme.documents import validated
 from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "RECORD",
-    "SHARES",
-    "CheckpointMeta",
-    "FileEntry",
-    "Manifest",
-    "RecordEntry",
-    "TensorEntry",
-    "plain_extra",
-    "read_manifest",
-    "sealed",
-    "unsealed",
-    "write_manifest",
-    "write_new",
-]
-
 FORMAT = 1
 SHARES = "shares"
 """Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""

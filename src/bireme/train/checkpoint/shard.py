@@ -21,8 +21,6 @@ from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import FileEntry, TensorEntry
 
-__all__ = ["SavedTensors", "element_bytes", "tensor_entry", "write_shard", "write_tensors"]
-
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -13,11 +13,9 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.runtime.microbatches import apportioned
-from bireme.train.data.order import Numbers, Order, SampleOrder, hashed
+from bireme.train.data.placing import Numbers, Order, SampleOrder, hashed
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.stream import StreamSamples
-
-__all__ = ["MixedOrder", "MixedSamples", "MixedSource", "order_of", "shares_of", "sources_of"]
 
 NUM_SLOTS = 1 << 14
 """Places of a run after which every source has had exactly its share; shares are rounded to 1/NUM_SLOTS."""

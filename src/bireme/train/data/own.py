@@ -17,8 +17,6 @@ from bireme.errors import BiremeError
 from bireme.train.data.samples import Batch, only
 from bireme.user_code import reason_of, user_function
 
-__all__ = ["OwnSamples", "own_samples"]
-
 LAYOUT = (
     "It must return a dataset with a length whose items are dicts of tensors, named like the "
     "model's inputs, or one dict of tensors whose first axis is the samples."

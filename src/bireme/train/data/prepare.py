@@ -4,30 +4,199 @@ It is called once before the run, where it may take long and shows its progress,
 which then finds the tokens in the cache.
 """
 
-from collections.abc import Mapping, Sequence
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from bireme.train.data.chat import AnswerRows
-from bireme.train.data.checks import check_batch, check_inputs, check_token_ids, check_tokenizer
-from bireme.train.data.corpus import Progress, tokenised
-from bireme.train.data.documents import Cut
+from bireme.errors import BiremeError
+from bireme.model.graph import Value, evaluate
+from bireme.report.units import counted
+from bireme.train.data.documents import Cut, DocumentSamples, Packing
+from bireme.train.data.encoding import AnswerRows, Progress, tokenised
+from bireme.train.data.hub import SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
-from bireme.train.data.order import SampleOrder
 from bireme.train.data.own import OwnSamples
-from bireme.train.data.packing import Packing
-from bireme.train.data.samples import Samples, Split, split_samples, split_tokens
-from bireme.train.data.saved_rows import SavedRows
+from bireme.train.data.placing import SampleOrder
+from bireme.train.data.samples import (
+    PackedSamples,
+    SampleRange,
+    Samples,
+    Split,
+    Tokens,
+    split_samples,
+    split_tokens,
+)
 from bireme.train.data.source import Source, open_source
 from bireme.train.data.stream import HeldRows, StreamCut, StreamSamples, held_apart
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from bireme.train.data.tokens import Tokens
 
-__all__ = ["Counted", "DataRequest", "ModelSide", "RunData", "prepare_data"]
+# What must hold between data and model before training starts; each check refuses with one sentence.
+#
+# A mistake found here costs seconds. The same one found by a device costs the run, and says much less.
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows, as its configuration says; None where it does not."""
+    config = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("vocab", "vocab_size"):
+            size = getattr(part, name, None)
+            if isinstance(size, int):
+                return size
+    return None
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
+    """All that a tokenizer can give must be tokens of the model."""
+    if vocabulary is not None and tokenizer.num_tokens > vocabulary:
+        raise BiremeError(
+            f"The tokenizer has {tokenizer.num_tokens} tokens but the model {vocabulary}, so some ids "
+            "are outside the model's vocabulary. Use the model's own tokenizer, or a "
+            f"model with {tokenizer.num_tokens} tokens or more."
+        )
+
+
+def check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
+    """The ids that somebody made must be tokens of the model."""
+    if vocabulary is None:
+        return
+    largest = tokens.largest_id()
+    if largest >= vocabulary:
+        raise BiremeError(
+            f"{tokens.origin} holds the token id {largest}, but the model has {vocabulary} tokens, "
+            f"0 to {vocabulary - 1}. Use data made with the model's tokenizer, and set the "
+            "right data.dtype for a .bin file."
+        )
+
+
+def check_batch(samples: Samples, batch_size: int, what: str) -> None:
+    """There must be a batch of samples; `what` is what to call them."""
+    if len(samples) < batch_size:
+        raise BiremeError(
+            f"The data for {what} has {len(samples)} samples, but a batch needs {batch_size}. Give "
+            "more data, shorter samples or a smaller batch."
+        )
+
+
+def check_inputs(samples: Samples, inputs: Mapping[str, Tensor], what: str) -> None:
+    """A sample must hold what the model is called with: all names, with tensors of their kind.
+
+    `inputs` are the model's example inputs. Sizes may differ from theirs; types and numbers of axes may not.
+    """
+    sample = samples.take([0])
+    missing = [name for name in inputs if name not in sample]
+    if missing:
+        raise BiremeError(
+            f"The samples for {what} lack {', '.join(missing)}: they hold {', '.join(sample)}, but the "
+            f"model takes {', '.join(inputs)}. Name the tensors of a sample like the arguments of the "
+            "model's forward."
+        )
+    for name, wanted in inputs.items():
+        found = sample[name]
+        if found.dtype != wanted.dtype:
+            raise BiremeError(
+                f"In the samples for {what}, {name} is {_short(found)}, but the model takes "
+                f"{_short(wanted)}. Convert it: {name}.to({wanted.dtype})."
+            )
+        if found.ndim != wanted.ndim:
+            raise BiremeError(
+                f"In the samples for {what}, {name} is of shape {list(found.shape[1:])}, and the model "
+                f"takes {list(wanted.shape[1:])}, or other sizes with the same number of axes."
+            )
+
+
+def check_sizes(samples: Samples, inputs: Sequence[Value], what: str, *, is_text: bool) -> None:
+    """A sample must be as large as what the model was captured for; `inputs` are those of its graph.
+
+    `is_text` says that the samples are cut from tokens, so that data.length is what makes them as they are.
+    """
+    sample = samples.take([0])
+    for value in inputs:
+        found = list(sample[value.name].shape[1:])
+        wanted = [evaluate(length, 1) for length in value.shape[1:]]
+        if found == wanted:
+            continue
+        remedy = "Cut or pad the samples, or give the model example inputs of that shape."
+        if is_text and len(wanted) == 1:
+            remedy = f"Set data.length to {wanted[0]}, or use a model for {found[0]}."
+        raise BiremeError(
+            f"In the samples for {what}, {value.name} is of shape {found}, and the model takes {wanted}. "
+            f"{remedy}"
+        )
+
+
+def _short(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# Whether data are the data that a run was trained on: a digest of what its samples hold.
+#
+# It tells nothing of where the data lie or what their files are called, so data that were moved or copied are
+# the same. Tokens are digested whole up to 64 million, and in blocks spread over them beyond. Of a stream its
+# first sample is, of other samples some: the first, the last and others between them.
+
+NUM_READ, NUM_MADE = 1024, 8
+"""How many samples are looked at: of those that only have to be read, and of those that take work."""
+
+
+def samples_digest(samples: Samples) -> str:
+    """SHA-256, in hexadecimal digits, of how many samples there are and of what they hold."""
+    match samples:
+        case PackedSamples():
+            place = f"{samples.length} {samples.begin} {samples.end}"
+            return sha256(f"{place} {samples.tokens.digest()}".encode()).hexdigest()
+        case SampleRange():
+            part = f"{samples.begin} {samples.end} {samples_digest(samples.samples)}"
+            return sha256(part.encode()).hexdigest()
+        case MixedSamples():
+            parts = [f"{one.weight} {samples_digest(one.samples)}" for one in samples.sources]
+            return sha256("\n".join(parts).encode()).hexdigest()
+        case StreamSamples():
+            first = samples.take([0])["input_ids"].numpy().tobytes()
+            return sha256(f"{samples.order}".encode() + first).hexdigest()
+    words = sha256(str(len(samples)).encode())
+    most = NUM_READ if samples.is_quick or samples.is_columnar else NUM_MADE
+    with _draws_put_back():
+        for number in _spread(len(samples), most):
+            # A draw begins with the sample's seed, as it does in training.
+            for name, tensor in sorted(samples.take([number], seeds=[number]).items()):
+                words.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                words.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return words.hexdigest()
+
+
+def is_repeatable(samples: Samples, digest: str) -> bool:
+    """Whether samples that have just had this digest have it again: some draw their own numbers each time."""
+    return samples_digest(samples) == digest
+
+
+def _spread(count: int, most: int) -> Iterator[int]:
+    """At most so many numbers below `count`, the first and the last among them."""
+    if count <= most:
+        yield from range(count)
+        return
+    yield from (place * (count - 1) // (most - 1) for place in range(most))
+
+
+@contextmanager
+def _draws_put_back() -> Iterator[None]:
+    """Leave the generators of this process as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +469,122 @@ class _Maker:
     def _padding(self) -> int:
         """The end of text, as every model knows one; it does not count in the loss."""
         return (self.tokenizer.end_of_text or 0) if self.tokenizer is not None else 0
+
+
+# What people should know of the data before they are trained on: sentences for the log of a run.
+
+BUILT_IN = "stdlib"
+"""The source whose files nobody chose, so that nobody needs to hear of those that are left out."""
+
+MOST_PADDING = 0.5
+"""Share of padding in samples above which packing is suggested."""
+
+
+def data_notes(data: RunData) -> tuple[str, ...]:
+    """A sentence for each thing that loses data, or time: files and rows that are no text, documents cut off,
+    samples in which nothing counts, or with more padding than tokens.
+    """
+    padded = (note for one in sources_of(data.training).values() for note in _padding(one))
+    held = () if data.held is None else _unread(data.held)
+    return (*sample_notes(data.training), *padded, *held)
+
+
+def sample_notes(samples: Samples) -> tuple[str, ...]:
+    """A sentence for each thing that loses some of the data that samples are made of."""
+    return tuple(note for one in sources_of(samples).values() for note in _losses(one))
+
+
+def _losses(samples: Samples) -> Iterator[str]:
+    if not isinstance(samples, DocumentSamples | PackedSamples):
+        return
+    yield from _unread(samples.tokens)
+    if isinstance(samples, DocumentSamples) and samples.num_cut_off:
+        yield (
+            f"{samples.num_cut_off} of {len(samples)} documents of {samples.tokens.origin} are longer than "
+            f"data.length = {samples.length} and lose their ends."
+        )
+    if samples.tokens.has_uncounted and (num_idle := samples.num_without_targets()):
+        yield (
+            f"{num_idle} of {len(samples)} samples of {samples.tokens.origin} hold no answer, or no other "
+            "token that counts in the loss, and have weight zero. A larger data.length may leave fewer."
+        )
+
+
+def _unread(tokens: Tokens) -> Iterator[str]:
+    """A sentence on files that are not text, wholly or in part, and on rows without text."""
+    if tokens.origin == BUILT_IN or not (tokens.num_unread or tokens.num_replaced):
+        return
+    named = _names(tokens.unread, tokens.num_unread)
+    if named.startswith("row "):
+        yield f"Left out of {tokens.origin}: {counted(tokens.num_unread, 'row')} without text, {named}."
+        return
+    lost = []
+    if tokens.num_unread:
+        count = counted(tokens.num_unread, "file")
+        are = "is" if tokens.num_unread == 1 else "are"
+        lost.append(f"Left out of {tokens.origin}: {count} that {are} not text in UTF-8, {named}.")
+    if tokens.num_replaced:
+        count = counted(tokens.num_replaced, "file")
+        among = f"Replaced by U+FFFD in {count} of {tokens.origin}: bytes that are not UTF-8, in"
+        lost.append(f"{among} {_names(tokens.replaced, tokens.num_replaced)}.")
+    yield f"{' '.join(lost)} Convert them to UTF-8, or choose the files to read with data.pattern."
+
+
+def _names(first: Sequence[str], count: int) -> str:
+    """The first few names of that count, and how many more there are."""
+    return ", ".join(first) + (f" and {count - len(first)} more" if count > len(first) else "")
+
+
+def _padding(samples: Samples) -> Iterator[str]:
+    """A sentence on samples of one document each that are mostly padding."""
+    if not isinstance(samples, DocumentSamples) or samples.is_shared or not len(samples):
+        return
+    share = 1 - samples.num_tokens / (len(samples) * samples.length)
+    if share <= MOST_PADDING:
+        return
+    longest = -(-samples.longest // 8) * 8
+    shorter = f", or data.length = {longest}, which is enough for all" if longest < samples.length else ""
+    yield (
+        f"{share:.0%} of the samples of {samples.tokens.origin} is padding: a document has "
+        f"{samples.num_tokens / len(samples):.0f} tokens in the mean, and data.length is {samples.length}. "
+        f'Set data.packing = "documents", which puts several into a sample{shorter}.'
+    )
+
+
+# The place of a resumed run in its streams: found by reading what came before, and skipping it.
+
+TOLD_EVERY_S = 5.0
+
+
+def find_place(data: RunData, seed: int, num_taken: int, *, is_shown: bool) -> None:
+    """Bring each stream to its next sample, after so many of the run; with `is_shown` tell how far it is.
+
+    All ranks do it before their pipeline is made, for one that waits for another does not wait long.
+    """
+    first = 0
+    numbers = data.order(seed).numbers(num_taken, NUM_NEXT)
+    for samples in sources_of(data.training).values():
+        own = numbers[(numbers >= first) & (numbers < first + len(samples))]
+        if isinstance(samples, StreamSamples) and len(own):
+            samples.seek(
+                int(own[0]) - first, _Told(samples.origin, int(own[0]) - first) if is_shown else None
+            )
+        first += len(samples)
+
+
+NUM_NEXT = 1 << 14
+"""Places to look at for the next sample of each source."""
+
+
+class _Told:
+    """Says now and then how many samples have been left out."""
+
+    def __init__(self, origin: str, number: int) -> None:
+        self._origin, self._number, self._told_s = origin, number, monotonic()
+
+    def __call__(self, done: int) -> None:
+        if monotonic() - self._told_s < TOLD_EVERY_S:
+            return
+        self._told_s = monotonic()
+        text = f"finding the place in {self._origin}: {done:,} of {self._number:,} samples read and left out"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 (for people)

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from bireme.errors import BiremeError
 from bireme.report.units import counted
-from bireme.train.data.hub import is_hub, is_saved_folder, library_rows
+from bireme.train.data.hub import SavedRows, is_hub, is_saved_folder, library_rows, rows_of_json_lines
 from bireme.train.data.own import OwnSamples, own_samples
-from bireme.train.data.saved_rows import SavedRows, rows_of_json_lines
+from bireme.train.data.samples import Tokens, load_tokens
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
-from bireme.train.data.tokens import Tokens, load_tokens
 from bireme.user_code import names_function
-
-__all__ = ["NOTATIONS", "Source", "open_source"]
 
 NOTATIONS = (
     "stdlib",

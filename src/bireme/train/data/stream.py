@@ -14,15 +14,12 @@ from random import Random
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.train.data.documents import stacked
+from bireme.train.data.documents import Packing, stacked
 from bireme.train.data.encoding import encoded
-from bireme.train.data.order import StreamOrder
-from bireme.train.data.packing import Packing
+from bireme.train.data.hub import Row, SavedRows
+from bireme.train.data.placing import StreamOrder
 from bireme.train.data.samples import Batch, check_ids, only
-from bireme.train.data.saved_rows import Row, SavedRows
 from bireme.train.data.tokenizer import Ids, Tokenizer
-
-__all__ = ["HeldRows", "StreamCut", "StreamSamples", "held_apart"]
 
 NUM_SAMPLES = 1 << 40
 """What a stream says that it has: more than any run reads."""

@@ -17,8 +17,6 @@ from zlib import crc32
 
 from bireme.errors import BiremeError
 
-__all__ = ["PIECE_BYTES", "Passage", "TextFiles", "one_file", "python_sources", "text_folder"]
-
 PIECE_BYTES = 1 << 17
 """A document longer than this is read, and tokenised, in passages that end with a line where they can."""
 

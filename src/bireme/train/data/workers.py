@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError, SampleError
-from bireme.runtime.batches import Rows
+from bireme.runtime.microbatches import Rows
 from bireme.runtime.processes import UNREPORTED, start_process
 from bireme.train.data.samples import Batch, Samples, take_rows
-
-__all__ = ["Made", "Task", "Workers", "made"]
 
 LOOK_S = 0.2
 """How long to wait for a worker before looking whether the batches are still wanted."""

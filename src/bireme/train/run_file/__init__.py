@@ -1,16 +1,11 @@
 """`run.toml`: what `bireme train` is to do, as a file that people write."""
 
-from bireme.train.run_file.balance import Balancing
-from bireme.train.run_file.data import Data
-from bireme.train.run_file.links import LinksTable
-from bireme.train.run_file.memory import Memory
 from bireme.train.run_file.paths import settings_within, with_absolute_paths, with_paths_within
-from bireme.train.run_file.planning import Penalties, Planning
-from bireme.train.run_file.reference import reference_markdown
+from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Penalties, Planning
 from bireme.train.run_file.run import RunFile, load_run_file, with_model_defaults
 from bireme.train.run_file.tables import LOSSES, Checkpoints, ClusterTable, ExportTable, Log, Lora, Model
-from bireme.train.run_file.text import commented_toml, to_toml
-from bireme.train.run_file.training import Training
+from bireme.train.run_file.text import commented_toml, reference_markdown, to_toml
+from bireme.train.run_file.training import Data, Training
 
 __all__ = [
     "LOSSES",

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from bireme.train.run_file.run import RunFile
 from bireme.train.run_file.text import toml_value
 
-__all__ = ["settings_within", "with_absolute_paths", "with_paths_within"]
-
 
 class _Place(NamedTuple):
     """A value with a path in it, in three parts."""

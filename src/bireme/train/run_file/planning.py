@@ -1,13 +1,250 @@
 """`[plan]` of a run file: what is asked of the plan, in the words of `bireme plan`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from bireme.balance.shares import Policy
+from bireme.bounds import bytes_of
+from bireme.codec.description import BorderCodecs, parse_codec
+from bireme.errors import BiremeError
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
-from bireme.train.run_file.table import Devices, Samples, Share, StepsOrNever, Table, Text, Texts
+from bireme.train.run_file.table import (
+    Devices,
+    Samples,
+    Share,
+    Steps,
+    StepsOrNever,
+    Table,
+    Text,
+    Texts,
+    parsed,
+)
 
-__all__ = ["Penalties", "Planning"]
+# `[balance]` of a run file: how much of each batch every replica trains.
+
+
+class Balancing(Table):
+    """`[balance]`."""
+
+    mode: Literal["off", "start", "measured"] | None = Field(
+        default=None,
+        description="off keeps the plan's shares; start measures every replica before the first step; "
+        "measured lets shares follow the speed of the replicas while they train; by default measured where "
+        "devices of the plan's replicas differ in speed, else off",
+        examples=["measured"],
+    )
+    batch: Literal["keep", "grow"] = Field(
+        default="keep",
+        description="grow measures before the first step and sets training.batch_size to the samples that "
+        "all replicas train while the slowest one runs at its best rate; training.learning_rate grows in "
+        "proportion, with a warm-up",
+    )
+    margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        default=Policy().margin, description="Least part of a step's time that a change of shares must save"
+    )
+    every_steps: Steps = Field(
+        default=Policy().every,
+        description="Fewest steps between two changes of shares, unless the speed of a device jumps",
+    )
+    replan: bool = Field(
+        default=False,
+        description="Make a new plan at the next checkpoint if one stage, not a whole replica, has become "
+        "slow",
+    )
+
+
+# `[memory]` of a run file: what of a stage may lie on the host or on a disk, and what replicas share.
+
+AUTO = "auto"
+"""As much as there is."""
+
+
+def _as_text(value: Any) -> Any:
+    """A plain number of bytes is an amount too."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(int(value)) if is_number and float(value).is_integer() else value
+
+
+def _amount(value: str) -> str:
+    if value.strip().lower() == AUTO:
+        return AUTO
+    try:
+        bytes_of(value, "it")
+    except BiremeError:
+        raise ValueError('auto, or bytes such as "6GB", "24GiB" or "5e9"') from None
+    return value.strip()
+
+
+Amount = Annotated[str, BeforeValidator(_as_text), AfterValidator(_amount)]
+
+
+class Memory(Table):
+    """`[memory]`."""
+
+    device: Amount | None = Field(
+        default=None,
+        description="Memory that each process may use of its device, such as 6GB; auto is all of it. What "
+        "does not fit is paged to the host. If not set, nothing is paged",
+        examples=["6GB"],
+    )
+    host: Amount = Field(
+        default=AUTO,
+        description="Host memory that each process may page to, 0 for none; auto is its share of the host's",
+    )
+    disk: Text | None = Field(
+        default=None,
+        description="Folder on a disk of each machine that may be paged to; the file in it is removed when "
+        "the run ends",
+        examples=["/scratch"],
+    )
+    disk_bytes: Amount = Field(
+        default=AUTO,
+        description="Bytes of the disk that each process may use, such as 200GB; auto is its share of what "
+        "is free in the folder",
+    )
+    stashes: bool = Field(
+        default=True, description="Page the activations of micro-batches too, not only weights and optimizer"
+    )
+    optimizer: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the optimizer steps what is paged: on the device, after what it remembers was "
+        "fetched; on the host, where that stays, and only gradients come down and weights go up; or wherever "
+        "a batch is predicted to take less time (auto). On GPUs it steps on the device",
+        examples=["host"],
+    )
+    updates: Literal["agreed", "apart"] = Field(
+        default="agreed",
+        description="When stages that are paged step: after all have agreed on the gradient's norm and on "
+        "whether the batch counts (agreed), or each as soon as it has its own gradients, where a batch is "
+        "predicted to take less time so (apart). The latter needs training.clip_norm = 0, one replica, and a "
+        "schedule that drains between batches",
+        examples=["apart"],
+    )
+    shard: Literal["none", "optimizer", "weights"] = Field(
+        default="none",
+        description="What the replicas of a stage share: nothing (none); the optimizer, of which each "
+        "replica then keeps and steps a part, and sends the others the new weights of it; or weights and "
+        "gradients too (weights), which are then gathered where they are used",
+        examples=["optimizer"],
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be paged."""
+        return self.device is not None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What a process may use of its device; None where it is all of it."""
+        return None if self.device is None else _bytes(self.device, "memory.device")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """What a process may use of the host; None leaves it to the machine."""
+        return _bytes(self.host, "memory.host")
+
+    @property
+    def most_disk_bytes(self) -> int | None:
+        """What a process may use of the disk, 0 where there is no folder; None leaves it to the machine."""
+        return 0 if self.disk is None else _bytes(self.disk_bytes, "memory.disk_bytes")
+
+
+def _bytes(amount: str, key: str) -> int | None:
+    return None if amount == AUTO else bytes_of(amount, key)
+
+
+# `[links]` of a run file: how what crosses the borders between stages becomes fewer bytes.
+
+
+def _codec(value: str) -> str:
+    return str(parsed(value, parse_codec, "a codec"))
+
+
+def _codec_or_auto(value: str) -> str:
+    return AUTO if value.strip().lower() == AUTO else _codec(value)
+
+
+def _border(value: str) -> str:
+    first, dash, second = value.strip().partition("-")
+    if not dash or not first.isdecimal() or not second.isdecimal() or int(second) != int(first) + 1:
+        raise ValueError('two neighbouring stages, such as "0-1"')
+    return f"{int(first)}-{int(second)}"
+
+
+def _borders(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError('one table or more, such as [{border = "0-1", forward = "int8"}]')
+    return tuple(value)
+
+
+Codec = Annotated[str, AfterValidator(_codec)]
+CodecOrAuto = Annotated[str, AfterValidator(_codec_or_auto)]
+
+
+class BorderLinks(Table):
+    """One entry of `links.borders`."""
+
+    border: Annotated[str, AfterValidator(_border)]
+    forward: Codec
+    backward: Codec | None = None
+
+    @property
+    def number(self) -> int:
+        """The stage before the border."""
+        return int(self.border.partition("-")[0])
+
+    @property
+    def codecs(self) -> BorderCodecs:
+        """Both directions; the gradient goes as the activation does unless it is said."""
+        return BorderCodecs(self.forward, self.backward or self.forward)
+
+
+class LinkSchedule(Table):
+    """`[links.schedule]`."""
+
+    first_fraction: Share = Field(
+        default=0.0, description="Share of the steps, at the beginning of the run, with first_codec"
+    )
+    first_codec: Codec = Field(
+        default="int8",
+        description="Codec of all borders in the first part of the run, in the notation of links.codec",
+    )
+    last_fraction: Share = Field(
+        default=0.0,
+        description="Share of the steps, at the end of the run, with last_codec: a model that was trained "
+        "with keep has adapted to missing entries, and needs some steps without it",
+    )
+    last_codec: Codec = Field(
+        default="int8",
+        description="Codec of all borders in the last part of the run, in the notation of links.codec",
+    )
+
+
+class LinksTable(Table):
+    """`[links]`."""
+
+    codec: CodecOrAuto | None = Field(
+        default=None,
+        description="How activations and their gradients are sent between stages: none sends them as they "
+        "are, bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each "
+        "token), keep:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that holds for so "
+        "many batches), MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by "
+        "the speed of the links. By default the plan decides: none, unless the plan comes from a file",
+        examples=["int8"],
+    )
+    borders: Annotated[tuple[BorderLinks, ...], Field(max_length=4096), BeforeValidator(_borders)] | None = (
+        Field(
+            default=None,
+            description="Codecs of single borders, each named by the stages on both sides; the gradient has "
+            "the codec of the activation unless backward names another",
+            examples=[({"border": "0-1", "forward": "int8", "backward": "int4"},)],
+        )
+    )
+    schedule: LinkSchedule = Field(
+        default_factory=LinkSchedule, description="Other codecs at the beginning and at the end of a run."
+    )
+
 
 Penalty = Annotated[float, Field(ge=1, lt=1e6, allow_inf_nan=False)]
 

@@ -6,9 +6,7 @@ It is asked only about names that are no keys. Answers are hints for people; not
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from bireme.train.run_file.keys import tables_of_keys
-
-__all__ = ["SYNONYMS", "advice"]
+from bireme.train.run_file.text import tables_of_keys
 
 LAYERS = "Bireme gives each device whole layers, with their gradients and optimizer state:"
 

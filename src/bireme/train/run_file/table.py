@@ -10,21 +10,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from bireme.errors import BiremeError
 
-__all__ = [
-    "Devices",
-    "Samples",
-    "Seconds",
-    "Seed",
-    "Share",
-    "Steps",
-    "StepsOrNever",
-    "Table",
-    "Text",
-    "Texts",
-    "giving_way",
-    "parsed",
-]
-
 OTHER_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp32": "float32",

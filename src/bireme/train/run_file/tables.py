@@ -8,16 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bireme.codec.sum_words import parse_sum_codec
+from bireme.codec.sum_description import parse_sum_codec
 from bireme.model.part import ALL_LINEAR, TrainedPart
 from bireme.model.part import LoraPart as LoraPart
-from bireme.train.run_file.balance import Balancing
-from bireme.train.run_file.data import Data, Mixed
-from bireme.train.run_file.links import LinksTable
-from bireme.train.run_file.memory import Memory
-from bireme.train.run_file.planning import Penalties, Planning
+from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Penalties, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
-from bireme.train.run_file.training import Training
+from bireme.train.run_file.training import Data, Mixed, Training
 
 __all__ = [
     "LOSSES",

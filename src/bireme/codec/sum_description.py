@@ -1,0 +1,284 @@
+"""The codec of gradient sums in the words of a run file: what it keeps, and how many bytes it sends.
+
+A description only, without tensors, so planners can read it. `sync/coded.py` does what it says.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bireme.codec.description import FEWEST_ENTRIES, blocks_bytes
+from bireme.errors import BiremeError, closest
+
+# How the gradients of weights are kept, in the words of a run file: whole, or as components of a low rank.
+#
+# A description only, without tensors, so planners can read it. `principal.py` has the mathematics.
+
+GRADIENT_WORDS = "whole, principal:RANK or principal:RANK:PAIRS"
+
+MOST = 65536
+
+PRINCIPAL = re.compile(r"principal:([0-9]+)(?::([0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientForm:
+    """Components of `rank`, which turn after every `piece` pairs of an input and what flows back into its
+    output; 0 stands for all pairs that a micro-batch brings at once.
+
+    `patterns` name the weights that it is for; None stands for all that it makes smaller.
+    """
+
+    rank: int
+    piece: int = 0
+    patterns: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        """As a run file has it."""
+        return f"principal:{self.rank}" + (f":{self.piece}" if self.piece else "")
+
+    def num_elements(self, rows: int, columns: int) -> int:
+        """The numbers that stand for a gradient of so many rows and columns: k (a + b + 1)."""
+        return self.rank * (rows + columns + 1)
+
+    def is_smaller(self, rows: int, columns: int) -> bool:
+        """Whether they are fewer than the gradient has."""
+        return self.num_elements(rows, columns) < rows * columns
+
+
+def parse_gradient(text: str, patterns: tuple[str, ...] | None = None) -> GradientForm | None:
+    """The form that a text names, None if gradients are whole; a `BiremeError` where there is none such."""
+    word = text.strip()
+    if word == "whole":
+        return None
+    found = PRINCIPAL.fullmatch(word)
+    if found is None:
+        raise BiremeError(f"Gradients cannot be kept as {text!r}. Use {GRADIENT_WORDS}.")
+    rank, piece = int(found[1]), int(found[2] or 0)
+    if not 1 <= rank <= MOST:
+        raise BiremeError(
+            f"{text!r} is impossible: the rank {rank} must be 1 to {MOST}. Use {GRADIENT_WORDS}."
+        )
+    if found[2] is not None and not 1 <= piece <= MOST:
+        raise BiremeError(
+            f"{text!r} is impossible: {piece} pairs, where 1 to {MOST} can be. Use {GRADIENT_WORDS}."
+        )
+    return GradientForm(rank, piece, patterns)
+
+
+LEAST_BITS_ALONE = 4
+"""With fewer bits, what rounding loses is kept and added to the next gradient."""
+
+SUM_DENSITY_SLACK = 4
+"""How many times more entries than asked for an old threshold may send before it is renewed."""
+
+INDEX_BYTES, MASK_BYTES = 2, 1 / 8
+"""What the place of an entry takes: by itself, or as one bit for each entry of the tensor."""
+
+ENTRY_BYTES = 4
+"""Of a gradient in float32."""
+
+KEPT_COPIES = 2
+"""Residuals: as of the last batch that counted, and as the batch under way leaves them."""
+
+WHOLE_STEPS = 10
+"""Steps before low rank begins, so that optimisers which divide by the size of gradients know it first."""
+
+SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS:FIRST or lowrank:RANK:FIRST"
+
+BITS = re.compile(r"int([1-8])|([1-8])bit")
+
+
+class SumKind(StrEnum):
+    """How gradients travel."""
+
+    DENSE = "none"
+    BITS = "bits"
+    THRESHOLD = "threshold"
+    LOWRANK = "lowrank"
+
+
+@dataclass(frozen=True, slots=True)
+class SumCodec:
+    """Entries of few `bits`; the largest `share` of them, whose threshold lives `life` steps; or a matrix of
+    `rank`, after so many `whole_steps`.
+    """
+
+    kind: SumKind
+    bits: int = 0
+    share: float = 0.0
+    life: int = 0
+    rank: int = 0
+    whole_steps: int = 0
+
+    def __str__(self) -> str:
+        """As a run file has it."""
+        match self.kind:
+            case SumKind.BITS:
+                return f"int{self.bits}"
+            case SumKind.THRESHOLD:
+                more = f":{self.whole_steps}" if self.whole_steps else ""
+                return f"threshold:{self.share:g}:{self.life}{more}"
+            case SumKind.LOWRANK:
+                more = "" if self.whole_steps == WHOLE_STEPS else f":{self.whole_steps}"
+                return f"lowrank:{self.rank}{more}"
+        return "none"
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what is not sent is kept and added to the next gradient."""
+        few = self.kind is SumKind.BITS and self.bits < LEAST_BITS_ALONE
+        return few or self.kind in (SumKind.THRESHOLD, SumKind.LOWRANK)
+
+    def codes(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of this shape goes through the codec, and not as it is."""
+        num_entries = math.prod(shape)
+        if self.kind is SumKind.DENSE or num_entries < FEWEST_ENTRIES:
+            return False
+        if self.kind is SumKind.LOWRANK:
+            rows, columns = matrix_shape(shape)
+            return len(shape) > 1 and 2 * self.rank * (rows + columns) < num_entries
+        return True
+
+    def message_bytes(self, shape: Sequence[int]) -> float:
+        """About how many bytes a replica's message or factors take, for a float32 gradient of this shape."""
+        num_entries = math.prod(shape)
+        if not self.codes(shape):
+            return num_entries * ENTRY_BYTES
+        if self.kind is SumKind.LOWRANK:
+            return self.rank * sum(matrix_shape(shape)) * ENTRY_BYTES
+        if self.kind is SumKind.BITS:
+            return blocks_bytes(num_entries, self.bits)
+        sent = max(1.0, self.share * num_entries)
+        return sent * ENTRY_BYTES + min(sent * INDEX_BYTES, num_entries * MASK_BYTES)
+
+
+DENSE = SumCodec(SumKind.DENSE)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Gradients of a unit that replicas gather and do not sum, as principal components: the bytes of each
+    replica's message, and of what one replica finds from all messages and gives to the others.
+    """
+
+    message_bytes: int
+    found_bytes: int
+
+    def sent_bytes(self, width: int) -> float:
+        """What each of so many replicas sends, in the mean over them."""
+        return (width - 1) * (self.message_bytes + self.found_bytes / width)
+
+
+@dataclass(frozen=True, slots=True)
+class SumCost:
+    """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
+
+    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch: on the
+    host where it `is_on_host`, which is the device only if that is a processor. `gathered` has the gradients
+    of each unit that are not summed, whose bytes are those that are found; empty where there are none.
+    """
+
+    codec: SumCodec = DENSE
+    message_share: float = 1.0
+    kept_share: float = 0.0
+    gathered: tuple[Gathered, ...] = ()
+    is_on_host: bool = False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all that is summed or averaged is sent as it is."""
+        return self.codec == DENSE and not self.gathered
+
+    def hop_share(self, width: int) -> float:
+        """What each of so many replicas sends on, in a ring."""
+        if self.codec.kind in (SumKind.DENSE, SumKind.LOWRANK):
+            return 2 * (width - 1) / width * self.message_share
+        return (width - 1) * self.message_share
+
+    def hop_bytes(self, gradient_bytes: float, units: slice, width: int) -> float:
+        """What each of so many replicas sends on of the gradients of some units, which are so many bytes."""
+        apart = self.gathered[units]
+        summed = gradient_bytes - sum(one.found_bytes for one in apart)
+        return self.hop_share(width) * summed + sum(one.sent_bytes(width) for one in apart)
+
+
+DENSE_SUMS = SumCost()
+QUORUM_SUMS = SumCost(kept_share=2.0, is_on_host=True)
+"""Of replicas that may die: a rank has the sum that is made and the one before, which others may lack."""
+
+
+def averages_with(state_share: float) -> SumCost:
+    """The cost of averaging weights, along with what optimisers remember of each: so many bytes for each of
+    its gradient. Until the mean is there a rank has a copy of what it offered and room for the mean.
+    """
+    return SumCost(message_share=1.0 + state_share, kept_share=2.0 * state_share, is_on_host=True)
+
+
+def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:
+    """The cost of sums of gradients in these shapes."""
+    sizes = list(shapes)
+    total = sum(math.prod(shape) for shape in sizes)
+    if codec == DENSE or not total:
+        return DENSE_SUMS
+    coded = sum(math.prod(shape) for shape in sizes if codec.codes(shape))
+    message = sum(codec.message_bytes(shape) for shape in sizes) / (ENTRY_BYTES * total)
+    return SumCost(codec, message, KEPT_COPIES * coded / total if codec.has_feedback else 0.0)
+
+
+def parse_sum_codec(text: str) -> SumCodec:
+    """The codec that a text names; a `BiremeError` where there is none such."""
+    word, *numbers = text.strip().split(":")
+    if (found := BITS.fullmatch(word)) and not numbers:
+        return SumCodec(SumKind.BITS, bits=int(found[1] or found[2]))
+    if word == "none" and not numbers:
+        return DENSE
+    if word == "threshold" and len(numbers) <= 3:
+        share = _number(
+            text, numbers[0] if numbers else "0.01", "a share of the entries, above 0 and up to 1"
+        )
+        life = _number(text, numbers[1] if len(numbers) > 1 else "50", "a whole number of steps from 1 on")
+        if not 0 < share <= 1:
+            raise _impossible(text, f"the share {share:g} must be above 0 and up to 1")
+        if life < 1 or life != int(life) or life > 1e9:
+            raise _impossible(text, f"{life:g} must be a whole number of steps from 1 on")
+        steps = _whole_steps(text, numbers[2:], 0)
+        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life), whole_steps=steps)
+    if word == "lowrank" and len(numbers) <= 2:
+        rank = _number(text, numbers[0] if numbers else "4", "a rank from 1 on")
+        if rank < 1 or rank != int(rank) or rank > 65536:
+            raise _impossible(text, f"the rank {rank:g} must be a whole number from 1 to 65536")
+        return SumCodec(
+            SumKind.LOWRANK, rank=int(rank), whole_steps=_whole_steps(text, numbers[1:], WHOLE_STEPS)
+        )
+    advice = closest(word, ["none", "int8", "int4", "int2", "threshold", "lowrank"])
+    raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {SUM_CODEC_WORDS}.")
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """A gradient as a matrix: its first axis, and all others together."""
+    return shape[0], math.prod(shape[1:])
+
+
+def _whole_steps(text: str, given: Sequence[str], usual: int) -> int:
+    """How many first steps send whole gradients; `usual` where that is not given."""
+    wanted = "a whole number of steps from 0 on"
+    steps = _number(text, given[0], wanted) if given else usual
+    if steps != int(steps) or steps > 1e9:
+        raise _impossible(text, f"{steps:g} must be {wanted}")
+    return int(steps)
+
+
+def _number(text: str, part: str, wanted: str) -> float:
+    if not re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", part):
+        raise _impossible(text, f"{part!r} must be {wanted}")
+    try:
+        return float(part)
+    except ValueError:
+        raise _impossible(text, f"{part!r} must be {wanted}") from None
+
+
+def _impossible(text: str, why: str) -> BiremeError:
+    return BiremeError(f"The codec {text!r} is impossible: {why}. Use {SUM_CODEC_WORDS}.")

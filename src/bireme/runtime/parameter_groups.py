@@ -1,0 +1,280 @@
+"""The weights of one shelf: an arena for each bank, and one for the newest weights where they are apart."""
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.memory.arena import Arena, LentArena, Slots
+from bireme.runtime.optimizers import StageMemory
+from bireme.schedule.instruction import Item
+from bireme.sync.exchange import Parts
+
+# A shelf: parameters of one stage that lie one after the other in every arena, because they are alike.
+#
+# They have one optimiser, one dtype to be stepped in and one to compute with.
+
+ALIGNED_ELEMENTS = 16
+"""Parameters of other lengths lie last, so that kernels find the beginnings of all others aligned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterGroup:
+    """The layout of some parameters; `dtype` is what they are stepped and their gradients summed in."""
+
+    slots: Slots
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of one arena in the dtype of the steps."""
+        return self.slots.num_elements * self.dtype.itemsize
+
+
+def parameter_groups_of(
+    parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]
+) -> tuple[ParameterGroup, ...]:
+    """Lay out parameters: those whose entries in `alike` are equal share a shelf."""
+    groups: dict[tuple[Hashable, torch.dtype], list[str]] = {}
+    for name, tensor in parameters.items():
+        groups.setdefault((alike[name], tensor.dtype), []).append(name)
+    return tuple(
+        ParameterGroup(Slots({name: parameters[name].shape for name in _ordered(names, parameters)}), dtype)
+        for (_, dtype), names in groups.items()
+    )
+
+
+def without(shelves: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
+    """The shelves as they are if parameters of these names have no place; empty ones are left out."""
+    left = (
+        ParameterGroup(
+            Slots({name: slot.shape for name, slot in shelf.slots.items() if name not in names}), shelf.dtype
+        )
+        for shelf in shelves
+    )
+    return tuple(shelf for shelf in left if len(shelf.slots))
+
+
+def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
+    return sorted(names, key=lambda name: parameters[name].numel() % ALIGNED_ELEMENTS != 0)
+
+
+# The part of a shelf that one of several replicas owns: a run of its elements, which may begin and end in
+# the middle of parameters.
+#
+# What an optimiser remembers of a shelf, and the copy of its weights that is stepped, then exist for this
+# part alone. A parameter that is cut is stepped as flat pieces, each by its owner.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterGroupPart:
+    """The part of one `member`; `parts` are those of all members.
+
+    `own` lays out the pieces in it, which are flat, and `pieces` says where in its parameter each lies.
+    """
+
+    parts: Parts
+    member: int
+    own: ParameterGroup
+    pieces: Mapping[str, slice]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of an arena."""
+        return flat[self.parts[self.member] : self.parts[self.member + 1]]
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The pieces in an arena of the whole shelf."""
+        part = self.of(flat)
+        return {name: part[slot.begin : slot.end] for name, slot in self.own.slots.items()}
+
+    def piece(self, name: str, tensor: Tensor) -> Tensor:
+        """The piece of a tensor of its parameter's shape; of a piece, that itself."""
+        is_piece = tensor.shape == self.own.slots[name].shape
+        return tensor if is_piece else tensor.reshape(-1)[self.pieces[name]]
+
+
+def part_of(shelf: ParameterGroup, member: int, num_members: int) -> ParameterGroupPart:
+    """The part of a member: as many elements as the others', to a few."""
+    num_elements = shelf.slots.num_elements
+    ideal = (place * num_elements // num_members for place in range(1, num_members))
+    parts = (0, *(_aligned(shelf.slots, place) for place in ideal), num_elements)
+    begin, end = parts[member], parts[member + 1]
+    pieces = {
+        name: slice(max(slot.begin, begin) - slot.begin, min(slot.end, end) - slot.begin)
+        for name, slot in shelf.slots.items()
+        if max(slot.begin, begin) < min(slot.end, end)
+    }
+    own = Slots({name: (piece.stop - piece.start,) for name, piece in pieces.items()})
+    return ParameterGroupPart(parts, member, ParameterGroup(own, shelf.dtype), pieces)
+
+
+def _aligned(slots: Slots, place: int) -> int:
+    """The nearest place at which a kernel that goes through the parameter would begin a vector too."""
+    slot = next((slot for _, slot in slots.items() if slot.begin <= place < slot.end), None)
+    if slot is None:
+        return 0  # there are no elements
+    vectors = (place - slot.begin + ALIGNED_ELEMENTS // 2) // ALIGNED_ELEMENTS
+    return min(slot.begin + vectors * ALIGNED_ELEMENTS, slot.end)
+
+
+Tensors = Mapping[str, Tensor]
+
+
+class ParameterGroupWeights:
+    """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks.
+
+    With a `part` only that is stepped here, and only that is kept apart. With `keeps_part` there is no more
+    of the banks either, but while one is taken.
+    """
+
+    def __init__(
+        self,
+        shelf: ParameterGroup,
+        given: Tensors,
+        dtypes: Mapping[str, torch.dtype],
+        num_banks: int,
+        memory: StageMemory,
+        *,
+        is_apart: bool,
+        part: ParameterGroupPart | None = None,
+        keeps_part: bool = False,
+    ) -> None:
+        self.part = part
+        names = tuple(shelf.slots)
+        dtype, device = dtypes[names[0]], given[names[0]].device
+        self.banks: Sequence[Arena] = (
+            [LentArena(shelf.slots, dtype, device) for _ in range(num_banks)]
+            if keeps_part
+            else [Arena(shelf.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
+        )
+        self._parts = (
+            [Arena(part.own.slots, dtype, device) for _ in range(num_banks)]
+            if keeps_part and part is not None
+            else None
+        )
+        """What there is of each bank, where the rest is gathered."""
+        self.apart = (
+            Arena((part.own if part else shelf).slots, shelf.dtype, device, memory.optimizer())
+            if is_apart or dtype != shelf.dtype
+            else None
+        )
+        if memory.has_master and self.apart is None:
+            raise BiremeError(
+                "The plan pages weights that are made from a master copy, as bfloat16 ones are, and these "
+                f"are of {dtype} and have none. Make a new plan, for the type that the model trains in."
+            )
+        self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
+        with memory.opened(Item.WEIGHTS):
+            self.put(0, given)
+        if self.apart is not None:
+            with memory.opened(Item.OPTIMIZER):
+                self.put_apart(given)
+
+    def stepped(self, bank: int) -> Tensors:
+        """What an optimiser steps where a version is made in a bank."""
+        if self.apart is not None:
+            return self.apart.views
+        return self.leaves[bank] if self.part is None else self.pieces(bank)
+
+    def pieces(self, bank: int) -> Tensors:
+        """This replica's pieces of a bank."""
+        assert self.part is not None, "who has pieces has a part"
+        return self.part.views(self.banks[bank].flat) if self._parts is None else self._parts[bank].views
+
+    def put(self, bank: int, weights: Tensors) -> None:
+        """Take over copies of weights into a bank, or of what there is of it here."""
+        if self._parts is None or self.part is None:
+            copy_by_name({name: weights[name] for name in self.banks[bank].views}, self.banks[bank].views)
+            return
+        for name, piece in self.pieces(bank).items():
+            piece.copy_(self.part.piece(name, weights[name]))
+
+    def take(self, bank: int) -> None:
+        """Have memory for all of a bank."""
+        arena = self.banks[bank]
+        assert isinstance(arena, LentArena), "only what is not kept is taken"
+        arena.take()
+
+    def let_go(self, bank: int) -> None:
+        """Give back the memory of a bank, but for the part that is kept."""
+        arena = self.banks[bank]
+        assert isinstance(arena, LentArena), "only what is not kept is let go"
+        arena.let_go()
+
+    def to_gather(self, bank: int) -> Tensor:
+        """All of a bank, to be filled with the others' parts, with this replica's part in it."""
+        arena = self.banks[bank]
+        if not isinstance(arena, LentArena) or self.part is None:
+            return arena.flat
+        self.part.of(arena.unversioned).copy_(self.own(bank))
+        return arena.unversioned
+
+    def newest_part(self, bank: int) -> Tensor:
+        """This replica's part of the newest weights, which are in that bank or apart."""
+        return self.own(bank) if self.apart is None else self.apart.flat
+
+    @property
+    def num_bank_bytes(self) -> int:
+        """The bytes of the banks that are there for good."""
+        return sum(arena.num_bytes for arena in self._parts or self.banks)
+
+    def round_into(self, bank: int) -> None:
+        """Write the newest weights into a bank, where they are apart from it."""
+        if self.apart is not None:
+            self.own(bank).copy_(self.apart.flat)
+
+    def begin(self, bank: int, newest: int, *, skips: bool) -> None:
+        """Let a bank be ready for a step of the newest weights; if that is skipped, let it be these."""
+        if self.part is not None:
+            if bank != newest and skips and self._parts is None:
+                self.banks[bank].flat.copy_(self.banks[newest].flat)
+            elif bank != newest and (skips or self.apart is None):
+                self.own(bank).copy_(self.own(newest))
+        elif self.apart is None and bank != newest:
+            self.banks[bank].flat.copy_(self.banks[newest].flat)
+        elif skips:
+            self.round_into(bank)  # for the bank of the newest may be on another tier
+
+    def put_apart(self, weights: Tensors) -> None:
+        """Take over copies of weights where the newest ones are apart."""
+        if self.apart is not None:
+            part = self.part
+            own = {
+                name: part.piece(name, weights[name]) if part else weights[name] for name in self.apart.views
+            }
+            copy_by_name(own, self.apart.views)
+
+    def own(self, bank: int) -> Tensor:
+        """What is stepped here of a bank."""
+        if self._parts is not None:
+            return self._parts[bank].flat
+        flat = self.banks[bank].flat
+        return flat if self.part is None else self.part.of(flat)
+
+
+def _leaves(bank: Arena, gradient_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters of a bank as leaves of autograd graphs, with gradients in another dtype if need be."""
+    leaves = {}
+    for name, view in bank.views.items():
+        leaf = leaves[name] = view.detach().requires_grad_()
+        if leaf.dtype != gradient_dtype:
+            leaf.grad_dtype = gradient_dtype
+    return leaves
+
+
+def copy_by_name(source: Tensors, target: Tensors) -> None:
+    """Copy each tensor of `source` over that of its name in `target`."""
+    for name, tensor in source.items():
+        target[name].copy_(tensor)
+
+
+def bank_dtype_of(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """What a parameter is computed with: in a dtype that was asked for, or in its own."""
+    return asked if asked is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def step_dtype_of(bank_dtype: torch.dtype) -> torch.dtype:
+    """What a parameter is stepped in: 32 bits at least."""
+    return torch.float32 if bank_dtype.itemsize < torch.float32.itemsize else bank_dtype

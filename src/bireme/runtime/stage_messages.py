@@ -1,0 +1,216 @@
+"""The courier of one rank: brings what instructions need from other stages, and takes away what they make.
+
+Between ranks it packs a micro-batch's tensors into one message; between stages of one rank it hands them over
+as they are. It decides no order: the program's sends and receives do.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.cluster.device import MOST_SENDS
+from bireme.codec.above import Thresholds
+from bireme.codec.description import NO_CODECS, LinkCodecs
+from bireme.runtime.microbatches import Feed
+from bireme.runtime.socket_line import Transport
+from bireme.runtime.wire import Arrival, Borders, Coding, OutgoingMessage, WireFormat
+from bireme.schedule.instruction import Instruction, Message
+from bireme.sync.group import Pending
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A receive that was posted, and the memory that it is for."""
+
+    arrival: Arrival
+    pending: Pending
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arrival.message.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message on its way."""
+
+    parcel: OutgoingMessage
+    pending: Pending
+
+
+@dataclass(slots=True)
+class BoundaryTraffic:
+    """The bytes of all messages that went over a border in one direction: as sent, and without a codec."""
+
+    raw_bytes: int = 0
+    sent_bytes: int = 0
+
+
+class StageMessages:
+    """Moves the messages of one rank. `begin` says which batches they are about, and by which codecs."""
+
+    feed: Feed
+
+    def __init__(
+        self,
+        rank_of_stage: tuple[int, ...],
+        borders: Borders,
+        transport: Transport,
+        device: torch.device,
+        codecs: LinkCodecs = NO_CODECS,
+    ) -> None:
+        self._rank_of_stage = rank_of_stage
+        self._num_stages = len(rank_of_stage)
+        self._borders = borders
+        self._transport = transport
+        self._device = device
+        # Sockets cannot read what lies on an accelerator: there messages go through pinned host memory.
+        self._memory = torch.device("cpu") if transport.is_host else device
+        self._is_staged = self._memory.type != device.type
+        self._made: dict[Message, Tensors] = {}
+        """Messages made here that are not sent yet, or are for another stage of this rank."""
+        self._awaited: dict[Message, _Awaited] = {}
+        self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
+        self._ready: dict[Message, OutgoingMessage] = {}
+        """Room for messages that are about to be made."""
+        self._free: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
+        """Room whose last message has gone, by border and direction; what was used last is last."""
+        self._coding = Coding()
+        self._own_codecs = self._codecs = codecs
+        self.traffic: dict[tuple[bool, int], BoundaryTraffic] = {}
+        """What this rank has sent of training, by direction and border."""
+        self.receive_bytes = 0
+        """Of receives posted and not yet used."""
+        self.most_receive_bytes = 0
+
+    def begin(self, feed: Feed, evaluating: LinkCodecs | None = None) -> None:
+        """Go on with the batches of a feed: to train, or to evaluate by these codecs."""
+        self.feed = feed
+        self._codecs = self._own_codecs if evaluating is None else evaluating
+        self._coding.keeps_masks = evaluating is None
+
+    def receive(self, step: Instruction) -> None:
+        """Post a receive."""
+        key = step.carries()
+        arrival = self._format(key).arrival(key, self._memory, is_pinned=self._is_staged)
+        source = self._rank_of_stage[key.from_stage]
+        pending = self._transport.receive(key, source, arrival.message)
+        self._awaited[key] = awaited = _Awaited(arrival, pending)
+        self.receive_bytes += awaited.num_bytes
+        self.most_receive_bytes = max(self.most_receive_bytes, self.receive_bytes)
+
+    def send(self, step: Instruction) -> None:
+        """Begin to send what was made for it."""
+        key = step.carries()
+        tensors = self._here(key)
+        if tensors is None:
+            raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
+        border = key.forward, key.to_stage
+        channel = self._sent.setdefault(border, deque())
+        if len(channel) >= MOST_SENDS:
+            oldest = channel.popleft()
+            oldest.pending.wait()
+            self._free_over(border).append(oldest.parcel)
+        parcel = self._ready.pop(key, None) or self._parcel(key)
+        parcel.pack(tensors, self._coding)
+        if self._coding.keeps_masks:
+            self._count(key, parcel)
+        num_bytes = parcel.num_bytes if parcel.wire_format.is_bounded else None
+        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message, num_bytes)
+        channel.append(_Sent(parcel, pending))
+
+    def take(self, step: Instruction) -> Tensors:
+        """What an instruction needs from a neighbouring stage; waits until it is there."""
+        key = step.needs(self._num_stages)
+        if key is None:
+            return {}
+        here = self._here(key)
+        if here is not None:
+            return here
+        awaited = self._awaited.pop(key)
+        made = step.makes(self._num_stages)
+        # Halves may be sent as a whole.
+        if made is not None and made.half is None and not self._stays(made):
+            # What a send takes besides the tensors costs nothing now, and would hold up others later.
+            self._ready[made] = self._parcel(made)
+        awaited.pending.wait()
+        self.receive_bytes -= awaited.num_bytes
+        return awaited.arrival.unpack(self._device, self._coding)
+
+    def put(self, step: Instruction, tensors: Tensors) -> None:
+        """What an instruction made for a neighbouring stage."""
+        key = step.makes(self._num_stages)
+        if key is not None:
+            self._made[key] = tensors
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """What activations that are sent are compared with."""
+        return self._coding.thresholds
+
+    @property
+    def send_bytes(self) -> int:
+        """Of the messages on their way and of the room that is kept for more."""
+        under_way = (one.parcel for channel in self._sent.values() for one in channel)
+        free = (parcel for parcels in self._free.values() for parcel in parcels)
+        return sum(parcel.message.nbytes for parcel in (*under_way, *free, *self._ready.values()))
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has left this rank's memory."""
+        for channel in self._sent.values():
+            while channel:
+                channel.popleft().pending.wait()
+
+    def _free_over(self, border: tuple[bool, int]) -> deque[OutgoingMessage]:
+        """The room for more messages over a border, at most for as many as may be under way."""
+        return self._free.setdefault(border, deque(maxlen=MOST_SENDS))
+
+    def _stays(self, key: Message) -> bool:
+        """Whether a message is for another stage of this rank."""
+        return self._rank_of_stage[key.to_stage] == self._rank_of_stage[key.from_stage]
+
+    def _parcel(self, key: Message) -> OutgoingMessage:
+        """Room for a message, with its address on it."""
+        wire_format = self._format(key)
+        free = self._free_over((key.forward, key.to_stage))
+        parcel = next((one for one in free if one.wire_format is wire_format), None)
+        if parcel is None:
+            parcel = wire_format.parcel(self._memory, is_pinned=self._is_staged)
+        else:
+            free.remove(parcel)
+        parcel.address(key)
+        return parcel
+
+    def _here(self, key: Message) -> Tensors | None:
+        """What this rank made for a message, if it did. Halves are joined where the whole is asked for."""
+        if key in self._made:
+            return self._made.pop(key)
+        if key.half is not None:
+            return None
+        first, second = key._replace(half=0), key._replace(half=1)
+        if first not in self._made or second not in self._made:
+            return None
+        one, other = self._made.pop(first), self._made.pop(second)
+        axes = {name: self._borders.batch_axis(name) or 0 for name in one}
+        return {name: torch.cat([one[name], other[name]], axes[name]) for name in one}
+
+    def _format(self, key: Message, *, is_raw: bool = False) -> WireFormat:
+        assert key.microbatch is not None
+        whole = self.feed.portion(key.batch).micro_batches[key.microbatch]
+        one = whole if key.half is None else whole.halves[key.half]
+        of_border = self._borders.forward if key.forward else self._borders.backward
+        if is_raw or not self._codecs.phases:
+            return of_border(key.to_stage, one.num_samples)
+        codecs = self._codecs.of(min(key.from_stage, key.to_stage), key.batch)
+        codec = codecs.choice(forward=key.forward)
+        return of_border(key.to_stage, one.num_samples, codec, whole.num_samples)
+
+    def _count(self, key: Message, parcel: OutgoingMessage) -> None:
+        border = key.forward, min(key.from_stage, key.to_stage)
+        counted = self.traffic.setdefault(border, BoundaryTraffic())
+        counted.raw_bytes += self._format(key, is_raw=True).num_bytes
+        counted.sent_bytes += parcel.num_bytes if self._transport.is_host else parcel.message.nbytes
