@@ -1,4 +1,4 @@
-"""What the end of a batch takes on one rank, compared with torch's own optimiser on the same tensors.
+"""What the end of a batch takes on one rank, compared with torch's own optimizer on the same tensors.
 
     python benchmarks/batch_end.py [--quick] [--json]
 
@@ -31,9 +31,9 @@ from bireme.bench.effort import Spread, Verdict, at_most, exactly, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
-from bireme.profile.behaviour import Owner
+from bireme.profile.behavior import Owner
 from bireme.profile.trace import StorageTrace
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.pipeline import Pipeline
@@ -86,7 +86,7 @@ class Model:
         return Pipeline(
             self.graph,
             Plan((), 1, rule),
-            weights=lambda names: materialise(self.module, names, seed=0),
+            weights=lambda names: materialize(self.module, names, seed=0),
             optimizer="adamw",
             clip_norm=CLIP_NORM if clip else None,
             on_instruction=tell,
@@ -94,7 +94,7 @@ class Model:
 
 
 def counted_bytes(pipeline: Pipeline) -> int:
-    """What the engine's own table says that weights, gradients and optimiser take on this rank."""
+    """What the engine's own table says that weights, gradients and optimizer take on this rank."""
     return sum(stage.banks.memory().total_bytes for stage in pipeline.stages.values())
 
 
@@ -124,7 +124,7 @@ class Clock:
 
 
 class Peer:
-    """Torch's optimiser on parameters and gradients of the same shapes."""
+    """Torch's optimizer on parameters and gradients of the same shapes."""
 
     def __init__(self, gradients: list[Tensor], *, num_steps: int, clip: bool, fused: bool) -> None:
         self.parameters = [nn.Parameter(gradient.clone()) for gradient in gradients]
@@ -173,7 +173,7 @@ class Count:
             return
         if self.is_first:
             self.is_first = False
-            # What a backward begins with is made once and kept; an optimiser's numbers do not exist yet.
+            # What a backward begins with is made once and kept; an optimizer's numbers do not exist yet.
             self.leave_out([*self.before, *(tensor for tensor in live_tensors() if tensor.ndim == 0)])
         self.trace = StorageTrace(device="cpu")
         self.trace.adopt((one for one in live_tensors() if storage_of(one) not in self.others), WHOSE)

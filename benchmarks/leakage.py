@@ -34,7 +34,7 @@ from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 
@@ -95,7 +95,7 @@ def trained(ids: Tensor, steps: int) -> tuple[Graph, Mapping[str, Tensor], Mappi
     pipeline = Pipeline(
         graph,
         Plan((), 1, "sequential"),
-        weights=lambda names: materialise(source.model, names, seed=0),
+        weights=lambda names: materialize(source.model, names, seed=0),
         optimizer="adamw",
         clip_norm=1.0,
     )

@@ -39,7 +39,7 @@ OTHER_BITS = (("int5", 0.0, "int8"), ("int4", 0.0, "int8"), ("int8", 0.0, "int8"
 
 RULES = ("fresh+warm-up", "synchronous")
 
-SHAPE = ("codec", "last part", "bits (mean of both ways)", "rule", "optimiser", "model")
+SHAPE = ("codec", "last part", "bits (mean of both ways)", "rule", "optimizer", "model")
 UP_TO_EXCESS = FIGURES.index("excess") + 1
 """The loss through the codec comes after the excess."""
 

@@ -37,7 +37,7 @@ def delay_lines(found: Sequence[Row]) -> Iterator[str]:
         row for row in found if row.cell.codec == row.cell.sums == "none" and row.cell.agreement == "all"
     ]
     yield from table_lines(
-        ("rule", "optimiser", "d", "m", "model", "banks", "L", "steps", *FIGURES),
+        ("rule", "optimizer", "d", "m", "model", "banks", "L", "steps", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in plain),
     )
 
@@ -48,8 +48,8 @@ def _shape(cell: Cell) -> tuple[object, ...]:
 
 
 def law_lines(found: Sequence[Row]) -> Iterator[str]:
-    """What plans count, by rule, start and optimiser; tests hold `bireme.plan.penalties` to it."""
-    yield from table_lines(("rule", "start", "optimiser", "steps for one"), _laws(found))
+    """What plans count, by rule, start and optimizer; tests hold `bireme.plan.penalties` to it."""
+    yield from table_lines(("rule", "start", "optimizer", "steps for one"), _laws(found))
 
 
 def _laws(found: Sequence[Row]) -> Iterator[tuple[str, ...]]:

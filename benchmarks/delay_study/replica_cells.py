@@ -54,7 +54,7 @@ def replica_lines(found: Sequence[Row]) -> Iterator[str]:
     """What agreeing on weights costs in loss at equal samples, and in steps for one."""
     agreed = sorted((row for row in found if row.cell.agreement != "all"), key=by_agreement)
     yield from table_lines(
-        ("how replicas agree", "replicas", "rule", "optimiser", "d", "m", *FIGURES),
+        ("how replicas agree", "replicas", "rule", "optimizer", "d", "m", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in agreed),
     )
 

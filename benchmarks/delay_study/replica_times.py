@@ -30,7 +30,7 @@ def replica_time_lines(found: Sequence[Row]) -> Iterator[str]:
     """Seconds to the same loss, compared with replicas that sum gradients in the same setting. Without delay;
     what agreeing costs is what it costs equal replicas, but for the row that says otherwise.
     """
-    heads = ("how replicas agree", "replicas", "optimiser", "steps for one", STRAGGLER, SLOW_LINKS)
+    heads = ("how replicas agree", "replicas", "optimizer", "steps for one", STRAGGLER, SLOW_LINKS)
     yield from table_lines(heads, _times(found))
 
 

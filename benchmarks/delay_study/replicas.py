@@ -1,6 +1,6 @@
 """Several replicas of a simulation, each with a part of the batches, that average their weights.
 
-A replica trains batches of its own, at its own time, and steps by its own gradient and optimiser state. Then
+A replica trains batches of its own, at its own time, and steps by its own gradient and optimizer state. Then
 its weights are averaged with those of a group, as `meetings` says. Averages of weights change neither the
 mean of all replicas nor, with plain SGD and all of them in every group, what one process would compute.
 

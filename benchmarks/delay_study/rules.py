@@ -1,6 +1,6 @@
 """Update rules as data: what a batch runs on, and what is done about the delay.
 
-W(t) is the weights after t updates, g(t) the gradient of batch t, S(W, g) what a step of the optimiser makes
+W(t) is the weights after t updates, g(t) the gradient of batch t, S(W, g) what a step of the optimizer makes
 of W, s a stage of d, m the micro-batches of a batch. All rules step W(t+1) = S(W(t), g(t)); they differ in
 the weights V(t) that batch t runs on, forward and backward. When stage s begins batch t it has seen
 k = m − (d−1−s) micro-batches of batch t−1; the share that it has not seen is τ = (d−1−s) / m.

@@ -38,7 +38,7 @@ def sum_lines(found: Sequence[Row]) -> Iterator[str]:
     """What a codec saves in bytes, and costs in loss and in steps."""
     coded = [row for row in found if row.cell.sums != "none"]
     yield from table_lines(
-        ("codec of sums", "times fewer bytes", "replicas", "optimiser", *FIGURES),
+        ("codec of sums", "times fewer bytes", "replicas", "optimizer", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in coded),
     )
 

@@ -82,7 +82,7 @@ def delay_sweeps() -> Iterator[Sweep]:
 
 
 def _optimizers() -> Iterator[Sweep]:
-    """What the engine does by default, and what it costs in steps, with the other optimisers."""
+    """What the engine does by default, and what it costs in steps, with the other optimizers."""
     for optimizer, rung in (("muon", 4), ("sgd", 1)):
         for m in (8, 4):
             yield Sweep(Cell("fresh+warm-up", optimizer, num_microbatches=m), rung, 3)

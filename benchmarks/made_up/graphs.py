@@ -150,7 +150,7 @@ class _Graph:
         return len(self.names) - 1
 
     def convolution(self, name: str, inputs: Sequence[int], time: float, moving: float) -> int:
-        """A weight, a convolution, a normalisation and a rectifier."""
+        """A weight, a convolution, a normalization and a rectifier."""
         weight = self.add(f"{name}.weight", 0.0, (), moving=0.0, weight=time)
         conv = self.add(f"{name}.conv", time, (weight, *inputs), moving=moving)
         norm = self.add(f"{name}.norm", time / 6, (conv,), moving=moving)

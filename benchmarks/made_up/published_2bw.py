@@ -4,7 +4,7 @@ Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021: 
 of 512 tokens, servers p3.16xlarge of eight V100 with 16 GB and NVLink. A parameter takes 20 bytes with one
 weight version (2 for the weight and 2 for the gradient in 16 bits, 4 each for the master copy and its
 gradient, 8 for Adam) and 4 more for each version beyond, kept in 32 bits as in the authors' released
-optimiser.
+optimizer.
 
 A layer of width h keeps 34·s·b·h bytes of activations and 5·a·s²·b for its a heads (Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models", 2022, equation 1).

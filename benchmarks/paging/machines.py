@@ -4,7 +4,7 @@ Devices, hosts and wires are their makers' numbers; a device attains half of its
 of its memory's bandwidth, as profiles that are estimated assume. A model is its layers alone: 12 · width²
 parameters each, two operations for each parameter and token forward and four backward, and the forward once
 more, for every part keeps only its inputs. A parameter takes 2 bytes for weights, 2 for its gradient and 12
-for the master copy and moments of AdamW. The optimiser steps on the device or on the host, whichever makes
+for the master copy and moments of AdamW. The optimizer steps on the device or on the host, whichever makes
 the batch shorter; on the host at the speed of its memory, of which a step attains seven tenths too. Chunks
 are those of a plan: at most 256 of a rank, in pages of 2 MiB.
 """

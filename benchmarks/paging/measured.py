@@ -27,7 +27,7 @@ from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Paging, Plan
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, ThreadMover, Wire
@@ -156,7 +156,7 @@ def _trained(case: Case, graph: Graph, plan: Plan, paging: PagingSettings) -> Tr
     pipeline = Pipeline(
         graph,
         plan,
-        weights=lambda names: materialise(made.base, names, seed=1),
+        weights=lambda names: materialize(made.base, names, seed=1),
         optimizer=named_optimizer("adamw", lr=1e-3),
         paging=paging,
     )

@@ -42,7 +42,7 @@ def patrickstar(accesses: Sequence[ChunkAccess], capacity: int) -> int:
 
 
 def fixed_places(accesses: Sequence[ChunkAccess]) -> int:
-    """Optimiser, gradients and weights below, fetched for each use; activations stay."""
+    """Optimizer, gradients and weights below, fetched for each use; activations stay."""
     return sum(one.reads + one.writes for one in accesses if one.chunk.item is not Item.STASH)
 
 

@@ -240,7 +240,7 @@ class _SleepingSGD(SGD):
 
 @dataclass(frozen=True, slots=True)
 class _SleepingFactory:
-    """Makes the optimiser of each stage, which it knows by the names of its parameters."""
+    """Makes the optimizer of each stage, which it knows by the names of its parameters."""
 
     update_s: tuple[float, ...]
 
@@ -250,7 +250,7 @@ class _SleepingFactory:
 
 
 def sleeping_sgd(one: Rehearsed, rank: int) -> _SleepingFactory:
-    """The optimisers of a rank's stages."""
+    """The optimizers of a rank's stages."""
     replica, place = divmod(rank, len(one.devices))
     costs = one.costs[replica]
     return _SleepingFactory(tuple(seconds / costs.rank_speed[place] for seconds in costs.update_s))

@@ -223,7 +223,7 @@ class _ShapedGroup:
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Pending:
-        """Begin to send every member its part; what replicas share of an optimiser is not shaped."""
+        """Begin to send every member its part; what replicas share of an optimizer is not shaped."""
         return self._inner.exchange(given, lengths, taken, taken_lengths)
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:

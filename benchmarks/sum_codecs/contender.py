@@ -1,6 +1,6 @@
 """Two replicas that train a small GPT together: the engine with a codec, or torch's own DDP with its hook.
 
-Both take the same batches, the same weights at first, the same optimiser and the same rates. Bytes are those
+Both take the same batches, the same weights at first, the same optimizer and the same rates. Bytes are those
 that the network device of the processes has sent, whoever sent them.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.delay_study.task import SIZES, text
 from bireme.codec.sum_description import WHOLE_STEPS
 from bireme.model.capture import capture
 from bireme.model.sources import load_source
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
@@ -72,7 +72,7 @@ def _with_engine(world: World, codec: str, seed: int, steps: int) -> Outcome:
         capture(source.model, source.example_inputs, name="small GPT"),
         Plan((), 1, "1f1b", width=REPLICAS),
         world,
-        weights=lambda names: materialise(source.model, names, seed=seed),
+        weights=lambda names: materialize(source.model, names, seed=seed),
         optimizer=_optimizer(),
         clip_norm=CLIP_NORM,
         lr=lambda step: _rate(step, steps),
@@ -93,7 +93,7 @@ def _with_engine(world: World, codec: str, seed: int, steps: int) -> Outcome:
 
 def _with_torch(world: World, codec: str, seed: int, steps: int) -> Outcome:
     source = load_source(_source(), batch=SIZE.num_samples // REPLICAS)
-    model = _filled(source.model, materialise(source.model, _names(source.model), seed=seed))
+    model = _filled(source.model, materialize(source.model, _names(source.model), seed=seed))
     replica = DistributedDataParallel(model)
     if codec != TORCH_DENSE:
         state = PowerSGDState(

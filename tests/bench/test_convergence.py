@@ -151,7 +151,7 @@ def test_short_banks_have_masters_that_are_stepped(rule: str) -> None:
 
 
 class Plain:
-    """A model, its optimiser and a history, with nothing clever about them."""
+    """A model, its optimizer and a history, with nothing clever about them."""
 
     def __init__(self, optimizer: str, pipelining: Pipelining) -> None:
         self.model = model_of()
@@ -266,7 +266,7 @@ def test_every_rule_is_what_its_definition_says(rule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "shape"), [("sgd", (2, 4)), ("muon", (4, 4))])
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES if "warm-up" not in rule.name])
-def test_rules_are_the_same_for_other_optimisers_and_depths(
+def test_rules_are_the_same_for_other_optimizers_and_depths(
     rule: str, shape: tuple[int, int], optimizer: str
 ) -> None:
     pipelining = Pipelining(*shape)

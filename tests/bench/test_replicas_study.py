@@ -70,7 +70,7 @@ def test_sgd_at_one_pace_with_everyone_in_each_group_is_one_process(rule: str) -
             assert torch.allclose(one.newest.whole, alone.newest.whole, rtol=0.0, atol=1e-13)
 
 
-def test_an_optimiser_of_its_own_makes_averages_of_weights_something_else() -> None:
+def test_an_optimizer_of_its_own_makes_averages_of_weights_something_else() -> None:
     together = replicas_of(AT_ONE_PACE, optimizer="adamw")
     alone = simulation_of(model_of(), NUM_REPLICAS * 2, "synchronous", "adamw")
     for number in range(NUM_BATCHES):

@@ -58,7 +58,7 @@ def test_a_model_for_any_batch_is_captured_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_specialises_is_captured_once_for_each_batch_size() -> None:
+def test_a_model_that_specializes_is_captured_once_for_each_batch_size() -> None:
     model, counted = Special(), Counted()
     captures = Captures(model, rows(3), front_end=counted)
     for batch in (2, 5, 2, 1, 5):

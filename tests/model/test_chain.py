@@ -91,7 +91,7 @@ def picky() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), *(Picky(4) for _ in range(4)), nn.Linear(4, 4))
 
 
-def normalised() -> nn.Sequential:
+def normalized() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Counting(), nn.Linear(4, 4))
 
 
@@ -105,7 +105,7 @@ def tied() -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), Picky(4), last)
 
 
-MODELS = [plain, picky, normalised, forked, tied]
+MODELS = [plain, picky, normalized, forked, tied]
 
 
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def test_the_model_in_the_way_of_capture_is_a_chain() -> None:
 
 
 def test_making_a_chain_leaves_modules_and_random_state_alone() -> None:
-    model = normalised().double().eval()
+    model = normalized().double().eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inputs = example()
     state = torch.get_rng_state()

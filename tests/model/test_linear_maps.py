@@ -54,14 +54,14 @@ def test_maps_give_what_they_gave_and_pairs_in_place_of_their_gradient() -> None
     graph, weights, inputs = made()
     maps = linear_maps(graph)
     assert sorted(maps) == ["last.weight", "line.weight", "plane.weight", "product"]
-    outlet, found = GradientHook(), dict.fromkeys(maps, torch.zeros(()).double())
+    gradient_hook, found = GradientHook(), dict.fromkeys(maps, torch.zeros(()).double())
 
     def feed(name: str, left: Tensor, right: Tensor) -> None:
         found[name] = found[name] + left.T @ right
 
-    outlet.feed = feed
+    gradient_hook.feed = feed
     results = []
-    for resolve in (torch_operator, feeding(torch_operator, maps, outlet)):
+    for resolve in (torch_operator, feeding(torch_operator, maps, gradient_hook)):
         own = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
         loss = stage_function(graph, units_of(graph), resolve=resolve)(own, {}, inputs)["loss"]
         loss.backward()  # type: ignore[no-untyped-call]

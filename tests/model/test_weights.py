@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Graph, ModelState
-from bireme.model.weights import check_weights, load_weights, materialise
+from bireme.model.weights import check_weights, load_weights, materialize
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Initialised by itself, in a way that depends on the numbers drawn."""
+    """Initialized by itself, in a way that depends on the numbers drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,14 +116,14 @@ KINDS = ["llama", "mixtral", "gpt2", "bert", "t5", "vit", "resnet"]
 def test_weights_from_a_seed_are_the_same_in_however_many_parts_they_are_made(kind: str) -> None:
     model = on_meta(Tiny if kind == "tiny" else transformers_model(kind))
     names = names_of(model)
-    whole = materialise(model, names, seed=3)
+    whole = materialize(model, names, seed=3)
     for count in (2, 3, 5):
         parts: dict[str, Tensor] = {}
         for part in range(count):
-            parts |= materialise(model, names[part::count], seed=3)
+            parts |= materialize(model, names[part::count], seed=3)
         assert all(torch.equal(parts[name], whole[name]) for name in names)
     for name in names:
-        assert torch.equal(materialise(model, [name], seed=3)[name], whole[name]), name
+        assert torch.equal(materialize(model, [name], seed=3)[name], whole[name]), name
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -133,7 +133,7 @@ def test_weights_from_a_seed_are_spread_as_the_model_spreads_them(kind: str) -> 
     build = transformers_model(kind)
     torch.manual_seed(0)
     own = build()
-    made = materialise(on_meta(build), names_of(own), seed=0)
+    made = materialize(on_meta(build), names_of(own), seed=0)
     for name, tensor in own.named_parameters():
         if tensor.numel() >= 128:
             assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.3), name
@@ -146,14 +146,14 @@ def test_weights_from_a_seed_are_spread_as_the_model_spreads_them(kind: str) -> 
 def test_a_seed_and_a_name_make_a_tensor_their_own() -> None:
     model = on_meta(Tiny)
     names = [f"blocks.{index}.truncated.weight" for index in range(4)]
-    one, other = materialise(model, names, seed=0), materialise(model, names, seed=1)
+    one, other = materialize(model, names, seed=0), materialize(model, names, seed=1)
     for tensor in (one, other):
         assert all(tensor[name].abs().max() <= 0.02 for name in names)
     assert len({float(tensor[name][0, 0]) for tensor in (one, other) for name in names}) == 8
 
 
-def test_parameters_that_no_code_initialises_have_the_values_written_down() -> None:
-    made = materialise(on_meta(Tiny), [f"blocks.0.{name}" for name in ("scale", "weight", "shift")], seed=0)
+def test_parameters_that_no_code_initializes_have_the_values_written_down() -> None:
+    made = materialize(on_meta(Tiny), [f"blocks.0.{name}" for name in ("scale", "weight", "shift")], seed=0)
     assert 0.005 < made["blocks.0.scale"].std() < 0.05
     assert torch.equal(made["blocks.0.weight"], torch.ones(4))
     assert torch.equal(made["blocks.0.shift"], torch.zeros(4))
@@ -165,11 +165,11 @@ def test_a_constant_of_a_model_with_numbers_is_kept() -> None:
             super().__init__()
             self.gamma = nn.Parameter(torch.full((4,), 1e-6))
 
-    assert torch.equal(materialise(Scaled(), ["gamma"], seed=0)["gamma"], torch.full((4,), 1e-6))
+    assert torch.equal(materialize(Scaled(), ["gamma"], seed=0)["gamma"], torch.full((4,), 1e-6))
 
 
 def test_a_tied_weight_is_one_tensor_made_where_it_is_first() -> None:
-    made = materialise(on_meta(Tiny), ["head.weight", "embedding.weight"], seed=0)
+    made = materialize(on_meta(Tiny), ["head.weight", "embedding.weight"], seed=0)
     assert made["head.weight"] is made["embedding.weight"]
     assert torch.equal(made["head.weight"][0], torch.zeros(4))
 
@@ -180,7 +180,7 @@ def test_the_model_and_the_random_state_of_the_caller_are_left_alone() -> None:
         name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()
     }
     state = torch.get_rng_state()
-    materialise(model, names_of(model), seed=0)
+    materialize(model, names_of(model), seed=0)
     assert torch.equal(torch.get_rng_state(), state)
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(tensors)
@@ -191,7 +191,7 @@ def test_the_model_and_the_random_state_of_the_caller_are_left_alone() -> None:
 
 def test_precision_is_for_parameters_and_device_for_all() -> None:
     names = ["blocks.0.norm.weight", "blocks.0.norm.running_var", "blocks.0.norm.num_batches_tracked"]
-    made = materialise(on_meta(Tiny), names, seed=0, dtype=torch.bfloat16, device="meta")
+    made = materialize(on_meta(Tiny), names, seed=0, dtype=torch.bfloat16, device="meta")
     assert [made[name].dtype for name in names] == [torch.bfloat16, torch.float32, torch.int64]
     assert all(tensor.is_meta for tensor in made.values())
 
@@ -204,15 +204,15 @@ class Masked(nn.Module):
 
 
 def test_a_buffer_nobody_can_know_on_the_meta_device_is_refused() -> None:
-    assert torch.equal(materialise(Masked(), ["mask"], seed=0)["mask"], torch.ones(3, 3).tril())
-    materialise(on_meta(Masked), ["linear.weight"], seed=0)
+    assert torch.equal(materialize(Masked(), ["mask"], seed=0)["mask"], torch.ones(3, 3).tril())
+    materialize(on_meta(Masked), ["linear.weight"], seed=0)
     with pytest.raises(BiremeError, match=r"buffer mask .*Build the model on the cpu"):
-        materialise(on_meta(Masked), ["mask"], seed=0)
+        materialize(on_meta(Masked), ["mask"], seed=0)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(BiremeError, match=r"linear\.wieght.*'linear\.weight'"):
-        materialise(Masked(), ["linear.wieght"], seed=0)
+        materialize(Masked(), ["linear.wieght"], seed=0)
 
 
 def test_code_that_needs_more_than_its_module_is_refused() -> None:
@@ -226,7 +226,7 @@ def test_code_that_needs_more_than_its_module_is_refused() -> None:
                 self.second.weight.copy_(self.first.weight)
 
     with pytest.raises(BiremeError, match="reset_parameters of the model cannot run for second"):
-        materialise(Copying(), ["second.weight"], seed=0)
+        materialize(Copying(), ["second.weight"], seed=0)
 
 
 @pytest.mark.slow

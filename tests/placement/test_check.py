@@ -48,7 +48,7 @@ def test_an_output_is_paid_once_by_each_device_that_makes_or_needs_it() -> None:
     assert loads == (1 + 1, 2 + 1 + 0.25 + 0.5, 1 + 0.25 + 0.5, 0, 0)
 
 
-def test_a_cpu_pays_for_no_moving_and_its_neighbours_do() -> None:
+def test_a_cpu_pays_for_no_moving_and_its_neighbors_do() -> None:
     assert check(diamond(), (0, 4, 4, 2), Objective.THROUGHPUT).loads == (2, 0, 1.75, 0, 20)
 
 

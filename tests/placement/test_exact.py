@@ -334,7 +334,7 @@ def test_bytes_that_are_not_whole_have_room_for_rounding() -> None:
     assert best(Workload(nodes, (), 2, 0, 0.3)) == 3.0
 
 
-def test_operators_without_time_and_neighbours_add_no_ideals() -> None:
+def test_operators_without_time_and_neighbors_add_no_ideals() -> None:
     apart = tuple(Node(number, 0.0, 0.0) for number in range(3, 40))
     workload = line([1.0, 2.0, 3.0], [0.1, 0.1], accelerators=2)
     split = Contiguous(

@@ -178,7 +178,7 @@ def test_the_bound_is_never_above_the_best_latency() -> None:
         assert latency_lower_bound(workload) <= _best_by_force(workload, 1) + CLOSE
 
 
-def test_operators_without_time_and_size_join_a_neighbour() -> None:
+def test_operators_without_time_and_size_join_a_neighbor() -> None:
     workload = _workload([0, 1, 0, 1, 0], [(0, 1, 1), (1, 2, 1), (2, 3, 0.5), (3, 4, 1)])
     assert steps_of(workload).members == ((1, 0, 2), (3, 4))
 

@@ -127,7 +127,7 @@ def test_masks_go_along_with_their_users() -> None:
         assert users == {unit.index for unit in units if place in unit.operators}
 
 
-def test_a_count_of_batches_goes_along_with_its_normalisation() -> None:
+def test_a_count_of_batches_goes_along_with_its_normalization() -> None:
     graph = skipping()
     colours = Operators.of(graph, units_of(graph)).colours(copy_tied=False)
     targets = {operator.target.split(".")[1]: place for place, operator in enumerate(graph.operators)}

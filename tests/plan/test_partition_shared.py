@@ -1,4 +1,4 @@
-"""Tables of stages whose replicas share an optimiser: they have the bytes that are predicted for plans."""
+"""Tables of stages whose replicas share an optimizer: they have the bytes that are predicted for plans."""
 
 import pytest
 

@@ -260,11 +260,11 @@ HEAVY = replace(
     PROFILE,
     units=tuple(replace(unit, parameter_bytes=8 * MB, optimizer_bytes=24 * MB) for unit in PROFILE.units),
 )
-"""Most of its state is what the optimiser remembers."""
+"""Most of its state is what the optimizer remembers."""
 
 
 def stepping(where: str, machines: Cluster | None = None, **more: object) -> Answer:
-    """A plan for one device, with the optimiser there."""
+    """A plan for one device, with the optimizer there."""
     asked = replace(request(TierLimits(100 * MB, optimizer=where)), depth=1, width=1, **more)  # type: ignore[arg-type]
     answer = find_plan(HEAVY, machines or cluster(), asked)
     assert isinstance(answer, Answer)

@@ -1,4 +1,4 @@
-"""Plans for a part of a model: what does not learn is there once, and has no gradients and no optimiser."""
+"""Plans for a part of a model: what does not learn is there once, and has no gradients and no optimizer."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Replicas that share an optimiser, in predictions: less memory, shorter steps, other bytes on the link."""
+"""Replicas that share an optimizer, in predictions: less memory, shorter steps, other bytes on the link."""
 
 from dataclasses import replace
 from functools import cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bireme.profile.behaviour import Owner
+from bireme.profile.behavior import Owner
 from tests.support.command import bireme, bireme_once
 
 pytestmark = pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_picture_has_a_rectangle_with_a_name_for_every_large_block(capsys: Cap
         ("gtp:layers=1", "no model source 'gtp:layers=1'"),
         ("hf:nowhere", "no folder nowhere"),
         (f"{GPT} --batch 0", "The batch is 0; it must be at least 1"),
-        (f"{GPT} --optimizer adamm", "no optimiser 'adamm'. Did you mean 'adam"),
+        (f"{GPT} --optimizer adamm", "no optimizer 'adamm'. Did you mean 'adam"),
         (f"{GPT} --warmup -1", "The warm-up is -1 iterations"),
         (f"{GPT} --bandwidth fast", "--bandwidth is 'fast'; it must be one number"),
         (f"{GPT} --bandwidth 1,2,3", "--bandwidth is '1,2,3'; it must be one number"),

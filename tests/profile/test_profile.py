@@ -170,7 +170,7 @@ def test_what_does_not_learn_takes_no_time_backward() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_keeps_the_predicted_bytes(name: str, dtype: torch.dtype) -> None:
-    """The engine's own optimisers after a step; short weights are stepped as copies that are kept too."""
+    """The engine's own optimizers after a step; short weights are stepped as copies that are kept too."""
     shapes = {
         "tokens.weight": (32, 8),
         "layers.0.attention.query.weight": (8, 8),
@@ -260,7 +260,7 @@ def test_progress_goes_forward_from_nothing_to_all(bench: Bench) -> None:
     [
         (lambda: profile(gpt(), CPU, []), "Name the micro-batch sizes"),
         (lambda: profile(gpt(), CPU, [0]), "each must be at least 1"),
-        (lambda: profile(gpt(), CPU, [1], optimizer="adamm"), "no optimiser 'adamm'. Did you mean 'adam"),
+        (lambda: profile(gpt(), CPU, [1], optimizer="adamm"), "no optimizer 'adamm'. Did you mean 'adam"),
         (lambda: profile(gpt(), torch.device("meta"), [1]), "Seconds are measured on cpu and cuda"),
         (lambda: profile(gpt(), Device("unknown", "cpu"), [1]), "The speed of unknown is not known"),
         (lambda: Device("far", "tpu"), "The kind of far is 'tpu'"),

@@ -164,7 +164,7 @@ def test_the_file_holds_the_profile_whole(capsys: Capture, tmp_path: Path) -> No
         ("python:profile_models:nothing", "has no function 'nothing'"),
         (f"{ON_META} --batch 0", "The batch is 0; it must be at least 1"),
         (f"{ON_META} --length 0", "The length is 0; it must be at least 1"),
-        (f"{ON_META} --optimizer adamm", "no optimiser 'adamm'. Did you mean 'adam"),
+        (f"{ON_META} --optimizer adamm", "no optimizer 'adamm'. Did you mean 'adam"),
         (f"{ON_META} --dtype float23", "no number format 'float23'"),
         (f"{ON_META} --like a10", "no device 'a10'. Did you mean 'a100'"),
         (f"{ON_META} --like nowhere.json", "There is no file nowhere.json"),

@@ -41,7 +41,7 @@ def setting_of(schedule: str) -> Setting:
 
 def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Update]]) -> None:
     """Losses of all batches, and the weights after each window, which are the same in all replicas; so is the
-    optimisers' state, where that is averaged.
+    optimizers' state, where that is averaged.
     """
     for rank, told in run.told.items():
         updates = expected[rank.replica]

@@ -134,7 +134,7 @@ def test_a_trial_without_finite_gradients_is_the_newest_weights() -> None:
     assert_same(values(banks.leaves(2)), values(banks.newest()))
 
 
-def test_a_trial_moves_neither_the_newest_weights_nor_the_optimiser() -> None:
+def test_a_trial_moves_neither_the_newest_weights_nor_the_optimizer() -> None:
     banks = small(Rule.FRESH)
     before = values(banks.newest())
     banks.trial(1, gradients(1))

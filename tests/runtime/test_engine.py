@@ -80,7 +80,7 @@ def test_every_schedule_computes_what_one_process_does_to_the_last_bit(schedule:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw", "2bw-fresh"])
-def test_neighbouring_stages_on_a_rank_compute_what_the_one_does_of_which_they_are_parts(
+def test_neighboring_stages_on_a_rank_compute_what_the_one_does_of_which_they_are_parts(
     schedule: str,
 ) -> None:
     """To the last bit, the norm that clips included; and what one process does."""

@@ -159,10 +159,10 @@ def test_halves_that_draw_still_recompute_what_they_drew() -> None:
 # --- buffers
 
 
-def normalised() -> Model:
+def normalized() -> Model:
     """Three layers with a batch norm each, and one without."""
     layers = [Layer(WIDTH, nn.BatchNorm1d(WIDTH)) for _ in range(3)]
-    return captured(Regression(made_of([*layers, Layer(1, nn.Identity())])), rows(), name="normalised")
+    return captured(Regression(made_of([*layers, Layer(1, nn.Identity())])), rows(), name="normalized")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def normalised() -> Model:
     [("gpipe", (0, 1, 2)), ("1f1b", ()), ("zb-h1", (0, 1, 2)), ("2bw", (0, 2)), ("2bw-fresh", (1,))],
 )
 def test_buffers_see_every_micro_batch_once_and_in_order(schedule: str, recompute: tuple[int, ...]) -> None:
-    model = normalised()
+    model = normalized()
     setting = Setting(Plan((1, 2), 4, schedule, recompute=recompute))
     data = real_batches(12, 4, WIDTH)
     expected = model.given([state.name for state in model.graph.buffers])
@@ -187,7 +187,7 @@ def test_buffers_see_every_micro_batch_once_and_in_order(schedule: str, recomput
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
 def test_a_skipped_batch_leaves_no_trace_in_buffers(schedule: str) -> None:
     # Running statistics took the batch's NaN and kept it for ever, and every evaluation was NaN.
-    model = normalised()
+    model = normalized()
     setting = Setting(Plan((1, 2), 4, schedule), lr_factor=lambda _batch: 1.0)
     data = real_batches(12, 5, WIDTH)
     data[2]["x"][5, 1] = math.nan

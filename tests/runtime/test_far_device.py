@@ -43,7 +43,7 @@ pytestmark = [
 
 WIDTH = 6
 TOLERANCE = 1e-9
-"""An optimiser's steps in one kernel, as the CPU has them, round in another way."""
+"""An optimizer's steps in one kernel, as the CPU has them, round in another way."""
 
 SETTINGS = {
     "2bw, clipped": Setting(plan_for("2bw", 2), clip_norm=0.05),
@@ -64,7 +64,7 @@ def claims() -> dict[str, Callable[[], None]]:
     """What the other process runs, each by its name."""
     return {
         **{name: partial(trains, SETTINGS[name]) for name in TRIED},
-        "buffers": normalises,
+        "buffers": normalizes,
         "resume": goes_on,
         "messages": crosses,
         "codecs": encodes_without_waiting,
@@ -168,7 +168,7 @@ def on_threads(
     return run_threads(setting.plan.num_ranks, work)
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """Batch norm, whose forward writes, beside a mask that it only reads."""
 
     def __init__(self) -> None:
@@ -184,10 +184,10 @@ class Normalised(nn.Module):
         return {"loss": loss}
 
 
-def normalises() -> None:
+def normalizes() -> None:
     torch.manual_seed(3)
     data = real_batches(8, 3, WIDTH)
-    model = captured(Normalised(), data[0], evaluates=True)
+    model = captured(Normalized(), data[0], evaluates=True)
     compare(model, Setting(Plan((1,), 2, "2bw", recompute=(0, 1))), data)
 
 

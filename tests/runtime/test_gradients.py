@@ -77,19 +77,23 @@ def test_gradients_computed_apart_are_added_without_being_kept() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=12))
-def test_shelves_have_no_gaps_and_everything_once_with_odd_lengths_last(shapes: list[list[int]]) -> None:
+def test_parameter_groups_have_no_gaps_and_everything_once_with_odd_lengths_last(
+    shapes: list[list[int]],
+) -> None:
     parameters = {f"p{place}": torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
-    shelves = parameter_groups_of(parameters, {name: int(name[1:]) % 2 for name in parameters})
-    assert sorted(name for shelf in shelves for name in shelf.slots) == sorted(parameters)
-    for shelf in shelves:
+    parameter_groups = parameter_groups_of(parameters, {name: int(name[1:]) % 2 for name in parameters})
+    assert sorted(name for parameter_group in parameter_groups for name in parameter_group.slots) == sorted(
+        parameters
+    )
+    for parameter_group in parameter_groups:
         end, was_odd = 0, False
-        for name, slot in shelf.slots.items():
+        for name, slot in parameter_group.slots.items():
             assert slot.begin == end
             assert slot.end - slot.begin == parameters[name].numel()
             is_odd = parameters[name].numel() % 16 != 0
             assert is_odd or not was_odd
             end, was_odd = slot.end, is_odd
-        assert shelf.slots.num_elements == end
+        assert parameter_group.slots.num_elements == end
 
 
 def test_slots_are_laid_in_the_order_given() -> None:

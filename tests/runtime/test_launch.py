@@ -252,7 +252,7 @@ def test_an_error_in_a_world_alone_is_that_error() -> None:
 
 
 def test_a_world_inside_of_another_is_refused() -> None:
-    with World.alone(), pytest.raises(BiremeError, match="already initialised"), World.alone():
+    with World.alone(), pytest.raises(BiremeError, match="already initialized"), World.alone():
         pass
 
 

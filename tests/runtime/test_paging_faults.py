@@ -52,9 +52,9 @@ def test_what_passes_a_stage_as_it_is_lies_apart_from_what_the_stage_keeps(
 ) -> None:
     put, sent = StageMessages.put, list[int]()
 
-    def noted(courier: StageMessages, step: Instruction, tensors: dict[str, Tensor]) -> None:
+    def noted(stage_messages: StageMessages, step: Instruction, tensors: dict[str, Tensor]) -> None:
         sent.extend(tensor.untyped_storage().nbytes() for tensor in tensors.values())
-        put(courier, step, tensors)
+        put(stage_messages, step, tensors)
 
     monkeypatch.setattr(StageMessages, "put", noted)
     torch.manual_seed(3)

@@ -43,7 +43,7 @@ def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     assert reducer.digest.version == 0
 
 
-def test_a_switchboard_lets_go_of_connections_that_are_over() -> None:
+def test_a_peer_connections_lets_go_of_connections_that_are_over() -> None:
     """Also where the answer has failed."""
 
     def answer(made: socket.socket, _what: int, batch: int) -> None:

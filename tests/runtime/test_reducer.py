@@ -318,7 +318,7 @@ def test_gradients_are_summed_where_they_lie_a_few_slices_at_a_time() -> None:
 
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_sums_in_parts_are_in_order_and_take_the_memory_that_plans_count(num_members: int) -> None:
-    """They took 200 MiB on each replica, more than sharing an optimiser saved, and nobody had counted it."""
+    """They took 200 MiB on each replica, more than sharing an optimizer saved, and nobody had counted it."""
     length = 400
     given = torch.randn(num_members, length, generator=torch.Generator().manual_seed(0))
     parts = tuple(place * length // num_members for place in range(num_members + 1))

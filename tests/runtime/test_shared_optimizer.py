@@ -1,4 +1,4 @@
-"""Replicas that share an optimiser compute what they do with one each, in less memory, and save all of it."""
+"""Replicas that share an optimizer compute what they do with one each, in less memory, and save all of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +167,7 @@ def data_for(plan: Plan) -> list[Batch]:
 
 @cache
 def trained_alone(case: Case) -> list[Seen]:
-    """What replicas with an optimiser each see."""
+    """What replicas with an optimizer each see."""
     assert isinstance(case.alone.plan, Plan)
     return train(case.model, case.alone, data_for(case.alone.plan))
 
@@ -176,9 +176,9 @@ def trained_alone(case: Case) -> list[Seen]:
     ("shard", "name"),
     [*(("optimizer", name) for name in CASES), *(("weights", name) for name in WEIGHTS_TOO)],
 )
-def test_it_computes_what_replicas_with_an_optimiser_each_do(shard: str, name: str) -> None:
+def test_it_computes_what_replicas_with_an_optimizer_each_do(shard: str, name: str) -> None:
     """To the last bit, but for the norm, which is a sum of other pieces. One batch counts for nothing. The
-    optimiser's part of each is of equal size, and so is that of the weights that only it steps; and those of
+    optimizer's part of each is of equal size, and so is that of the weights that only it steps; and those of
     weights and gradients, where these are shared too.
     """
     case = (CASES if shard == "optimizer" else WEIGHTS_TOO)[name]

@@ -92,7 +92,7 @@ def test_going_on_from_a_snapshot_is_never_having_stopped(schedule: str, width: 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", ["1f1b", *DELAYED])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])
-def test_so_it_is_with_bfloat16_banks_and_every_optimiser(schedule: str, optimizer: str) -> None:
+def test_so_it_is_with_bfloat16_banks_and_every_optimizer(schedule: str, optimizer: str) -> None:
     model = tiny_text(dtype="bfloat16")
     setting = Setting(plan_for(schedule), optimizer=optimizer, bank_dtype=torch.bfloat16)
     data = token_batches(8, 7)

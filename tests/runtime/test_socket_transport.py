@@ -13,10 +13,10 @@ from torch import Tensor
 from bireme.codec.description import parse_codec
 from bireme.errors import BiremeError
 from bireme.runtime import socket_line, socket_transport
-from bireme.runtime import socket_line as freight
+from bireme.runtime import socket_line as large_messages
 from bireme.runtime import socket_transport as peer_sockets
 from bireme.runtime.board import PeerLost
-from bireme.runtime.fabric import neighbours_of
+from bireme.runtime.fabric import neighbors_of
 from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, header_of, ordinary_bytes
 from bireme.runtime.socket_transport import Lines, SocketTransport
 from bireme.runtime.stores import open_store
@@ -124,7 +124,7 @@ def test_a_message_that_flows_may_take_longer_than_the_timeout(
 ) -> None:
     """Over a slow link, a large message failed although its bytes kept coming."""
     timeout_s, num_parts, clock = 20.0, 12, Clock()
-    for module in (freight, socket_line, socket_transport):
+    for module in (large_messages, socket_line, socket_transport):
         monkeypatch.setattr(module, "time", clock)
     (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
     small.setblocking(False)
@@ -137,7 +137,7 @@ def test_a_message_that_flows_may_take_longer_than_the_timeout(
     written.address(key(0))
     written.pack({"bytes": bytes_of(0, size)})
     data = written.message.numpy().tobytes()
-    line = transport._lines[1] if size < LARGE_BYTES else transport._freight[1]
+    line = transport._lines[1] if size < LARGE_BYTES else transport._large_messages[1]
     is_over = threading.Event()
 
     def drip() -> None:
@@ -262,7 +262,7 @@ def test_what_is_no_message_of_ours_is_told(both: list[SocketTransport]) -> None
         with pytest.raises(BiremeError, match="is not a message of this version"):
             Receive(both[1], key(0), 0, 64).wait()
         both[1]._lines[0]._begin = both[1]._lines[0]._end = 0
-    both[0]._freight[1]._line.sendall(bytes(64))
+    both[0]._large_messages[1]._line.sendall(bytes(64))
     with pytest.raises(BiremeError, match="is not a message of this version"):
         Receive(both[1], key(0), 0, LARGE_BYTES).wait()
 
@@ -287,15 +287,13 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
             # Who only connected and said nothing held up the rank that it called until the timeout.
             for _ in range(3):
                 silent.enter_context(socket.create_connection(("127.0.0.1", port)))
-        neighbours = neighbours_of(rank, rank_of_stage)
-        lines = peer_sockets.meet(
-            own, "here", rank=rank, ranks=[7, 8, 9], neighbours=neighbours, timeout_s=20
-        )
+        neighbors = neighbors_of(rank, rank_of_stage)
+        lines = peer_sockets.meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbors=neighbors, timeout_s=20)
         families = {one.family for pair in lines.values() for one in (pair.small, pair.large)}
         assert families == {socket.AF_UNIX if peer_sockets.HAS_ABSTRACT_NAMES else socket.AF_INET}
         transport = SocketTransport(lines, timeout_s=20)
-        waiting = [Receive(transport, Message(True, rank, 0, peer, None), peer, 8) for peer in neighbours]
-        for peer in neighbours:
+        waiting = [Receive(transport, Message(True, rank, 0, peer, None), peer, 8) for peer in neighbors]
+        for peer in neighbors:
             body = torch.full((8,), rank, dtype=torch.uint8)
             send(transport, Message(True, peer, 0, rank, None), peer, body).wait()
         came = sorted(float(one.wait()[0]) for one in waiting)
@@ -346,11 +344,11 @@ def test_messages_are_ordinary_only_as_far_as_the_kernels_buffers_go(monkeypatch
     assert ordinary_bytes() <= 2 * 50_000 // NUM_UNDER_WAY  # Linux grants twice what is asked for
 
 
-def test_neighbours_are_the_ranks_of_stages_next_door() -> None:
-    assert neighbours_of(0, (0, 1, 2, 3)) == {1}
-    assert neighbours_of(2, (0, 1, 2, 3)) == {1, 3}
-    assert neighbours_of(0, (0, 1, 1, 0)) == {1}
-    assert neighbours_of(0, (0,)) == set()
+def test_neighbors_are_the_ranks_of_stages_next_door() -> None:
+    assert neighbors_of(0, (0, 1, 2, 3)) == {1}
+    assert neighbors_of(2, (0, 1, 2, 3)) == {1, 3}
+    assert neighbors_of(0, (0, 1, 1, 0)) == {1}
+    assert neighbors_of(0, (0,)) == set()
 
 
 def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A stepper steps as the torch optimiser does that it is made of, and a trial step leaves no trace."""
+"""A stepper steps as the torch optimizer does that it is made of, and a trial step leaves no trace."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ def some(seed: int, without: str = "") -> dict[str, Tensor]:
 
 
 class Plain:
-    """A torch optimiser used as anybody would."""
+    """A torch optimizer used as anybody would."""
 
     def __init__(self, weights: Mapping[str, Tensor], factory: OptimizerFactory) -> None:
         self.parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
@@ -98,7 +98,7 @@ def assert_equal_states(
 
 
 @every_factory
-def test_a_step_is_the_optimisers_own_whatever_tensors_it_is_made_on(factory: OptimizerFactory) -> None:
+def test_a_step_is_the_optimizers_own_whatever_tensors_it_is_made_on(factory: OptimizerFactory) -> None:
     plain = Plain(numbers(0), factory)
     stepper = Stepper(numbers(0), factory)
     banks = [numbers(0), numbers(99)]
@@ -153,7 +153,7 @@ def test_a_trial_in_small_chunks_is_the_same(name: str, monkeypatch: pytest.Monk
 
 
 class Counting(optim.SGD):
-    """An optimiser of somebody's own; counts its elements at every step."""
+    """An optimizer of somebody's own; counts its elements at every step."""
 
     def __init__(self, named: NamedTensors) -> None:
         super().__init__(named, lr=0.1)
@@ -164,7 +164,7 @@ class Counting(optim.SGD):
         super().step(closure)
 
 
-def test_an_unknown_optimiser_gets_all_its_parameters_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_optimizer_gets_all_its_parameters_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_module, "CHUNK_ELEMENTS", 10)
     made: list[Counting] = []
 
@@ -192,13 +192,13 @@ def test_what_is_like_a_parameter_lies_in_an_arena_of_its_kind() -> None:
     weights = numbers(0)
     for t in range(3):
         stepper.step(weights, some(10 + t, without="tokens.weight" if t == 0 else ""))
-    (shelf,) = stepper.shelves
+    (parameter_group,) = stepper.parameter_groups
     states = stepper.state_dict()
     for key in ("exp_avg", "exp_avg_sq"):
         own = {name: states[name][key] for name in SHAPES if SHAPES[name]}
         storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         assert len(storages) == 1
-        assert all(own[name].storage_offset() == shelf.slots[name].begin for name in own)
+        assert all(own[name].storage_offset() == parameter_group.slots[name].begin for name in own)
 
 
 def test_the_first_step_takes_no_more_memory_than_what_stays() -> None:
@@ -230,7 +230,7 @@ class Remembering(optim.SGD):
                 parameter.sub_(parameter.grad, alpha=group["d"])
 
 
-def test_what_an_optimiser_remembers_in_its_groups_lasts_and_is_saved() -> None:
+def test_what_an_optimizer_remembers_in_its_groups_lasts_and_is_saved() -> None:
     # Every step used to see fresh groups: k was 1 at each, silently.
     stepper, plain = Stepper(numbers(0), Remembering), Plain(numbers(0), Remembering)
     weights = numbers(0)
@@ -251,7 +251,7 @@ def test_what_an_optimiser_remembers_in_its_groups_lasts_and_is_saved() -> None:
 
 
 class Switching(optim.SGD):
-    """Has other weights for evaluation, as schedule-free optimisers have."""
+    """Has other weights for evaluation, as schedule-free optimizers have."""
 
     def train(self) -> None: ...
 
@@ -316,7 +316,7 @@ def test_a_stage_without_parameters_has_nothing_to_step() -> None:
 @pytest.mark.parametrize(
     ("factory", "complaint"),
     [
-        (lambda named: optim.SGD(named[1:], lr=0.1), r"No optimiser holds the parameter tokens\.weight"),
+        (lambda named: optim.SGD(named[1:], lr=0.1), r"No optimizer holds the parameter tokens\.weight"),
         (lambda named: optim.SGD([tensor.detach() for _, tensor in named], lr=0.1), r"shape \(11, 6\)"),
         (lambda named: [optim.SGD(named, lr=0.1), optim.SGD(named, lr=0.1)], "another one holds too"),
         (optim.LBFGS, "LBFGS steps all parameters together"),
@@ -324,7 +324,7 @@ def test_a_stage_without_parameters_has_nothing_to_step() -> None:
     ],
     ids=["left out", "not ours", "twice", "lbfgs", "schedule-free"],
 )
-def test_optimisers_that_cannot_be_used_are_refused(factory: OptimizerFactory, complaint: str) -> None:
+def test_optimizers_that_cannot_be_used_are_refused(factory: OptimizerFactory, complaint: str) -> None:
     with pytest.raises(BiremeError, match=complaint):
         Stepper(numbers(0), factory)
 
@@ -370,6 +370,6 @@ def test_muon_takes_matrices_inside_the_layers_and_adamw_the_rest() -> None:
         ),
     ],
 )
-def test_optimisers_that_cannot_be_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+def test_optimizers_that_cannot_be_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(BiremeError, match=complaint):
         named_optimizer(**arguments)

@@ -277,7 +277,7 @@ def test_every_dropped_instruction_is_missed(request_: Request) -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("request_", EXHAUSTED, ids=lambda request: request.name)
-def test_every_swap_of_neighbours_is_refused_exactly_if_it_does_harm(request_: Request) -> None:
+def test_every_swap_of_neighbors_is_refused_exactly_if_it_does_harm(request_: Request) -> None:
     program = request_.program()
     for place in places(program):
         if place.index + 1 < len(program.tracks[place.rank]):

@@ -1,4 +1,4 @@
-"""Updates halfway between their sum and their use, for replicas that share an optimiser."""
+"""Updates halfway between their sum and their use, for replicas that share an optimizer."""
 
 from itertools import product
 

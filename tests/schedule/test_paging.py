@@ -31,7 +31,7 @@ CHUNK = 64
 def sizes(
     num_stages: int, chunks: tuple[int, int, int, int], *, master: bool = True, frozen: int = 0
 ) -> Sizes:
-    """Weights, gradients, optimiser, stash and frozen weights of every stage, in chunks; messages have half a
+    """Weights, gradients, optimizer, stash and frozen weights of every stage, in chunks; messages have half a
     chunk.
     """
     weights, gradient, optimizer, stash = ((one * float(CHUNK),) * num_stages for one in chunks)

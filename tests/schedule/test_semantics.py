@@ -121,7 +121,7 @@ def test_every_small_shape_computes_what_its_rule_says(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*SCHEDULES} - SEVERAL_STAGES - {"pipedream"}))
-def test_neighbours_on_a_rank_compute_what_their_rule_says_and_are_proved(name: str) -> None:
+def test_neighbors_on_a_rank_compute_what_their_rule_says_and_are_proved(name: str) -> None:
     for depth, per_rank, first_batch in itertools.product((1, 2, 3), (2, 3), (0, 1)):
         program = Request(name, depth * per_rank, 4, 3, per_rank, first_batch=first_batch).program()
         assert program.rank_of_stage == tuple(stage // per_rank for stage in range(depth * per_rank))

@@ -108,7 +108,7 @@ def test_2bw_keeps_just_one_weight_copy_more_than_1f1b() -> None:
     assert [b.peak_bytes - a.peak_bytes for a, b in zip(flush, two, strict=True)] == [1000] * 4
 
 
-def test_fresh_2bw_keeps_one_copy_more_unless_the_optimiser_has_a_master() -> None:
+def test_fresh_2bw_keeps_one_copy_more_unless_the_optimizer_has_a_master() -> None:
     two = memory("2bw", weight_bytes=1000, gradient_bytes=0)
     fresh = memory("2bw-fresh", weight_bytes=1000, gradient_bytes=0)
     assert [b.peak_bytes - a.peak_bytes for a, b in zip(two, fresh, strict=True)] == [1000] * 4

@@ -111,7 +111,7 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
 
 def expected_of_outer_steps(run: AveragingReplicas, settings: OuterSettings) -> list[list[Update]]:
     """With one fragment, equal batches, and rounds that come one batch late; one more ends each window. Where
-    the optimisers' state is averaged too, it becomes the mean of what was offered.
+    the optimizers' state is averaged too, it becomes the mean of what was offered.
     """
     meetings = _Meetings()
     first = {state.name: run.model.weights[state.name] for state in run.model.graph.parameters}

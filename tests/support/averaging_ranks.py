@@ -322,7 +322,7 @@ class _Client:
 
 
 class _Board:
-    """The place of the switchboard of a rank."""
+    """The place of the peer connections of a rank."""
 
     def __init__(self, own: RankId, *_: object, **__: object) -> None:
         self.address = f"at {own}"

@@ -30,7 +30,7 @@ __all__ = ["AveragingReplicas", "Told"]
 
 @dataclass(slots=True)
 class Told:
-    """What a rank saw: the loss of each of its batches, their samples, its weights and its optimiser's state
+    """What a rank saw: the loss of each of its batches, their samples, its weights and its optimizer's state
     after each window.
     """
 

@@ -105,7 +105,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Trained:
-    """What a rank saw: after every batch its loss, norm, verdict, weights and optimiser state."""
+    """What a rank saw: after every batch its loss, norm, verdict, weights and optimizer state."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -266,7 +266,7 @@ def oracle(
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
     samples of all micro-batches, batch by batch, where the plan does not say them. `norms` are those of
     ranks whose clipped updates are to be the same to the last bit. `after_step` may change the weights and
-    the optimisers' state after each step.
+    the optimizers' state after each step.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []
@@ -334,7 +334,7 @@ def evaluated(model: Model, weights: Mapping[str, Tensor], data: Sequence[Batch]
 
 
 def assert_equal(found: Sequence[Trained], expected: Sequence[Update], *, tolerance: float = 0.0) -> None:
-    """Losses, norms, weights and optimiser states after every update, on every rank.
+    """Losses, norms, weights and optimizer states after every update, on every rank.
 
     What several ranks hold, as replicas or tied, must be the same to the last bit in any case.
     """

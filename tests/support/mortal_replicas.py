@@ -289,7 +289,7 @@ class Replicas:
 
     def run(self) -> None:
         """Train to the end. Raises what no test has asked for."""
-        # Optimisers import it at their first use, and threads that do so at once may see it half made.
+        # Optimizers import it at their first use, and threads that do so at once may see it half made.
         importlib.import_module("torch._dynamo")
         torch.set_num_threads(1)
         try:
@@ -427,7 +427,7 @@ class Replicas:
 
 
 def states_of(pipeline: Pipeline) -> dict[str, dict[str, Tensor]]:
-    """Copies of what the optimiser of a rank remembers."""
+    """Copies of what the optimizer of a rank remembers."""
     return {
         name: {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
         for stage in pipeline.stages.values()

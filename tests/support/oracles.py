@@ -1,7 +1,7 @@
 """What the update rules demand of numbers, by one process and plain loops: the judge of the engine.
 
 Nothing of `bireme.runtime` may be used here, and nothing is clever: every version is a whole copy of the
-weights, every trial step is made on a deep copy of the optimisers, every micro-batch runs through the whole
+weights, every trial step is made on a deep copy of the optimizers, every micro-batch runs through the whole
 model as one autograd graph. Gradients are summed over micro-batches in their order, then over replicas, then
 over stages.
 """
@@ -27,7 +27,7 @@ Tensors = Mapping[str, Tensor]
 Gradients = dict[str, Tensor | None]
 Factory = Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]]
 AfterStep = Callable[[int, Tensors, Mapping[str, Mapping[str, Any]]], None]
-"""Is given the batch, the weights, and what the optimisers remember of them; not copies."""
+"""Is given the batch, the weights, and what the optimizers remember of them; not copies."""
 
 
 class StageLike(Protocol):
@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One step of the optimiser and the batch that it is made from; under STASHED, one micro-batch of that.
+    """One step of the optimizer and the batch that it is made from; under STASHED, one micro-batch of that.
 
     `losses` are those of the micro-batches, `gradients` those of the batch's mean loss before any clipping.
     `weights` and `optimizer_state` are as after the step, `computed_on` what each stage ran on.
@@ -107,7 +107,7 @@ def run_oracle(
     than the weights. Each micro-batch, by its batch and its place in it, runs within `around`.
     Sums over the replicas go through `coded`, where stages share no parameter. Updates are clipped by `norms`
     where these have one: squares that are added up in another order may differ from ours in the last bit, and
-    every weight with them. `after_step` may change the weights and the optimisers' state after each step.
+    every weight with them. `after_step` may change the weights and the optimizers' state after each step.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)
@@ -252,7 +252,7 @@ class _Model:
 
 
 class _Training:
-    """The weights and their optimisers, which can be deep-copied together."""
+    """The weights and their optimizers, which can be deep-copied together."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], factory: Factory) -> None:
         self.parameters = parameters

@@ -89,7 +89,7 @@ def least_device_bytes(within: object, num_ranks: int) -> list[int]:
 
 
 def assert_same(found: list[Trained], expected: list[Trained]) -> None:
-    """Losses, norms, verdicts, weights and optimiser states after every batch, to the last bit."""
+    """Losses, norms, verdicts, weights and optimizer states after every batch, to the last bit."""
     for one, other in zip(found, expected, strict=True):
         assert repr(one.losses) == repr(other.losses)
         assert one.norms == other.norms

@@ -65,7 +65,7 @@ def untied(layers: int = 2) -> Graph:
 
 
 class Skipping(nn.Module):
-    """A value that is used twice, a position mask that every layer uses, and a normalisation that counts."""
+    """A value that is used twice, a position mask that every layer uses, and a normalization that counts."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ def end_when_another_has_told() -> None:
 
 
 def add_ranks(world: World, more: int) -> torch.Tensor:
-    """Send the own number around, and return the neighbour's and some more."""
+    """Send the own number around, and return the neighbor's and some more."""
     received = torch.zeros(1)
     last = dist.isend(torch.tensor([float(world.rank)]), (world.rank + 1) % world.size)
     dist.recv(received, (world.rank - 1) % world.size)

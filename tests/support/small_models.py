@@ -16,7 +16,7 @@ from bireme.model.part import WHOLE, TrainedPart
 from bireme.model.sources import load_source
 from bireme.model.stage import Resolve, StageFunction, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
 from tests.support.graphs import captured_once
@@ -130,7 +130,7 @@ def gpt(text: str, dtype: str = "float64", part: TrainedPart = WHOLE, *, evaluat
     names = [state.name for state in (*graph.parameters, *graph.buffers)]
 
     def of_base(names: Sequence[str]) -> dict[str, Tensor]:
-        return materialise(source.base, names, seed=3)
+        return materialize(source.base, names, seed=3)
 
     given = of_base if source.adapter is None else source.adapter.weights(graph, of_base, seed=3)
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in given(names).items()}

@@ -29,7 +29,7 @@ def pair(timeout_s: float = 20.0, buffer_bytes: int | None = None) -> list[Socke
 
 
 def star(num_ranks: int, timeout_s: float = 20.0) -> list[SocketTransport]:
-    """Rank 0 joined with every other, and neighbours with each other."""
+    """Rank 0 joined with every other, and neighbors with each other."""
     lines: list[dict[int, Lines]] = [{} for _ in range(num_ranks)]
     for rank in range(num_ranks):
         for other in range(rank + 1, num_ranks):

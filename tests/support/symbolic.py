@@ -445,13 +445,13 @@ class _Machine:
         channel.num_posted += 1
 
     def _taken(self, rank: int, i: Instruction) -> Term:
-        """What the neighbouring stage made for `i`, from a receive or from the same rank."""
+        """What the neighboring stage made for `i`, from a receive or from the same rank."""
         message = self._needed(i)
         if message is None:
             return _at(i).data() if i.kind is Kind.FORWARD else _loss(_at(i))
-        neighbour = i.stage - 1 if i.kind is Kind.FORWARD else i.stage + 1
-        if self.program.rank_of_stage[neighbour] == rank:
-            return self._handed_over(i, neighbour, _at(i), i.half)
+        neighbor = i.stage - 1 if i.kind is Kind.FORWARD else i.stage + 1
+        if self.program.rank_of_stage[neighbor] == rank:
+            return self._handed_over(i, neighbor, _at(i), i.half)
         if message not in self.buffers[rank]:
             return self._undefined(i, "no receive was posted for it")
         buffer = self.buffers[rank].pop(message)

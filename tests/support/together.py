@@ -25,7 +25,7 @@ CONSEQUENCES = (AbortedError, CollectiveError, PeerLost)
 
 def run_threads(num_ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """What each rank's work returns; the first error of any, and rather a cause than what follows from it."""
-    # Optimisers import it at their first use, and threads that do so at once may see it half made.
+    # Optimizers import it at their first use, and threads that do so at once may see it half made.
     importlib.import_module("torch._dynamo")
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []

@@ -42,7 +42,7 @@ exec(eval(sys.stdin.readline()))
 """The last line is all that pytest-xdist asks of a Python."""
 
 FIRST = "torch._dynamo", "torch.export._trace"
-"""What optimisers import at their first step, and torch when it first captures a model."""
+"""What optimizers import at their first step, and torch when it first captures a model."""
 
 LARGE = (
     "datasets",

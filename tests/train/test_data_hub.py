@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.train.data.encoding import tokenised
+from bireme.train.data.encoding import tokenized
 from bireme.train.data.hub import SavedRows
 from bireme.train.data.loader import WholeBatches
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 def documents(text: str, column: str | None = None) -> list[str]:
     source = open_source(text, text_column=column)
     assert isinstance(source, SavedRows)
-    tokens = tokenised(source, ByteTokenizer())
+    tokens = tokenized(source, ByteTokenizer())
     return ByteTokenizer().decode([10 if one == 256 else one for one in tokens.ids.tolist()]).splitlines()
 
 

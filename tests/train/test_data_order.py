@@ -51,7 +51,7 @@ def test_samples_land_anywhere_about_equally_often() -> None:
     assert ((counts - 100.0) ** 2 / 100).sum() < 361 + 5 * 27
 
 
-def test_neighbours_are_strangers() -> None:
+def test_neighbors_are_strangers() -> None:
     numbers = Order(10_000, 1).numbers(0, 10_000)
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.05
     assert (np.abs(np.diff(numbers)) == 1).mean() < 0.01

@@ -35,10 +35,10 @@ def test_samples_are_stacked_by_name() -> None:
 
 
 def test_a_file_in_a_folder_is_run_once_and_can_import_the_others(tmp_path: Path) -> None:
-    (tmp_path / "own_neighbour_of_it.py").write_text("SIZE = 4\n")
+    (tmp_path / "own_neighbor_of_it.py").write_text("SIZE = 4\n")
     text = write(
         tmp_path,
-        "from own_neighbour_of_it import SIZE\ndef samples():\n    return [{'x': torch.ones(2)}] * SIZE",
+        "from own_neighbor_of_it import SIZE\ndef samples():\n    return [{'x': torch.ones(2)}] * SIZE",
     )
     samples = own_samples(text)
     assert len(samples) == 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.train.data.encoding import tokenised
+from bireme.train.data.encoding import tokenized
 from bireme.train.data.hub import SavedRows
 from bireme.train.data.samples import packed
 from bireme.train.data.source import open_source
@@ -68,7 +68,7 @@ def test_rows_of_text_are_documents(saved: Any) -> None:
     texts = [f"row {number}" for number in range(600)]
     source = open_source(saved(StandIn({"id": list(range(600)), "text": texts})))
     assert isinstance(source, SavedRows)
-    tokens = tokenised(source, ByteTokenizer())
+    tokens = tokenized(source, ByteTokenizer())
     assert tokens.ids.tolist() == [number for text in texts for number in (*text.encode(), 256)]
 
 
@@ -81,7 +81,7 @@ def test_the_only_column_of_strings_is_the_text(saved: Any) -> None:
 def test_a_row_without_text_is_skipped_and_counted(saved: Any) -> None:
     source = open_source(saved(StandIn({"text": ["a", None, "b"]})))
     assert isinstance(source, SavedRows)
-    tokens = tokenised(source, ByteTokenizer())
+    tokens = tokenized(source, ByteTokenizer())
     assert tokens.ids.tolist() == [97, 256, 98, 256]
     assert tokens.num_skipped == 1
 
@@ -89,15 +89,15 @@ def test_a_row_without_text_is_skipped_and_counted(saved: Any) -> None:
 def test_rows_of_ids_need_no_tokenizer_and_get_ends_from_one(saved: Any) -> None:
     source = open_source(saved(StandIn({"input_ids": [[1, 2], [3, 256], []], "text": ["a", "b", "c"]})))
     assert isinstance(source, SavedRows)
-    assert tokenised(source, None).ids.tolist() == [1, 2, 3, 256]
-    assert tokenised(source, ByteTokenizer()).ids.tolist() == [1, 2, 256, 3, 256]
+    assert tokenized(source, None).ids.tolist() == [1, 2, 3, 256]
+    assert tokenized(source, ByteTokenizer()).ids.tolist() == [1, 2, 256, 3, 256]
 
 
 def test_labels_say_which_ids_count(saved: Any) -> None:
     columns = {"input_ids": [[1, 2], [3, 4]], "labels": [[-100, 2], [3, -100]]}
     source = open_source(saved(StandIn(columns)))
     assert isinstance(source, SavedRows)
-    batch = packed(tokenised(source, None), 4).take([0])
+    batch = packed(tokenized(source, None), 4).take([0])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100]]
 
@@ -105,7 +105,7 @@ def test_labels_say_which_ids_count(saved: Any) -> None:
 def test_of_several_datasets_the_one_to_train_on_is_taken(saved: Any) -> None:
     source = open_source(saved({"test": StandIn({"text": ["a"]}), "train": StandIn({"text": ["b"]})}))
     assert isinstance(source, SavedRows)
-    assert tokenised(source, ByteTokenizer()).ids.tolist() == [98, 256]
+    assert tokenized(source, ByteTokenizer()).ids.tolist() == [98, 256]
     with pytest.raises(BiremeError, match=r"datasets test and none named train"):
         open_source(saved({"test": StandIn({"text": ["a"]})}))
 
@@ -140,7 +140,7 @@ def test_ids_that_are_none_are_refused(columns: dict[str, list[Any]], wrong: str
     source = open_source(saved(StandIn(columns)))
     assert isinstance(source, SavedRows)
     with pytest.raises(BiremeError, match=wrong):
-        tokenised(source, None)
+        tokenized(source, None)
 
 
 def test_without_the_package_there_is_a_way_to_get_it(
@@ -163,5 +163,5 @@ def test_what_the_package_saved_is_read(tmp_path: Path) -> None:
         ids, text = open_source(str(tmp_path / name)), open_source(str(tmp_path / name), text_column="text")
         assert isinstance(ids, SavedRows)
         assert isinstance(text, SavedRows)
-        assert packed(tokenised(ids, None), 3).take([0])["labels"].tolist() == [[1, -100, 3]]
-        assert tokenised(text, ByteTokenizer()).ids.tolist() == [97, 256, 98, 256]
+        assert packed(tokenized(ids, None), 3).take([0])["labels"].tolist() == [[1, -100, 3]]
+        assert tokenized(text, ByteTokenizer()).ids.tolist() == [97, 256, 98, 256]

@@ -13,7 +13,7 @@ import torch
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.runtime.evaluation import ForwardPipeline
 from bireme.train.data.tokenizer import FolderTokenizer, byte_lengths
 from tests.support.command import Result, bireme
@@ -88,7 +88,7 @@ def _small() -> tuple[Graph, Any, list[dict[str, torch.Tensor]]]:
         for ids in (torch.randint(257, (count, LENGTH), generator=draw) for count in (6, 6, 3))
     ]
     held = [state.name for state in (*graph.parameters, *graph.buffers)]
-    made = materialise(source.model, held, seed=3, dtype=torch.float32)
+    made = materialize(source.model, held, seed=3, dtype=torch.float32)
     return graph, lambda names: {name: made[name] for name in names}, batches
 
 

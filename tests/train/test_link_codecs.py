@@ -63,7 +63,7 @@ def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
             ["links.schedule.first_fraction=0.6", "links.schedule.last_fraction=0.6"],
             "more than the whole run",
         ),
-        (['links.borders=[{border = "0-2", forward = "int8"}]'], "two neighbouring stages"),
+        (['links.borders=[{border = "0-2", forward = "int8"}]'], "two neighboring stages"),
         ([f'links.borders=[{{border = "0-1", forward = "{KEEP}", backward = "int8"}}]'], "the same entries"),
     ],
 )

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from bireme.devices import num_accelerators
 from bireme.model.sources import load_source
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.train.data.placing import Order
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
@@ -98,7 +98,7 @@ def _delayed(run: RunFile) -> Iterator[float]:
     samples = data_of(run, RunModel.of(run, 1)).training
     order = Order(len(samples), run.data.seed)
     names = [name for name, _ in source.model.named_parameters()]
-    newest = materialise(source.model, names, seed=run.model.seed, dtype=torch.float32)
+    newest = materialize(source.model, names, seed=run.model.seed, dtype=torch.float32)
     before = newest
     for number in range(run.training.steps):
         weights = {name: value.clone().requires_grad_() for name, value in before.items()}

@@ -1,4 +1,4 @@
-"""`bireme train` with replicas that share an optimiser, or weights: losses of a plain run, and resuming."""
+"""`bireme train` with replicas that share an optimizer, or weights: losses of a plain run, and resuming."""
 
 import json
 from pathlib import Path

@@ -57,7 +57,7 @@ def torch_schedule(
 ) -> "_PipelineScheduleRuntime":
     """Torch's runtime, loaded with one batch of the program, for the stages of this rank.
 
-    Its `step()` runs a batch and leaves the gradients in the modules; step the optimiser after it. With
+    Its `step()` runs a batch and leaves the gradients in the modules; step the optimizer after it. With
     `scale_grads` they are divided by the number of micro-batches, as for a loss that is a mean. Torch
     communicates its own way unless `comms` asks for the program's. Give the stages the shapes of their
     inputs and outputs: otherwise torch runs each once to learn them, which touches buffers and needs NumPy.
@@ -217,7 +217,7 @@ class TorchFeed:
 
 @dataclass(frozen=True, slots=True)
 class TorchRun:
-    """Torch's runtime with its own optimiser step after every batch."""
+    """Torch's runtime with its own optimizer step after every batch."""
 
     name: str
     schedule: Any

@@ -29,7 +29,7 @@ from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import Unit, units_of
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.pipeline import Pipeline
@@ -59,7 +59,7 @@ class SmallGpt:
 
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Its first weights, the same on every rank."""
-        return materialise(self.model, names, seed=0)
+        return materialize(self.model, names, seed=0)
 
     def batch(self, num_microbatches: int) -> dict[str, Tensor]:
         """Tokens drawn at random, the same on every rank."""

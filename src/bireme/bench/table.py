@@ -156,7 +156,7 @@ def _print_bytes(report: EngineReport, console: Console) -> None:
         table.add_row(str(m), bytes_text(num_bytes), bytes_text(counts.torch_receive_bytes[m]))
     console.print(table)
     console.print(
-        f"Weights and optimiser state with AdamW: 1f1b {bytes_text(counts.flush_weight_bytes)}, 2bw "
+        f"Weights and optimizer state with AdamW: 1f1b {bytes_text(counts.flush_weight_bytes)}, 2bw "
         f"{bytes_text(counts.delayed_weight_bytes)}; the difference is {counts.extra_copies:g} copies of the "
         "parameters.\n",
         highlight=False,

@@ -42,7 +42,7 @@ DataType = Annotated[
     ),
 ]
 Optimizer = Annotated[
-    str, typer.Option(help="Optimiser: adamw, adam, muon or sgd (with momentum).", rich_help_panel=PANEL)
+    str, typer.Option(help="Optimizer: adamw, adam, muon or sgd (with momentum).", rich_help_panel=PANEL)
 ]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Measure again, ignoring the cache.", rich_help_panel=PANEL)

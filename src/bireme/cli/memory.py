@@ -9,7 +9,7 @@ from bireme.cli.options import Json, print_json
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
-    from bireme.profile.behaviour import Behaviour
+    from bireme.profile.behavior import Behavior
     from bireme.profile.swapping import Bandwidth
 
 
@@ -22,7 +22,7 @@ def memory(
     length: Annotated[
         int | None, typer.Option(help="Tokens per sequence, if the model does not fix it.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="Optimiser: adamw, adam or sgd (with momentum).")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="Optimizer: adamw, adam or sgd (with momentum).")] = "adamw",
     warmup: Annotated[
         int,
         typer.Option(
@@ -55,28 +55,26 @@ def memory(
     link = _bandwidth(bandwidth)
     if picture is not None:
         check_suffix(picture)
-    behaviour = _behaviour(
-        model, batch=batch, length=length, optimizer=optimizer, warmup=warmup, device=device
-    )
-    alone, in_turn = plan_swaps(behaviour, link), plan_swaps(behaviour, link, in_turn=True)
-    paging = page_blocks(behaviour, link)
+    behavior = _behavior(model, batch=batch, length=length, optimizer=optimizer, warmup=warmup, device=device)
+    alone, in_turn = plan_swaps(behavior, link), plan_swaps(behavior, link, in_turn=True)
+    paging = page_blocks(behavior, link)
     title = f"{model}, batch {batch}, {optimizer}"
     if picture is not None:
         from bireme.report.gantt import write_gantt
 
-        write_gantt(title, behaviour, alone, picture)
+        write_gantt(title, behavior, alone, picture)
     if as_json:
         from bireme.report.memory_document import memory_document
 
         asked = {"model": model, "batch": batch, "length": length, "optimizer": optimizer}
-        print_json(asked | memory_document(behaviour, alone, in_turn, paging))
+        print_json(asked | memory_document(behavior, alone, in_turn, paging))
         return
     from rich.console import Console
 
     from bireme.report.memory_table import print_memory
 
     console = Console()
-    print_memory(title, behaviour, alone, in_turn, paging, console)
+    print_memory(title, behavior, alone, in_turn, paging, console)
     if picture is not None:
         console.print(f"\nWrote {picture}.", markup=False, highlight=False, soft_wrap=True)
 
@@ -96,9 +94,9 @@ def _bandwidth(text: str) -> "Bandwidth":
     return Bandwidth(ways[0], ways[-1])
 
 
-def _behaviour(
+def _behavior(
     model: str, *, batch: int, length: int | None, optimizer: str, warmup: int, device: str
-) -> "Behaviour":
+) -> "Behavior":
     from bireme.devices import KINDS
 
     if device.partition(":")[0] not in KINDS:

@@ -52,7 +52,7 @@ Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Number of 
 StagesPerRank = Annotated[
     int | None,
     typer.Option(
-        help="Stages per rank: 2 for interleaved and zbv, else 1 or several neighbouring stages.",
+        help="Stages per rank: 2 for interleaved and zbv, else 1 or several neighboring stages.",
         show_default=False,
     ),
 ]

@@ -53,7 +53,7 @@ def place(
                 "objective",
                 *Objective,
                 metavar="GOAL",
-                text="Time to minimise: {}; by default training if there are backward nodes, else "
+                text="Time to minimize: {}; by default training if there are backward nodes, else "
                 "throughput.",
             ),
             show_default=False,

@@ -47,7 +47,7 @@ output_option = partial(typer.Option, rich_help_panel="Output")
 
 def plan(
     context: typer.Context,
-    batch_size: Annotated[int, given_option("--batch-size", "-B", help="Samples per optimiser step.")],
+    batch_size: Annotated[int, given_option("--batch-size", "-B", help="Samples per optimizer step.")],
     model: Annotated[
         str | None,
         given_option("--model", metavar="MODEL", help="Model to measure here, as in `bireme profile`."),
@@ -78,7 +78,7 @@ def plan(
                 "throughput",
                 "energy",
                 metavar="GOAL",
-                text="What to optimise: {}. Throughput ignores the extra steps that delayed updates cost; "
+                text="What to optimize: {}. Throughput ignores the extra steps that delayed updates cost; "
                 "energy needs the watts of all devices.",
             ),
         ),
@@ -363,7 +363,7 @@ def _check_words(schedule: str, *, synchronous: bool) -> None:
 
 
 def _check_numbers(request: "PlanRequest", cluster: "Cluster", optimizer: str | None) -> None:
-    """Refuse impossible requests before measuring a profile, for that optimiser if it is to be measured."""
+    """Refuse impossible requests before measuring a profile, for that optimizer if it is to be measured."""
     from bireme.plan.search.problem import check_numbers, check_shard
 
     check_numbers(request, len(request.devices) or cluster.num_devices)

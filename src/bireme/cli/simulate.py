@@ -101,7 +101,7 @@ def simulate(
     backward_s: Annotated[
         float | None, times_option(help="Seconds of a stage's backward; by default twice the forward.")
     ] = None,
-    update_s: Annotated[float, times_option(help="Seconds of a stage's optimiser step.")] = 0.0,
+    update_s: Annotated[float, times_option(help="Seconds of a stage's optimizer step.")] = 0.0,
     reduce_s: Annotated[float, times_option(help="Seconds of a stage's gradient sync, per batch.")] = 0.0,
     overlap_reduce: Annotated[
         bool, times_option(help="Overlap the gradient sync with the next work.")
@@ -130,7 +130,7 @@ def simulate(
     weight_bytes: Annotated[
         float, memory_option(help="Bytes of one weight version of a stage; its gradient has the same size.")
     ] = 0.0,
-    optimizer_bytes: Annotated[float, memory_option(help="Bytes of a stage's optimiser state.")] = 0.0,
+    optimizer_bytes: Annotated[float, memory_option(help="Bytes of a stage's optimizer state.")] = 0.0,
     stash_bytes: Annotated[float, memory_option(help="Bytes kept per micro-batch until its backward.")] = 0.0,
     device_memory: Annotated[
         str | None,
@@ -156,7 +156,7 @@ def simulate(
     host_update_s: Annotated[
         float | None,
         tiers_option(
-            help="Seconds of a stage's optimiser step on the host; without it all steps run on the device.",
+            help="Seconds of a stage's optimizer step on the host; without it all steps run on the device.",
             show_default=False,
         ),
     ] = None,

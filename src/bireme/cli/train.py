@@ -126,7 +126,7 @@ def begin() -> None:
     """Import what all processes of a run need once, here, so that none of them has to."""
     from bireme.runtime.processes import serve_from_here
 
-    # An optimiser imports torch's compiler when it is made, and what captures a model needs it too.
+    # An optimizer imports torch's compiler when it is made, and what captures a model needs it too.
     serve_from_here("bireme.train.launching", "torch._dynamo")
 
 

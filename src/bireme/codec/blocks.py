@@ -112,7 +112,7 @@ class BlockCodec:
             torch.mul(rows, shares, out=scratch)
             if self._is_stochastic:
                 scratch += noise(rows.numel(), scattered(seed) + begin, rows.device).view(rows.shape)
-            # Cut to whole numbers, which rounds to the nearest, or to one of its two neighbours.
+            # Cut to whole numbers, which rounds to the nearest, or to one of its two neighbors.
             scratch += self._offset
             if self._bits == 8:  # by way of what torch converts to fastest
                 into.copy_(rotated.view(torch.int32).copy_(scratch))

@@ -84,7 +84,7 @@ KEPT_COPIES = 2
 """Residuals: as of the last batch that counted, and as the batch under way leaves them."""
 
 WHOLE_STEPS = 10
-"""Steps before low rank begins, so that optimisers which divide by the size of gradients know it first."""
+"""Steps before low rank begins, so that optimizers which divide by the size of gradients know it first."""
 
 SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS:FIRST or lowrank:RANK:FIRST"
 
@@ -211,7 +211,7 @@ QUORUM_SUMS = SumCost(kept_share=2.0, is_on_host=True)
 
 
 def averages_with(state_share: float) -> SumCost:
-    """The cost of averaging weights, along with what optimisers remember of each: so many bytes for each of
+    """The cost of averaging weights, along with what optimizers remember of each: so many bytes for each of
     its gradient. Until the mean is there a rank has a copy of what it offered and room for the mean.
     """
     return SumCost(message_share=1.0 + state_share, kept_share=2.0 * state_share, is_on_host=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Places for named tensors in flat memory, counted in elements.
 #
-# Weights, gradient sums and an optimiser's state of the same parameters share one layout, so a range of one
+# Weights, gradient sums and an optimizer's state of the same parameters share one layout, so a range of one
 # kind is the same range of every other. Slots follow each other without gaps: memory is exactly what it
 # holds.
 

@@ -275,7 +275,7 @@ def _has_source(module: torch.nn.Module) -> bool:
 
 # Captures of one model at several batch sizes: one graph where it holds for any, else one for each size.
 #
-# A model specialises where its code makes a number of the batch size, as by reshaping with a literal one.
+# A model specializes where its code makes a number of the batch size, as by reshaping with a literal one.
 # Then every size of a micro-batch is a program of its own, captured when it is first asked for.
 
 

@@ -54,19 +54,19 @@ class GradientHook:
         self.feed(name, left, right)
 
 
-def feeding(resolve: Resolve, maps: Mapping[str, LinearMap], outlet: GradientHook) -> Resolve:
-    """Resolves operators as before, but those that use one of these weights feed the outlet."""
+def feeding(resolve: Resolve, maps: Mapping[str, LinearMap], gradient_hook: GradientHook) -> Resolve:
+    """Resolves operators as before, but those that use one of these weights feed the gradient hook."""
 
     def resolved(operator: Operator) -> Callable[..., Any]:
         plain = resolve(operator)
         used = [maps[name] for name in operator.reads() if name in maps]
-        return _fed(plain, operator, used[0], outlet) if used else plain
+        return _fed(plain, operator, used[0], gradient_hook) if used else plain
 
     return resolved
 
 
 def _fed(
-    plain: Callable[..., Any], operator: Operator, one: LinearMap, outlet: GradientHook
+    plain: Callable[..., Any], operator: Operator, one: LinearMap, gradient_hook: GradientHook
 ) -> Callable[..., Any]:
     place = operator.arguments.index(Reference(one.name))
     has_bias_first = one.kind is MapKind.PRODUCT and place == 2
@@ -77,14 +77,14 @@ def _fed(
             return plain(*given)
         if has_bias_first:
             bias, rows, weight = given
-            return _Fed.apply(use, outlet, lambda x, w, b: plain(b, x, w), rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            return _Fed.apply(use, gradient_hook, lambda x, w, b: plain(b, x, w), rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         rows, weight, *rest = given
         bias, settings = (rest[0], tuple(rest[1:])) if rest else (None, ())
 
         def run(x: Tensor, w: Tensor, b: Tensor | None) -> Any:
             return plain(x, w, b, *settings) if rest else plain(x, w)
 
-        return _Fed.apply(use.with_settings(settings), outlet, run, rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return _Fed.apply(use.with_settings(settings), gradient_hook, run, rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     return call
 
@@ -96,20 +96,20 @@ class _Fed(torch.autograd.Function):
     def forward(
         ctx: Any,
         use: "_Use",
-        outlet: GradientHook,
+        gradient_hook: GradientHook,
         run: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         given: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(given, weight)
-        ctx.use, ctx.outlet, ctx.bias_shape = use, outlet, None if bias is None else bias.shape
+        ctx.use, ctx.gradient_hook, ctx.bias_shape = use, gradient_hook, None if bias is None else bias.shape
         return run(given, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (given, weight), back, use = ctx.saved_tensors, gradients[0], ctx.use
-        ctx.outlet(use.name, *use.pairs(given, back, weight))
+        ctx.gradient_hook(use.name, *use.pairs(given, back, weight))
         of_given = use.into_given(given, back, weight) if ctx.needs_input_grad[3] else None
         of_bias = use.into_bias(back, ctx.bias_shape) if ctx.needs_input_grad[5] else None
         return None, None, None, of_given, None, of_bias

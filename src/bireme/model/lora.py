@@ -227,7 +227,7 @@ def _tied_names(model: nn.Module) -> set[str]:
 
 
 def _fresh(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A new parameter as peft initialises it: the product of the two is zero, so the model begins as it was.
+    """A new parameter as peft initializes it: the product of the two is zero, so the model begins as it was.
 
     It depends on the seed and the name alone, not on which rank makes it.
     """

@@ -321,7 +321,7 @@ def _start_stream(seed: int | None, unit: int, device: torch.device) -> None:
 
 
 def _mixed(number: int) -> int:
-    """Sixty-three bits that look unlike those of a neighbouring number (the end of SplitMix64)."""
+    """Sixty-three bits that look unlike those of a neighboring number (the end of SplitMix64)."""
     number &= 0xFFFFFFFFFFFFFFFF
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

@@ -1,7 +1,7 @@
 """Weights from a seed, for a part of a model: those of one stage, the same whatever the other stages are.
 
-The model may lie on the meta device and is left as it was. Its own code initialises the weights, one module
-after the other: all others are on the meta device meanwhile, where initialising costs nothing.
+The model may lie on the meta device and is left as it was. Its own code initializes the weights, one module
+after the other: all others are on the meta device meanwhile, where initializing costs nothing.
 """
 
 import copy
@@ -290,10 +290,10 @@ class _Sources:
 
 
 STANDARD_DEVIATION = 0.02
-"""Of a parameter with several axes that no code of the model initialises."""
+"""Of a parameter with several axes that no code of the model initializes."""
 
 
-def materialise(
+def materialize(
     model: nn.Module,
     names: Iterable[str],
     *,
@@ -302,7 +302,7 @@ def materialise(
     dtype: torch.dtype | None = None,
     guesses: bool = True,
 ) -> dict[str, Tensor]:
-    """The parameters and buffers of these names, as the model's own code initialises them.
+    """The parameters and buffers of these names, as the model's own code initializes them.
 
     Every module's `reset_parameters` runs, and then `_init_weights` of the model around it where there is
     one, children before parents. What they draw depends on the seed, the module's name and the module's code
@@ -322,7 +322,7 @@ def materialise(
     with parts.swapped(), torch.random.fork_rng(devices=[]), torch.no_grad():
         for module in dict.fromkeys(first.rpartition(".")[0] for first in wanted):
             fresh = parts.bring(module)
-            draws = _initialised(model, module, seed)
+            draws = _initialized(model, module, seed)
             for first in (name for name in fresh if name in wanted):
                 tensor = _made(first, parts, draws, guesses=guesses)
                 converts = dtype is not None and parts.is_parameter(first) and tensor.is_floating_point()
@@ -435,14 +435,14 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it 
         return func(*args, **kwargs)
 
 
-def _initialised(model: nn.Module, module: str, seed: int) -> _Draws:
-    """Run all code of the model that initialises a module's own tensors."""
+def _initialized(model: nn.Module, module: str, seed: int) -> _Draws:
+    """Run all code of the model that initializes a module's own tensors."""
     draws = _Draws(seed)
     with draws:
-        for name, method, initialise in _initialisers(model, module):
+        for name, method, initialize in _initializers(model, module):
             draws.start(f"{module}/{name}/{method}")
             try:
-                initialise()
+                initialize()
             except Exception as error:  # the code is the model's: anything can come out of it
                 raise BiremeError(
                     f"{method} of {name or 'the model'} cannot run for {module or 'its own tensors'} alone: "
@@ -451,7 +451,7 @@ def _initialised(model: nn.Module, module: str, seed: int) -> _Draws:
     return draws
 
 
-def _initialisers(model: nn.Module, module: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
+def _initializers(model: nn.Module, module: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """What the model's constructor runs on a module and on those around it, in order, with names."""
     parts = module.split(".") if module else []
     around = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -464,9 +464,9 @@ def _initialisers(model: nn.Module, module: str) -> Iterator[tuple[str, str, Cal
                 break
     for place, name in enumerate(around):
         for outer in around[place:]:
-            initialise = getattr(found[outer], "_init_weights", None)
-            if initialise is not None and _takes(initialise, 1):
-                yield name, "_init_weights", partial(initialise, found[name])
+            initialize = getattr(found[outer], "_init_weights", None)
+            if initialize is not None and _takes(initialize, 1):
+                yield name, "_init_weights", partial(initialize, found[name])
                 break
 
 

@@ -1,13 +1,13 @@
 """From a `Workload` to `Items`: what must share a device anyway becomes one item.
 
 For contiguous splits these are, in this order: the nodes of a colour; classes that forward edges join in a
-circle; operators that take no time and have one neighbour, such as a matrix of weights, which go where that
+circle; operators that take no time and have one neighbor, such as a matrix of weights, which go where that
 is. A class of backward nodes alone takes part in the order too: a forward node is imagined for it, and the
 mirrored edges of its backward edges.
 
 Where any placement will do, only the colours and the operators without time hold; classes in a circle need
 not share a device.
-Operators with neither time nor neighbours may go anywhere, so they are merged in both.
+Operators with neither time nor neighbors may go anywhere, so they are merged in both.
 """
 
 from collections import defaultdict
@@ -233,9 +233,9 @@ the published programs; the second keeps it right in any unit."""
 
 
 class Weightless(Enum):
-    """What becomes of an operator without time that has a size and one neighbour.
+    """What becomes of an operator without time that has a size and one neighbor.
 
-    `STAY` leaves it alone, which is exact. `JOIN` merges it into its neighbour: any split that comes of it
+    `STAY` leaves it alone, which is exact. `JOIN` merges it into its neighbor: any split that comes of it
     is a split of the workload, but where memory is short a better one may part the two. `VANISH` merges it
     and forgets its size: no split of the workload is better than the best of these. Where `JOIN` and `VANISH`
     come to the same value, it is the optimum.
@@ -347,31 +347,31 @@ class _Groups:
                 self._merge(first, other, size=self.groups[other].size)
 
     def merge_weightless(self, weightless: Weightless) -> None:
-        """Merge groups without time into their only neighbour, until none is left."""
-        neighbours = self._neighbours()
-        todo = [number for number in self.groups if len(neighbours[number]) == 1]
+        """Merge groups without time into their only neighbor, until none is left."""
+        neighbors = self._neighbors()
+        todo = [number for number in self.groups if len(neighbors[number]) == 1]
         while todo:
             number = todo.pop()
             group = self.groups.get(number)
-            if group is None or len(neighbours[number]) != 1 or self._takes_time(group):
+            if group is None or len(neighbors[number]) != 1 or self._takes_time(group):
                 continue
             if group.size and weightless is Weightless.STAY:
                 continue
-            (into,) = neighbours.pop(number)
+            (into,) = neighbors.pop(number)
             if self.groups[into].supported and not group.supported:
                 continue
             self._merge(into, number, size=0.0 if weightless is Weightless.VANISH else group.size)
-            neighbours[into].discard(number)
+            neighbors[into].discard(number)
             todo.append(into)
 
     def merge_isolated(self) -> None:
-        """Merge groups that have neither time nor a neighbour, where no placement is lost by it.
+        """Merge groups that have neither time nor a neighbor, where no placement is lost by it.
 
         They may go anywhere. Those without a size join any group. Those with one join each other where a CPU
         can take them all, for nothing, or an accelerator can hold all there is.
         """
-        nodes, neighbours = self.workload.nodes, self._neighbours()
-        alone = [n for n, group in self.groups.items() if not neighbours[n] and not self._takes_time(group)]
+        nodes, neighbors = self.workload.nodes, self._neighbors()
+        alone = [n for n, group in self.groups.items() if not neighbors[n] and not self._takes_time(group)]
         # Sizes of nodes, as groups may have forgotten theirs: all ways to merge must come to the same groups.
         size_of = {n: sum(nodes[place].size_bytes for place in self.groups[n].places) for n in alone}
         light = {n: None for n in alone if not size_of[n] and self.groups[n].supported}
@@ -386,15 +386,15 @@ class _Groups:
         for number in numbers[1:]:
             self._merge(numbers[0], number, size=self.groups[number].size)
 
-    def _neighbours(self) -> dict[int, set[int]]:
-        neighbours: dict[int, set[int]] = defaultdict(set)
+    def _neighbors(self) -> dict[int, set[int]]:
+        neighbors: dict[int, set[int]] = defaultdict(set)
         ends = [(self.places[edge.source], self.places[edge.target]) for edge in self.workload.edges]
         for source, target in (*self.order, *ends):
             one, other = self.group_of[source], self.group_of[target]
             if one != other:
-                neighbours[one].add(other)
-                neighbours[other].add(one)
-        return neighbours
+                neighbors[one].add(other)
+                neighbors[other].add(one)
+        return neighbors
 
     def items(self) -> Items:
         """The groups as items, numbered in the order of a walk in depth."""

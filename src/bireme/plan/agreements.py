@@ -89,7 +89,7 @@ def _forecasts(
     best: Candidate, own_s: float, deviation: float, gradients: Exchange, averages: Exchange
 ) -> Iterator[AgreementForecast]:
     """Of all modes. The plan's forecast counts that all replicas exchange `averages` in every batch, which
-    are larger than `gradients` where they are of the optimiser's state too.
+    are larger than `gradients` where they are of the optimizer's state too.
     """
     width = best.plan.width
     all_rate = _rate(Everyone(), width, own_s, deviation, gradients)

@@ -179,13 +179,13 @@ STUDIED_SUMS: Mapping[str, Mapping[str, SumSteps]] = {
         "lowrank:4": SumSteps(1.52),
     },
 }
-"""By the optimiser and the codec: the mean of two and of four replicas."""
+"""By the optimizer and the codec: the mean of two and of four replicas."""
 
 
 @lru_cache(maxsize=256)
 def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
     """The steps of a codec, or of the next coarser one of its kind that was studied; at least those of the
-    coarsest where none is coarser. Optimisers that were not studied count as AdamW.
+    coarsest where none is coarser. Optimizers that were not studied count as AdamW.
     """
     if codec.kind is SumKind.DENSE:
         return SumSteps(1.0)
@@ -248,7 +248,7 @@ MEASURED: Mapping[tuple[Rule, bool], Mapping[str, PenaltySteps]] = {
         "sgd": PenaltySteps(1.0),
     },
 }
-"""By the rule and whether the run starts without delay; optimisers that are not here are taken for adamw."""
+"""By the rule and whether the run starts without delay; optimizers that are not here are taken for adamw."""
 
 
 def delay_warmup_of(num_steps: int, warmup_steps: int) -> float:

@@ -179,7 +179,7 @@ class Plan:
     the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
     a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
     nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
-    share an optimiser. Where they share the weights too, `whole_weights` says how many stages of a rank, or
+    share an optimizer. Where they share the weights too, `whole_weights` says how many stages of a rank, or
     versions of one, have theirs whole at a time; 0 where every replica has its own.
     """
 

@@ -79,7 +79,7 @@ def _units(text: str, names: Sequence[str], where: str) -> list[int]:
 # What a user allows a process to use of each tier of memory.
 
 PLACES = ("auto", "device", "host")
-"""Where the optimiser may step."""
+"""Where the optimizer may step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class PlanRequest:
                 raise BiremeError(f"The penalty of {rule} is {steps}; it must be 1 or more.")
 
     def num_sharers(self, width: int) -> int:
-        """How many of so many replicas share an optimiser; 1 if each has its own."""
+        """How many of so many replicas share an optimizer; 1 if each has its own."""
         return width if self.shard != "none" else 1
 
     @property
@@ -227,11 +227,11 @@ class PlanRequest:
 
     @property
     def has_masters(self) -> bool:
-        """Whether weights are too short to be stepped, so that the optimiser has master copies of them."""
+        """Whether weights are too short to be stepped, so that the optimizer has master copies of them."""
         return self.value_bytes == SHORT_BYTES
 
     def shares_newest(self, rule: Rule, width: int) -> bool:
-        """Whether the newest weights, which trial versions are made from, are part of a shared optimiser.
+        """Whether the newest weights, which trial versions are made from, are part of a shared optimizer.
 
         Master copies are in any case.
         """

@@ -1,1 +1,1 @@
-"""Measured time and bytes per unit and micro-batch size; memory behaviour."""
+"""Measured time and bytes per unit and micro-batch size; memory behavior."""

@@ -64,7 +64,7 @@ def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int,
 def estimated_update_s(
     gradient_bytes: int, optimizer_bytes: int, optimizer_flops: int, device: Device
 ) -> float:
-    """An optimiser step: it reads gradients, reads and writes as many bytes of weights, and all its state."""
+    """An optimizer step: it reads gradients, reads and writes as many bytes of weights, and all its state."""
     moved_s = (3 * gradient_bytes + 2 * optimizer_bytes) / (device.bytes_per_s * ATTAINED_BYTES)
     return moved_s + optimizer_flops / (device.bfloat16_flops_per_s * ATTAINED_FLOPS)
 

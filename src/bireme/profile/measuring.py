@@ -188,7 +188,7 @@ class Measurer(Protocol):
 
 
 class Here:
-    """Measures in this process, alone; of the engine it knows only what the optimiser takes."""
+    """Measures in this process, alone; of the engine it knows only what the optimizer takes."""
 
     circumstances: tuple[object, ...] = ()
 

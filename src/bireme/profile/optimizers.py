@@ -13,7 +13,7 @@ from bireme.model.units import LinearMap, chosen_maps, units_of
 from bireme.profile.profile import Profile
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd")
-"""The optimisers known by name; sgd is meant with momentum, muon leaves to adamw what is no hidden matrix."""
+"""The optimizers known by name; sgd is meant with momentum, muon leaves to adamw what is no hidden matrix."""
 
 SHORT = ("bfloat16", "float16")
 
@@ -27,7 +27,7 @@ MUON_ROUNDS = 5
 def check_optimizer(name: str) -> None:
     """Refuse a name that is none."""
     if name not in OPTIMIZERS:
-        raise BiremeError(f"There is no optimiser {name!r}. {closest(name, OPTIMIZERS)}")
+        raise BiremeError(f"There is no optimizer {name!r}. {closest(name, OPTIMIZERS)}")
 
 
 def is_hidden_matrix(name: str, num_axes: int) -> bool:
@@ -52,7 +52,7 @@ def gradient_bytes(state: ModelState) -> int:
 
 
 def optimizer_bytes(state: ModelState, optimizer: str) -> int:
-    """The bytes an optimiser keeps of one parameter; nothing of one that is frozen."""
+    """The bytes an optimizer keeps of one parameter; nothing of one that is frozen."""
     if not state.trainable:
         return 0
     is_short = state.dtype in SHORT
@@ -61,7 +61,7 @@ def optimizer_bytes(state: ModelState, optimizer: str) -> int:
 
 
 def moments_share(states: Iterable[ModelState], optimizer: str) -> float:
-    """The bytes of what an optimiser remembers of each weight, for each byte of all gradients."""
+    """The bytes of what an optimizer remembers of each weight, for each byte of all gradients."""
     found = [(gradient_bytes(state), _num_moments(state, optimizer)) for state in states]
     return sum(own * num for own, num in found) / max(sum(own for own, _ in found), 1)
 
@@ -76,7 +76,7 @@ def optimizer_flops(state: ModelState, optimizer: str) -> int:
 
 
 def _num_moments(state: ModelState, optimizer: str) -> int:
-    """How many numbers an optimiser remembers of each weight of a parameter."""
+    """How many numbers an optimizer remembers of each weight of a parameter."""
     return 1 if optimizer == "sgd" or _is_muons(state, optimizer) else 2
 
 
@@ -111,7 +111,7 @@ class KeptGradients:
 
     def counted_in(self, profile: Profile, *, may_delay: bool) -> Profile:
         """The profile with gradients that take what is kept of them. What a batch goes on from is with the
-        optimiser's state; of two batches where updates may be delayed.
+        optimizer's state; of two batches where updates may be delayed.
         """
         num_settled = 2 if may_delay else 1
         units = (

@@ -21,7 +21,7 @@ from bireme.files import write_text_atomically
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """A piece of memory of a unit that a neighbour may know by one of its names too.
+    """A piece of memory of a unit that a neighbor may know by one of its names too.
 
     `is_saved` tells whether this unit keeps it for its backward.
     """
@@ -52,7 +52,7 @@ class UnitCost:
     forward and backward, relative to their median; zero where the seconds are an estimate.
 
     `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What
-    `shared` names are pieces that its neighbours may know and keep as well, and that are then there once.
+    `shared` names are pieces that its neighbors may know and keep as well, and that are then there once.
     `boundary_bytes` goes to the next unit; `returned_bytes` comes back from it as gradients, None where that
     is as much. `workspace_bytes` is what else is alive at the worst moment, besides what is saved, what came
     in and what goes out. Where the backward runs in halves, the first one keeps `waiting_bytes` of gradients
@@ -89,8 +89,8 @@ class UnitProfile:
     it reads. `parameter_bytes` are those of the parameters that learn, of which a stage keeps one copy for
     every weight version; frozen ones count as `buffer_bytes`, which are there once, and are
     its `frozen_bytes`. `optimizer_bytes` are
-    those of the optimiser's state, and of its own copy of the weights where it keeps one. At a batch's end
-    `reduce_s` goes over its gradients, `update_s` is one step of the optimiser and `trial_s` one that leaves
+    those of the optimizer's state, and of its own copy of the weights where it keeps one. At a batch's end
+    `reduce_s` goes over its gradients, `update_s` is one step of the optimizer and `trial_s` one that leaves
     the newest weights. `tied` are the parameters and buffers that others use too.
     """
 

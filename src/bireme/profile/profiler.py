@@ -51,7 +51,7 @@ from bireme.profile.trace import StorageTrace
 # What units keep for their backward, counted to the byte on tensors that hold no memory.
 #
 # Autograd is asked through `saved_tensors_hooks`; memory is counted once however many tensors look at it. A
-# piece that a neighbour may keep too, because it crosses the cut between them or both make it for themselves,
+# piece that a neighbor may keep too, because it crosses the cut between them or both make it for themselves,
 # is told apart by its names.
 
 
@@ -178,7 +178,7 @@ def _adopted(trace: StorageTrace, bench: Workbench) -> int:
 def _named(
     bench: Workbench, results: Mapping[str, Tensor], common: frozenset[str], saved: Saved
 ) -> tuple[KeptMemory, ...]:
-    """The memory that has a name outside the unit: what comes in, what goes out, what neighbours make too."""
+    """The memory that has a name outside the unit: what comes in, what goes out, what neighbors make too."""
     tensors = {
         **bench.given,
         **{n: t for n, t in results.items() if n in common or n in bench.function.sends},
@@ -473,7 +473,7 @@ class _Work:
         )
 
     def _needed_bytes(self, size: int, index: int) -> int:
-        """What measuring a unit takes: it is there once, with gradients, optimiser and one micro-batch."""
+        """What measuring a unit takes: it is there once, with gradients, optimizer and one micro-batch."""
         residue = self.residues[size][index]
         return self._state_of(index).num_bytes + residue.kept_bytes + residue.workspace_bytes
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.profile.behaviour import Behaviour, EventKind, Idle, MemoryBlock, Owner, idle_intervals
+from bireme.profile.behavior import Behavior, EventKind, Idle, MemoryBlock, Owner, idle_intervals
 from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.eviction import OverfullError, decide, gaps_of, settle
 from bireme.schedule.instruction import Instruction, Item, Kind
@@ -77,19 +77,19 @@ class SwapPlan:
         return self.before_bytes - self.peak_bytes
 
 
-def plan_swaps(behaviour: Behaviour, bandwidth: Bandwidth, *, in_turn: bool = False) -> SwapPlan:
+def plan_swaps(behavior: Behavior, bandwidth: Bandwidth, *, in_turn: bool = False) -> SwapPlan:
     """The swaps that lower the peak most, larger S·interval first.
 
     Every block has the link for itself, as in the paper, so that the peak is the lowest there is. With
     `in_turn` copies of one direction wait for each other, and a swap that no longer fits is left out.
     """
-    intervals = idle_intervals(behaviour)
+    intervals = idle_intervals(behavior)
     feasible = [idle for idle in intervals if bandwidth.round_trip_s(idle.block.num_bytes) <= idle.seconds]
     feasible.sort(key=lambda idle: (-idle.block.num_bytes * idle.seconds, idle.block.id, idle.start_s))
     blocks = {idle.block.id: idle.block.num_bytes for idle in feasible}
-    curve = _Curve(behaviour)
+    curve = _Curve(behavior)
     before_bytes = curve.peak_bytes
-    link = _Link(behaviour.duration_s, bandwidth) if in_turn else None
+    link = _Link(behavior.duration_s, bandwidth) if in_turn else None
     return SwapPlan(
         bandwidth=bandwidth,
         num_intervals=len(intervals),
@@ -139,10 +139,10 @@ def _covers(absence: Sequence[slice], place: int) -> bool:
 class _Curve:
     """The live bytes between each event and the next, from which absent blocks are taken away."""
 
-    def __init__(self, behaviour: Behaviour) -> None:
-        self._duration_s = behaviour.duration_s
-        self._bounds_s = np.array([0.0, *behaviour.event_s, max(behaviour.duration_s, *behaviour.event_s)])
-        self._bytes: NDArray[np.int64] = np.array(behaviour.live_bytes(), dtype=np.int64)
+    def __init__(self, behavior: Behavior) -> None:
+        self._duration_s = behavior.duration_s
+        self._bounds_s = np.array([0.0, *behavior.event_s, max(behavior.duration_s, *behavior.event_s)])
+        self._bytes: NDArray[np.int64] = np.array(behavior.live_bytes(), dtype=np.int64)
 
     @property
     def peak_bytes(self) -> int:
@@ -228,7 +228,7 @@ class _Direction:
 
 # What paging would save on a traced iteration: the least device memory it could run in, and at which cost.
 #
-# Parameters, gradients, optimiser state and activations are cut into chunks of one size, as `schedule/` does
+# Parameters, gradients, optimizer state and activations are cut into chunks of one size, as `schedule/` does
 # with the items of a stage, and an operator needs the chunks of the blocks that it touches. So the least
 # device memory is that of the operator that needs most. What is evicted then is chosen by the same rules as
 # for programs. Unlike swaps for nothing, these copies may take longer than the iteration: both are told.
@@ -267,9 +267,9 @@ class BlockPaging:
     budgets: tuple[PagedBudget, ...]
 
 
-def page_blocks(behaviour: Behaviour, bandwidth: Bandwidth) -> BlockPaging | None:
+def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
     """What paging would do; None where no block can be paged."""
-    blocks = [block for block in behaviour.blocks if block.owner in PAGED and block.accesses]
+    blocks = [block for block in behavior.blocks if block.owner in PAGED and block.accesses]
     if not any(block.num_bytes for block in blocks):
         return None
     chunk_bytes = best_chunk_bytes(Counter(float(block.num_bytes) for block in blocks))
@@ -277,11 +277,11 @@ def page_blocks(behaviour: Behaviour, bandwidth: Bandwidth) -> BlockPaging | Non
     accesses, num_steps = _accesses(paged, chunk_bytes)
     needed = Counter(at for at, _ in {(access.at, access.chunk) for access in accesses})
     most = max(needed.values())
-    unpaged_bytes = _unpaged_bytes(behaviour, {block.id for block in paged})
+    unpaged_bytes = _unpaged_bytes(behavior, {block.id for block in paged})
     least_bytes = unpaged_bytes + most * chunk_bytes
     budgets = []
     for share in BUDGETS:
-        device_bytes = round(least_bytes + share * max(behaviour.peak.num_bytes - least_bytes, 0))
+        device_bytes = round(least_bytes + share * max(behavior.peak.num_bytes - least_bytes, 0))
         gaps = gaps_of(accesses)
         capacity = max((device_bytes - unpaged_bytes) // chunk_bytes, most)
         try:
@@ -326,10 +326,10 @@ def _of_block(block: MemoryBlock, step_at: dict[float, int], chunk_bytes: int) -
             )
 
 
-def _unpaged_bytes(behaviour: Behaviour, paged: set[int]) -> int:
+def _unpaged_bytes(behavior: Behavior, paged: set[int]) -> int:
     """The most bytes of other blocks that live at once."""
-    changes = [0] * (behaviour.num_events + 1)
-    for block in behaviour.blocks:
+    changes = [0] * (behavior.num_events + 1)
+    for block in behavior.blocks:
         if block.id not in paged:
             changes[block.birth_event + 1] += block.num_bytes
             if block.death_event is not None:

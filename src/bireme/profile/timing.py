@@ -256,7 +256,7 @@ def time_benches(
 
 
 def time_update(bench: Workbench, optimizer: str, num_rounds: int = 5) -> float:
-    """The median of an optimiser's steps on a bench's parameters.
+    """The median of an optimizer's steps on a bench's parameters.
 
     The first, which makes its state, is left out. Weights of sixteen bits are stepped as float32 copies, and
     copied back.

@@ -22,16 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bireme.devices import allocations, is_accelerator, synchronize
 from bireme.errors import BiremeError, closest
-from bireme.profile.behaviour import (
+from bireme.profile.behavior import (
     Allocator,
-    Behaviour,
+    Behavior,
     Event,
     EventKind,
     Owner,
     Phase,
     Span,
     Storage,
-    behaviour_of,
+    behavior_of,
     repetition_of,
 )
 
@@ -223,7 +223,7 @@ def _writes(func: Any) -> frozenset[int | str]:
 
 # Trains a module for a few iterations and watches the memory of one of them.
 #
-# The module runs as it is, eagerly. An iteration is a forward, a backward, the optimiser's step and the
+# The module runs as it is, eagerly. An iteration is a forward, a backward, the optimizer's step and the
 # release of the gradients; of what the forward returns only the loss is kept, as a training loop would.
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -247,11 +247,11 @@ def observe(
     optimizer: str = "adamw",
     warmup: int = 1,
     num_iterations: int = 3,
-) -> Behaviour:
-    """The memory behaviour of a training iteration, one of several that are traced and compared.
+) -> Behavior:
+    """The memory behavior of a training iteration, one of several that are traced and compared.
 
     It is the last of them, or the fastest if they are all the same. The first `warmup` iterations are not
-    looked at: they make what is made once, such as the optimiser's state. The weights change as in training.
+    looked at: they make what is made once, such as the optimizer's state. The weights change as in training.
     """
     check_training(optimizer, warmup)
     if num_iterations < 2:
@@ -276,7 +276,7 @@ def observe(
                 traced.append(_Traced(first, len(events), spans))
     repetition = repetition_of([events[one.first : one.end] for one in traced], trace.storages)
     chosen = min(traced, key=lambda one: one.seconds) if repetition.is_stable else traced[-1]
-    return behaviour_of(
+    return behavior_of(
         events[chosen.first : chosen.end],
         events[: chosen.first],
         trace.storages,
@@ -291,7 +291,7 @@ def observe(
 def check_training(optimizer: str, warmup: int) -> None:
     """Refuse what no training can be made of, before a model is."""
     if optimizer not in OPTIMIZERS:
-        raise BiremeError(f"There is no optimiser {optimizer!r}. {closest(optimizer, OPTIMIZERS)}")
+        raise BiremeError(f"There is no optimizer {optimizer!r}. {closest(optimizer, OPTIMIZERS)}")
     if warmup < 0:
         raise BiremeError(f"The warm-up is {warmup} iterations; it must be at least 0.")
 
@@ -323,7 +323,7 @@ class _Traced:
 
 
 class _Training:
-    """A module, its inputs and its optimiser."""
+    """A module, its inputs and its optimizer."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], optimizer: str) -> None:
         self.model = model
@@ -383,7 +383,7 @@ class _Training:
         return perf_counter() - begun_s
 
     def _state(self) -> dict[str, Tensor]:
-        """What the optimiser keeps, named after the parameter it is for."""
+        """What the optimizer keeps, named after the parameter it is for."""
         return {
             f"{self.names[parameter]} {key}": value
             for parameter, kept in self.optimizer.state.items()

@@ -14,7 +14,7 @@ from pathlib import Path
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.profile.behaviour import Behaviour, MemoryBlock, Owner
+from bireme.profile.behavior import Behavior, MemoryBlock, Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
 from bireme.report.axes import round_step
@@ -113,18 +113,18 @@ def check_suffix(path: Path) -> None:
         raise BiremeError(f"{path} {kind}, but this picture can only be .svg or .html. Name such a file.")
 
 
-def write_gantt(title: str, behaviour: Behaviour, plan: SwapPlan, path: Path) -> None:
+def write_gantt(title: str, behavior: Behavior, plan: SwapPlan, path: Path) -> None:
     """Draw the lifetimes; the suffix of `path` says whether as a picture or as a page to point into."""
     check_suffix(path)
-    text = svg(gantt(title, behaviour, plan))
+    text = svg(gantt(title, behavior, plan))
     if path.suffix.lower() == ".html":
         text = PAGE.format(title=escape(title), picture=text)
     write_text_atomically(path, text)
 
 
-def gantt(title: str, behaviour: Behaviour, plan: SwapPlan) -> Picture:
+def gantt(title: str, behavior: Behavior, plan: SwapPlan) -> Picture:
     """The picture, 1400 pixels wide."""
-    view = _view(behaviour)
+    view = _view(behavior)
     title = "".join(c if c.isprintable() else "?" for c in title)
     bottom = view.top + LIVES
     shapes = [
@@ -143,7 +143,7 @@ def gantt(title: str, behaviour: Behaviour, plan: SwapPlan) -> Picture:
 class _View:
     """What is drawn, and how large."""
 
-    behaviour: Behaviour
+    behavior: Behavior
     blocks: tuple[MemoryBlock, ...]
     offsets: dict[int, int]
     top: int
@@ -151,7 +151,7 @@ class _View:
 
     def x(self, at_s: float) -> float:
         """Where a moment is."""
-        share = at_s / self.behaviour.duration_s if self.behaviour.duration_s else 0.0
+        share = at_s / self.behavior.duration_s if self.behavior.duration_s else 0.0
         return LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT)
 
     def height(self, num_bytes: float) -> float:
@@ -165,25 +165,25 @@ class _View:
     def left_out(self) -> list[MemoryBlock]:
         """Blocks too small to be seen."""
         drawn = {block.id for block in self.blocks}
-        return [block for block in self.behaviour.blocks if block.id not in drawn]
+        return [block for block in self.behavior.blocks if block.id not in drawn]
 
 
-def _view(behaviour: Behaviour) -> _View:
-    least_bytes = behaviour.peak.num_bytes * LEAST / LIVES
-    large = sorted(behaviour.blocks, key=lambda block: -block.num_bytes)[:MOST_BLOCKS]
+def _view(behavior: Behavior) -> _View:
+    least_bytes = behavior.peak.num_bytes * LEAST / LIVES
+    large = sorted(behavior.blocks, key=lambda block: -block.num_bytes)[:MOST_BLOCKS]
     blocks = tuple(block for block in large if block.num_bytes >= least_bytes)
-    offsets = packed(blocks, behaviour.num_events)
+    offsets = packed(blocks, behavior.num_events)
     highest = max((offsets[block.id] + block.num_bytes for block in blocks), default=1)
     top = PHASES + PHASE + ABOVE + FOOTPRINT + SPACE
-    return _View(behaviour, blocks, offsets, top, max(highest, behaviour.peak.num_bytes, 1))
+    return _View(behavior, blocks, offsets, top, max(highest, behavior.peak.num_bytes, 1))
 
 
 def _figures(view: _View, plan: SwapPlan) -> str:
-    behaviour = view.behaviour
+    behavior = view.behavior
     text = (
-        f"{_seconds(behaviour.duration_s)} on {behaviour.device}"
-        f" · {len(behaviour.blocks)} blocks, {behaviour.num_events} events"
-        f" · peak {bytes_text(behaviour.peak.num_bytes)}"
+        f"{_seconds(behavior.duration_s)} on {behavior.device}"
+        f" · {len(behavior.blocks)} blocks, {behavior.num_events} events"
+        f" · peak {bytes_text(behavior.peak.num_bytes)}"
     )
     if plan.saved_bytes:
         text += f", {bytes_text(plan.peak_bytes)} with {len(plan.swaps)} blocks swapped out"
@@ -200,8 +200,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _legend(view: _View) -> Iterator[Shape]:
-    at_peak = view.behaviour.by_owner()
-    occurring = {block.owner for block in view.behaviour.blocks}
+    at_peak = view.behavior.by_owner()
+    occurring = {block.owner for block in view.behavior.blocks}
     entries = [(COLOURS[o], f"{o} {bytes_text(at_peak[o])}") for o in Owner if o in occurring]
     x: float = MARGIN
     for colour, text in entries:
@@ -214,16 +214,16 @@ def _legend(view: _View) -> Iterator[Shape]:
 
 def _axes(view: _View, bottom: float) -> Iterator[Shape]:
     """The phases on top, round times at the bottom, and bytes at the left."""
-    behaviour = view.behaviour
-    for span in behaviour.spans:
+    behavior = view.behavior
+    for span in behavior.spans:
         left, right = view.x(span.start_s), view.x(span.end_s)
         width = max(right - left - 1, 1)
         yield Rect(left, PHASES, width, PHASE, palette.LINK_BED, role="phase", title=span.phase)
         if text_width(span.phase, 12) <= right - left:
             yield Text((left + right) / 2, PHASES + PHASE / 2, span.phase, 12, palette.INK, Anchor.MIDDLE)
         yield Line(left, PHASES, left, bottom, palette.AXIS)
-    step_s = round_step(behaviour.duration_s / 10)
-    for i in range(math.floor(behaviour.duration_s / step_s + 1e-9) + 1):
+    step_s = round_step(behavior.duration_s / 10)
+    for i in range(math.floor(behavior.duration_s / step_s + 1e-9) + 1):
         x = view.x(i * step_s)
         yield Line(x, bottom, x, bottom + 5, palette.PALE_INK)
         yield Text(x, bottom + 16, _seconds(i * step_s), 12, palette.PALE_INK, Anchor.MIDDLE)
@@ -239,28 +239,28 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
 
 def _footprint(view: _View) -> Iterator[Shape]:
     """The most that lives within each step of time."""
-    behaviour = view.behaviour
+    behavior = view.behavior
     steps = (RIGHT - LEFT) // STEP
     most = [0] * steps
-    bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
-    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behaviour.live_bytes(), strict=False):
+    bounds_s = (0.0, *behavior.event_s, behavior.duration_s)
+    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behavior.live_bytes(), strict=False):
         first, last = (min(int((view.x(s) - LEFT) / STEP), steps - 1) for s in (start_s, end_s))
         most[first : last + 1] = [max(live, known) for known in most[first : last + 1]]
     bottom = PHASES + PHASE + ABOVE + FOOTPRINT
     for i, live in enumerate(most):
-        height = live / max(behaviour.peak.num_bytes, 1) * FOOTPRINT
+        height = live / max(behavior.peak.num_bytes, 1) * FOOTPRINT
         yield Rect(LEFT + i * STEP, bottom - height, STEP, height, FOOTPRINT_FILL, role="footprint")
 
 
 def _lives(view: _View, swaps: Sequence[Swap]) -> Iterator[Shape]:
     drawn = {block.id: block for block in view.blocks}
     for block in view.blocks:
-        end_s = view.behaviour.duration_s if block.death_s is None else block.death_s
+        end_s = view.behavior.duration_s if block.death_s is None else block.death_s
         yield _rect(view, block, block.birth_s, end_s, COLOURS[block.owner])
     for swap in swaps:
         block = swap.idle.block
         if block.id in drawn:
-            for start_s, end_s in _absences(view.behaviour, swap):
+            for start_s, end_s in _absences(view.behavior, swap):
                 yield _rect(view, block, start_s, end_s, _pale(COLOURS[block.owner]))
     yield from _marks(view)
 
@@ -274,9 +274,9 @@ def _rect(view: _View, block: MemoryBlock, start_s: float, end_s: float, colour:
     return Rect(left, y, width, height - gap, colour, role="block", title=_told(block))
 
 
-def _absences(behaviour: Behaviour, swap: Swap) -> list[tuple[float, float]]:
+def _absences(behavior: Behavior, swap: Swap) -> list[tuple[float, float]]:
     """When a swapped block is away, within the iteration."""
-    end_s = behaviour.duration_s
+    end_s = behavior.duration_s
     parts = [(swap.out_s, min(swap.in_s, end_s)), (max(swap.out_s - end_s, 0.0), swap.in_s - end_s)]
     return [(start_s, until_s) for start_s, until_s in parts if start_s < until_s]
 
@@ -292,7 +292,7 @@ def _marks(view: _View) -> Iterator[Shape]:
 
 
 def _peak(view: _View, bottom: float) -> Iterator[Shape]:
-    peak = view.behaviour.peak
+    peak = view.behavior.peak
     x = view.x(peak.at_s)
     yield Line(x, PHASES + PHASE, x, bottom, palette.TRIAL, 1.2)
     text = f"peak {bytes_text(peak.num_bytes)}"

@@ -1,9 +1,9 @@
-"""Memory behaviour as a JSON document, for programs that read what the command line found."""
+"""Memory behavior as a JSON document, for programs that read what the command line found."""
 
 from dataclasses import asdict
 from typing import Any
 
-from bireme.profile.behaviour import Behaviour, Idle, MemoryBlock, idle_intervals, percentile
+from bireme.profile.behavior import Behavior, Idle, MemoryBlock, idle_intervals, percentile
 from bireme.profile.swapping import BlockPaging, SwapPlan
 from bireme.report.memory_table import PUBLISHED
 
@@ -11,25 +11,25 @@ PERCENTS = (10, 25, 50, 75, 90, 99, 100)
 
 
 def memory_document(
-    behaviour: Behaviour, alone: SwapPlan, in_turn: SwapPlan, paging: BlockPaging | None
+    behavior: Behavior, alone: SwapPlan, in_turn: SwapPlan, paging: BlockPaging | None
 ) -> dict[str, Any]:
     """Everything about the iteration: its peak, its blocks, how it repeats, what can be swapped.
 
     `alone` gives each block the link for itself; `in_turn` lets copies wait for each other.
     """
-    peak, repetition = behaviour.peak, behaviour.repetition
-    intervals = idle_intervals(behaviour)
+    peak, repetition = behavior.peak, behavior.repetition
+    intervals = idle_intervals(behavior)
     return {
-        "device": behaviour.device,
-        "duration_s": behaviour.duration_s,
-        "traced_s": behaviour.traced_s,
-        "phases": [asdict(span) for span in behaviour.spans],
+        "device": behavior.device,
+        "duration_s": behavior.duration_s,
+        "traced_s": behavior.traced_s,
+        "phases": [asdict(span) for span in behavior.spans],
         "peak_bytes": peak.num_bytes,
         "peak_at_s": peak.at_s,
         "peak_phase": peak.phase,
         "peak_operator": peak.operator,
-        "by_owner": {owner.value: num_bytes for owner, num_bytes in behaviour.by_owner().items()},
-        "num_events": behaviour.num_events,
+        "by_owner": {owner.value: num_bytes for owner, num_bytes in behavior.by_owner().items()},
+        "num_events": behavior.num_events,
         "num_iterations": repetition.num_iterations,
         "iteration_stable": repetition.is_stable,
         "period_events": repetition.period_events,
@@ -38,8 +38,8 @@ def memory_document(
         "swappable_bytes_in_turn": in_turn.saved_bytes,
         "paging": None if paging is None else asdict(paging),
         "published": [asdict(figure) for figure in PUBLISHED],
-        "allocator": None if behaviour.allocator is None else asdict(behaviour.allocator),
-        "blocks": _blocks(behaviour, intervals),
+        "allocator": None if behavior.allocator is None else asdict(behavior.allocator),
+        "blocks": _blocks(behavior, intervals),
     }
 
 
@@ -78,13 +78,13 @@ def _swapping(plan: SwapPlan) -> dict[str, Any]:
     }
 
 
-def _blocks(behaviour: Behaviour, intervals: list[Idle]) -> list[dict[str, Any]]:
+def _blocks(behavior: Behavior, intervals: list[Idle]) -> list[dict[str, Any]]:
     longest_s: dict[int, float] = {}
     for idle in intervals:
         longest_s[idle.block.id] = max(idle.seconds, longest_s.get(idle.block.id, 0.0))
     return [
-        _block(block, longest_s.get(block.id, 0.0), lives_at_peak=block.lives_after(behaviour.peak.event))
-        for block in behaviour.blocks
+        _block(block, longest_s.get(block.id, 0.0), lives_at_peak=block.lives_after(behavior.peak.event))
+        for block in behavior.blocks
     ]
 
 

@@ -1,4 +1,4 @@
-"""Memory behaviour in the terminal: who owns the peak, when large blocks live, what could be swapped."""
+"""Memory behavior in the terminal: who owns the peak, when large blocks live, what could be swapped."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bireme.bounds import bytes_text
-from bireme.profile.behaviour import Behaviour, Idle, MemoryBlock, Owner, idle_intervals, percentile
+from bireme.profile.behavior import Behavior, Idle, MemoryBlock, Owner, idle_intervals, percentile
 from bireme.profile.swapping import Bandwidth, BlockPaging, SwapPlan
 from bireme.report.columns import columns
 from bireme.report.units import seconds_text
 
-# Figures of Li et al. (ISPASS 2021) on memory behaviour, to compare with those of a traced iteration.
+# Figures of Li et al. (ISPASS 2021) on memory behavior, to compare with those of a traced iteration.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ COLOURS = {
 
 def print_memory(
     title: str,
-    behaviour: Behaviour,
+    behavior: Behavior,
     alone: SwapPlan,
     in_turn: SwapPlan,
     paging: BlockPaging | None,
@@ -75,24 +75,24 @@ def print_memory(
         console.print(text, highlight=False)
 
     say(f"[bold]{escape(title)}[/bold]")
-    say(_peak(behaviour) + "\n")
-    console.print(_owners(behaviour))
+    say(_peak(behavior) + "\n")
+    console.print(_owners(behavior))
     console.print("\nThe largest blocks at the peak", style="bold")
-    console.print(_chart(behaviour, console.width))
-    say(f"\n{_repetition(behaviour)}")
-    intervals = idle_intervals(behaviour)
+    console.print(_chart(behavior, console.width))
+    say(f"\n{_repetition(behavior)}")
+    intervals = idle_intervals(behavior)
     if intervals:
         console.print("\nHow long blocks are idle between two accesses", style="bold")
         console.print(_idleness(intervals, alone.bandwidth))
     say(f"\n{_swapping(alone, in_turn)}")
     if paging is not None and paging.budgets:
-        say(f"\n{_least(paging, behaviour)}")
-        console.print(_paging(paging, behaviour))
-    say(f"\n{_published(behaviour)}")
+        say(f"\n{_least(paging, behavior)}")
+        console.print(_paging(paging, behavior))
+    say(f"\n{_published(behavior)}")
 
 
-def _least(paging: BlockPaging, behaviour: Behaviour) -> str:
-    saved = 1 - paging.least_bytes / behaviour.peak.num_bytes
+def _least(paging: BlockPaging, behavior: Behavior) -> str:
+    saved = 1 - paging.least_bytes / behavior.peak.num_bytes
     return (
         f"Paging in chunks of {bytes_text(paging.chunk_bytes)} could do with "
         f"{bytes_text(paging.least_bytes)} ({saved:.0%} less), of which {bytes_text(paging.unpaged_bytes)} "
@@ -100,38 +100,38 @@ def _least(paging: BlockPaging, behaviour: Behaviour) -> str:
     )
 
 
-def _paging(paging: BlockPaging, behaviour: Behaviour) -> Table:
+def _paging(paging: BlockPaging, behavior: Behavior) -> Table:
     table = columns(("device memory", "of the peak", "copied out", "copied in", "copies take", "iterations"))
     for budget in paging.budgets:
         table.add_row(
             bytes_text(budget.device_bytes),
-            f"{budget.device_bytes / behaviour.peak.num_bytes:.0%}",
+            f"{budget.device_bytes / behavior.peak.num_bytes:.0%}",
             bytes_text(budget.out_bytes),
             bytes_text(budget.in_bytes),
             seconds_text(budget.copies_s),
-            f"{budget.copies_s / behaviour.duration_s:.2f}",
+            f"{budget.copies_s / behavior.duration_s:.2f}",
         )
     return table
 
 
-def _published(behaviour: Behaviour) -> str:
+def _published(behavior: Behavior) -> str:
     """The figures of the paper, by source, with this iteration's share of activations."""
     by_source: dict[str, list[str]] = {}
     for figure in PUBLISHED:
         by_source.setdefault(figure.source, []).append(f"{figure.name}: {figure.value}")
     told = "; ".join(f"{'; '.join(figures)} ({source})" for source, figures in by_source.items())
-    share = behaviour.by_owner()[Owner.ACTIVATION] / behaviour.peak.num_bytes
+    share = behavior.by_owner()[Owner.ACTIVATION] / behavior.peak.num_bytes
     return f"Activations are {share:.2%} of the peak. Li et al. (ISPASS 2021): {told}."
 
 
-def _peak(behaviour: Behaviour) -> str:
-    peak = behaviour.peak
+def _peak(behavior: Behavior) -> str:
+    peak = behavior.peak
     where = f" in the {peak.phase} ({escape(peak.operator or 'a release')})" if peak.phase else ""
     text = (
-        f"An iteration takes {seconds_text(behaviour.duration_s)} on {behaviour.device}. Its peak is "
+        f"An iteration takes {seconds_text(behavior.duration_s)} on {behavior.device}. Its peak is "
         f"[bold]{bytes_text(peak.num_bytes)}[/bold], {seconds_text(peak.at_s)} after it begins{where}."
     )
-    allocator = behaviour.allocator
+    allocator = behavior.allocator
     if allocator is not None:
         text += (
             f" The allocator's peak is {bytes_text(allocator.peak_bytes)} in "
@@ -140,12 +140,12 @@ def _peak(behaviour: Behaviour) -> str:
     return text
 
 
-def _owners(behaviour: Behaviour) -> Table:
+def _owners(behavior: Behavior) -> Table:
     table = columns(("owner", "at the peak", "share", "blocks"), words=("owner",))
-    counts = Counter(block.owner for block in behaviour.at_peak())
-    for owner, num_bytes in sorted(behaviour.by_owner().items(), key=lambda item: -item[1]):
+    counts = Counter(block.owner for block in behavior.at_peak())
+    for owner, num_bytes in sorted(behavior.by_owner().items(), key=lambda item: -item[1]):
         if counts[owner]:
-            share = f"{num_bytes / behaviour.peak.num_bytes:.1%}"
+            share = f"{num_bytes / behavior.peak.num_bytes:.1%}"
             table.add_row(_coloured(owner, owner), bytes_text(num_bytes), share, str(counts[owner]))
     return table
 
@@ -154,19 +154,19 @@ def _coloured(text: str, owner: Owner) -> Text:
     return Text(text, COLOURS[owner])
 
 
-def _chart(behaviour: Behaviour, width: int) -> Table:
+def _chart(behavior: Behavior, width: int) -> Table:
     """How much lives when, and below it a row for each of the largest blocks at the peak."""
     letters = min(max(width - BESIDE_CHART, NARROWEST), WIDEST)
     table = columns(("owner", "block", "bytes"), words=("owner", "block"))
-    table.add_column(Text(_phases(behaviour, letters)), no_wrap=True)
-    table.add_row("", "all", bytes_text(behaviour.peak.num_bytes), _footprint(behaviour, letters))
-    blocks = behaviour.at_peak()
+    table.add_column(Text(_phases(behavior, letters)), no_wrap=True)
+    table.add_row("", "all", bytes_text(behavior.peak.num_bytes), _footprint(behavior, letters))
+    blocks = behavior.at_peak()
     for block in blocks[:NUM_ROWS]:
         table.add_row(
             _coloured(block.owner, block.owner),
             Text(block.title(LONGEST_NAME)),
             bytes_text(block.num_bytes),
-            _coloured(_life(behaviour, block, letters), block.owner),
+            _coloured(_life(behavior, block, letters), block.owner),
         )
     rest = blocks[NUM_ROWS:]
     if rest:
@@ -174,50 +174,50 @@ def _chart(behaviour: Behaviour, width: int) -> Table:
     return table
 
 
-def _phases(behaviour: Behaviour, letters: int) -> str:
+def _phases(behavior: Behavior, letters: int) -> str:
     """The names of the phases where they begin, as far as there is room."""
     line = ""
-    for span in behaviour.spans:
-        begin, end = _columns(behaviour, span.start_s, span.end_s, letters)
+    for span in behavior.spans:
+        begin, end = _columns(behavior, span.start_s, span.end_s, letters)
         line = line[:begin].ljust(begin) + f"|{span.phase}"[: end - begin + 1]
     return line.ljust(letters)
 
 
-def _columns(behaviour: Behaviour, start_s: float, end_s: float, letters: int) -> tuple[int, int]:
+def _columns(behavior: Behavior, start_s: float, end_s: float, letters: int) -> tuple[int, int]:
     """The first and the last column of an interval."""
-    first, last = (min(int(s / behaviour.duration_s * letters), letters - 1) for s in (start_s, end_s))
+    first, last = (min(int(s / behavior.duration_s * letters), letters - 1) for s in (start_s, end_s))
     return first, last
 
 
-def _footprint(behaviour: Behaviour, letters: int) -> str:
+def _footprint(behavior: Behavior, letters: int) -> str:
     """The most live bytes within each column, as a share of the peak."""
-    bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
+    bounds_s = (0.0, *behavior.event_s, behavior.duration_s)
     most = [0] * letters
-    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behaviour.live_bytes(), strict=False):
-        first, last = _columns(behaviour, start_s, end_s, letters)
+    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behavior.live_bytes(), strict=False):
+        first, last = _columns(behavior, start_s, end_s, letters)
         for column in range(first, last + 1):
             most[column] = max(most[column], live)
-    whole = max(behaviour.peak.num_bytes, 1)
+    whole = max(behavior.peak.num_bytes, 1)
     return "".join(LEVELS[round(live / whole * (len(LEVELS) - 1))] for live in most)
 
 
-def _life(behaviour: Behaviour, block: MemoryBlock, letters: int) -> str:
+def _life(behavior: Behavior, block: MemoryBlock, letters: int) -> str:
     """Blank where a block is not there, a line where it is, a bar where it is used."""
-    end_s = behaviour.duration_s if block.death_s is None else block.death_s
-    first, last = _columns(behaviour, block.birth_s, end_s, letters)
+    end_s = behavior.duration_s if block.death_s is None else block.death_s
+    first, last = _columns(behavior, block.birth_s, end_s, letters)
     line = [ABSENT] * first + [IDLE] * (last + 1 - first) + [ABSENT] * (letters - last - 1)
     for access in block.accesses:
-        first, last = _columns(behaviour, access.start_s, access.end_s, letters)
+        first, last = _columns(behavior, access.start_s, access.end_s, letters)
         line[first : last + 1] = [ACCESSED] * (last + 1 - first)
     return "".join(line)
 
 
-def _repetition(behaviour: Behaviour) -> str:
-    repetition = behaviour.repetition
+def _repetition(behavior: Behavior) -> str:
+    repetition = behavior.repetition
     if repetition.is_stable:
         return (
             f"Iterations repeat: the {repetition.num_iterations} traced are the same "
-            f"{behaviour.num_events} events in the same order."
+            f"{behavior.num_events} events in the same order."
         )
     return (
         f"[yellow]Iterations differ[/yellow]: the {repetition.num_iterations} traced are not the same "

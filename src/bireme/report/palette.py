@@ -1,6 +1,6 @@
 """The colours of pictures: a hue for each batch, a shade of it for each kind of computation.
 
-The hues differ in lightness as well, and neighbours in the cycle are far apart for all kinds of colour
+The hues differ in lightness as well, and neighbors in the cycle are far apart for all kinds of colour
 vision; after six batches they begin again.
 """
 

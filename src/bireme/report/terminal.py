@@ -21,7 +21,7 @@ NAMES = {
     Kind.BACKWARD_INPUT: "backward (input part)",
     Kind.BACKWARD_WEIGHT: "backward (weight part)",
     Kind.RECOMPUTE: "recomputation",
-    Kind.UPDATE: "optimiser step",
+    Kind.UPDATE: "optimizer step",
     Kind.TRIAL: "trial step",
     None: "waiting",
 }

@@ -3,8 +3,8 @@
 Version v lives in bank v mod `num_banks`, where it takes the place of version v − `num_banks`. A micro-batch
 holds the version that it runs on from its forward to its backward; a bank that is held cannot be written.
 
-Everything lies in flat arenas, one for each kind and shelf, with the parameters at the same places in all;
-`bank_memory.py` says how many bytes that is.
+Everything lies in flat arenas, one for each kind and parameter group, with the parameters at the same places
+in all; `bank_memory.py` says how many bytes that is.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -60,10 +60,10 @@ Tensors = Mapping[str, Tensor]
 
 
 class BankContents:
-    """The weight versions of one stage, and what the optimiser remembers; whoever steps them sets these."""
+    """The weight versions of one stage, and what the optimizer remembers; whoever steps them sets these."""
 
     shared: SharedWeights | None
-    """What there is of the optimiser here, where replicas share it."""
+    """What there is of the optimizer here, where replicas share it."""
     _memory: StageMemory
     _is_fresh: bool
     _stage: int
@@ -92,7 +92,7 @@ class BankContents:
 
     def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
         """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
-        Not copies. Replicas that share the optimiser must all call it, and get copies of what none has whole;
+        Not copies. Replicas that share the optimizer must all call it, and get copies of what none has whole;
         with `alone` these are left out.
         """
         bank, shared = self._newest_version % len(self._banks), self.shared
@@ -124,7 +124,7 @@ class BankContents:
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
-        that share the optimiser must have settled.
+        that share the optimizer must have settled.
         """
         if self.shared is not None:
             self.shared.arrive(self._newest_version)
@@ -143,14 +143,14 @@ class BankContents:
         elif not self._memory.is_paged:
             yield self.newest_to_compute_with()
         elif self._is_fresh:
-            yield None  # W lies among what the optimiser remembers
+            yield None  # W lies among what the optimizer remembers
         else:
             bank = self._newest_version % len(self._banks)
             with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
                 yield self.leaves(self._newest_version) if has_room else None
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What the optimiser remembers, by the parameters' names. Not copies."""
+        """What the optimizer remembers, by the parameters' names. Not copies."""
         found = self._stepper.state_dict()
         if not self._memory.is_paged:
             return found
@@ -161,7 +161,7 @@ class BankContents:
 
     @torch.no_grad()
     def state_kinds(self) -> dict[str, dict[str, torch.dtype]]:
-        """By parameter, the keys under which the optimiser remembers a number for each element, and its
+        """By parameter, the keys under which the optimizer remembers a number for each element, and its
         dtype; known before the first step.
         """
         return self._stepper.kinds(self.newest())
@@ -196,7 +196,7 @@ class BankContents:
 # banks, and under the FRESH rule, whose banks hold trial versions. There is a gradient for each batch whose
 # gradients are under way on the stage at once, and under the FRESH rule with replicas one more, for their
 # sum. Trial steps take the copies of one chunk besides, and the norm of the gradients 20 bytes for each 2^18
-# elements of a parameter. Of w replicas that share an optimiser each has 1/w of W and of Adam's.
+# elements of a parameter. Of w replicas that share an optimizer each has 1/w of W and of Adam's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +228,10 @@ class WeightBanks(BankContents):
     """Starts with copies of `parameters` as version 0; those in `trainable` get versions, the others do not.
 
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
-    master weights are stepped in its place. The parameters in `summed_apart` lie on shelves of their own,
-    because their gradients are summed with other ranks than those of the rest. The gradients of the weights
-    in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimiser, this one
-    steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
+    master weights are stepped in its place. The parameters in `summed_apart` lie on parameter groups of their
+    own, because their gradients are summed with other ranks than those of the rest. The gradients of the
+    weights in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimizer, this
+    one steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
     gathered.
     """
 
@@ -275,11 +275,11 @@ class WeightBanks(BankContents):
             None if sharers is None else sharers.cut,
         )
         self._trials = Trials(self._stepper)
-        parts = self._stepper.parts or (None,) * len(self._stepper.shelves)
+        parts = self._stepper.parts or (None,) * len(self._stepper.parameter_groups)
         gathers = sharers is not None and sharers.gathers
         self._stores = [
             ParameterGroupWeights(
-                shelf,
+                parameter_group,
                 given,
                 self._dtypes,
                 num_banks,
@@ -288,7 +288,7 @@ class WeightBanks(BankContents):
                 part=part,
                 keeps_part=gathers,
             )
-            for shelf, part in zip(self._stepper.shelves, parts, strict=True)
+            for parameter_group, part in zip(self._stepper.parameter_groups, parts, strict=True)
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
         self._trainable = tuple(given)
@@ -315,7 +315,7 @@ class WeightBanks(BankContents):
         principal = principal_of(maps or {}, form, given, rule, device)
         source = memory.gradients if memory.is_paged else None
         self.gradients = GradientPool(
-            self._stepper.shelves,
+            self._stepper.parameter_groups,
             self._trainable,
             device,
             principal,
@@ -410,7 +410,7 @@ class WeightBanks(BankContents):
 
         Without gradients, or where one is not finite, the trial version is W(version − 1) itself: a batch on
         weights that are no numbers would be lost too, and every one after it. `flats` is the memory that the
-        gradients lie in. Replicas that share the optimiser must all call it.
+        gradients lie in. Replicas that share the optimizer must all call it.
         """
         self._expect_next(version)
         bank = self._open(version)
@@ -483,7 +483,7 @@ class WeightBanks(BankContents):
         version: int,
         older: Mapping[int, Tensors] | None = None,
     ) -> None:
-        """Take over copies of W(version) and of the optimiser's state; of both what has names from here.
+        """Take over copies of W(version) and of the optimizer's state; of both what has names from here.
 
         `older` are the living versions before it, and under the FRESH rule the trial version of that number.
         What it lacks becomes equal to W(version). Frozen weights that are not given stay.
@@ -510,8 +510,12 @@ class WeightBanks(BankContents):
             self._stepper.load_state_dict(optimizer_state, whole, self._stepped[bank])
 
     def memory(self) -> BankMemory:
-        """What all this takes now; an optimiser takes its share at its first step."""
-        slots = [slot for shelf in self._stepper.own_shelves for _, slot in shelf.slots.items()]
+        """What all this takes now; an optimizer takes its share at its first step."""
+        slots = [
+            slot
+            for parameter_group in self._stepper.own_parameter_groups
+            for _, slot in parameter_group.slots.items()
+        ]
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0

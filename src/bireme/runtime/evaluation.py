@@ -246,10 +246,10 @@ class ForwardPipeline:
         )
         """What this rank takes of each batch."""
         transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
-        courier = StageMessages(layout.rank_of_stage, borders, transport, device)
+        stage_messages = StageMessages(layout.rank_of_stage, borders, transport, device)
         alone = Reducer(SingleRankGroup(), in_background=False)
         updates = Updates({}, Batches(), alone, UpdateSettings())  # a program of forwards has none
-        interpreter = Interpreter({}, courier, updates, teller(world))
+        interpreter = Interpreter({}, stage_messages, updates, teller(world))
         self._evaluator = Evaluator(stages, layout, interpreter, self._fabric.everyone(), self.cutter)
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
@@ -327,9 +327,9 @@ class Assembly:
         maps = self._maps()
         found = {}
         for stage, own in self.layout.units.items():
-            outlet = GradientHook() if maps else None
-            function = self._function(own, maps, outlet)
-            found[stage] = self._stage(stage, function, weights, factory, bank_dtype, maps, outlet)
+            gradient_hook = GradientHook() if maps else None
+            function = self._function(own, maps, gradient_hook)
+            found[stage] = self._stage(stage, function, weights, factory, bank_dtype, maps, gradient_hook)
         return found
 
     def _maps(self) -> Mapping[str, LinearMap]:
@@ -366,10 +366,10 @@ class Assembly:
         return found
 
     def _function(
-        self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], outlet: GradientHook | None
+        self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], gradient_hook: GradientHook | None
     ) -> AnyStageFunction:
         """What runs some units in training."""
-        resolve = self.resolve if outlet is None else feeding(self.resolve, maps, outlet)
+        resolve = self.resolve if gradient_hook is None else feeding(self.resolve, maps, gradient_hook)
         again = set(self.plan.recompute_units) & {unit.index for unit in units}
         if not again:
             return stage_function(self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,))
@@ -390,7 +390,7 @@ class Assembly:
         factory: OptimizerFactory,
         bank_dtype: torch.dtype | None,
         maps: Mapping[str, LinearMap],
-        outlet: GradientHook | None,
+        gradient_hook: GradientHook | None,
     ) -> Stage:
         states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
         names = (*function.parameters, *function.buffers)
@@ -436,7 +436,7 @@ class Assembly:
             self.batches,
             device=self.device,
             recomputes=stage in source.recomputed,
-            outlet=outlet,
+            gradient_hook=gradient_hook,
             memory=memory,
         )
 

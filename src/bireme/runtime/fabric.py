@@ -339,15 +339,15 @@ class DistFabric:
             place = ranks.index(world.rank)
             # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             number = world.store.add(f"meetings of {world.rank}", 1)
-            neighbours = neighbours_of(place, rank_of_stage)
+            neighbors = neighbors_of(place, rank_of_stage)
             if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
-                neighbours |= set(range(1, world.size)) if place == 0 else {0}
+                neighbors |= set(range(1, world.size)) if place == 0 else {0}
             lines = meet(
                 world.store,
                 f"meeting {number}",
                 rank=place,
                 ranks=ranks,
-                neighbours=neighbours,
+                neighbors=neighbors,
                 timeout_s=world.timeout_s,
             )
             has_own_cores = world.num_local * torch.get_num_threads() <= num_cores()
@@ -379,7 +379,7 @@ class DistFabric:
         return group
 
 
-def neighbours_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
+def neighbors_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
     """The ranks that a rank has borders with."""
     pairs = [pair for pair in pairwise(rank_of_stage) if rank in pair]
     return {other for pair in pairs for other in pair} - {rank}

@@ -24,7 +24,7 @@ from bireme.runtime.shared_weights import GradientParts
 class GradientSums:
     """The sums of one batch. `held` are the parameters that have had a gradient.
 
-    A parameter without one has no sum, not zero: an optimiser leaves it alone then, and does not even decay
+    A parameter without one has no sum, not zero: an optimizer leaves it alone then, and does not even decay
     it. `streams` has those gradients that are kept as principal components, if any are. `parts` has this
     replica's parts of those in `views` that replicas add up as they come, if any do.
     """
@@ -93,13 +93,13 @@ class GradientPool:
 
     `names` are the parameters in the order in which sums are gone through. Those of `principal` are in no
     arena. `memory` gives the memory of each batch's sums; copies of sums lie with torch in any case. `parts`
-    are those of the shelves, where replicas share the optimiser. Where they share the weights too, sums are
-    kept in parts, but those of the parameters in `summed_apart`.
+    are those of the parameter groups, where replicas share the optimizer. Where they share the weights too,
+    sums are kept in parts, but those of the parameters in `summed_apart`.
     """
 
     def __init__(
         self,
-        shelves: Sequence[ParameterGroup],
+        parameter_groups: Sequence[ParameterGroup],
         names: Sequence[str],
         device: torch.device,
         principal: PrincipalGradients | None = None,
@@ -112,7 +112,7 @@ class GradientPool:
         self._summed_apart = None if summed_apart is None else frozenset(summed_apart)
         memory = memory or _plain
         apart = {} if principal is None else principal.shapes
-        self._shelves = without(shelves, apart) if apart else tuple(shelves)
+        self._parameter_groups = without(parameter_groups, apart) if apart else tuple(parameter_groups)
         self._names = tuple(name for name in names if name not in apart)
         self.principal = principal
         self._most_stream_bytes = 0
@@ -122,7 +122,7 @@ class GradientPool:
         """By who gave their memory."""
         self._reserved: GradientSums | None = None
         self._num_sets = 0
-        self._set_bytes = sum(shelf.num_bytes for shelf in self._shelves)
+        self._set_bytes = sum(parameter_group.num_bytes for parameter_group in self._parameter_groups)
 
     def reserve(self) -> ArenaAllocator:
         """The memory of the sums that are opened next."""
@@ -144,19 +144,22 @@ class GradientPool:
         memory = source()
         if self._summed_apart is not None:
             return self._opened_in_parts(self._summed_apart, memory, source)
-        arenas = [Arena(shelf.slots, shelf.dtype, self._device, memory) for shelf in self._shelves]
+        arenas = [
+            Arena(parameter_group.slots, parameter_group.dtype, self._device, memory)
+            for parameter_group in self._parameter_groups
+        ]
         return GradientSums(arenas, self._names, memory, source)
 
     def _opened_in_parts(
         self, summed_apart: frozenset[str], memory: ArenaAllocator, source: Callable[[], ArenaAllocator]
     ) -> GradientSums:
         arenas, lent, parts = [], [], []
-        for shelf, part in zip(self._shelves, self.parts, strict=True):
-            if summed_apart.isdisjoint(shelf.slots):
-                lent.append(LentArena(shelf.slots, shelf.dtype, self._device))
+        for parameter_group, part in zip(self._parameter_groups, self.parts, strict=True):
+            if summed_apart.isdisjoint(parameter_group.slots):
+                lent.append(LentArena(parameter_group.slots, parameter_group.dtype, self._device))
                 parts.append(part)
             else:
-                arenas.append(Arena(shelf.slots, shelf.dtype, self._device, memory))
+                arenas.append(Arena(parameter_group.slots, parameter_group.dtype, self._device, memory))
         own = GradientParts(lent, parts, self._device)
         self._set_bytes = sum(arena.num_bytes for arena in arenas) + own.num_bytes
         return GradientSums([*arenas, *lent], self._names, memory, source, own)

@@ -112,7 +112,7 @@ class HeldState:
     num_trained = 0
     balancer: Balancer | None
     _averages: Averages | None
-    _courier: StageMessages
+    _stage_messages: StageMessages
     _reducer: SumsBatches
     _spare: MessageGroup
     _updates: Updates
@@ -167,7 +167,7 @@ class HeldState:
         if self._averages is not None:
             tensors |= self._averages.sections(own)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
-        tensors |= threshold_sections(self._courier.thresholds, self.num_trained, layout)
+        tensors |= threshold_sections(self._stage_messages.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -184,7 +184,7 @@ class HeldState:
         if self._averages is not None:
             self._averages.load(saved.tensors)
         load_feedback(self._reducer.feedback, saved, self.layout)
-        load_thresholds(self._courier.thresholds, saved, self.layout)
+        load_thresholds(self._stage_messages.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:
@@ -207,7 +207,7 @@ class HeldState:
         }
 
     def _make_whole(self) -> None:
-        """Have the newest weights here whole where replicas share the optimiser; all of them must call it."""
+        """Have the newest weights here whole where replicas share the optimizer; all of them must call it."""
         for stage in self.stages.values():
             if stage.banks.shared is not None:
                 stage.banks.settle()

@@ -44,7 +44,7 @@ class Interpreter:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        courier: StageMessages,
+        stage_messages: StageMessages,
         updates: Updates,
         on_instruction: OnInstruction,
         stopwatch: Stopwatch | None = None,
@@ -53,7 +53,7 @@ class Interpreter:
     ) -> None:
         self._stages = stages
         self._forwards: Mapping[int, RunsForward] = stages
-        self._courier = courier
+        self._stage_messages = stage_messages
         self._updates = updates
         self._on_instruction = on_instruction
         self._stopwatch = stopwatch
@@ -66,10 +66,10 @@ class Interpreter:
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.RECOMPUTE: self._recompute,
-            Kind.SEND_FORWARD: courier.send,
-            Kind.SEND_BACKWARD: courier.send,
-            Kind.RECV_FORWARD: courier.receive,
-            Kind.RECV_BACKWARD: courier.receive,
+            Kind.SEND_FORWARD: stage_messages.send,
+            Kind.SEND_BACKWARD: stage_messages.send,
+            Kind.RECV_FORWARD: stage_messages.receive,
+            Kind.RECV_BACKWARD: stage_messages.receive,
             Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update,
             Kind.TRIAL: updates.trial,
@@ -107,7 +107,7 @@ class Interpreter:
         done. Forwards are those of the stages that train, or of `forwards`, by these codecs.
         """
         self._forwards = self._stages if forwards is None else forwards
-        self._courier.begin(feed, None if forwards is None else codecs)
+        self._stage_messages.begin(feed, None if forwards is None else codecs)
         actions = self._actions if forwards is None else self._evaluates
         stopwatch = self._stopwatch if forwards is None else None
         asks = recorder or stopwatch
@@ -124,18 +124,18 @@ class Interpreter:
                     stopwatch.note(step.batch, self._began, self._now())
                 if self._updates.finished:
                     yield from self._updates.take_finished()
-        self._courier.drain()
+        self._stage_messages.drain()
 
     def _begin(self) -> None:
         self._began = self._now()
 
     def _forward(self, step: Instruction) -> None:
-        received = self._courier.take(step)
-        micro_batch = _micro_batch_of(step, self._courier.feed)
+        received = self._stage_messages.take(step)
+        micro_batch = _micro_batch_of(step, self._stage_messages.feed)
         self._began = self._now()
         assert step.version is not None
         sends = self._forwards[step.stage].forward(_place_of(step), step.version, micro_batch, received)
-        self._courier.put(step, sends)
+        self._stage_messages.put(step, sends)
 
     def _forward_when_whole(self, step: Instruction) -> None:
         """The same on weights that other replicas make a part of."""
@@ -172,14 +172,14 @@ class Interpreter:
         return gathered, step.version
 
     def _backward(self, step: Instruction) -> None:
-        gradients = self._courier.take(step)
+        gradients = self._stage_messages.take(step)
         self._began = self._now()
-        self._courier.put(step, self._stages[step.stage].backward(_place_of(step), gradients))
+        self._stage_messages.put(step, self._stages[step.stage].backward(_place_of(step), gradients))
 
     def _backward_input(self, step: Instruction) -> None:
-        gradients = self._courier.take(step)
+        gradients = self._stage_messages.take(step)
         self._began = self._now()
-        self._courier.put(step, self._stages[step.stage].backward_input(_place_of(step), gradients))
+        self._stage_messages.put(step, self._stages[step.stage].backward_input(_place_of(step), gradients))
 
     def _backward_weight(self, step: Instruction) -> None:
         self._stages[step.stage].backward_weight(_place_of(step))
@@ -189,7 +189,7 @@ class Interpreter:
         self._stages[step.stage].recompute(_place_of(step), step.version)
 
     def _reduce(self, step: Instruction) -> None:
-        self._updates.reduce(step, self._courier.feed.portion(step.batch))
+        self._updates.reduce(step, self._stage_messages.feed.portion(step.batch))
 
     def _update(self, step: Instruction) -> None:
         if not step.is_apart:

@@ -17,7 +17,7 @@ from bireme.model.graph import Graph, references
 from bireme.model.stage import torch_operator
 from bireme.model.torch_private import schema_of
 from bireme.model.units import Unit
-from bireme.model.weights import materialise
+from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
@@ -58,7 +58,7 @@ def prepared(
         if weights is None:
             raise BiremeError(
                 "A graph holds no weights. Give a function as weights= that has them by name, such as one "
-                "that calls materialise(model, names, seed=0)."
+                "that calls materialize(model, names, seed=0)."
             )
         return PreparedModel(model, evaluation, weights)
     if example_inputs is None:
@@ -90,7 +90,7 @@ def _refuse_sparse_gradients(graph: Graph) -> None:
 def _own_weights(model: nn.Module, seed: int) -> Weights:
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if any(tensor.is_meta for tensor in own.values()):
-        return lambda names: materialise(model, names, seed=seed)
+        return lambda names: materialize(model, names, seed=seed)
     return lambda names: {name: own[name].detach().clone() for name in names}
 
 
@@ -157,7 +157,7 @@ def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
 
 
 def _halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
-    """The plan where replicas share an optimiser: updates leave time for the weights to travel."""
+    """The plan where replicas share an optimizer: updates leave time for the weights to travel."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and not named.updates_halfway:
         return replace(named, updates_halfway=True).by_program

@@ -1,4 +1,4 @@
-"""Optimisers by name: from a word and a few numbers to ordinary torch optimisers.
+"""Optimizers by name: from a word and a few numbers to ordinary torch optimizers.
 
 A factory is called once per stage, with the parameters of that stage and their own names. It may assume
 nothing about other stages, so what it decides, it decides by a parameter's name and shape alone.
@@ -52,7 +52,7 @@ class StageMemory:
         return PLAIN
 
     def optimizer(self) -> ArenaAllocator:
-        """For what an optimiser steps and remembers, besides banks."""
+        """For what an optimizer steps and remembers, besides banks."""
         return PLAIN
 
     def gradients(self) -> ArenaAllocator:
@@ -92,7 +92,7 @@ class StageMemory:
 NamedTensors = list[tuple[str, Tensor]]
 
 OptimizerFactory = Callable[[NamedTensors], Optimizer | Sequence[Optimizer]]
-"""Makes what steps the given parameters. Each of them must be in just one group of one optimiser."""
+"""Makes what steps the given parameters. Each of them must be in just one group of one optimizer."""
 
 WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01, "muon": 0.1, "sgd": 0.0}
 """What torch takes where nothing is said."""
@@ -162,4 +162,4 @@ def named_optimizer(
 def _refuse_outside(what: str, value: float, below: float = math.inf) -> None:
     if not 0.0 <= value < below:
         limit = "" if below == math.inf else f" and less than {below:g}"
-        raise BiremeError(f"An optimiser cannot have a {what} of {value}: it must be 0 or more{limit}.")
+        raise BiremeError(f"An optimizer cannot have a {what} of {value}: it must be 0 or more{limit}.")

@@ -1,4 +1,6 @@
-"""The weights of one shelf: an arena for each bank, and one for the newest weights where they are apart."""
+"""The weights of one parameter group: an arena for each bank, and one for the newest weights where they are
+apart.
+"""
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,10 @@ from bireme.runtime.optimizers import StageMemory
 from bireme.schedule.instruction import Item
 from bireme.sync.exchange import Parts
 
-# A shelf: parameters of one stage that lie one after the other in every arena, because they are alike.
+# A parameter group: parameters of one stage that lie one after the other in every arena, because they are
+# alike.
 #
-# They have one optimiser, one dtype to be stepped in and one to compute with.
+# They have one optimizer, one dtype to be stepped in and one to compute with.
 
 ALIGNED_ELEMENTS = 16
 """Parameters of other lengths lie last, so that kernels find the beginnings of all others aligned."""
@@ -36,7 +39,7 @@ class ParameterGroup:
 def parameter_groups_of(
     parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]
 ) -> tuple[ParameterGroup, ...]:
-    """Lay out parameters: those whose entries in `alike` are equal share a shelf."""
+    """Lay out parameters: those whose entries in `alike` are equal share a parameter group."""
     groups: dict[tuple[Hashable, torch.dtype], list[str]] = {}
     for name, tensor in parameters.items():
         groups.setdefault((alike[name], tensor.dtype), []).append(name)
@@ -46,26 +49,27 @@ def parameter_groups_of(
     )
 
 
-def without(shelves: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
-    """The shelves as they are if parameters of these names have no place; empty ones are left out."""
+def without(parameter_groups: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
+    """The parameter groups as they are if parameters of these names have no place; empty ones are left out."""
     left = (
         ParameterGroup(
-            Slots({name: slot.shape for name, slot in shelf.slots.items() if name not in names}), shelf.dtype
+            Slots({name: slot.shape for name, slot in parameter_group.slots.items() if name not in names}),
+            parameter_group.dtype,
         )
-        for shelf in shelves
+        for parameter_group in parameter_groups
     )
-    return tuple(shelf for shelf in left if len(shelf.slots))
+    return tuple(parameter_group for parameter_group in left if len(parameter_group.slots))
 
 
 def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
     return sorted(names, key=lambda name: parameters[name].numel() % ALIGNED_ELEMENTS != 0)
 
 
-# The part of a shelf that one of several replicas owns: a run of its elements, which may begin and end in
-# the middle of parameters.
+# The part of a parameter group that one of several replicas owns: a run of its elements, which may begin and
+# end in the middle of parameters.
 #
-# What an optimiser remembers of a shelf, and the copy of its weights that is stepped, then exist for this
-# part alone. A parameter that is cut is stepped as flat pieces, each by its owner.
+# What an optimizer remembers of a parameter group, and the copy of its weights that is stepped, then exist
+# for this part alone. A parameter that is cut is stepped as flat pieces, each by its owner.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +89,7 @@ class ParameterGroupPart:
         return flat[self.parts[self.member] : self.parts[self.member + 1]]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The pieces in an arena of the whole shelf."""
+        """The pieces in an arena of the whole parameter group."""
         part = self.of(flat)
         return {name: part[slot.begin : slot.end] for name, slot in self.own.slots.items()}
 
@@ -95,19 +99,19 @@ class ParameterGroupPart:
         return tensor if is_piece else tensor.reshape(-1)[self.pieces[name]]
 
 
-def part_of(shelf: ParameterGroup, member: int, num_members: int) -> ParameterGroupPart:
+def part_of(parameter_group: ParameterGroup, member: int, num_members: int) -> ParameterGroupPart:
     """The part of a member: as many elements as the others', to a few."""
-    num_elements = shelf.slots.num_elements
+    num_elements = parameter_group.slots.num_elements
     ideal = (place * num_elements // num_members for place in range(1, num_members))
-    parts = (0, *(_aligned(shelf.slots, place) for place in ideal), num_elements)
+    parts = (0, *(_aligned(parameter_group.slots, place) for place in ideal), num_elements)
     begin, end = parts[member], parts[member + 1]
     pieces = {
         name: slice(max(slot.begin, begin) - slot.begin, min(slot.end, end) - slot.begin)
-        for name, slot in shelf.slots.items()
+        for name, slot in parameter_group.slots.items()
         if max(slot.begin, begin) < min(slot.end, end)
     }
     own = Slots({name: (piece.stop - piece.start,) for name, piece in pieces.items()})
-    return ParameterGroupPart(parts, member, ParameterGroup(own, shelf.dtype), pieces)
+    return ParameterGroupPart(parts, member, ParameterGroup(own, parameter_group.dtype), pieces)
 
 
 def _aligned(slots: Slots, place: int) -> int:
@@ -123,7 +127,8 @@ Tensors = Mapping[str, Tensor]
 
 
 class ParameterGroupWeights:
-    """The arenas of one shelf: its banks, and the newest weights where they are `apart` from the banks.
+    """The arenas of one parameter group: its banks, and the newest weights where they are `apart` from the
+    banks.
 
     With a `part` only that is stepped here, and only that is kept apart. With `keeps_part` there is no more
     of the banks either, but while one is taken.
@@ -131,7 +136,7 @@ class ParameterGroupWeights:
 
     def __init__(
         self,
-        shelf: ParameterGroup,
+        parameter_group: ParameterGroup,
         given: Tensors,
         dtypes: Mapping[str, torch.dtype],
         num_banks: int,
@@ -142,12 +147,15 @@ class ParameterGroupWeights:
         keeps_part: bool = False,
     ) -> None:
         self.part = part
-        names = tuple(shelf.slots)
+        names = tuple(parameter_group.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
         self.banks: Sequence[Arena] = (
-            [LentArena(shelf.slots, dtype, device) for _ in range(num_banks)]
+            [LentArena(parameter_group.slots, dtype, device) for _ in range(num_banks)]
             if keeps_part
-            else [Arena(shelf.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
+            else [
+                Arena(parameter_group.slots, dtype, device, memory.bank(number))
+                for number in range(num_banks)
+            ]
         )
         self._parts = (
             [Arena(part.own.slots, dtype, device) for _ in range(num_banks)]
@@ -156,8 +164,13 @@ class ParameterGroupWeights:
         )
         """What there is of each bank, where the rest is gathered."""
         self.apart = (
-            Arena((part.own if part else shelf).slots, shelf.dtype, device, memory.optimizer())
-            if is_apart or dtype != shelf.dtype
+            Arena(
+                (part.own if part else parameter_group).slots,
+                parameter_group.dtype,
+                device,
+                memory.optimizer(),
+            )
+            if is_apart or dtype != parameter_group.dtype
             else None
         )
         if memory.has_master and self.apart is None:
@@ -165,7 +178,7 @@ class ParameterGroupWeights:
                 "The plan pages weights that are made from a master copy, as bfloat16 ones are, and these "
                 f"are of {dtype} and have none. Make a new plan, for the type that the model trains in."
             )
-        self.leaves = [_leaves(bank, shelf.dtype) for bank in self.banks]
+        self.leaves = [_leaves(bank, parameter_group.dtype) for bank in self.banks]
         with memory.opened(Item.WEIGHTS):
             self.put(0, given)
         if self.apart is not None:
@@ -173,7 +186,7 @@ class ParameterGroupWeights:
                 self.put_apart(given)
 
     def stepped(self, bank: int) -> Tensors:
-        """What an optimiser steps where a version is made in a bank."""
+        """What an optimizer steps where a version is made in a bank."""
         if self.apart is not None:
             return self.apart.views
         return self.leaves[bank] if self.part is None else self.pieces(bank)

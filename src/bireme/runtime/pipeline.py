@@ -150,7 +150,7 @@ def reducer_of(
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.
 
     Sums over replicas go through `codec`, where these do not agree in another way. Where they are `sharers`
-    of the optimiser, these are joined, and each replica gets the sums of its own parts.
+    of the optimizer, these are joined, and each replica gets the sums of its own parts.
     """
     if agreement is not None:
         return agreement.reducer(fabric, layout, transport, device)
@@ -201,7 +201,7 @@ class Pipeline(HeldState):
     program, alone or in a `ProgramPlan` that says how the model is cut for it.
     `model` is a module, captured with `example_inputs` and `loss`, or a graph captured before. `weights`
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
-    name, which takes its own learning rate, or makes optimisers from named parameters; `lr` gives the factor
+    name, which takes its own learning rate, or makes optimizers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
     borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
@@ -335,14 +335,14 @@ class Pipeline(HeldState):
                 self._reducer, self.stages, self._device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        self._courier = StageMessages(ranks, self._borders, transport, self._device, self.codecs)
+        self._stage_messages = StageMessages(ranks, self._borders, transport, self._device, self.codecs)
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
             self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
         tell = on_instruction or teller(world)
         self._interpreter = Interpreter(
-            self.stages, self._courier, self._updates, tell, stopwatch, self._paging, self._averages
+            self.stages, self._stage_messages, self._updates, tell, stopwatch, self._paging, self._averages
         )
         together = self.layout, self._interpreter, self._spare, self.cutter
         self._evaluator = (
@@ -488,12 +488,12 @@ class Pipeline(HeldState):
     @property
     def most_receive_bytes(self) -> int:
         """The most bytes there have been in receives that were posted and not yet used."""
-        return self._courier.most_receive_bytes
+        return self._stage_messages.most_receive_bytes
 
     @property
     def send_bytes(self) -> int:
         """The bytes of messages on their way, and of the room that is kept for more."""
-        return self._courier.send_bytes
+        return self._stage_messages.send_bytes
 
     @property
     def sum_bytes(self) -> SentBytes:
@@ -514,7 +514,7 @@ class Pipeline(HeldState):
     @property
     def traffic(self) -> Mapping[tuple[bool, int], BoundaryTraffic]:
         """What this rank has sent of training so far, by direction (forward or not) and border."""
-        return self._courier.traffic
+        return self._stage_messages.traffic
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""

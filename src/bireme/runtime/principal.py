@@ -22,7 +22,7 @@ from bireme.schedule.program import Rule
 
 # Steps of weights whose gradients are products of two thin matrices, a chunk of rows at a time.
 #
-# The gradient of a whole weight is so never there, unless its optimiser needs it whole.
+# The gradient of a whole weight is so never there, unless its optimizer needs it whole.
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def _step_products(
 ) -> None:
     """Step the weights that have gradients or products, in place.
 
-    An optimiser that is not known to treat parameters apart gets all of them at once, products too.
+    An optimizer that is not known to treat parameters apart gets all of them at once, products too.
     """
     own = [home for home in stepper.homes if home.name in products]
     together = {home.name: products[home.name].rows() for home in own if not home.may_be_apart}

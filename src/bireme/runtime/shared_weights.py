@@ -1,4 +1,4 @@
-"""The weights of a stage whose optimiser replicas share: each makes its parts and gets the others'."""
+"""The weights of a stage whose optimizer replicas share: each makes its parts and gets the others'."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from bireme.sync.exchange import BatchGradients, Parts, SentBytes, pieces_of, ro
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
-# The replicas of a stage that share its optimiser or weights: who owns what, and how all get the rest.
+# The replicas of a stage that share its optimizer or weights: who owns what, and how all get the rest.
 
 
 class Sharers:
-    """The `num_members` replicas of a rank's stages, of which this one is `member`. They share the optimiser,
+    """The `num_members` replicas of a rank's stages, of which this one is `member`. They share the optimizer,
     or with `gathers` the weights and the gradients too.
     """
 
@@ -75,9 +75,9 @@ class Sharers:
         if self._worker is not None:
             self._worker.close()
 
-    def cut(self, shelf: ParameterGroup) -> ParameterGroupPart:
-        """This replica's part of a shelf."""
-        return part_of(shelf, self.member, self.num_members)
+    def cut(self, parameter_group: ParameterGroup) -> ParameterGroupPart:
+        """This replica's part of a parameter group."""
+        return part_of(parameter_group, self.member, self.num_members)
 
     def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
         """Begin to fill flat tensors with all members' parts; a member's own must be there.
@@ -187,7 +187,7 @@ class GradientParts:
         self.held |= gradients.held
 
 
-# Trial steps of replicas that share an optimiser.
+# Trial steps of replicas that share an optimizer.
 #
 # Every replica tries a step with gradients of its own, and for that needs moments that others have. So it
 # sends each owner its gradient of the owner's part; the owner tries a step of its part for each replica, and
@@ -278,7 +278,7 @@ def _tried(
 Tensors = Mapping[str, Tensor]
 
 ONCE = frozenset({"eta", "mu", "mu_product", "step"})
-"""What torch's optimisers remember once for all elements of a parameter, which may have no axes itself."""
+"""What torch's optimizers remember once for all elements of a parameter, which may have no axes itself."""
 
 
 class SharedWeights:
@@ -310,7 +310,7 @@ class SharedWeights:
         }
 
     def piece_of_state(self, name: str, key: str, value: Tensor) -> Tensor:
-        """This replica's piece of what an optimiser remembers of a parameter under a key, given whole or as
+        """This replica's piece of what an optimizer remembers of a parameter under a key, given whole or as
         the piece; what it remembers once for all elements is no piece.
         """
         is_whole = tuple(value.shape) == self.shapes[name] and (value.ndim > 0 or key not in ONCE)
@@ -360,7 +360,7 @@ class SharedWeights:
         device = self._stores[0].banks[bank].flat.device if self._stores else None
         nothing = (
             torch.zeros((), dtype=one.dtype, device=device).expand(one.slots.num_elements)
-            for one in self._stepper.shelves
+            for one in self._stepper.parameter_groups
         )
         make_shared_trial(
             self._sharers,

@@ -21,7 +21,7 @@ from bireme.runtime.banks import WeightBanks
 from bireme.runtime.shared_weights import SharedWeights
 from bireme.runtime.stage import Stage
 
-# Pieces in snapshots: what replicas that share an optimiser each save of it, and whole tensors made of them.
+# Pieces in snapshots: what replicas that share an optimizer each save of it, and whole tensors made of them.
 #
 # The name of a piece is `piece/BEGIN/SHAPE/` and the name of what it is a piece of, as
 # `piece/4096/128x64/optimizer/NAME/KEY`: its elements from that one on, of a tensor of that shape.
@@ -116,7 +116,7 @@ def sections_of(
 ) -> dict[str, Tensor]:
     """What a stage holds of the parameters and buffers named, and all of its trial version; copied.
 
-    Where replicas share the optimiser, there are this one's pieces of the parameters in `pieces_of`. With
+    Where replicas share the optimizer, there are this one's pieces of the parameters in `pieces_of`. With
     `alone` there is what this rank needs to go on by itself: weights whole, and its pieces as they are. Then
     all replicas must call it.
     """
@@ -248,5 +248,5 @@ def _name_in(key: str) -> str:
 
 
 def _as_tensor(value: object) -> Tensor:
-    """A number of an optimiser's state as a tensor without axes."""
+    """A number of an optimizer's state as a tensor without axes."""
     return value if isinstance(value, Tensor) else torch.tensor(value)

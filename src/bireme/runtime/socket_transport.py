@@ -81,7 +81,9 @@ class SocketTransport:
         self._bell, self._rung = socket.socketpair()
         for one in (self._bell, self._rung):
             one.setblocking(False)
-        self._freight = {peer: LargeMessages(peer, pair.large, self._ring) for peer, pair in lines.items()}
+        self._large_messages = {
+            peer: LargeMessages(peer, pair.large, self._ring) for peer, pair in lines.items()
+        }
         self._ordinary_bytes = {peer: pair.ordinary_bytes for peer, pair in lines.items()}
         self._sockets = [one for pair in lines.values() for one in (pair.small, pair.large)]
         self._poller = select.poll()
@@ -97,9 +99,9 @@ class SocketTransport:
         if num_bytes is not None:
             transfer.rest = transfer.data[:num_bytes]
         if len(transfer.data) > self._ordinary_bytes[to]:
-            freight = self._freight[to]
-            freight.send(transfer)
-            return SocketPending(self, freight, transfer)
+            large_messages = self._large_messages[to]
+            large_messages.send(transfer)
+            return SocketPending(self, large_messages, transfer)
         line = self._lines[to]
         line.queue.append(transfer)
         self._move(line)
@@ -110,9 +112,9 @@ class SocketTransport:
         self.check()
         transfer = Transfer(key, payload, is_send=False)
         if len(transfer.data) > self._ordinary_bytes[source]:
-            freight = self._freight[source]
-            freight.post(transfer)
-            return SocketPending(self, freight, transfer)
+            large_messages = self._large_messages[source]
+            large_messages.post(transfer)
+            return SocketPending(self, large_messages, transfer)
         line = self._lines[source]
         line.post(transfer)
         if line.has_staged:
@@ -121,8 +123,8 @@ class SocketTransport:
 
     def close(self) -> None:
         """Close the sockets."""
-        for freight in self._freight.values():
-            freight.close()
+        for large_messages in self._large_messages.values():
+            large_messages.close()
         for one in (*self._sockets, self._bell, self._rung):
             one.close()
         self._sockets.clear()
@@ -261,16 +263,16 @@ def meet(
     *,
     rank: int,
     ranks: Sequence[int],
-    neighbours: Collection[int],
+    neighbors: Collection[int],
     timeout_s: float,
 ) -> dict[int, Lines]:
-    """Sockets to the neighbours of a rank, which are numbered by their places in `ranks`, as it is.
+    """Sockets to the neighbors of a rank, which are numbered by their places in `ranks`, as it is.
 
     `name` must be this meeting's own in the store. All of `ranks` take part.
     """
     own_bytes = ordinary_bytes()
     with ExitStack() as undo:
-        backlog = 2 * len(neighbours) + 16
+        backlog = 2 * len(neighbors) + 16
         listeners = [socket.create_server(("", 0), backlog=backlog)]
         undo.callback(listeners[0].close)
         port, local, token = listeners[0].getsockname()[1], "-", secrets.token_bytes(TOKEN_BYTES)
@@ -281,10 +283,10 @@ def meet(
         own_host = own_address()
         here = f"{own_host} {port} {token.hex()} {own_bytes} {local}"
         store.set(f"{name}/{ranks[rank]}", here)
-        acceptor = _Acceptor(listeners, token, {peer for peer in neighbours if peer > rank})
+        acceptor = _Acceptor(listeners, token, {peer for peer in neighbors if peer > rank})
         undo.callback(acceptor.close)
         sockets, limits = acceptor.sockets, acceptor.limits
-        for peer in sorted(peer for peer in neighbours if peer < rank):
+        for peer in sorted(peer for peer in neighbors if peer < rank):
             where = f"{name}/{ranks[peer]}"
             store.wait([where], timedelta(seconds=timeout_s))
             host, its_port, its_token, its_bytes, its_local = store.get(where).decode().split()
@@ -298,7 +300,7 @@ def meet(
         acceptor.wait(timeout_s)
         lines = {
             peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer]))
-            for peer in neighbours
+            for peer in neighbors
         }
         for pair in lines.values():
             pair.prepare()

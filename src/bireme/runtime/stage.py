@@ -223,7 +223,7 @@ class _Begin:
 
 class Stage:
     """Runs one stage. `recomputes` says that a forward keeps only what comes in. What `function` feeds to the
-    outlet belongs to the batch whose backward runs.
+    gradient hook belongs to the batch whose backward runs.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Stage:
         *,
         device: torch.device,
         recomputes: bool,
-        outlet: GradientHook | None = None,
+        gradient_hook: GradientHook | None = None,
         memory: StageMemory | None = None,
     ) -> None:
         self.index = index
@@ -248,7 +248,7 @@ class Stage:
         self._batches = batches
         self._device = device
         self._recomputes = recomputes
-        self._outlet = outlet
+        self._gradient_hook = gradient_hook
         self._memory = memory or StageMemory()
         self._kept: dict[Place, _Kept] = {}
         self._loss_gradients: dict[float, Tensor] = {}
@@ -295,8 +295,8 @@ class Stage:
         leaves = self.banks.leaves(kept.version)
         given = self._split(kept, gradients)
         sums = self.part(place.batch).sums()
-        if self._outlet is not None and sums.streams is not None:
-            self._outlet.feed = sums.streams.feed
+        if self._gradient_hook is not None and sums.streams is not None:
+            self._gradient_hook.feed = sums.streams.feed
         with sums.into(leaves):
             for one, own in zip(kept.passes, given, strict=True):
                 begin = self._begin(one, own)

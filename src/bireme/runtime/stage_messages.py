@@ -1,4 +1,5 @@
-"""The courier of one rank: brings what instructions need from other stages, and takes away what they make.
+"""The stage messages of one rank: brings what instructions need from other stages, and takes away what they
+make.
 
 Between ranks it packs a micro-batch's tensors into one message; between stages of one rank it hands them over
 as they are. It decides no order: the program's sends and receives do.
@@ -124,7 +125,7 @@ class StageMessages:
         channel.append(_Sent(parcel, pending))
 
     def take(self, step: Instruction) -> Tensors:
-        """What an instruction needs from a neighbouring stage; waits until it is there."""
+        """What an instruction needs from a neighboring stage; waits until it is there."""
         key = step.needs(self._num_stages)
         if key is None:
             return {}
@@ -142,7 +143,7 @@ class StageMessages:
         return awaited.arrival.unpack(self._device, self._coding)
 
     def put(self, step: Instruction, tensors: Tensors) -> None:
-        """What an instruction made for a neighbouring stage."""
+        """What an instruction made for a neighboring stage."""
         key = step.makes(self._num_stages)
         if key is not None:
             self._made[key] = tensors

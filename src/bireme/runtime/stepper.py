@@ -1,7 +1,7 @@
-"""One optimiser state for any number of weight versions.
+"""One optimizer state for any number of weight versions.
 
-Ordinary torch optimisers do the arithmetic. Their groups are given, for one step at a time, whatever tensors
-are to be stepped, with the state of the parameters of these names. What may be assumed of an optimiser is
+Ordinary torch optimizers do the arithmetic. Their groups are given, for one step at a time, whatever tensors
+are to be stepped, with the state of the parameters of these names. What may be assumed of an optimizer is
 that it treats each parameter apart from the others, and that it keeps what it remembers of a parameter in
 `optimizer.state` and what it remembers of all of them in its groups. All of torch's do but LBFGS.
 """
@@ -22,19 +22,21 @@ from bireme.memory.arena import PLAIN, Arena, ArenaAllocator
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, parameter_groups_of
 
-# Arenas for what optimisers remember of each element of their parameters.
+# Arenas for what optimizers remember of each element of their parameters.
 #
-# Optimisers make their state themselves, at a parameter's first step, nearly all of it by `zeros_like`.
+# Optimizers make their state themselves, at a parameter's first step, nearly all of it by `zeros_like`.
 # Within `made_here` that gives places in arenas, so the state never lies twice; what is made otherwise is
 # moved.
 
 
 class StateArenas:
-    """The arenas of the parameters on some shelves."""
+    """The arenas of the parameters on some parameter groups."""
 
-    def __init__(self, shelves: Iterable[ParameterGroup], memory: ArenaAllocator = PLAIN) -> None:
+    def __init__(self, parameter_groups: Iterable[ParameterGroup], memory: ArenaAllocator = PLAIN) -> None:
         self._memory = memory
-        self._shelf_of = {name: shelf for shelf in shelves for name in shelf.slots}
+        self._parameter_group_of = {
+            name: parameter_group for parameter_group in parameter_groups for name in parameter_group.slots
+        }
         self._arenas: dict[tuple[ParameterGroup, torch.dtype], list[Arena]] = {}
         self._kept: dict[str, dict[str, Arena]] = {}
         """For each parameter the arenas in which it has something, by the keys of its state."""
@@ -60,7 +62,7 @@ class StateArenas:
 
         def place(like: Tensor, dtype: torch.dtype) -> Tensor | None:
             name = names.get(id(like))
-            if name is None or like.shape != self._shelf_of[name].slots[name].shape:
+            if name is None or like.shape != self._parameter_group_of[name].slots[name].shape:
                 return None
             arena = self._free(name, dtype, like.device)
             self._made.setdefault(name, []).append(arena)
@@ -79,7 +81,11 @@ class StateArenas:
             arena = next((one for one in made if one.views[name] is value), None)
             if arena is not None:
                 made.remove(arena)
-            elif value.ndim and value.numel() and value.shape == self._shelf_of[name].slots[name].shape:
+            elif (
+                value.ndim
+                and value.numel()
+                and value.shape == self._parameter_group_of[name].slots[name].shape
+            ):
                 arena = self._free(name, value.dtype, value.device)
             else:
                 return value
@@ -101,13 +107,13 @@ class StateArenas:
 
     def _free(self, name: str, dtype: torch.dtype, device: torch.device) -> Arena:
         """An arena in which a parameter's slot is free."""
-        shelf = self._shelf_of[name]
+        parameter_group = self._parameter_group_of[name]
         taken = [*self._kept.get(name, {}).values(), *self._made.get(name, [])]
-        arenas = self._arenas.setdefault((shelf, dtype), [])
+        arenas = self._arenas.setdefault((parameter_group, dtype), [])
         for arena in arenas:
             if not any(arena is one for one in taken):
                 return arena
-        arenas.append(Arena(shelf.slots, dtype, device, self._memory))
+        arenas.append(Arena(parameter_group.slots, dtype, device, self._memory))
         return arenas[-1]
 
 
@@ -150,21 +156,21 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.SGD,
     }
 )
-"""Optimisers that treat each element apart, so that a large parameter can be tried slice by slice."""
+"""Optimizers that treat each element apart, so that a large parameter can be tried slice by slice."""
 
 BY_PARAMETER = ELEMENTWISE | {optim.Muon}
-"""Optimisers whose groups never change, so that a step may be made in several calls."""
+"""Optimizers whose groups never change, so that a step may be made in several calls."""
 
 SETTINGS = frozenset({"params", "param_names", "lr"})
-"""What is in a group and is no memory of the optimiser's."""
+"""What is in a group and is no memory of the optimizer's."""
 
 GROUP = "group."
-"""Begins the names of what an optimiser remembers in a parameter's group."""
+"""Begins the names of what an optimizer remembers in a parameter's group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Home:
-    """Where a parameter is stepped: its optimiser, and which of its groups."""
+    """Where a parameter is stepped: its optimizer, and which of its groups."""
 
     name: str
     shape: torch.Size
@@ -178,7 +184,7 @@ class Home:
 
     @property
     def may_be_apart(self) -> bool:
-        """Whether the parameter can be stepped apart from the optimiser's others."""
+        """Whether the parameter can be stepped apart from the optimizer's others."""
         return type(self.optimizer) in BY_PARAMETER
 
 
@@ -195,9 +201,10 @@ class Stepped:
 class Stepper:
     """Steps tensors of the names, shapes and dtypes of `parameters`, of which it keeps only the state.
 
-    The factory's optimisers must hold every parameter once. `shelves` lay the parameters out so that those
-    of one optimiser and dtype, and of equal entries in `alike`, lie together. `memory` is for the state.
-    With `cut` it steps only the part of each shelf that this gives: flat pieces of parameters, by name.
+    The factory's optimizers must hold every parameter once. `parameter_groups` lay the parameters out so that
+    those of one optimizer and dtype, and of equal entries in `alike`, lie together. `memory` is for the
+    state. With `cut` it steps only the part of each parameter group that this gives: flat pieces of
+    parameters, by name.
     """
 
     def __init__(
@@ -210,10 +217,10 @@ class Stepper:
     ) -> None:
         self._factory = factory
         self.parts: tuple[ParameterGroupPart, ...] = ()
-        """Those of the shelves, if it steps parts only."""
+        """Those of the parameter groups, if it steps parts only."""
         self._homes = self._made(parameters)
         numbers = {id(one): index for index, one in enumerate(self._optimizers)}
-        self.shelves = parameter_groups_of(
+        self.parameter_groups = parameter_groups_of(
             parameters,
             {
                 name: (numbers[id(home.optimizer)], alike[name] if alike else None)
@@ -221,20 +228,24 @@ class Stepper:
             },
         )
         if cut is not None:
-            self.parts = tuple(map(cut, self.shelves))
+            self.parts = tuple(map(cut, self.parameter_groups))
             self._homes = self._owned(self._homes)
-        self._arenas = StateArenas(self.own_shelves, memory)
+        self._arenas = StateArenas(self.own_parameter_groups, memory)
         self._states: dict[str, dict[str, Any]] = {}
 
     @property
-    def own_shelves(self) -> Sequence[ParameterGroup]:
+    def own_parameter_groups(self) -> Sequence[ParameterGroup]:
         """The layout of what it steps."""
-        return [part.own for part in self.parts] or self.shelves
+        return [part.own for part in self.parts] or self.parameter_groups
 
     @property
     def homes(self) -> Sequence[Home]:
-        """What it steps, in the order of the shelves."""
-        return [self._homes[name] for shelf in self.own_shelves for name in shelf.slots]
+        """What it steps, in the order of the parameter groups."""
+        return [
+            self._homes[name]
+            for parameter_group in self.own_parameter_groups
+            for name in parameter_group.slots
+        ]
 
     def state(self, name: str) -> Mapping[str, Any]:
         """What is remembered of a parameter so far. Not a copy."""
@@ -267,7 +278,7 @@ class Stepper:
         return self._arenas.room(name, key, like.dtype, like.device)
 
     def run(self, stepped: Iterable[Stepped], lr_factor: float) -> None:
-        """One step of the optimisers, with nothing but these tensors in their groups."""
+        """One step of the optimizers, with nothing but these tensors in their groups."""
         by_optimizer: dict[Optimizer, list[Stepped]] = {}
         for one in stepped:
             by_optimizer.setdefault(one.home.optimizer, []).append(one)
@@ -275,7 +286,7 @@ class Stepper:
             _step(optimizer, own, lr_factor)
 
     def kinds(self, weights: Tensors) -> dict[str, dict[str, torch.dtype]]:
-        """Of each of these weights, the keys under which the optimisers remember a number for each element,
+        """Of each of these weights, the keys under which the optimizers remember a number for each element,
         and its dtype; known before the first step.
         """
         tried = []
@@ -297,7 +308,7 @@ class Stepper:
 
     @contextmanager
     def unchanged_groups(self) -> Iterator[None]:
-        """After this context the optimisers' groups are what they were before it."""
+        """After this context the optimizers' groups are what they were before it."""
         groups = [
             group for one in self._optimizers if type(one) not in BY_PARAMETER for group in one.param_groups
         ]
@@ -311,7 +322,7 @@ class Stepper:
                 group.update(memory)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What the optimisers remember of each parameter, by its name; the tensors themselves, not copies.
+        """What the optimizers remember of each parameter, by its name; the tensors themselves, not copies.
 
         What they remember in a group is there for each of its parameters, as `group.KEY`.
         """
@@ -347,7 +358,7 @@ class Stepper:
                 self.keep(Stepped(home, parameters[name], parameters[name], own))
 
     def state_bytes(self) -> int:
-        """The bytes of all that the optimisers remember so far."""
+        """The bytes of all that the optimizers remember so far."""
         return self._arenas.num_bytes + sum(
             value.nbytes
             for name, state in self._states.items()
@@ -356,8 +367,8 @@ class Stepper:
         )
 
     def _made(self, parameters: Tensors) -> dict[str, Home]:
-        """Have the factory make the optimisers, and find each parameter in them, in the given order."""
-        # By `.data`, so that nothing an optimiser does with them concerns autograd.
+        """Have the factory make the optimizers, and find each parameter in them, in the given order."""
+        # By `.data`, so that nothing an optimizer does with them concerns autograd.
         own = {name: nn.Parameter(tensor.data) for name, tensor in parameters.items()}
         made = self._factory([*own.items()]) if own else ()
         self._optimizers = (made,) if isinstance(made, Optimizer) else tuple(made)
@@ -391,7 +402,7 @@ class Stepper:
         }
 
     def _changed_in_group(self, home: Home) -> dict[str, Any]:
-        """What an optimiser remembers in a group, which is what has changed there since it was made."""
+        """What an optimizer remembers in a group, which is what has changed there since it was made."""
         if type(home.optimizer) in BY_PARAMETER:
             return {}
         group = home.optimizer.param_groups[home.group]
@@ -404,13 +415,13 @@ class Stepper:
 
 
 def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> Iterator[Home]:
-    """Find each parameter in the optimisers, and refuse optimisers that cannot be used."""
+    """Find each parameter in the optimizers, and refuse optimizers that cannot be used."""
     names = {parameter: name for name, parameter in own.items()}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, optim.LBFGS):
             raise BiremeError(
-                "LBFGS steps all parameters together, but a stage has only some. Use another optimiser."
+                "LBFGS steps all parameters together, but a stage has only some. Use another optimizer."
             )
         if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
             raise BiremeError(
@@ -422,21 +433,21 @@ def _homes(own: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer]) -> 
                 name = names.pop(parameter, None)
                 if name is None:
                     raise BiremeError(
-                        f"An optimiser {kind} holds a tensor of shape {tuple(parameter.shape)} that is not "
+                        f"An optimizer {kind} holds a tensor of shape {tuple(parameter.shape)} that is not "
                         "among the parameters it was given, or that another one holds too. Give each "
-                        "parameter that the factory is called with to one optimiser, as it is."
+                        "parameter that the factory is called with to one optimizer, as it is."
                     )
                 yield Home(name, parameter.shape, optimizer, index)
     if names:
         raise BiremeError(
-            f"No optimiser holds the parameter {next(iter(names.values()))}. Give every parameter that the "
-            "factory is called with to one optimiser; a frozen parameter must not require "
+            f"No optimizer holds the parameter {next(iter(names.values()))}. Give every parameter that the "
+            "factory is called with to one optimizer; a frozen parameter must not require "
             "gradients in the model."
         )
 
 
 def _step(optimizer: Optimizer, stepped: Sequence[Stepped], lr_factor: float) -> None:
-    """One step of one optimiser; what it remembers of the tensors is in their `state` afterwards."""
+    """One step of one optimizer; what it remembers of the tensors is in their `state` afterwards."""
     all_groups = optimizer.param_groups
     indices = dict.fromkeys(one.home.group for one in stepped)
     groups = [all_groups[index] for index in indices]
@@ -483,7 +494,7 @@ def _as_before(value: Any, before: Any) -> Any:
 
 
 def _adopted(key: str, value: Any, home: Home, parameter: Tensor) -> Any:
-    """A copy of a loaded state's value where the optimiser would have made it.
+    """A copy of a loaded state's value where the optimizer would have made it.
 
     torch's own loading gives every tensor the parameter's dtype; NAdam's float32 product of momenta would go
     on with other numbers then.

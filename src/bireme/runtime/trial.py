@@ -1,4 +1,4 @@
-"""Trial steps: what a step would make of the weights, while the optimiser's state and the gradients stay.
+"""Trial steps: what a step would make of the weights, while the optimizer's state and the gradients stay.
 
 Stand-ins are stepped with copies of the state, a chunk at a time, so the copies are few and stay in a
 processor's cache; they lie in the same memory at every trial.
@@ -20,7 +20,7 @@ Gradients = Mapping[str, Tensor | Product]
 
 CHUNK_ELEMENTS = 2**18
 """How much of the weights is tried at a time: 1 MiB in float32, and as much for each copy. It is more where
-an optimiser, as Muon, needs a parameter whole, and everything where it is not known to treat parameters
+an optimizer, as Muon, needs a parameter whole, and everything where it is not known to treat parameters
 apart."""
 
 
@@ -51,7 +51,7 @@ class Tried:
 
 
 class Trials:
-    """Makes trial steps with a stepper's optimisers."""
+    """Makes trial steps with a stepper's optimizers."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper

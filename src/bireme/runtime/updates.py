@@ -1,4 +1,4 @@
-"""The end of a batch on one rank: sums over the replicas, the global norm, the optimiser, trial steps.
+"""The end of a batch on one rank: sums over the replicas, the global norm, the optimizer, trial steps.
 
 A batch ends on a rank when all its stages have their gradients. Its sums then run in the background until a
 stage needs its new weights; they give every rank the same loss, the same norm and the same verdict whether

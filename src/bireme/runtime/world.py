@@ -115,7 +115,7 @@ class World:
     def __enter__(self) -> Self:
         if dist.is_initialized():
             raise BiremeError(
-                "torch.distributed is already initialised in this process. Leave that to Bireme: remove the "
+                "torch.distributed is already initialized in this process. Leave that to Bireme: remove the "
                 "call of init_process_group, or close the world that is open."
             )
         self.watch.start()

@@ -125,7 +125,7 @@ class ChunkUses:
 
 
 def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
-    """The banks of an UPDATE. Under FRESH the newest weights are the optimiser's, with or without master."""
+    """The banks of an UPDATE. Under FRESH the newest weights are the optimizer's, with or without master."""
     if program.rule is Rule.FRESH:
         return
     if master:
@@ -176,8 +176,8 @@ class Sizes:
     input alone, which is what a recomputed stage keeps. `activation` and `gradient_message` are the
     messages that come into the stage from the stages before and after. `workspace` is what a pass of a
     micro-batch takes and gives back; empty stands for none. Where `master` is set, the newest weights live in
-    the optimiser's own master copy, counted in `optimizer`. `buffers` are always there besides the
-    optimiser's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
+    the optimizer's own master copy, counted in `optimizer`. `buffers` are always there besides the
+    optimizer's bytes; of them `frozen` are weights that do not learn, which alone are paged; empty stands for
     none. `tied_gradient` is what other stages add to of a stage's gradients: where replicas share weights, it
     stays whole from the first backward of a batch to its update. Of a backward in halves, `waiting` are a
     micro-batch's gradients between the two, and `halves` is what they take beside `workspace`. Empty stands
@@ -334,7 +334,7 @@ def host_accesses_of(uses: ChunkUses, step: Instruction, at: int) -> list[ChunkA
 
 def _seen_above(at: int, chunk: Chunk, step: Instruction, use: Use) -> Iterator[ChunkAccess]:
     """What an update on the host is to the device: it needs gradients below, and makes weights there. What
-    an optimiser remembers is never on the device, and of weights there is always a copy below.
+    an optimizer remembers is never on the device, and of weights there is always a copy below.
     """
     is_made = use.item is Item.WEIGHTS and use.mode is not Mode.READ
     if is_made or use.item is Item.GRADIENT:

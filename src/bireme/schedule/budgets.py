@@ -138,7 +138,7 @@ def _cut(
 
 def _host_updates(program: Program, rank: int, chunks: Collection[tuple[Item, int]]) -> list[int]:
     """The stages of a rank that can be updated on the host: all that an update uses is paged. Trial steps
-    need what the optimiser remembers on the device, and averages the weights.
+    need what the optimizer remembers on the device, and averages the weights.
     """
     if program.rule is Rule.FRESH or program.average_lag is not None:
         return []

@@ -56,13 +56,13 @@ def generate(
 ) -> Program:
     """A program of the schedule `name`; long windows come as loops.
 
-    With `stages_per_rank`, a schedule of one stage on each rank has so many neighbours there, which compute
+    With `stages_per_rank`, a schedule of one stage on each rank has so many neighbors there, which compute
     what the one would of which they are parts. `num_sliced` is for `1f1b-sliced`; left out, it is the least
     that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
     2bw-fresh run further ahead where links are slow; it counts sweeps of `sweep` micro-batches, which go
     through a stage one after the other. `recompute` names the stages that keep only their
     inputs. `updates_early` is for pipelines that sum no gradients over ranks, `updates_halfway` for replicas
-    that share an optimiser, and `average_lag` for replicas that average weights: see `weave.py`.
+    that share an optimizer, and `average_lag` for replicas that average weights: see `weave.py`.
     """
     schedule = schedule_named(name)
     name = schedule.name

@@ -27,7 +27,7 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
     """Start to sum a batch's gradients over the replicas of the stage."""
     UPDATE = "UPDATE"
-    """Finish that sum, step the optimiser, and so make a weight version."""
+    """Finish that sum, step the optimizer, and so make a weight version."""
     TRIAL = "TRIAL"
     """Make the weights of a batch by a trial step with the gradients accumulated so far.
 
@@ -162,7 +162,7 @@ class Instruction:
         )
 
     def needs(self, num_stages: int) -> Message | None:
-        """The message from a neighbouring stage that this compute instruction cannot start without."""
+        """The message from a neighboring stage that this compute instruction cannot start without."""
         if self.kind is Kind.FORWARD and self.stage > 0:
             return Message(True, self.stage, self.batch, self.microbatch, self.half)
         if self.kind in BACKWARDS and self.stage < num_stages - 1:
@@ -170,7 +170,7 @@ class Instruction:
         return None
 
     def makes(self, num_stages: int) -> Message | None:
-        """The message to a neighbouring stage that this compute instruction has ready when it ends."""
+        """The message to a neighboring stage that this compute instruction has ready when it ends."""
         if self.kind is Kind.FORWARD and self.stage < num_stages - 1:
             return Message(True, self.stage + 1, self.batch, self.microbatch, self.half)
         if self.kind in BACKWARDS and self.stage > 0:

@@ -4,7 +4,7 @@ The program says which items every instruction uses, so what leaves the device w
 planned before anything runs: `eviction.py` chooses, tier by tier. The copies that the device's plan makes are
 the accesses of the tier below, which is planned in the same way over a disk.
 
-An update may be made on the host, where what the optimiser remembers stays: then gradients come down for
+An update may be made on the host, where what the optimizer remembers stays: then gradients come down for
 it, and the weights that it makes go up.
 
 An EVICT comes right after the last instruction that uses the chunk, a FETCH as far before the next one as

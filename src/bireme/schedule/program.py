@@ -64,7 +64,7 @@ def version_used(
 def banks_needed(rule: Rule, stage: int, num_stages: int) -> int:
     """How many versions to compute with a stage must be able to hold at once.
 
-    Under FRESH these are trial versions; W itself is kept in addition, in the optimiser's master copy
+    Under FRESH these are trial versions; W itself is kept in addition, in the optimizer's master copy
     where there is one.
     """
     match rule:
@@ -167,7 +167,7 @@ class Track(Sequence[Instruction]):
 class Program:
     """What each rank does in a window of batches, and what an interpreter must know to do it.
 
-    `rank_of_stage` may give a rank any number of stages, neighbours or not. `banks` is how many weight
+    `rank_of_stage` may give a rank any number of stages, neighbors or not. `banks` is how many weight
     versions each stage may keep: version v lives in bank v mod `banks[stage]`, so making version v
     destroys version v − banks.
     """

@@ -186,7 +186,7 @@ def _told(chunk: Chunk) -> str:
         case Item.WEIGHTS:
             return f"bank {chunk.number} of the weights of stage {chunk.stage}"
         case Item.OPTIMIZER:
-            return f"the optimiser of stage {chunk.stage}"
+            return f"the optimizer of stage {chunk.stage}"
         case Item.FROZEN:
             return f"the frozen weights of stage {chunk.stage}"
     return f"{chunk.item} {chunk.number} of stage {chunk.stage}"

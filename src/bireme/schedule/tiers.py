@@ -54,7 +54,7 @@ def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS, page_b
     sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
     if not sizes:
         raise BiremeError(
-            "Nothing can be paged: weights, gradients, optimiser and activations have no bytes."
+            "Nothing can be paged: weights, gradients, optimizer and activations have no bytes."
         )
     tried = sorted(
         {_aligned(num_bytes / parts, page_bytes) for num_bytes in sizes for parts in range(1, TRIED + 1)}
@@ -93,7 +93,7 @@ class Chunk(NamedTuple):
     """A chunk by the memory that it is in.
 
     `number` is the bank of weights, the batch of gradients (or micro-batch, counted through all batches) and
-    the micro-batch of a stash, counted so; of an optimiser and of frozen weights it is 0.
+    the micro-batch of a stash, counted so; of an optimizer and of frozen weights it is 0.
     """
 
     item: Item
@@ -116,7 +116,7 @@ class RankTiers:
     """How one rank's memory is cut.
 
     `chunks` says how many chunks an item of a stage has, `begin` on which tier each chunk lies that there is
-    when the window begins. `master` says that weights are made from the optimiser's own master copy, and not
+    when the window begins. `master` says that weights are made from the optimizer's own master copy, and not
     from the version before. `unpaged_bytes` have their place on the device in addition to the chunks. The
     stages in `host_updates` are updated on the host, which is then tier 1: what an UPDATE of them uses is
     there.

@@ -101,7 +101,7 @@ def save(program: Program, path: Path, *, comms: bool = False) -> None:
 def to_csv(program: Program, *, comms: bool = False) -> str:
     """One batch of a program as a schedule file of torch's format `compute_only`, or `compute_comms`.
 
-    Updates are left out: in torch the optimiser steps outside. With `comms` the communication is that of
+    Updates are left out: in torch the optimizer steps outside. With `comms` the communication is that of
     the first batch, and REDUCE_GRAD says where a stage's gradients are complete, for there torch divides
     them by the number of micro-batches. A file with communication gathers no parameters; stages under
     FSDP need the one without, to which torch adds that.

@@ -12,7 +12,7 @@ it kept two. The other stages cannot without waiting for it: they update before 
 the first stage sends after its update. So the delay that an update is goes down the pipeline once, and no
 stage waits for the sum.
 
-Where replicas share an optimiser (`updates_halfway`), what an update makes travels too. Under the DELAYED
+Where replicas share an optimizer (`updates_halfway`), what an update makes travels too. Under the DELAYED
 rule an update comes when half of the forwards between its REDUCE and the first use of its result have run:
 sums hide before it, and the weights after it.
 

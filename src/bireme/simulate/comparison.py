@@ -54,7 +54,7 @@ def solve_lookahead(
     """The lookahead of `1f1b`, `2bw` or `2bw-fresh` for these times and links; `network` joins the ranks.
 
     Running further ahead helps as a rule but not always, so all are tried; where they are many, some all
-    along and then the neighbours of the best.
+    along and then the neighbors of the best.
     """
     num_stages = costs.num_stages
 

@@ -340,9 +340,9 @@ class CostsFile(BaseModel):
     )
     half_forward_s: StageValue | None = Field(None, description="seconds of half a micro-batch's forward")
     recompute_s: StageValue | None = Field(None, description="seconds to run a forward again")
-    update_s: StageValue = Field(0.0, description="seconds of an optimiser step")
+    update_s: StageValue = Field(0.0, description="seconds of an optimizer step")
     host_update_s: StageValue | None = Field(
-        None, description="seconds of an optimiser step that the host makes, where chunks lie there"
+        None, description="seconds of an optimizer step that the host makes, where chunks lie there"
     )
     trial_s: StageValue | None = Field(None, description="seconds of a trial step")
     reduce_s: StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
@@ -352,11 +352,11 @@ class CostsFile(BaseModel):
     )
     weight_bytes: StageValue = Field(0.0, description="bytes of one weight version")
     gradient_bytes: StageValue | None = Field(None, description="bytes of one batch's gradient")
-    optimizer_bytes: StageValue = Field(0.0, description="bytes of the optimiser's state")
+    optimizer_bytes: StageValue = Field(0.0, description="bytes of the optimizer's state")
     stash_bytes: StageValue = Field(0.0, description="bytes kept of a micro-batch until its backward")
     input_bytes: StageValue | None = Field(None, description="bytes of a micro-batch's input to the stage")
     master_weights: StrictBool = Field(
-        default=False, description="whether the optimiser holds weights of its own"
+        default=False, description="whether the optimizer holds weights of its own"
     )
     rank_speed: list[Positive] = Field(default_factory=list, description="speed of each rank; 1 is as given")
 

@@ -139,17 +139,17 @@ class Traffic:
         self.flows[flow] = _Flow(path, num_bytes, since_s=now_s)
         for wire in path.wires:
             self.on_wire[wire].add(flow)
-        return self._share(self._neighbours({flow}), now_s)
+        return self._share(self._neighbors({flow}), now_s)
 
     def end(self, flow: int, now_s: float) -> dict[int, float]:
         """A message is through; returns the new ends of those it made way for."""
-        touched = self._neighbours({flow})
+        touched = self._neighbors({flow})
         touched.discard(flow)
         for wire in self.flows.pop(flow).path.wires:
             self.on_wire[wire].discard(flow)
         return self._share(touched, now_s)
 
-    def _neighbours(self, flows: set[int]) -> set[int]:
+    def _neighbors(self, flows: set[int]) -> set[int]:
         """All messages that share wires with these, directly or through others."""
         found, todo = set(flows), list(flows)
         while todo:

@@ -222,8 +222,8 @@ def simulate(
 def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     """The (source, destination) ranks of all messages of a program."""
     ranks = program.rank_of_stage
-    neighbours = {pair for a, b in pairwise(ranks) for pair in ((a, b), (b, a))}
-    return {(a, b) for a, b in neighbours if a != b}
+    neighbors = {pair for a, b in pairwise(ranks) for pair in ((a, b), (b, a))}
+    return {(a, b) for a, b in neighbors if a != b}
 
 
 Mover = RankMover | RankGatherer

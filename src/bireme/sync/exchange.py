@@ -90,7 +90,7 @@ class BatchGradients:
     hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `norms` are
     those of the gradients where they were taken before; then nothing is summed, and no view is looked at.
     `streams` are the gradients that are kept as principal components, and `components` what those of all
-    replicas come to. Where replicas share the optimiser, `parts` are those of each of `flats`, and `owned`
+    replicas come to. Where replicas share the optimizer, `parts` are those of each of `flats`, and `owned`
     the piece of each gradient there that this replica owns and sums.
     """
 

@@ -254,7 +254,7 @@ class Reducer:
     * `device`: where the gradients are, if that is an accelerator.
     * `coded`: what sums over the replicas go through, if they do not go as they are. Those of tied parameters
       always do.
-    * `sharers`: the same ranks as `replicas`, where they share the optimiser: each gets the sums of its own
+    * `sharers`: the same ranks as `replicas`, where they share the optimizer: each gets the sums of its own
       parts of the gradients only, and adds these to the norm.
 
     Every rank must start the same batches in the same order.

@@ -20,7 +20,7 @@ from bireme.model.own_model import made_states
 from bireme.model.sources import ModelSource, load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
-from bireme.model.weights import check_weights, load_weights, materialise
+from bireme.model.weights import check_weights, load_weights, materialize
 from bireme.runtime.layout import Weights
 from bireme.train.data.own import own_samples
 from bireme.train.initial_weights import InitialWeights, read_initial
@@ -39,7 +39,7 @@ MASK = 3
 """Which of attention's arguments says what is seen."""
 
 MIXES = ("conv", "scan")
-"""Words in the names of operators that mix neighbouring places without asking a mask."""
+"""Words in the names of operators that mix neighboring places without asking a mask."""
 
 REMEDY = 'Set data.packing to "none", or to "stream" if documents may look at each other.'
 HIDDEN = -1e4
@@ -265,7 +265,7 @@ class RunModel:
     def _fresh(self, names: Sequence[str]) -> dict[str, Tensor]:
         """New weights from the seed, by the code of the model's modules alone."""
         is_own, seed = self.source.is_own, self.run.model.seed
-        return materialise(self.source.base, names, seed=seed, dtype=torch.float32, guesses=not is_own)
+        return materialize(self.source.base, names, seed=seed, dtype=torch.float32, guesses=not is_own)
 
     def _made(self, graph: Graph) -> dict[str, Tensor]:
         """All weights of the base, from the user's function, if this machine has the memory for them."""

@@ -1,6 +1,6 @@
 """Profiling under the load of training: as many processes at once, of the same kind.
 
-A core is slower while its neighbours compute, and a process that trains is not the one that plans: it has a
+A core is slower while its neighbors compute, and a process that trains is not the one that plans: it has a
 watch, a store, threads of its own. So the units of a model are timed in processes that `launch` starts as it
 starts those of the run, all at once; but never more than there are cores for, since ranks that share cores
 are the simulator's business. The same processes find out what the engine takes for an instruction and a

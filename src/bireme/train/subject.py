@@ -48,7 +48,7 @@ class Subject:
     is_run: bool = False
 
     def weights(self, model: RunModel, graph: Graph) -> Weights:
-        """Reads parameters and buffers by name; those that no file holds are initialised."""
+        """Reads parameters and buffers by name; those that no file holds are initialized."""
         if self.checkpoint is not None:
             return _of_checkpoint(open_checkpoint(self.checkpoint), model.weights(graph))
         if self.folder is not None:

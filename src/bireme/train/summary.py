@@ -45,7 +45,7 @@ def host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
     return sum(one.peak_bytes for one in forecast.tiers if (one.rank, one.tier) == (rank, "host"))
 
 
-# What replicas that share an optimiser or weights have sent each other, beside what the plan said.
+# What replicas that share an optimizer or weights have sent each other, beside what the plan said.
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,11 +63,11 @@ from bireme.train.shares import (
 )
 from bireme.train.stops import Stops
 
-# The optimiser of a run, as its file asks for it.
+# The optimizer of a run, as its file asks for it.
 
 
 def optimizer_of(training: Training) -> OptimizerFactory:
-    """Makes the optimisers of the parameters that it is given."""
+    """Makes the optimizers of the parameters that it is given."""
     return named_optimizer(
         training.optimizer,
         lr=training.learning_rate,

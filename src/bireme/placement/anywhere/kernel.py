@@ -122,7 +122,7 @@ SETS_PERCENT = 20
 """Of all moves, those of several items at once."""
 
 TRIES = 16
-"""Draws of an item until one has a neighbour on another device."""
+"""Draws of an item until one has a neighbor on another device."""
 
 LONGEST_STRETCH_BITS = 5
 

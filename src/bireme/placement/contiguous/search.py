@@ -36,7 +36,7 @@ from bireme.placement.workload import Objective, Workload
 # Contiguous splits of graphs with too many ideals: the best cut of a line of all items, for many lines.
 #
 # Every topological order makes the graph a line, which `chain.py` cuts in the best way. A walk in depth is a
-# good order, because neighbours in it feed each other. From the best order so far others are drawn that
+# good order, because neighbors in it feed each other. From the best order so far others are drawn that
 # differ from it by chance, and a better cut is kept; so the answer never gets worse and the same seed gives
 # the same.
 
@@ -252,7 +252,7 @@ class Contiguous:
         )
 
     def _best_apart(self, joined: ContiguousSplit | None, lower_bound: float) -> ContiguousSplit | None:
-        """The best split where what takes no time may be apart from its neighbour, if there is time."""
+        """The best split where what takes no time may be apart from its neighbor, if there is time."""
         items = self._items(Weightless.STAY)
         lattice = None if self._is_over() else self._lattice(items)
         if lattice is not None:

@@ -117,7 +117,7 @@ LONGEST_WINDOW = 24
 """Steps that follow each other in number and are moved together, or on a walk through a slot, at most."""
 
 TRIES = 12
-"""Steps that are looked at to find one with a neighbour elsewhere."""
+"""Steps that are looked at to find one with a neighbor elsewhere."""
 
 
 @compiled

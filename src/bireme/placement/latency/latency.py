@@ -301,7 +301,7 @@ class _Schedule:
 # together.
 #
 # Unlike items, steps are single nodes: what shares a colour shares an accelerator, but on CPUs each of its
-# nodes starts when it can. Only operators without time and size are merged into a neighbour, where that costs
+# nodes starts when it can. Only operators without time and size are merged into a neighbor, where that costs
 # nothing.
 
 # As right for steps as it is for groups.
@@ -313,7 +313,7 @@ class LatencySteps:
 
     `members[i]` are the places of a step's nodes in the workload; the first is the one that the others
     joined. Family `family[i]` holds step `i`; where `can_accelerate` is false, no accelerator can take the
-    family, and its times there are those on a CPU. `before` and `after` are direct neighbours. A net is the
+    family, and its times there are those on a CPU. `before` and `after` are direct neighbors. A net is the
     output of the step `net_source`, which the steps `net_users`, all others, use: it costs `net_cost` to
     move, never 0.
     """
@@ -406,7 +406,7 @@ class _Merging:
                 has_changed = True
 
     def _host(self, group: int) -> int | None:
-        """The neighbour that a group without time and size can join, whatever the rest does.
+        """The neighbor that a group without time and size can join, whatever the rest does.
 
         Take the best placement, and move the group to its host.
 

@@ -1,6 +1,6 @@
 """From a captured model, a profile of it and a cluster to a workload, and which node stands for what.
 
-The profile is of a device at speed 1. Times come out in milliseconds. What a step of the optimiser takes is
+The profile is of a device at speed 1. Times come out in milliseconds. What a step of the optimizer takes is
 in no node: it is paid once for a batch, not for every sample that passes.
 """
 
@@ -189,7 +189,7 @@ def workload_of(
     passed from the last of them to the first and added up on the way, so that a device with some of them
     sends it once, as it receives the value once.
 
-    **Sizes** are of parameters and buffers, in training of gradients, the optimiser's state and what one
+    **Sizes** are of parameters and buffers, in training of gradients, the optimizer's state and what one
     micro-batch keeps for its backward too. A pipeline keeps several micro-batches, and some schedules several
     versions of the weights; how many, no workload can say. What a unit works with for a moment is left out.
 

@@ -158,7 +158,7 @@ def _inseparable(
 def _alone(
     graph: Graph, unit_of: Mapping[int, int], users: Mapping[str, Sequence[int]]
 ) -> Iterator[Sequence[int]]:
-    """Operators that share no value with another, such as a count of batches, each with a neighbour.
+    """Operators that share no value with another, such as a count of batches, each with a neighbor.
 
     They could be anywhere, but belong to what runs around them: the next of their unit, or else the last.
     """
@@ -258,7 +258,7 @@ def divided(total: float, weights: Mapping[int, float]) -> dict[int, float]:
 class PiecesSource:
     """What pieces are made of: a graph with its units, and a profile of it at one size of micro-batch.
 
-    With `training` there are backwards, gradients, the optimiser's state and what is kept for the backward.
+    With `training` there are backwards, gradients, the optimizer's state and what is kept for the backward.
     With `copy_tied` each unit holds a parameter that it shares with others by itself.
     """
 
@@ -302,7 +302,7 @@ class PiecesSource:
         return found
 
     def saved_bytes(self, unit: int) -> int:
-        """What a unit keeps of a micro-batch for its backward; its neighbours may keep some of it too."""
+        """What a unit keeps of a micro-batch for its backward; its neighbors may keep some of it too."""
         return self.profile.units[unit].at(self.micro_batch).saved_bytes if self.training else 0
 
 

@@ -153,7 +153,7 @@ class _Graph:
         self._merge([into[cell] for cell in self.cell_of])
 
     def merge_rows(self, num_rows: int) -> None:
-        """Cells of one device in so many neighbouring rows of the picture become one."""
+        """Cells of one device in so many neighboring rows of the picture become one."""
         rows = self._rows()
         keys = [(rows[cell] // num_rows, self.device_of[cell]) for cell in range(len(rows))]
         first: dict[tuple[int, int], int] = {}
@@ -343,7 +343,7 @@ def _caption(view: _View) -> str:
         sentences.append("darker: backward of the node above, drawn without lines")
     if view.graph.is_coarser:
         drawn = f"{len(view.graph.cells)} boxes for {len(view.workload.nodes):,} nodes"
-        sentences.append(f"{drawn}, neighbours on one device as one")
+        sentences.append(f"{drawn}, neighbors on one device as one")
     return " · ".join(sentences)
 
 
@@ -377,7 +377,7 @@ def _label(view: _View, part: CellPart) -> str:
         return f"{len(part.places)} nodes"
     node = view.workload.nodes[part.places[0]]
     parts = _printable(node.name.strip() or str(node.id)).split("/")
-    # What tells neighbours apart is at the end.
+    # What tells neighbors apart is at the end.
     tails = ["/".join(parts[first:]) for first in range(len(parts))]
     tail = next((tail for tail in tails if fitted(tail, 9, WIDTH - 4) == tail), parts[-1])
     return fitted(tail, 9, WIDTH - 4)

@@ -3,7 +3,7 @@
 A batch that drains takes more than its pace: in the best partition, loads are not equal but fall after the
 master stage, so that the last micro-batch comes back without waiting. The search is that of the authors'
 released planner. Ours are: any number of micro-batches, devices of unequal speed, memory limits and links
-(through the tables it starts from), no stage is ever empty, and a last walk from neighbour to neighbour.
+(through the tables it starts from), no stage is ever empty, and a last walk from neighbor to neighbor.
 """
 
 from collections import deque
@@ -317,7 +317,7 @@ SLOWER = (1.0, 1.2, 2.0)
 MOST_STEPS = 8
 """Of the walk at the end."""
 
-MOST_NEIGHBOURS = 64
+MOST_NEIGHBORS = 64
 """About so many are gone through at each of them."""
 
 MOST_AT_ONCE = 2_000
@@ -504,10 +504,10 @@ def _short_ways(costs: Sequence[Seconds], borders: Sequence[Seconds], pace_s: fl
 
 
 def _walk(cuts: Cuts, all_seconds: Callable[[Sequence[Cuts]], list[float]], loads: Loads) -> Cuts:
-    """From neighbour to neighbour as long as that is better."""
+    """From neighbor to neighbor as long as that is better."""
     best_s = all_seconds([cuts])[0]
     for _ in range(MOST_STEPS):
-        near = _fitting(loads, _neighbours(cuts))
+        near = _fitting(loads, _neighbors(cuts))
         found = all_seconds(near)
         least_s = min(found, default=np.inf)
         if not least_s < best_s:
@@ -516,9 +516,9 @@ def _walk(cuts: Cuts, all_seconds: Callable[[Sequence[Cuts]], list[float]], load
     return cuts
 
 
-def _neighbours(cuts: Cuts) -> Iterable[Cuts]:
+def _neighbors(cuts: Cuts) -> Iterable[Cuts]:
     """A few cuts in a row moved by one: a unit goes from one stage to another, those between pass one on."""
-    most = max(1, MOST_NEIGHBOURS // (2 * max(len(cuts), 1)))
+    most = max(1, MOST_NEIGHBORS // (2 * max(len(cuts), 1)))
     for first in range(len(cuts)):
         for end in range(first + 1, min(first + most, len(cuts)) + 1):
             for step in (-1, 1):

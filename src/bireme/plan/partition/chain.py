@@ -111,7 +111,7 @@ def _sums(values: Bytes) -> Bytes:
 
 
 def _count_tied_once(table: Bytes, units: Sequence[UnitProfile], field: str) -> None:
-    """Take away what is tied, once for every two neighbouring uses that a range holds both of."""
+    """Take away what is tied, once for every two neighboring uses that a range holds both of."""
     uses: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for place, unit in enumerate(units):
         for held in unit.tied:
@@ -360,19 +360,19 @@ class Chain:
         )
 
     def with_newest(self) -> "Chain":
-        """The chain whose newest weights are kept with the optimiser's state."""
+        """The chain whose newest weights are kept with the optimizer's state."""
         kept = self.bytes.optimizer + self.bytes.parameter
         return replace(self, bytes=replace(self.bytes, optimizer=kept))
 
     def with_residuals(self, share: float) -> "Chain":
-        """The chain that keeps, in addition to the optimiser's state, so many bytes for each byte of
+        """The chain that keeps, in addition to the optimizer's state, so many bytes for each byte of
         gradients.
         """
         kept = np.round(share * self.bytes.gradient).astype(np.int64)
         return replace(self, bytes=replace(self.bytes, optimizer=self.bytes.optimizer + kept))
 
     def with_sharers(self, sharers: int) -> "Chain":
-        """The chain of which so many replicas each keep and step a part of the optimiser's, with what summing
+        """The chain of which so many replicas each keep and step a part of the optimizer's, with what summing
         gradients in parts takes besides.
         """
         own = self.bytes

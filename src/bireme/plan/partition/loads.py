@@ -67,7 +67,7 @@ def holdings(
 ) -> tuple[tuple[Moment, ...], ...]:
     """For each stage, one on each device, the moments that are not surpassed by another in everything.
 
-    With `has_masters` the newest weights are the optimiser's master copy, and no version.
+    With `has_masters` the newest weights are the optimizer's master copy, and no version.
     """
     if schedule_named(schedule).stages_per_rank != 1:
         raise BiremeError(
@@ -211,7 +211,7 @@ def _one_by_one(program: Program, rank: int, has_masters: bool = False) -> set[M
 
 
 def _sizes(each: Sequence[tuple[float, ...]], has_masters: bool) -> Sizes:
-    """The sizes of what is counted; the optimiser's state is not, as it is always there."""
+    """The sizes of what is counted; the optimizer's state is not, as it is always there."""
     version, gradient, stash, inputs, activation, message, waiting = each
     nothing = tuple(0.0 for _ in version)
     return Sizes(version, gradient, nothing, stash, inputs, activation, message, has_masters, waiting=waiting)
@@ -226,7 +226,7 @@ def _unsurpassed(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     return tuple(kept)
 
 
-# Devices in a fixed order, one per stage, and the links between neighbours.
+# Devices in a fixed order, one per stage, and the links between neighbors.
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True)
 class RowLink:
-    """The way between two neighbours; without `full_duplex` both directions take turns."""
+    """The way between two neighbors; without `full_duplex` both directions take turns."""
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0

@@ -255,7 +255,7 @@ def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> 
     return found
 
 
-# What it changes in a plan's costs if replicas share the optimiser: memory, steps, and bytes to sync.
+# What it changes in a plan's costs if replicas share the optimizer: memory, steps, and bytes to sync.
 #
 # Where they share the weights too, what that keeps and moves follows from the instructions of the program.
 
@@ -271,7 +271,7 @@ class Exchanged:
 
 
 def shared_key(request: PlanRequest, draft: Draft) -> object:
-    """What the costs of stages depend on besides, where replicas share the optimiser."""
+    """What the costs of stages depend on besides, where replicas share the optimizer."""
     outline = draft.outline
     if request.num_sharers(outline.width) == 1:
         return None
@@ -329,7 +329,7 @@ def sync_bytes(
 ) -> tuple[float, ...]:
     """What each replica sends on of every stage in a batch, for sums and for what it makes for the others.
 
-    With a shared optimiser that is its part of the weights, or under the FRESH rule for trial steps:
+    With a shared optimizer that is its part of the weights, or under the FRESH rule for trial steps:
     gradients, and the weights that come of them. With `before_update` it is what an UPDATE waits for. Under
     the DELAYED rule weights travel after it, and nobody waits for them but where they are more than a link
     carries in a batch; under the others it makes no difference to the next forward whether they go before or
@@ -384,7 +384,7 @@ def paging_of(
     sizes = costs.sizes()
     if not draft.splits_backward:
         sizes = replace(sizes, waiting=(), halves=())
-    # What codecs of sums keep is counted with the optimiser, and is not the optimiser's.
+    # What codecs of sums keep is counted with the optimizer, and is not the optimizer's.
     residuals = [kept_share * one for one in sizes.gradient]
     sizes = replace(
         sizes,
@@ -475,7 +475,7 @@ def _shared(
 
 
 def shared_tiers(timeline: Timeline, exchanged: Sequence[Exchanged]) -> Iterator[TierForecast]:
-    """The same of ranks that share an optimiser: the new weights they get, and the gradients they give."""
+    """The same of ranks that share an optimizer: the new weights they get, and the gradients they give."""
     for kept in timeline.memory:
         own = [exchanged[stage] for stage in timeline.program.stages_of(kept.rank)]
         gathered, given = sum(one.weights for one in own), sum(one.gradients for one in own)

@@ -446,7 +446,7 @@ class HeuristicExplorer:
         return [grids[place] for _, place in sorted(scored)[:MOST_CUT]]
 
     def _walk(self, evaluated: EvaluatedDraft) -> None:
-        """From neighbour to neighbour as long as that is better: slices, lookahead, devices, cuts."""
+        """From neighbor to neighbor as long as that is better: slices, lookahead, devices, cuts."""
         best, is_better = evaluated, True
         while is_better:
             is_better = False

@@ -4,7 +4,7 @@ AutoPipe-H maps stages to devices "considering server heterogeneity, to reduce c
 than that abstract is not public; what is done here is our own design. Devices are put in an order, server by
 server, and dealt out in tiles: a tile of g replicas takes, for one rank after the other, g devices in a row.
 
-    g = 1: each replica's ranks are neighbours        g = w: each rank's replicas are neighbours
+    g = 1: each replica's ranks are neighbors        g = w: each rank's replicas are neighbors
     0a 1a 2a 3a | 0b 1b 2b 3b                         0a 0b 1a 1b | 2a 2b 3a 3b
 
 What lies between mixes both. Which of them is best is judged by the bytes that meet on the lanes, then by the

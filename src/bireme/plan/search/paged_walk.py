@@ -141,7 +141,7 @@ class PagedWalk:
                 yield from islice(self._recomputing(parts), 1)
 
     def _beside(self, draft: Draft) -> Iterator[Draft]:
-        """The neighbours of a draft."""
+        """The neighbors of a draft."""
         yield from self._sweeps(draft)
         yield from self._recomputing(draft)
         parts = list(self._parts(self._whole(draft)))
@@ -192,7 +192,7 @@ class PagedWalk:
         yield from (units[cut] for cut in even_cuts(work, num_parts))
 
     def _whole(self, draft: Draft) -> Draft:
-        """The draft with one stage on each rank, where its parts are neighbours."""
+        """The draft with one stage on each rank, where its parts are neighbors."""
         outline = draft.outline
         per_rank = outline.stages_per_rank
         if per_rank == 1 or schedule_named(outline.schedule).stages_per_rank > 1:

@@ -143,7 +143,7 @@ class PlanningProblem:
 
     def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS) -> Chain:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
-        of the sums over so many replicas, and the part of the optimiser that each of these has under a rule.
+        of the sums over so many replicas, and the part of the optimizer that each of these has under a rule.
         """
         kept_share = self.request.sums.kept_share if width > 1 else 0.0
         sharers = self.request.num_sharers(width)
@@ -231,7 +231,7 @@ class PlanningProblem:
 
 
 def check_shard(request: PlanRequest, optimizer: str) -> None:
-    """Refuse to share an optimiser that has no parts."""
+    """Refuse to share an optimizer that has no parts."""
     if request.shard != "none" and optimizer == "muon":
         raise BiremeError(
             f"Replicas share the {request.shard}, but the profile is of muon, which steps whole matrices. "

@@ -3,7 +3,7 @@
 Shapes are gone through by what they promise, each with mappings onto devices and cuts for them, and the
 simulator judges what is left. Where there are few plans in all, all are gone through: those that are left out
 could not be better, by bounds that hold (see docs/search.md). Else shapes, mappings and cuts are the likely
-ones, and a walk from neighbour to neighbour follows.
+ones, and a walk from neighbor to neighbor follows.
 """
 
 import math

@@ -49,7 +49,7 @@ class Outline:
     """A plan without devices and cuts; `sizes` are the samples of each replica's micro-batches, falling.
 
     `updates_early` lets stages update while the first rank has one set of gradients, and `updates_halfway`
-    in time for what replicas make of a shared optimiser to travel.
+    in time for what replicas make of a shared optimizer to travel.
     """
 
     schedule: str

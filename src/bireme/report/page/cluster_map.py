@@ -286,7 +286,7 @@ class _Way:
 
 
 def _way(a: _Box, b: _Box, *, is_bow: bool) -> _Way:
-    """Straight down to the neighbour below, a bow beside what is between, or a curve to another server."""
+    """Straight down to the neighbor below, a bow beside what is between, or a curve to another server."""
     upper, lower = (a, b) if a.y <= b.y else (b, a)
     if a.x == b.x and not is_bow:
         begin, end = upper.y + upper.height, lower.y

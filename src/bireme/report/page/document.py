@@ -83,7 +83,7 @@ def _link(flow: Flow) -> dict[str, Any]:
 
 
 def _shared(run: Run) -> dict[str, Any]:
-    """What replicas that share an optimiser or weights have sent each other, where they do."""
+    """What replicas that share an optimizer or weights have sent each other, where they do."""
     shared = None if run.summary is None else run.summary.sync.shared
     return {} if shared is None else {"shared": shared.model_dump()}
 

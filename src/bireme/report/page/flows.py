@@ -24,7 +24,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What goes between two neighbours in a pipeline; nan is what nobody knows.
+    """What goes between two neighbors in a pipeline; nan is what nobody knows.
 
     `forth_bytes` a batch go from the first to the second, `back_bytes` the other way. `used_bytes_per_s` is
     the greater of the two while the run goes on, `most_bytes_per_s` what the way between them carries.

@@ -53,7 +53,7 @@ class ReportedStage(_Table):
 
 
 class ReportedShared(_Table):
-    """What replicas that share an optimiser or weights have sent each other."""
+    """What replicas that share an optimizer or weights have sent each other."""
 
     gathered_bytes: Amount
     predicted_gathered_bytes: Amount | None = None

@@ -233,7 +233,7 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
 
 
 def _exchanged(name: str, num_bytes: float, predicted: float | None) -> _Tile:
-    """What replicas that share an optimiser or weights have sent each other."""
+    """What replicas that share an optimizer or weights have sent each other."""
     more = "between replicas" if predicted is None else f"predicted {bytes_text(predicted)}"
     return _Tile(name, bytes_text(num_bytes), more, f"{num_bytes:,.0f} bytes")
 

@@ -22,10 +22,10 @@ from bireme.schedule.instruction import Instruction
 from bireme.sync.exchange import SentBytes
 from bireme.sync.quorum.ring import Contribution
 
-# What the optimiser of a stage remembers of each weight, as flats that are averaged along with the weights.
+# What the optimizer of a stage remembers of each weight, as flats that are averaged along with the weights.
 #
-# For each arena of weights there is a flat for each key of the optimiser's state, with elements at the same
-# places, so a fragment of the weights is one of them too. What an optimiser has not made yet counts as zeros,
+# For each arena of weights there is a flat for each key of the optimizer's state, with elements at the same
+# places, so a fragment of the weights is one of them too. What an optimizer has not made yet counts as zeros,
 # with which it would begin, and is not written to.
 
 
@@ -66,7 +66,7 @@ class Moments:
         return found
 
     def put(self, flats: Sequence[Tensor], places: Sequence[slice]) -> None:
-        """Have the optimiser remember this from now on."""
+        """Have the optimizer remember this from now on."""
         state = self._banks.optimizer_state()
         for row, flat in zip(self._rows, flats, strict=True):
             for own, place in _held(row, state, places[row.arena]):
@@ -79,7 +79,7 @@ def _length(row: _Row, places: Sequence[slice]) -> int:
 
 
 def _held(row: _Row, state: Mapping[str, Mapping[str, Any]], whole: slice) -> Iterator[tuple[Tensor, slice]]:
-    """The parts of an optimiser's tensors within a place, and where each of them is in its flat."""
+    """The parts of an optimizer's tensors within a place, and where each of them is in its flat."""
     for name, slot in row.slots.items():
         own = state.get(name, {}).get(row.key)
         begin, end = max(slot.begin, whole.start), min(slot.end, whole.stop)
@@ -97,7 +97,7 @@ class Met:
 
 
 class Averages(ABC):
-    """The averages of one rank, which has one stage; of its weights, or of its optimiser's state too."""
+    """The averages of one rank, which has one stage; of its weights, or of its optimizer's state too."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Averages(ABC):
         self.sent.note(num_members, raw=num_bytes, sent=num_bytes)
 
     def _moments_like(self, places: Sequence[slice]) -> list[Tensor]:
-        """What is averaged of the optimiser's state along with these places of the weights."""
+        """What is averaged of the optimizer's state along with these places of the weights."""
         return [] if self._moments is None else self._moments.like(places)
 
     def _moments_taken(self, places: Sequence[slice]) -> list[Tensor]:
@@ -225,7 +225,7 @@ class GroupAverages(Averages):
         return met(settled)
 
     def _offered(self) -> Callable[[], Sequence[Tensor]]:
-        """What gives the weights as they are, and the optimiser's state, where and when they are needed."""
+        """What gives the weights as they are, and the optimizer's state, where and when they are needed."""
         flats, ready = self._flats, self._event()
         return lambda: [*copied(flats, ready), *self._moments_taken(self._everywhere)]
 

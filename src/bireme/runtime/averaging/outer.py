@@ -7,7 +7,7 @@ are the same in all replicas. The weights are cut into fragments, each with roun
     buffer = momentum * buffer + mean drift
     start  = start - rate * (mean drift + momentum * buffer)                             Nesterov's momentum
 
-What optimisers remember is averaged along with drifts, where that is asked for: whoever had samples in a
+What optimizers remember is averaged along with drifts, where that is asked for: whoever had samples in a
 round remembers the mean from there on, in the place of what it has by then.
 
 A replica's weights move with the start, and keep what it has trained since it offered its drift. One that was
@@ -64,7 +64,7 @@ def num_due(settings: OuterSettings, fragment: int, batches: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Fragment:
     """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, with the
-    optimiser's `moments`, after the `batch`, of so many samples; `counted` are the samples in drifts that
+    optimizer's `moments`, after the `batch`, of so many samples; `counted` are the samples in drifts that
     were in rounds.
     """
 
@@ -294,7 +294,7 @@ class Averaging:
     """How a pipeline averages with others: in groups, or by `outer` steps that come `lag` batches late.
 
     A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
-    With `averages_optimizer` what optimisers remember of the weights is averaged along with these.
+    With `averages_optimizer` what optimizers remember of the weights is averaged along with these.
     """
 
     agent: AveragingAgent

@@ -182,7 +182,7 @@ def _median(values: list[float]) -> float:
 # How long each replica takes for micro-batches of several sizes, measured on its own devices.
 #
 # All ranks run the forward and the backward of their own stages at the same time, on the real model and
-# shapes and with the weights that they train, which stay as they are. What comes from a neighbour is made up.
+# shapes and with the weights that they train, which stay as they are. What comes from a neighbor is made up.
 # A replica is as fast as its slowest rank.
 
 NUM_RUNS, LEAST_S = 5, 0.2
@@ -265,7 +265,7 @@ def _run(
 
 
 NUM_SETTLING, NUM_COUNTED = 3, 7
-"""Batches: an optimiser makes its state in the first ones."""
+"""Batches: an optimizer makes its state in the first ones."""
 
 OTHER_BYTES = 32 * 2**20
 """More than a core's own cache."""

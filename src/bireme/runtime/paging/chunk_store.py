@@ -34,7 +34,7 @@ Key = tuple[Item, int, int]
 
 
 class Ranges:
-    """A bank and an optimiser have a range for good; sums and stashes are lent one while they are there."""
+    """A bank and an optimizer have a range for good; sums and stashes are lent one while they are there."""
 
     def __init__(self, memory: ChunkMemory, num_chunks: Mapping[tuple[Item, int], int]) -> None:
         self._memory = memory
@@ -50,7 +50,7 @@ class Ranges:
         self.reserve_gradients: dict[int, Callable[[], ArenaAllocator]] = {}
         """For each stage who gives the memory of a batch's sums, before the batch's first gradient comes."""
 
-    def carver(self, item: Item, stage: int, number: int = 0) -> ArenaAllocator:
+    def allocator(self, item: Item, stage: int, number: int = 0) -> ArenaAllocator:
         """The range of an item; torch's allocator where the item is not paged."""
         return self.of((item, stage, number)) if self.has(item, stage) else PLAIN
 

@@ -359,11 +359,11 @@ class PagedStage(StageMemory):
 
     def bank(self, number: int) -> ArenaAllocator:
         """As `StageMemory` says."""
-        return self._store.ranges.carver(Item.WEIGHTS, self._stage, number)
+        return self._store.ranges.allocator(Item.WEIGHTS, self._stage, number)
 
     def optimizer(self) -> ArenaAllocator:
         """As `StageMemory` says."""
-        return self._store.ranges.carver(Item.OPTIMIZER, self._stage)
+        return self._store.ranges.allocator(Item.OPTIMIZER, self._stage)
 
     def gradients(self) -> ArenaAllocator:
         """As `StageMemory` says."""
@@ -371,13 +371,13 @@ class PagedStage(StageMemory):
 
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As `StageMemory` says."""
-        carver = self._store.ranges.carver(Item.FROZEN, self._stage)
-        if carver is PLAIN:
+        allocator = self._store.ranges.allocator(Item.FROZEN, self._stage)
+        if allocator is PLAIN:
             return weights
         # Those that leave a gap after them come last.
         names = sorted(weights, key=lambda name: weights[name].nbytes % ALIGNED != 0)
         flat = {
-            name: carver.carve(one.numel(), one.dtype, one.device)
+            name: allocator.carve(one.numel(), one.dtype, one.device)
             for name, one in ((name, weights[name]) for name in names)
         }
         with self.opened(Item.FROZEN):

@@ -80,7 +80,7 @@ class Schedule:
     `check` raises where the schedule is not legal for a shape. `picture` shows it for four ranks, as drawn
     by `ascii_picture`.
 
-    A schedule that has one stage on each rank can have several neighbours there: these run one after the
+    A schedule that has one stage on each rank can have several neighbors there: these run one after the
     other as the one stage would, of which they are parts. The functions are then asked for a stage on each
     rank.
 
@@ -105,24 +105,24 @@ class Schedule:
     """The greatest lookahead of a shape, for schedules that have one."""
 
     def whole(self, shape: Shape) -> Shape:
-        """The shape with the neighbours of each rank as one stage, and each sweep as one micro-batch."""
+        """The shape with the neighbors of each rank as one stage, and each sweep as one micro-batch."""
         swept = replace(shape, num_microbatches=shape.num_microbatches // shape.sweep, sweep=1)
-        if self.num_neighbours(shape) == 1:
+        if self.num_neighbors(shape) == 1:
             return swept
         return replace(swept, num_stages=shape.num_ranks, stages_per_rank=1)
 
-    def num_neighbours(self, shape: Shape) -> int:
-        """How many neighbouring stages run as if they were one."""
+    def num_neighbors(self, shape: Shape) -> int:
+        """How many neighboring stages run as if they were one."""
         return shape.stages_per_rank if self.stages_per_rank == 1 else 1
 
     def rank_of_stage(self, shape: Shape) -> tuple[int, ...]:
         """The rank of each stage."""
         ranks = self.placement(self.whole(shape))
-        return tuple(rank for rank in ranks for _ in range(self.num_neighbours(shape)))
+        return tuple(rank for rank in ranks for _ in range(self.num_neighbors(shape)))
 
     def in_order(self, shape: Shape) -> Orders:
-        """What each rank computes, with its neighbours one after the other."""
-        num = self.num_neighbours(shape)
+        """What each rank computes, with its neighbors one after the other."""
+        num = self.num_neighbors(shape)
         orders = self.orders(self.whole(shape))
         if num > 1:
             orders = [list(_apart(order, num)) for order in orders]
@@ -130,7 +130,7 @@ class Schedule:
 
     def refuse(self, shape: Shape) -> None:
         """Raise where the schedule is not legal for the shape."""
-        if self.num_neighbours(shape) > 1 and self.rule is Rule.STASHED:
+        if self.num_neighbors(shape) > 1 and self.rule is Rule.STASHED:
             raise BiremeError(
                 f"{self.name} puts one stage on each rank, not {shape.stages_per_rank}: the delay of updates "
                 "depends on the stage, so parts of a stage would not learn what the whole does."

@@ -59,7 +59,7 @@ TWO_BUFFER = Schedule(
 # Fresh 2BW: the order of 2BW, each batch on weights brought nearly up to date by a trial step.
 #
 # When stage s of d starts batch t it has already finished the backward of m−(d−1−s) of the m micro-batches of
-# batch t−1. TRIAL steps W(t−1) by the gradient they have accumulated, without touching optimiser or
+# batch t−1. TRIAL steps W(t−1) by the gradient they have accumulated, without touching optimizer or
 # accumulator, and batch t runs on the result. The real update is made from W(t−1) with the whole gradient. So
 # instead of one whole batch, only the (d−1−s)/m of a batch that is still under way is missing. A lookahead
 # (see 1F1B) hides slow links but leaves as many more micro-batches unseen.

@@ -304,7 +304,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """`replica` gets a snapshot of every stage from `donor`: weights and optimiser after `batch` updates.
+    """`replica` gets a snapshot of every stage from `donor`: weights and optimizer after `batch` updates.
 
     It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
     it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins

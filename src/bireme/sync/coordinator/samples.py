@@ -338,7 +338,7 @@ class Pool:
 
 
 def united(samples: Iterable[SamplePlaces]) -> tuple[SamplePlaces, ...]:
-    """The same places in rising order, neighbours joined. They must not overlap."""
+    """The same places in rising order, neighbors joined. They must not overlap."""
     found: list[SamplePlaces] = []
     for one in sorted(samples):
         if found and found[-1].end == one.begin:

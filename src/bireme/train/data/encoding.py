@@ -381,7 +381,7 @@ class _Record(BaseModel):
     """The first few files of which bytes that are not UTF-8 were replaced."""
 
 
-def tokenised(
+def tokenized(
     source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress | None = None
 ) -> Tokens:
     """The tokens of a source's documents, as `encoded` makes them, from the cache if they are there."""
@@ -500,7 +500,7 @@ class _Writer:
             done += part.size
             yield part.ids.astype(self._dtype).tobytes()
             self._progress(
-                min(done / max(self._source.size or 1, 1), 1.0), f"tokenising {self._source.origin}"
+                min(done / max(self._source.size or 1, 1), 1.0), f"tokenizing {self._source.origin}"
             )
         if not self.num_tokens:
             named = (

@@ -1,4 +1,4 @@
-"""From what a run asks for to its samples: opened, tokenised, split and checked.
+"""From what a run asks for to its samples: opened, tokenized, split and checked.
 
 It is called once before the run, where it may take long and shows its progress, and again by every rank,
 which then finds the tokens in the cache.
@@ -22,7 +22,7 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Value, evaluate
 from bireme.report.units import counted
 from bireme.train.data.documents import Cut, DocumentSamples, Packing
-from bireme.train.data.encoding import AnswerRows, Progress, tokenised
+from bireme.train.data.encoding import AnswerRows, Progress, tokenized
 from bireme.train.data.hub import SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
 from bireme.train.data.own import OwnSamples
@@ -417,7 +417,7 @@ class _Maker:
         packing = self.request.packing or ("none" if has_answers else "stream")
         if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
             return _Made(source, packing)
-        tokens = source if isinstance(source, Tokens) else tokenised(source, self.tokenizer, self.progress)
+        tokens = source if isinstance(source, Tokens) else tokenized(source, self.tokenizer, self.progress)
         if not _holds_text(source):
             check_token_ids(tokens, self.model.vocabulary)
         return _Made(tokens, packing)

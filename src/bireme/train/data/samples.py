@@ -374,7 +374,7 @@ def document_end_near(tokens: Tokens, cut: int, least_ahead: int, least_behind: 
     if ends is None or not len(ends):
         return cut
     place = int(np.searchsorted(ends, cut))
-    near = [int(ends[neighbour]) for neighbour in (place - 1, place) if 0 <= neighbour < len(ends)]
+    near = [int(ends[neighbor]) for neighbor in (place - 1, place) if 0 <= neighbor < len(ends)]
     best = min(near, key=lambda end: abs(end - cut))
     behind, wanted = len(tokens) - best, len(tokens) - cut
     fits = wanted <= 2 * behind and behind <= 2 * wanted

@@ -18,7 +18,7 @@ from zlib import crc32
 from bireme.errors import BiremeError
 
 PIECE_BYTES = 1 << 17
-"""A document longer than this is read, and tokenised, in passages that end with a line where they can."""
+"""A document longer than this is read, and tokenized, in passages that end with a line where they can."""
 
 STDLIB_BYTES = 20_000_000
 """Of Python's own sources no more than this is taken, so that the first run starts soon."""

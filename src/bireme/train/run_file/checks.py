@@ -81,7 +81,7 @@ def _check_updates(tables: Tables) -> None:
 
 
 def _check_shard(tables: Tables) -> None:
-    """Replicas that share an optimiser need each other in every batch, and step parts of parameters."""
+    """Replicas that share an optimizer need each other in every batch, and step parts of parameters."""
     if tables.memory.shard == "none":
         return
     why = {

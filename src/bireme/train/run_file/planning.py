@@ -168,7 +168,7 @@ def _codec_or_auto(value: str) -> str:
 def _border(value: str) -> str:
     first, dash, second = value.strip().partition("-")
     if not dash or not first.isdecimal() or not second.isdecimal() or int(second) != int(first) + 1:
-        raise ValueError('two neighbouring stages, such as "0-1"')
+        raise ValueError('two neighboring stages, such as "0-1"')
     return f"{int(first)}-{int(second)}"
 
 
@@ -281,7 +281,7 @@ class Planning(Table):
     ] = Field(default="auto", description="Pipeline schedule; auto searches for the best")
     objective: Literal["time-to-loss", "throughput", "energy"] = Field(
         default="time-to-loss",
-        description="What to optimise; throughput ignores penalties, energy is joules per sample times "
+        description="What to optimize; throughput ignores penalties, energy is joules per sample times "
         "penalties and needs the watts of all devices",
     )
     depth: Devices | None = Field(default=None, description="Number of devices per replica", examples=[2])

@@ -335,7 +335,7 @@ class Tables(Table):
     format: Literal[1] = Field(default=1, description="Version of this format")
     model: Model = Field(default_factory=Model, description="The model to train.")
     data: Data = Field(default_factory=Data, description="The training data.")
-    training: Training = Field(default_factory=Training, description="Optimiser, learning rate, steps.")
+    training: Training = Field(default_factory=Training, description="Optimizer, learning rate, steps.")
     plan: Planning = Field(default_factory=Planning, description="How the pipeline is cut and scheduled.")
     balance: Balancing = Field(
         default_factory=Balancing, description="How much of each batch every replica trains."

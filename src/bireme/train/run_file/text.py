@@ -169,7 +169,7 @@ def commented_toml() -> str:
     """A run file that says nothing, with every key in a comment: its meaning, its words, its default.
 
     A line that begins with a # and a letter is a key. Without the # it is right as it is, except where
-    it needs another model or optimiser. Keys that are not set have an example there.
+    it needs another model or optimizer. Keys that are not set have an example there.
     """
     lines = [BEGINNING]
     for table in tables_of_keys():

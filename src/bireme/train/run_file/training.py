@@ -1,4 +1,4 @@
-"""`[training]`: the optimiser, its rates, and how long it goes on."""
+"""`[training]`: the optimizer, its rates, and how long it goes on."""
 
 from typing import Annotated, Any, Literal
 
@@ -143,11 +143,11 @@ Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 class Training(Table):
     """`[training]`."""
 
-    steps: Steps = Field(default=300, description="Number of optimiser steps; each trains on one batch")
+    steps: Steps = Field(default=300, description="Number of optimizer steps; each trains on one batch")
     batch_size: Samples = Field(default=32, description="Samples per step, over all devices")
     optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
         default="adamw",
-        description="Optimiser; sgd has momentum, muon leaves all but the matrices inside layers to adamw",
+        description="Optimizer; sgd has momentum, muon leaves all but the matrices inside layers to adamw",
     )
     learning_rate: Rate = Field(
         default=3e-3,

@@ -16,8 +16,8 @@ from torch.profiler import profile
 
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
-from bireme.profile.behaviour import (
-    Behaviour,
+from bireme.profile.behavior import (
+    Behavior,
     Event,
     EventKind,
     MemoryBlock,
@@ -88,7 +88,7 @@ def perceptron(num_samples: int, width: int) -> Made:
 
 
 @pytest.fixture(scope="module", params=[gpt, convolutions], ids=["gpt", "convolutions"])
-def behaviour(request: pytest.FixtureRequest) -> Behaviour:
+def behavior(request: pytest.FixtureRequest) -> Behavior:
     torch.manual_seed(0)
     return observe(*request.param())
 
@@ -139,7 +139,7 @@ def test_live_bytes_are_those_of_all_tensors_that_python_can_reach() -> None:
     assert trace.live_bytes == sum(storages.values()) == 4 * (3 + 30 + 300 + 30 + 3 + 30)
 
 
-def test_the_peak_of_the_trace_is_the_peak_of_the_behaviour() -> None:
+def test_the_peak_of_the_trace_is_the_peak_of_the_behavior() -> None:
     model, inputs = convolutions()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     trace = StorageTrace()
@@ -289,53 +289,53 @@ def test_watching_changes_nothing_about_the_training() -> None:
 # --- an iteration ------------------------------------------------------------------------------------------
 
 
-def test_every_access_lies_inside_its_block_s_life(behaviour: Behaviour) -> None:
-    for block in behaviour.blocks:
-        end = behaviour.num_events if block.death_event is None else block.death_event
+def test_every_access_lies_inside_its_block_s_life(behavior: Behavior) -> None:
+    for block in behavior.blocks:
+        end = behavior.num_events if block.death_event is None else block.death_event
         assert all(block.birth_event < access.event < end for access in block.accesses)
         assert all(one.end_s <= other.start_s for one, other in pairwise(block.accesses))
         assert block.birth_event == -1 or block.accesses[0].operator == block.birth_operator
 
 
-def test_what_is_there_at_the_end_is_what_was_there_at_the_start(behaviour: Behaviour) -> None:
-    live = behaviour.live_bytes()
-    assert live[0] == live[-1] == sum(block.num_bytes for block in behaviour.blocks if block.is_persistent)
+def test_what_is_there_at_the_end_is_what_was_there_at_the_start(behavior: Behavior) -> None:
+    live = behavior.live_bytes()
+    assert live[0] == live[-1] == sum(block.num_bytes for block in behavior.blocks if block.is_persistent)
     assert min(live) >= 0
-    owners = {block.owner for block in behaviour.blocks if block.is_persistent}
+    owners = {block.owner for block in behavior.blocks if block.is_persistent}
     assert owners <= {Owner.PARAMETER, Owner.BUFFER, Owner.OPTIMIZER, Owner.INPUT}
 
 
-def test_no_two_living_blocks_share_an_address(behaviour: Behaviour) -> None:
-    for one, other in combinations(behaviour.blocks, 2):
+def test_no_two_living_blocks_share_an_address(behavior: Behavior) -> None:
+    for one, other in combinations(behavior.blocks, 2):
         assert one.address is not None
         assert other.address is not None
-        if meet(one, other, behaviour):
+        if meet(one, other, behavior):
             apart = one.address + one.num_bytes <= other.address
             assert apart or other.address + other.num_bytes <= one.address
 
 
-def meet(one: MemoryBlock, other: MemoryBlock, behaviour: Behaviour) -> bool:
-    ends = [behaviour.num_events if b.death_event is None else b.death_event for b in (one, other)]
+def meet(one: MemoryBlock, other: MemoryBlock, behavior: Behavior) -> bool:
+    ends = [behavior.num_events if b.death_event is None else b.death_event for b in (one, other)]
     return one.birth_event < ends[1] and other.birth_event < ends[0]
 
 
-def test_owners_share_the_peak_between_them(behaviour: Behaviour) -> None:
-    assert sum(behaviour.by_owner().values()) == behaviour.peak.num_bytes == max(behaviour.live_bytes())
-    assert behaviour.live_bytes()[behaviour.peak.event + 1] == behaviour.peak.num_bytes
+def test_owners_share_the_peak_between_them(behavior: Behavior) -> None:
+    assert sum(behavior.by_owner().values()) == behavior.peak.num_bytes == max(behavior.live_bytes())
+    assert behavior.live_bytes()[behavior.peak.event + 1] == behavior.peak.num_bytes
 
 
-def test_the_peak_is_no_less_than_weights_gradients_and_optimizer(behaviour: Behaviour) -> None:
+def test_the_peak_is_no_less_than_weights_gradients_and_optimizer(behavior: Behavior) -> None:
     kept = {Owner.PARAMETER, Owner.GRADIENT, Owner.OPTIMIZER}
-    assert behaviour.peak.num_bytes >= sum(b.num_bytes for b in behaviour.blocks if b.owner in kept)
+    assert behavior.peak.num_bytes >= sum(b.num_bytes for b in behavior.blocks if b.owner in kept)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_owners_have_the_bytes_that_the_model_says(name: str) -> None:
     model, inputs = convolutions()
-    behaviour = observe(model, inputs, optimizer=name)
+    behavior = observe(model, inputs, optimizer=name)
     trained_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_trained = sum(p.requires_grad for p in model.parameters())
-    found = {o: sum(b.num_bytes for b in behaviour.blocks if b.owner is o) for o in Owner}
+    found = {o: sum(b.num_bytes for b in behavior.blocks if b.owner is o) for o in Owner}
     assert found[Owner.PARAMETER] == 4 * sum(p.numel() for p in model.parameters())
     assert found[Owner.GRADIENT] == trained_bytes
     assert found[Owner.OPTIMIZER] == (trained_bytes if name == "sgd" else 2 * trained_bytes + 4 * num_trained)
@@ -344,27 +344,27 @@ def test_owners_have_the_bytes_that_the_model_says(name: str) -> None:
 
 
 def test_blocks_are_called_what_the_model_calls_them() -> None:
-    behaviour = observe(*convolutions())
-    names = {(block.owner, block.name) for block in behaviour.blocks}
+    behavior = observe(*convolutions())
+    names = {(block.owner, block.name) for block in behavior.blocks}
     assert (Owner.PARAMETER, "first.weight") in names
     assert (Owner.GRADIENT, "first.weight") in names
     assert (Owner.GRADIENT, "second.weight") not in names
     assert (Owner.OPTIMIZER, "first.weight exp_avg") in names
     assert (Owner.BUFFER, "norm.running_mean") in names
     assert (Owner.INPUT, "images") in names
-    made = {(b.module, b.birth_operator) for b in behaviour.blocks if b.owner is Owner.ACTIVATION}
+    made = {(b.module, b.birth_operator) for b in behavior.blocks if b.owner is Owner.ACTIVATION}
     assert ("first", "aten.convolution") in made
 
 
-def test_phases_follow_each_other_and_hold_their_accesses(behaviour: Behaviour) -> None:
-    assert [span.phase for span in behaviour.spans] == list(Phase)
-    spans = {span.phase: span for span in behaviour.spans}
-    for one, other in pairwise(behaviour.spans):
+def test_phases_follow_each_other_and_hold_their_accesses(behavior: Behavior) -> None:
+    assert [span.phase for span in behavior.spans] == list(Phase)
+    spans = {span.phase: span for span in behavior.spans}
+    for one, other in pairwise(behavior.spans):
         assert one.end_s <= other.start_s
-    for access in (access for block in behaviour.blocks for access in block.accesses):
+    for access in (access for block in behavior.blocks for access in block.accesses):
         assert access.phase is not None
         assert spans[access.phase].start_s <= access.start_s <= access.end_s <= spans[access.phase].end_s
-    written = [b for b in behaviour.blocks if b.owner is Owner.PARAMETER and b.accesses]
+    written = [b for b in behavior.blocks if b.owner is Owner.PARAMETER and b.accesses]
     last = {b.accesses[-1].phase for b in written if b.name != "second.weight"}
     assert last == {Phase.OPTIMIZER}
 
@@ -383,9 +383,9 @@ def test_activations_grow_with_the_batch_and_parameters_do_not() -> None:
 # --- iterations repeat -------------------------------------------------------------------------------------
 
 
-def test_iterations_of_a_fixed_model_are_the_same_events(behaviour: Behaviour) -> None:
-    assert behaviour.repetition.is_stable
-    assert behaviour.repetition.period_events == behaviour.num_events
+def test_iterations_of_a_fixed_model_are_the_same_events(behavior: Behavior) -> None:
+    assert behavior.repetition.is_stable
+    assert behavior.repetition.period_events == behavior.num_events
 
 
 def test_an_optimizer_that_has_no_state_yet_makes_the_first_iteration_differ() -> None:
@@ -490,31 +490,31 @@ BANDWIDTHS = [1e-6, 1e6, 1e7, 1e8, 1e9, 1e10, 1e12]
 
 
 @pytest.fixture(scope="module")
-def plans(behaviour: Behaviour) -> list[SwapPlan]:
+def plans(behavior: Behavior) -> list[SwapPlan]:
     return [
-        plan_swaps(behaviour, Bandwidth(bytes_per_s, 2 * bytes_per_s), in_turn=in_turn)
+        plan_swaps(behavior, Bandwidth(bytes_per_s, 2 * bytes_per_s), in_turn=in_turn)
         for bytes_per_s in BANDWIDTHS
         for in_turn in (False, True)
     ]
 
 
-def test_intervals_are_those_between_accesses_and_one_around_the_end(behaviour: Behaviour) -> None:
-    intervals = idle_intervals(behaviour)
-    used = [block for block in behaviour.blocks if block.accesses]
+def test_intervals_are_those_between_accesses_and_one_around_the_end(behavior: Behavior) -> None:
+    intervals = idle_intervals(behavior)
+    used = [block for block in behavior.blocks if block.accesses]
     around = sum(block.is_persistent for block in used)
     assert len(intervals) == sum(len(block.accesses) - 1 for block in used) + around
     assert all(idle.seconds >= 0 and idle.num_events > 0 for idle in intervals)
     for block in (block for block in used if block.is_persistent):
         own = [idle for idle in intervals if idle.block is block]
-        assert sum(idle.num_events for idle in own) == behaviour.num_events
+        assert sum(idle.num_events for idle in own) == behavior.num_events
 
 
-def test_a_swapped_block_is_not_touched_while_it_is_away(behaviour: Behaviour, plans: list[SwapPlan]) -> None:
+def test_a_swapped_block_is_not_touched_while_it_is_away(behavior: Behavior, plans: list[SwapPlan]) -> None:
     for plan in plans:
         for swap in plan.swaps:
             assert swap.idle.start_s < swap.out_s <= swap.in_s < swap.idle.end_s
             for access in swap.idle.block.accesses:
-                for again_s in (0.0, behaviour.duration_s):
+                for again_s in (0.0, behavior.duration_s):
                     ends_s, begins_s = access.end_s + again_s, access.start_s + again_s
                     assert ends_s <= swap.idle.start_s + 1e-12 or begins_s >= swap.idle.end_s - 1e-12
 
@@ -525,8 +525,8 @@ def test_every_swap_has_time_for_both_copies(plans: list[SwapPlan]) -> None:
             assert plan.bandwidth.round_trip_s(swap.idle.block.num_bytes) <= swap.idle.seconds
 
 
-def test_more_bandwidth_never_lets_less_be_swapped(behaviour: Behaviour) -> None:
-    alone = [plan_swaps(behaviour, Bandwidth(b, b)) for b in BANDWIDTHS]
+def test_more_bandwidth_never_lets_less_be_swapped(behavior: Behavior) -> None:
+    alone = [plan_swaps(behavior, Bandwidth(b, b)) for b in BANDWIDTHS]
     for slower, faster in pairwise(alone):
         assert slower.num_feasible <= faster.num_feasible
         assert slower.swappable_block_bytes <= faster.swappable_block_bytes
@@ -535,42 +535,42 @@ def test_more_bandwidth_never_lets_less_be_swapped(behaviour: Behaviour) -> None
 
 
 def test_the_lowered_peak_is_that_of_the_iteration_without_what_is_away(
-    behaviour: Behaviour, plans: list[SwapPlan]
+    behavior: Behavior, plans: list[SwapPlan]
 ) -> None:
-    bounds_s = (0.0, *behaviour.event_s, behaviour.duration_s)
+    bounds_s = (0.0, *behavior.event_s, behavior.duration_s)
     for plan in several(plans, 8):
-        left = behaviour.live_bytes()
+        left = behavior.live_bytes()
         for place, (start_s, end_s) in enumerate(pairwise(bounds_s)):
             for swap in plan.swaps:
-                again_s = (0.0, behaviour.duration_s)
+                again_s = (0.0, behavior.duration_s)
                 if any(swap.out_s <= start_s + a and end_s + a <= swap.in_s for a in again_s):
                     left[place] -= swap.idle.block.num_bytes
         assert min(left) >= 0
         assert max(left) == plan.peak_bytes
 
 
-def test_copies_that_take_turns_never_cross_and_never_save_more(behaviour: Behaviour) -> None:
+def test_copies_that_take_turns_never_cross_and_never_save_more(behavior: Behavior) -> None:
     for bytes_per_s in BANDWIDTHS:
         link = Bandwidth(bytes_per_s, bytes_per_s)
-        plan = plan_swaps(behaviour, link, in_turn=True)
-        assert plan.saved_bytes <= plan_swaps(behaviour, link).saved_bytes
+        plan = plan_swaps(behavior, link, in_turn=True)
+        assert plan.saved_bytes <= plan_swaps(behavior, link).saved_bytes
         lengths_s = [swap.idle.block.num_bytes / bytes_per_s for swap in plan.swaps]
         outs = [(s.out_s - length_s, s.out_s) for s, length_s in zip(plan.swaps, lengths_s, strict=True)]
         ins = [(s.in_s, s.in_s + length_s) for s, length_s in zip(plan.swaps, lengths_s, strict=True)]
         for copies in (outs, ins):
             for (start_s, end_s), (other_start_s, other_end_s) in combinations(copies, 2):
                 for turn in (-1, 0, 1):
-                    shift_s = turn * behaviour.duration_s
+                    shift_s = turn * behavior.duration_s
                     is_before = end_s <= other_start_s + shift_s + 1e-12
                     assert is_before or other_end_s + shift_s <= start_s + 1e-12
 
 
 def test_paging_takes_less_memory_than_the_peak_and_fewer_copies_the_more_there_is(
-    behaviour: Behaviour,
+    behavior: Behavior,
 ) -> None:
-    paging = page_blocks(behaviour, Bandwidth(1e9, 2e9))
+    paging = page_blocks(behavior, Bandwidth(1e9, 2e9))
     assert paging is not None
-    assert 0 < paging.unpaged_bytes < paging.least_bytes < behaviour.peak.num_bytes
+    assert 0 < paging.unpaged_bytes < paging.least_bytes < behavior.peak.num_bytes
     budgets = paging.budgets
     assert [one.device_bytes for one in budgets] == sorted(one.device_bytes for one in budgets)
     assert budgets[0].device_bytes == paging.least_bytes
@@ -592,14 +592,14 @@ def test_a_bandwidth_is_a_finite_number_above_0(bytes_per_s: float) -> None:
         Bandwidth(1e9, bytes_per_s)
 
 
-def test_rows_of_blocks_that_meet_do_not_overlap(behaviour: Behaviour) -> None:
-    offsets = packed(behaviour.blocks, behaviour.num_events)
-    for one, other in combinations(behaviour.blocks, 2):
-        if meet(one, other, behaviour):
+def test_rows_of_blocks_that_meet_do_not_overlap(behavior: Behavior) -> None:
+    offsets = packed(behavior.blocks, behavior.num_events)
+    for one, other in combinations(behavior.blocks, 2):
+        if meet(one, other, behavior):
             low, high = sorted((one, other), key=lambda block: offsets[block.id])
             assert offsets[low.id] + low.num_bytes <= offsets[high.id]
-    highest = max(offsets[block.id] + block.num_bytes for block in behaviour.blocks)
-    assert behaviour.peak.num_bytes <= highest <= 1.5 * behaviour.peak.num_bytes
+    highest = max(offsets[block.id] + block.num_bytes for block in behavior.blocks)
+    assert behavior.peak.num_bytes <= highest <= 1.5 * behavior.peak.num_bytes
 
 
 # --- what cannot be trained --------------------------------------------------------------------------------

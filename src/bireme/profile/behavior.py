@@ -1,4 +1,4 @@
-"""The noun of memory behaviour: what the blocks of one training iteration do from birth to death.
+"""The noun of memory behavior: what the blocks of one training iteration do from birth to death.
 
 It is data and imports no torch. Seconds count from the beginning of the iteration, and events are numbered in
 it. A block that was there before is born at second 0 and by no operator; one that stays has no death.
@@ -232,7 +232,7 @@ class Allocator:
 
 
 @dataclass(frozen=True, slots=True)
-class Behaviour:
+class Behavior:
     """One training iteration, which took `traced_s` before its seconds were shrunk.
 
     `event_s` says when each event happens, and never goes back.
@@ -270,7 +270,7 @@ class Behaviour:
         return found
 
 
-def behaviour_of(
+def behavior_of(
     events: Sequence[Event],
     earlier: Sequence[Event],
     storages: Mapping[int, Storage],
@@ -280,8 +280,8 @@ def behaviour_of(
     untraced_s: float,
     repetition: Repetition,
     allocator: Allocator | None = None,
-) -> Behaviour:
-    """The behaviour in an iteration's `events`, when `earlier` ones had happened before.
+) -> Behavior:
+    """The behavior in an iteration's `events`, when `earlier` ones had happened before.
 
     The spans of its phases, by the clock of the events, say when it begins and ends. `untraced_s` is what an
     iteration takes without the trace.
@@ -303,7 +303,7 @@ def behaviour_of(
             case _:
                 lives[event.block].accesses.append(_access(index, event, clock))
     blocks = tuple(_block(storages[number], life, clock) for number, life in lives.items())
-    return Behaviour(
+    return Behavior(
         device=device,
         duration_s=clock.at(spans[-1].end_s),
         traced_s=traced_s,
@@ -406,15 +406,15 @@ class Idle:
         return self.end_s - self.start_s
 
 
-def idle_intervals(behaviour: Behaviour) -> list[Idle]:
+def idle_intervals(behavior: Behavior) -> list[Idle]:
     """All between two accesses; across the end of the iteration where iterations are known to repeat."""
     found: list[Idle] = []
-    for block in behaviour.blocks:
+    for block in behavior.blocks:
         found += (_between(block, one, other) for one, other in pairwise(block.accesses))
-        if block.is_persistent and block.accesses and behaviour.repetition.is_stable:
+        if block.is_persistent and block.accesses and behavior.repetition.is_stable:
             last, first = block.accesses[-1], block.accesses[0]
-            num_events = behaviour.num_events - last.event + first.event
-            end_s = max(behaviour.duration_s + first.start_s, last.end_s)
+            num_events = behavior.num_events - last.event + first.event
+            end_s = max(behavior.duration_s + first.start_s, last.end_s)
             found.append(Idle(block, last.end_s, end_s, num_events))
     return found
 
