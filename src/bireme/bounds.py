@@ -26,7 +26,7 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1 + 1e-9)]
 """From 0 to 1, and a sum of shares that rounding brought a little above."""
 
-UNITS = {
+_UNITS = {
     "": 1,
     "k": 10**3,
     "m": 10**6,
@@ -37,15 +37,15 @@ UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
-AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
 
 
 def bytes_of(text: str, option: str) -> int:
     """The bytes in a text such as `6GB` (10⁹), `24GiB` (2³⁰) or `5e9`; `option` is who says it."""
-    found = AMOUNT.fullmatch(text.strip())
+    found = _AMOUNT.fullmatch(text.strip())
     if found is None:
         raise BiremeError(f"{option} is {text!r}; write bytes as 6GB, 24GiB or 5e9.")
-    return round(float(found[1]) * UNITS[found[2].lower()])
+    return round(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def bytes_text(num_bytes: float) -> str:

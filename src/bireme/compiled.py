@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 IS_COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
 """Whether such loops are fast here. Numba's own variable turns its compiler off."""
@@ -14,17 +14,17 @@ FEWEST_VALUES = 1 << 15
 """For fewer values numba is not imported: that takes longer than it saves on many of them."""
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: _Function) -> _Function:
     """The function, compiled at its first call and kept on disk; it releases the interpreter's lock."""
     return _compiled(function)
 
 
-def compiled_fused(function: Function) -> Function:
+def compiled_fused(function: _Function) -> _Function:
     """The same, where a product that is added may be rounded with the sum, and not before it."""
     return _compiled(function, fastmath={"contract"})
 
 
-def _compiled(function: Function, **options: Any) -> Function:
+def _compiled(function: _Function, **options: Any) -> _Function:
     if not IS_COMPILED:
         return function
     import numba
@@ -39,7 +39,7 @@ def _compiled(function: Function, **options: Any) -> Function:
 
     # Else a loop that calls this with a number written out, such as 0, has it compiled for that number alone.
     fast.get_call_template = of_any_value
-    compiled_function: Function = fast
+    compiled_function: _Function = fast
     return compiled_function
 
 

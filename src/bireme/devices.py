@@ -26,7 +26,7 @@ Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
-class Properties:
+class _Properties:
     """What an accelerator is called, and how much memory it has."""
 
     name: str
@@ -34,7 +34,7 @@ class Properties:
 
 
 @dataclass(slots=True)
-class Allocations:
+class _Allocations:
     """What an accelerator's allocator counted: the most in use, the most it held, how often it was asked."""
 
     peak_bytes: int = 0
@@ -97,10 +97,10 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def properties_of(device: torch.device) -> Properties:
+def properties_of(device: torch.device) -> _Properties:
     """The name and the memory of an accelerator."""
     found: Any = torch.get_device_module(device).get_device_properties(device)
-    return Properties(str(found.name), int(found.total_memory))
+    return _Properties(str(found.name), int(found.total_memory))
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -146,7 +146,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 @contextmanager
-def allocations(device: torch.device) -> Iterator[Allocations | None]:
+def allocations(device: torch.device) -> Iterator[_Allocations | None]:
     """What a device's allocator does inside, once the block has ended; None where nobody counts it.
 
     Torch offers the history of its allocator under private names, and for CUDA alone.
@@ -154,7 +154,7 @@ def allocations(device: torch.device) -> Iterator[Allocations | None]:
     if device.type != "cuda":
         yield None
         return
-    found = Allocations()
+    found = _Allocations()
     reset_peak(device)
     torch.cuda.memory._record_memory_history(stacks="python")
     try:

@@ -19,13 +19,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from bireme.errors import BiremeError, closest
 
 Model = TypeVar("Model", bound=BaseModel)
-Noun = TypeVar("Noun")
+_Noun = TypeVar("_Noun")
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, val_json_bytes="base64")
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, val_json_bytes="base64")
 """How a dataclass is read; the dataclasses within it are read in the same way."""
 
 
-def read_dataclass(path: Path, kind: type[Noun], *, number: int) -> Noun:
+def read_dataclass(path: Path, kind: type[_Noun], *, number: int) -> _Noun:
     """The dataclass in a JSON file of that format number."""
     return as_dataclass(read_json_object(path), kind, number=number, source=str(path))
 
@@ -36,7 +36,7 @@ def get_ready(*kinds: type) -> None:
         _document(cast("Hashable", kind))
 
 
-def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, source: str) -> Noun:
+def as_dataclass(data: Mapping[str, Any], kind: type[_Noun], *, number: int, source: str) -> _Noun:
     """The dataclass that a JSON object holds, apart from its `format`; `source` is what to call it in an
     error.
     """
@@ -53,13 +53,13 @@ def as_dataclass(data: Mapping[str, Any], kind: type[Noun], *, number: int, sour
         raise BiremeError(_sentence(error, kind, source, is_within=True)) from None
     except BiremeError as error:
         raise BiremeError(f"{source}: {error}") from None
-    noun: Noun = document.noun
+    noun: _Noun = document.noun
     return noun
 
 
 @cache
 def _document(kind: Hashable) -> Any:
-    return create_model("Document", __config__=STRICT, noun=(cast("Any", kind), ...))
+    return create_model("Document", __config__=_STRICT, noun=(cast("Any", kind), ...))
 
 
 Advise = Callable[[Sequence[str]], str]
@@ -104,7 +104,7 @@ def read_toml(path: Path, model: type[Model], advise: Advise = _no_advice) -> Mo
 
 
 @dataclass(frozen=True, slots=True)
-class JsonLines:
+class _JsonLines:
     """The objects of a log by the numbers of their lines, and the lines that nobody can read."""
 
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class JsonLines:
     """Without those that a crash leaves: a last line without an end, blocks that did not reach the disk."""
 
 
-def read_json_lines(path: Path, *, start: str) -> JsonLines:
+def read_json_lines(path: Path, *, start: str) -> _JsonLines:
     """The log at `path`, an object a line, whatever a crash made of it.
 
     Lines end with a line feed and with nothing else. A line without one, at the end or right before a record
@@ -122,7 +122,7 @@ def read_json_lines(path: Path, *, start: str) -> JsonLines:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
-    found, unsure = JsonLines(), list[int]()
+    found, unsure = _JsonLines(), list[int]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -190,7 +190,7 @@ def _sentence(
 ) -> str:
     """The first thing that is wrong."""
     # A misspelt key is also a missing one: the unknown word is what the reader can find.
-    error = min(found.errors(), key=lambda one: one["type"] not in UNKNOWN)
+    error = min(found.errors(), key=lambda one: one["type"] not in _UNKNOWN)
     # Tags of unions appear in the path in their own words; a reader of the file knows only keys and places.
     whole = error["loc"][1:] if is_within else error["loc"]
     path = [part for part in whole if isinstance(part, int) or not part.startswith("<")]
@@ -198,7 +198,7 @@ def _sentence(
     if error["type"] == "missing":
         meaning = _meaning(_table_at(path[:-1], kind), str(path[-1]))
         return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
-    if error["type"] in UNKNOWN:
+    if error["type"] in _UNKNOWN:
         known = _types(_table_at(path[:-1], kind))
         hint = advise([str(part) for part in path]) or closest(str(path[-1]), known)
         return f"{source} has an unknown key {place!r}. {hint}"
@@ -208,7 +208,7 @@ def _sentence(
     return f"{source}: {place} is {shown(error['input'])}; it must be {expected}."
 
 
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """What an unknown key is called, in a model and in a dataclass."""
 
 

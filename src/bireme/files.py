@@ -108,7 +108,7 @@ def _tidy_up(path: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-EXCHANGE = 2
+_EXCHANGE = 2
 """RENAME_EXCHANGE of Linux: two names change places in one step."""
 
 
@@ -119,7 +119,7 @@ def _swapped(one: Path, other: Path) -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     here = -100  # AT_FDCWD, though the paths are absolute
-    return int(call(here, os.fsencode(one), here, os.fsencode(other), EXCHANGE)) == 0
+    return int(call(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE)) == 0
 
 
 def _sync_tree(folder: Path) -> None:

@@ -135,10 +135,10 @@ def _in_time(time_s: float, paces: Sequence[float], limits: ShareLimits) -> list
 # that are known at some sizes, a size between two takes what lies on the line between them; sizes past the
 # last go on at its pace.
 
-NEAR_BEST = 0.95
+_NEAR_BEST = 0.95
 """Of the most samples per second."""
 
-MOST_ROUNDS = 16
+_MOST_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,9 @@ class Times:
 def knee(times: Times) -> int:
     """The smallest size that was measured with nearly the most samples per second."""
     rates = [size / one_s for size, one_s in zip(times.sizes, times.seconds, strict=True)]
-    return next(size for size, rate in zip(times.sizes, rates, strict=True) if rate >= NEAR_BEST * max(rates))
+    return next(
+        size for size, rate in zip(times.sizes, rates, strict=True) if rate >= _NEAR_BEST * max(rates)
+    )
 
 
 def shares_by_times(
@@ -190,7 +192,7 @@ def shares_by_times(
         return [one.at(size) / size for one, size in zip(known, sizes, strict=True)]
 
     best = first
-    for _ in range(MOST_ROUNDS):
+    for _ in range(_MOST_ROUNDS):
         found = fair_shares(batch_size, paces(best), limits)
         if batch_seconds(found, paces(found)) >= batch_seconds(best, paces(best)):
             break
@@ -225,13 +227,13 @@ def grown_shares(num_microbatches: int, times: Sequence[Times], limits: ShareLim
 # feign. Batches under older shares say nothing: the pace of a device depends on the size of its micro-
 # batches.
 
-FEW = 3
+_FEW = 3
 """Batches that show a jump, and without which nothing is decided."""
 
-JUMP = 0.25
+_JUMP = 0.25
 """By which part the pace of all of them must differ from the pace before."""
 
-CERTAINTY = 2.0
+_CERTAINTY = 2.0
 """Standard errors of the paces that a change must save on top of the margin."""
 
 
@@ -287,13 +289,13 @@ def rebalance(
     if batch < balance.first or min(seconds) <= 0:
         return balance
     balance = _noted(balance, seconds, policy)
-    if min(map(len, balance.paces)) < FEW:
+    if min(map(len, balance.paces)) < _FEW:
         return balance
     if not balance.is_new and takes_effect < balance.first + policy.every:
         return balance
     paces = [fmean(own) for own in balance.paces]
     now_s, batch_size = batch_seconds(balance.shares, paces), sum(balance.shares)
-    needed = policy.margin + CERTAINTY * max(map(_uncertainty, balance.paces))
+    needed = policy.margin + _CERTAINTY * max(map(_uncertainty, balance.paces))
     if 1 - batch_size / sum(1 / pace for pace in paces) / now_s <= needed:
         return balance  # even fractions of samples would not save enough
     found = fair_shares(batch_size, paces, limits)
@@ -306,20 +308,20 @@ def _noted(balance: Balance, seconds: Sequence[float], policy: Policy) -> Balanc
     """The balance with the paces of one more batch."""
     found, has_jumped = [], False
     for own, share, busy_s in zip(balance.paces, balance.shares, seconds, strict=True):
-        paces = (*own, busy_s / share)[-max(policy.every, FEW + 1) :]
+        paces = (*own, busy_s / share)[-max(policy.every, _FEW + 1) :]
         if _jumps(paces):
-            paces, has_jumped = paces[-FEW:], True
+            paces, has_jumped = paces[-_FEW:], True
         found.append(paces)
     return replace(balance, paces=tuple(found), is_new=balance.is_new or has_jumped)
 
 
 def _jumps(paces: Sequence[float]) -> bool:
     """Whether the last few are all much longer, or all much shorter, than those before in the mean."""
-    before, last = paces[:-FEW], paces[-FEW:]
+    before, last = paces[:-_FEW], paces[-_FEW:]
     if not before:
         return False
     usual = fmean(before)
-    return min(last) > usual * (1 + JUMP) or max(last) < usual / (1 + JUMP)
+    return min(last) > usual * (1 + _JUMP) or max(last) < usual / (1 + _JUMP)
 
 
 def _uncertainty(paces: Sequence[float]) -> float:

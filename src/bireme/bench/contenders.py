@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # and looked up only when needed.
 
 MODULE = "torch.distributed.pipelining.schedules"
-USED = {
+_USED = {
     "PipelineScheduleMulti.__init__": ("stages", "n_microbatches", "loss_fn", "scale_grads"),
     "_PipelineScheduleRuntime._prepare_schedule_with_comms": ("actions", "format"),
     "_Action.from_str": ("action_string",),
@@ -109,7 +109,7 @@ def _private_torch() -> Any:
         module: Any = importlib.import_module(MODULE)
     except ImportError:
         module = None
-    for path, parameters in USED.items():
+    for path, parameters in _USED.items():
         found = module
         for name in path.split("."):
             found = getattr(found, name, None)
@@ -267,7 +267,7 @@ def torch_run(
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class _Turns:
     """For each contender what a batch took on this rank, round by round, and the share of this machine's
     cores that other programs, or other guests of its host, had meanwhile; None if the system does not say.
     """
@@ -276,7 +276,7 @@ class Turns:
     others_share: float | None
 
 
-def take_turns(contenders: Sequence[Contender], *, counted: int, rounds: int) -> Turns:
+def take_turns(contenders: Sequence[Contender], *, counted: int, rounds: int) -> _Turns:
     """Time the contenders in turns. Each warms up before."""
     found: list[list[float]] = [[] for _ in contenders]
     for contender in contenders:
@@ -292,9 +292,9 @@ def take_turns(contenders: Sequence[Contender], *, counted: int, rounds: int) ->
     dist.all_reduce(own_s)
     now, passed_s = core_time(), perf_counter() - began_s
     if before is None or now is None:
-        return Turns(found, None)
+        return _Turns(found, None)
     busy_s = now.busy_s + now.stolen_s - before.busy_s - before.stolen_s
-    return Turns(found, max(0.0, busy_s - own_s.item()) / (passed_s * (os.cpu_count() or 1)))
+    return _Turns(found, max(0.0, busy_s - own_s.item()) / (passed_s * (os.cpu_count() or 1)))
 
 
 @contextmanager

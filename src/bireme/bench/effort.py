@@ -55,7 +55,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 # programs had more than 5 % of the cores meanwhile; else it is Bireme's. A count is Bireme's in any case.
 
 
-class Bound(StrEnum):
+class _Bound(StrEnum):
     """How a value must lie to its limit."""
 
     AT_MOST = "at most"
@@ -70,7 +70,7 @@ class Cause(StrEnum):
     BIREME = "bireme"
 
 
-MOST_OTHERS = 0.05
+_MOST_OTHERS = 0.05
 """Share of the cores that other programs may have while something is timed."""
 
 
@@ -84,7 +84,7 @@ class Verdict:
 
     name: str
     value: float
-    bound: Bound
+    bound: _Bound
     limit: float
     best: float | None = None
     others_share: float | None = None
@@ -97,7 +97,7 @@ class Verdict:
     @property
     def cause(self) -> Cause | None:
         """Why the promise is broken; None if it is kept, or if nothing is known of the machine."""
-        is_count = self.bound is Bound.EXACTLY
+        is_count = self.bound is _Bound.EXACTLY
         if self.ok or (self.best is None and self.others_share is None and not is_count):
             return None
         is_machine = self._is_kept_by_best or self._is_busy
@@ -121,31 +121,31 @@ class Verdict:
 
     @property
     def _is_busy(self) -> bool:
-        return self.others_share is not None and self.others_share > MOST_OTHERS
+        return self.others_share is not None and self.others_share > _MOST_OTHERS
 
     def _is_kept_by(self, value: float) -> bool:
-        if self.bound is Bound.AT_MOST:
+        if self.bound is _Bound.AT_MOST:
             return value <= self.limit
-        return value >= self.limit if self.bound is Bound.AT_LEAST else value == self.limit
+        return value >= self.limit if self.bound is _Bound.AT_LEAST else value == self.limit
 
 
 def at_most(
     name: str, value: float, limit: float, best: float | None = None, others_share: float | None = None
 ) -> Verdict:
     """A value that must not be above its limit."""
-    return Verdict(name, value, Bound.AT_MOST, limit, best, others_share)
+    return Verdict(name, value, _Bound.AT_MOST, limit, best, others_share)
 
 
 def at_least(
     name: str, value: float, limit: float, best: float | None = None, others_share: float | None = None
 ) -> Verdict:
     """A value that must not be below its limit."""
-    return Verdict(name, value, Bound.AT_LEAST, limit, best, others_share)
+    return Verdict(name, value, _Bound.AT_LEAST, limit, best, others_share)
 
 
 def exactly(name: str, value: float, limit: float) -> Verdict:
     """A value that must be what was said."""
-    return Verdict(name, value, Bound.EXACTLY, limit)
+    return Verdict(name, value, _Bound.EXACTLY, limit)
 
 
 def resident_bytes(field: str) -> int:
@@ -200,10 +200,10 @@ def shown(value: object) -> str:
 FEATURES = 4096
 """Of a sample: 16 KiB in float32."""
 
-WAKING_S = 1.5e-4
+_WAKING_S = 1.5e-4
 """How long before the end of its time an emulated device wakes up."""
 
-HANDOVER_S = 1e-3
+_HANDOVER_S = 1e-3
 """How soon work must follow on the last to be one piece with it for the device."""
 
 INPUT = "given"
@@ -238,7 +238,7 @@ class _Backward:
         What torch does between two parts of one backward is its own; the device would have had both.
         """
         now = time.perf_counter()
-        return self.end_s if now - self.end_s < HANDOVER_S else now
+        return self.end_s if now - self.end_s < _HANDOVER_S else now
 
 
 class _Work(torch.autograd.Function):
@@ -289,7 +289,7 @@ def _wait_until(end_s: float) -> None:
     A process that has slept runs its next lines many times slower, and sleeps end late. A rank whose device
     computes has neither: it is awake before the device is done.
     """
-    rest_s = end_s - time.perf_counter() - WAKING_S
+    rest_s = end_s - time.perf_counter() - _WAKING_S
     if rest_s > 0:
         time.sleep(rest_s)
     awake = torch.zeros(8)

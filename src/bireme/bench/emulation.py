@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # the seconds of a stage, and a tenth of a step can go there. One recorded run of one schedule tells it for
 # all.
 
-SURELY_S = 1e-3
+_SURELY_S = 1e-3
 """A message that was sent so long before has come, and one that is sent so long after has not."""
 
 
@@ -109,9 +109,9 @@ def own_cost(timeline: Timeline, pace: StagePace) -> EngineOverhead:
         message = one.instruction.needs(num_stages)
         if message is None or message not in sent_s:
             continue
-        if sent_s[message] < before.end_s - SURELY_S:
+        if sent_s[message] < before.end_s - _SURELY_S:
             taken.append(one.start_s - before.end_s)
-        elif sent_s[message] > before.end_s + SURELY_S:
+        elif sent_s[message] > before.end_s + _SURELY_S:
             late.append(one.start_s - sent_s[message])
     take_s = _median(taken)
     between = _median(
@@ -140,7 +140,7 @@ def _median(values: Iterator[float] | list[float]) -> float:
 
 
 SCHEDULES = ("2bw", "2bw-fresh", "1f1b", "gpipe", "zb-h1", "interleaved")
-PEERS = {
+_PEERS = {
     "2bw": ("Schedule1F1B", "1f1b"),
     "2bw-fresh": ("Schedule1F1B", "1f1b"),
     "1f1b": ("Schedule1F1B", "1f1b"),
@@ -150,12 +150,12 @@ PEERS = {
 }
 """What of torch's each is compared with: the fastest of these. Our names are programs in torch's runtime."""
 
-BUBBLE_FREE = ("2bw", "2bw-fresh")
+_BUBBLE_FREE = ("2bw", "2bw-fresh")
 """Every device is busy all the time."""
 
-SIMULATED_BATCHES = 8
+_SIMULATED_BATCHES = 8
 
-PROBED, PROBED_BATCHES = "1f1b", 6
+_PROBED, _PROBED_BATCHES = "1f1b", 6
 """What is recorded, after everything else, to measure the engine's own time."""
 
 
@@ -216,14 +216,14 @@ def limit_s(schedule: str, shape: BenchShape, pace: StagePace) -> float:
     """The least that a batch can take."""
     d, m, v = shape.num_ranks, shape.num_microbatches, stages_per_rank(schedule)
     fills_s = pace.forward_s if schedule == "zb-h1" else pace.whole_s / v
-    return m * pace.whole_s + (0.0 if schedule in BUBBLE_FREE else (d - 1) * fills_s)
+    return m * pace.whole_s + (0.0 if schedule in _BUBBLE_FREE else (d - 1) * fills_s)
 
 
 def predicted_s(schedule: str, shape: BenchShape, pace: StagePace, own: EngineOverhead) -> float:
     """What the simulator says a batch takes, with what the engine itself takes."""
     v = stages_per_rank(schedule)
     num_stages = shape.num_ranks * v
-    program = _plan(schedule, tuple(range(1, num_stages)), shape.num_microbatches).program(SIMULATED_BATCHES)
+    program = _plan(schedule, tuple(range(1, num_stages)), shape.num_microbatches).program(_SIMULATED_BATCHES)
     costs = own.costs(num_stages, pace.cut(v), num_backwards=2 if program.splits_backward else 1)
     network = Network.dedicated(pairs_that_talk(program), latency_s=own.late_s)
     return simulate(program, costs, network, agree=True).steady_batch_s
@@ -270,7 +270,7 @@ def _measure(world: World, shapes: Sequence[BenchShape], effort: BenchEffort) ->
                 resolve=model.resolve,
             )
             contenders.append(Ours(schedule, pipeline, model.batch(m)))
-        for peer in dict.fromkeys(peer for peers in PEERS.values() for peer in peers):
+        for peer in dict.fromkeys(peer for peers in _PEERS.values() for peer in peers):
             contenders.append(_torch(peer, world, models, m))
         with closing(contenders):
             turns = take_turns(contenders, counted=effort.counted, rounds=effort.rounds)
@@ -281,8 +281,8 @@ def _measure(world: World, shapes: Sequence[BenchShape], effort: BenchEffort) ->
 
 
 def _recorded(contenders: Sequence[Contender]) -> Timeline:
-    ours = next(one for one in contenders if isinstance(one, Ours) and one.name == PROBED)
-    for _ in ours.pipeline.train([ours.batch] * PROBED_BATCHES, record=True):
+    ours = next(one for one in contenders if isinstance(one, Ours) and one.name == _PROBED)
+    for _ in ours.pipeline.train([ours.batch] * _PROBED_BATCHES, record=True):
         pass
     return ours.pipeline.timeline()
 
@@ -323,7 +323,7 @@ def _rows(shape: BenchShape, pace: StagePace, by_rank: Sequence[_Shaped]) -> lis
     rows = []
     for schedule in SCHEDULES:
         ours = slowest[schedule]
-        names = [f"runtime with {peer}" if peer in SCHEDULES else peer for peer in PEERS[schedule]]
+        names = [f"runtime with {peer}" if peer in SCHEDULES else peer for peer in _PEERS[schedule]]
         best = min(names, key=lambda name: Spread.of(slowest[name]).median)
         rows.append(
             EmulationRow(

@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 # What a runtime itself takes for a micro-batch, on two ranks with one tiny layer each.
 
-NUM_RANKS = 2
+_NUM_RANKS = 2
 WIDTH = 8
-OVERHEAD_SAMPLES = 2
+_OVERHEAD_SAMPLES = 2
 """In a micro-batch."""
 
 
@@ -98,15 +98,15 @@ class _Tiny(nn.Module):
         return {"loss": nn.functional.mse_loss(self.second(self.first(given)), wanted)}
 
 
-def tiny_graph() -> Graph:
+def _tiny_graph() -> Graph:
     """The model, captured once for both ranks."""
     return capture(
         _Tiny(),
-        {"given": torch.zeros(OVERHEAD_SAMPLES, WIDTH), "wanted": torch.zeros(OVERHEAD_SAMPLES, WIDTH)},
+        {"given": torch.zeros(_OVERHEAD_SAMPLES, WIDTH), "wanted": torch.zeros(_OVERHEAD_SAMPLES, WIDTH)},
     )
 
 
-def measure_overhead(world: World, effort: BenchEffort, graph: Graph) -> OverheadTimes:
+def _measure_overhead(world: World, effort: BenchEffort, graph: Graph) -> OverheadTimes:
     """On both ranks: ours, torch's hand-written 1F1B, and its runtime with the same order."""
     from torch.distributed.pipelining import PipelineStage
 
@@ -115,8 +115,8 @@ def measure_overhead(world: World, effort: BenchEffort, graph: Graph) -> Overhea
     torch.manual_seed(0)
     model = _Tiny()
     batch = {
-        "given": torch.randn(OVERHEAD_SAMPLES * m, WIDTH),
-        "wanted": torch.randn(OVERHEAD_SAMPLES * m, WIDTH),
+        "given": torch.randn(_OVERHEAD_SAMPLES * m, WIDTH),
+        "wanted": torch.randn(_OVERHEAD_SAMPLES * m, WIDTH),
     }
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     plan = Plan((1,), m, "1f1b")
@@ -132,11 +132,11 @@ def measure_overhead(world: World, effort: BenchEffort, graph: Graph) -> Overhea
 
     def stage() -> PipelineStage:
         given, made = (
-            torch.empty(OVERHEAD_SAMPLES, WIDTH, device="meta", requires_grad=learns)
+            torch.empty(_OVERHEAD_SAMPLES, WIDTH, device="meta", requires_grad=learns)
             for learns in (world.rank > 0, True)
         )
         return PipelineStage(
-            module, world.rank, NUM_RANKS, torch.device("cpu"), input_args=(given,), output_args=(made,)
+            module, world.rank, _NUM_RANKS, torch.device("cpu"), input_args=(given,), output_args=(made,)
         )
 
     feed = TorchFeed((batch["given"],), batch["wanted"])
@@ -174,9 +174,9 @@ def overhead_of(times: OverheadTimes, other: OverheadTimes) -> Overhead:
 # The first two are counted. The peak resident set is the kernel's word, quoted as what training adds to what
 # the process was before, compared with the sum of what the profile and the schedule say.
 
-FOOTPRINT_SCHEDULES = ("1f1b", "2bw")
-FOOTPRINT_MICROBATCHES = 4
-BALLAST = 65_536
+_FOOTPRINT_SCHEDULES = ("1f1b", "2bw")
+_FOOTPRINT_MICROBATCHES = 4
+_BALLAST = 65_536
 """Parameters of a stage, besides, whose versions are counted."""
 
 
@@ -197,7 +197,7 @@ class MemoryCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class _Footprint:
     """What training the small GPT added to a rank's peak resident set, and what was predicted."""
 
     schedule: str
@@ -206,11 +206,11 @@ class Footprint:
     predicted_bytes: int
 
 
-def measure_counts(world: World, effort: BenchEffort) -> MemoryCounts:
+def _measure_counts(world: World, effort: BenchEffort) -> MemoryCounts:
     """On two ranks, of one rank's own."""
     say(world, f"bytes with {', '.join(map(str, effort.buffers))} micro-batches")
     fabric = DistFabric(world)
-    model = emulated_model(world.size, StagePace(0.0, 0.0), num_ballast=BALLAST)
+    model = emulated_model(world.size, StagePace(0.0, 0.0), num_ballast=_BALLAST)
     ours, theirs = {}, {}
     for m in effort.buffers:
         pipeline = _trained(model, Plan(model.cuts, m, "1f1b"), fabric)
@@ -231,7 +231,7 @@ def _kept_bytes(memory: BankMemory) -> int:
     return memory.total_bytes - memory.gradient_bytes - memory.workspace_bytes
 
 
-def counts_of(one: MemoryCounts, other: MemoryCounts) -> MemoryCounts:
+def _counts_of(one: MemoryCounts, other: MemoryCounts) -> MemoryCounts:
     """Both ranks' together."""
     return MemoryCounts(
         {m: num_bytes + other.receive_bytes[m] for m, num_bytes in one.receive_bytes.items()},
@@ -242,13 +242,13 @@ def counts_of(one: MemoryCounts, other: MemoryCounts) -> MemoryCounts:
     )
 
 
-def measure_footprint() -> list[Footprint]:
+def _measure_footprint() -> list[_Footprint]:
     """Each schedule in processes of its own, as a peak never goes down again."""
     gpt = load_small_gpt()
     known = profile(gpt.graph, device_named("laptop"), [GPT_SAMPLES])
     found = []
-    for schedule in FOOTPRINT_SCHEDULES:
-        plan = Plan(gpt.cuts, FOOTPRINT_MICROBATCHES, schedule)
+    for schedule in _FOOTPRINT_SCHEDULES:
+        plan = Plan(gpt.cuts, _FOOTPRINT_MICROBATCHES, schedule)
         program = plan.program(3)
         for rank, num_bytes in enumerate(launch(_footprint, GPT_RANKS, schedule, threads_per_process=1)):
             units = plan.units_of(rank, len(gpt.units))
@@ -256,7 +256,7 @@ def measure_footprint() -> list[Footprint]:
                 num_versions=program.banks[rank],
                 num_stashed=resident(program, rank).peak_stashed_microbatches,
             )
-            found.append(Footprint(schedule, rank, num_bytes, predicted))
+            found.append(_Footprint(schedule, rank, num_bytes, predicted))
     return found
 
 
@@ -309,9 +309,9 @@ def _footprint(world: World, schedule: str) -> int:
     (warm @ warm).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     before = resident_bytes("VmRSS")
     pipeline = Pipeline(
-        gpt.graph, Plan(gpt.cuts, FOOTPRINT_MICROBATCHES, schedule), world, weights=gpt.weights
+        gpt.graph, Plan(gpt.cuts, _FOOTPRINT_MICROBATCHES, schedule), world, weights=gpt.weights
     )
-    for _ in pipeline.train([gpt.batch(FOOTPRINT_MICROBATCHES)] * 3):
+    for _ in pipeline.train([gpt.batch(_FOOTPRINT_MICROBATCHES)] * 3):
         pass
     pipeline.close()
     return resident_bytes("VmHWM") - before
@@ -325,7 +325,7 @@ class EngineReport:
     overhead: Overhead
     counts: MemoryCounts
     gpt: tuple[GptRow, ...]
-    footprint: tuple[Footprint, ...]
+    footprint: tuple[_Footprint, ...]
     replicas: Replicas | None
 
 
@@ -333,13 +333,13 @@ def bench_engine(effort: BenchEffort) -> EngineReport:
     """Measure the engine; compare it with torch's pipeline runtime, its limits and the simulator."""
     has_proc = Path("/proc/self/status").exists()
     with _patient_threads():
-        one, two = launch(_on_two_ranks, NUM_RANKS, effort, tiny_graph(), threads_per_process=1)
+        one, two = launch(_on_two_ranks, _NUM_RANKS, effort, _tiny_graph(), threads_per_process=1)
         return EngineReport(
             rows=tuple(measure_emulated(effort)),
             overhead=overhead_of(one.overhead, two.overhead),
-            counts=counts_of(one.counts, two.counts),
+            counts=_counts_of(one.counts, two.counts),
             gpt=tuple(gpt_rows(one.gpt, two.gpt)),
-            footprint=tuple(measure_footprint()) if effort.footprint and has_proc else (),
+            footprint=tuple(_measure_footprint()) if effort.footprint and has_proc else (),
             replicas=measure_replicas() if effort.hosts else None,
         )
 
@@ -372,28 +372,28 @@ class _OfTwo:
 
 def _on_two_ranks(world: World, effort: BenchEffort, graph: Graph) -> _OfTwo:
     return _OfTwo(
-        measure_overhead(world, effort, graph), measure_counts(world, effort), measure_gpt(world, effort)
+        _measure_overhead(world, effort, graph), _measure_counts(world, effort), measure_gpt(world, effort)
     )
 
 
 # What the engine is held to: each claim with its limit and the figure that was found.
 
-LEAST_SHARE, LEAST_SHARES = 0.95, {4: 0.93}
+_LEAST_SHARE, _LEAST_SHARES = 0.95, {4: 0.93}
 """Of the limit without a bubble that 2bw comes near: in general, and by the number of stages."""
-MOST_OVER_FLUSH = 1.03
+_MOST_OVER_FLUSH = 1.03
 """Times the flush limit that 1f1b takes."""
-LEAST_OVER_TORCH = 1.02
+_LEAST_OVER_TORCH = 1.02
 """Times that our 1f1b is faster than torch's best of the same kind."""
-LEAST_LEAD = 1.9
+_LEAST_LEAD = 1.9
 """Times that 2bw is faster than torch's 1F1B with as many micro-batches as devices, of which there are 8."""
-DEVICES_OF_LEAD = 8
-MOST_OVERHEAD = 0.3
+_DEVICES_OF_LEAD = 8
+_MOST_OVERHEAD = 0.3
 """Of torch's overhead."""
-MOST_ERROR = 0.05
+_MOST_ERROR = 0.05
 """Of the measured time, by which a prediction may be wrong."""
-GPT_PEER = "Schedule1F1B"
-LEAST_GPT_LEADS = {("1f1b", 4): 1.05, ("1f1b", 8): 1.05, ("2bw", 4): 1.35, ("2bw", 8): 1.15}
-"""Times that a schedule of ours trains the small GPT faster than `GPT_PEER`, by its micro-batches."""
+_GPT_PEER = "Schedule1F1B"
+_LEAST_GPT_LEADS = {("1f1b", 4): 1.05, ("1f1b", 8): 1.05, ("2bw", 4): 1.35, ("2bw", 8): 1.15}
+"""Times that a schedule of ours trains the small GPT faster than `_GPT_PEER`, by its micro-batches."""
 
 
 def verdicts(report: EngineReport) -> Iterator[Verdict]:
@@ -404,7 +404,7 @@ def verdicts(report: EngineReport) -> Iterator[Verdict]:
     yield at_most(
         "overhead of a micro-batch / torch's",
         overhead.share.median,
-        MOST_OVERHEAD,
+        _MOST_OVERHEAD,
         overhead.share.least,
         overhead.others_share,
     )
@@ -418,24 +418,24 @@ def _of_row(row: EmulationRow) -> Iterator[Verdict]:
     where = f"{row.schedule}, {row.stages} stages, {row.microbatches} micro-batches"
     best_share, lead, others = row.limit_s / row.measured_s.least, row.lead, row.others_share
     if row.schedule == "2bw":
-        least = LEAST_SHARES.get(row.stages, LEAST_SHARE)
+        least = _LEAST_SHARES.get(row.stages, _LEAST_SHARE)
         yield at_least(f"{where}: share of the limit", row.share_of_limit, least, best_share, others)
-        if row.stages == row.microbatches == DEVICES_OF_LEAD:
+        if row.stages == row.microbatches == _DEVICES_OF_LEAD:
             name = f"{where}: times as fast as torch's 1F1B"
-            yield at_least(name, lead.median, LEAST_LEAD, lead.greatest, others)
+            yield at_least(name, lead.median, _LEAST_LEAD, lead.greatest, others)
     if row.schedule == "1f1b":
         name = f"{where}: times the limit"
-        yield at_most(name, 1 / row.share_of_limit, MOST_OVER_FLUSH, 1 / best_share, others)
+        yield at_most(name, 1 / row.share_of_limit, _MOST_OVER_FLUSH, 1 / best_share, others)
         name = f"{where}: times as fast as torch's {row.torch_schedule}"
-        yield at_least(name, lead.median, LEAST_OVER_TORCH, lead.greatest, others)
+        yield at_least(name, lead.median, _LEAST_OVER_TORCH, lead.greatest, others)
     name = f"{where}: error of the prediction"
-    yield at_most(name, abs(row.error), MOST_ERROR, abs(row.best_error), others)
+    yield at_most(name, abs(row.error), _MOST_ERROR, abs(row.best_error), others)
 
 
 def _of_gpt(rows: Sequence[GptRow]) -> Iterator[Verdict]:
     for row in rows:
-        limit = LEAST_GPT_LEADS.get((row.name, row.num_microbatches))
+        limit = _LEAST_GPT_LEADS.get((row.name, row.num_microbatches))
         if limit is not None:
-            name = f"small GPT, {row.name}, {row.num_microbatches} micro-batches: times torch's {GPT_PEER}"
+            name = f"small GPT, {row.name}, {row.num_microbatches} micro-batches: times torch's {_GPT_PEER}"
             lead = row.over_1f1b
             yield at_least(name, lead.median, limit, lead.greatest, row.others_share)

@@ -47,26 +47,26 @@ if TYPE_CHECKING:
 # same on all. Messages go over torch.distributed, as gradients do: between CPUs over gloo, between CUDA
 # devices over NCCL.
 
-SMALL_BYTES = 64
-FIRST_BYTES = 32 * 1024
-MOST_BYTES = 64 * 2**20
-NUM_UNDER_WAY = 2
+_SMALL_BYTES = 64
+_FIRST_BYTES = 32 * 1024
+_MOST_BYTES = 64 * 2**20
+_NUM_UNDER_WAY = 2
 """Messages of a flow under way at once, so that the next one does not wait for the last one's way back."""
 
 
 @dataclass(slots=True)
-class ProbeMember:
+class _ProbeMember:
     """What one rank needs to take part: the world, and a group in which all agree on numbers on the CPU."""
 
     world: World
     agreeing: dist.ProcessGroup
 
     @staticmethod
-    def of(world: World) -> "ProbeMember":
+    def of(world: World) -> "_ProbeMember":
         """All ranks make one together."""
         made = dist.new_group(list(range(world.size)), backend="gloo")
         assert made is not None
-        return ProbeMember(world, made)
+        return _ProbeMember(world, made)
 
     def everyone(self, numbers: Sequence[float]) -> list[float]:
         """The sums of all ranks' numbers; each is known to one rank, and zero elsewhere."""
@@ -87,14 +87,14 @@ class ProbeMember:
         synchronize(self.world.device)
 
 
-def latency_s(line: ProbeMember, pair: Flow, *, rounds: int) -> float:
+def latency_s(line: _ProbeMember, pair: Flow, *, rounds: int) -> float:
     """Half of what a small message takes there and back, the median."""
     source, destination = pair
     rank = line.world.rank
     seconds = []
     line.together()
     if rank in pair:
-        small = line.buffer(SMALL_BYTES)
+        small = line.buffer(_SMALL_BYTES)
         other = destination if rank == source else source
         for _ in range(rounds + 1):
             begin_s = time.perf_counter()
@@ -111,17 +111,17 @@ def latency_s(line: ProbeMember, pair: Flow, *, rounds: int) -> float:
     return line.everyone([own])[0]
 
 
-def message_bytes(line: ProbeMember, flow: Flow, late_s: float, *, least_s: float) -> int:
+def message_bytes(line: _ProbeMember, flow: Flow, late_s: float, *, least_s: float) -> int:
     """How large messages must be to take some time and be much longer under way than they are late."""
-    num_bytes = FIRST_BYTES
+    num_bytes = _FIRST_BYTES
     while True:
         taken_s = num_bytes / rates(line, [flow], [num_bytes], seconds=0.0)[0]
-        if taken_s >= max(least_s, 4 * late_s) or num_bytes >= MOST_BYTES:
+        if taken_s >= max(least_s, 4 * late_s) or num_bytes >= _MOST_BYTES:
             return num_bytes
         num_bytes *= 2 if taken_s * 8 > least_s else 4
 
 
-def rates(line: ProbeMember, flows: Sequence[Flow], sizes: Sequence[int], *, seconds: float) -> list[float]:
+def rates(line: _ProbeMember, flows: Sequence[Flow], sizes: Sequence[int], *, seconds: float) -> list[float]:
     """The bytes a second of flows that all go at once for so long, each in messages of its size.
 
     A rank may have several. The receiver counts, from its first message to its last.
@@ -145,13 +145,13 @@ def rates(line: ProbeMember, flows: Sequence[Flow], sizes: Sequence[int], *, sec
     return line.everyone(own_rates)
 
 
-LEAST_MESSAGES = 3
+_LEAST_MESSAGES = 3
 LAST = 1
 
 
-def _send(line: ProbeMember, destination: int, num_bytes: int, ends_s: float) -> None:
+def _send(line: _ProbeMember, destination: int, num_bytes: int, ends_s: float) -> None:
     """The near end of a flow. The first byte of a message tells whether it is the last."""
-    spare = [line.buffer(num_bytes) for _ in range(NUM_UNDER_WAY)]
+    spare = [line.buffer(num_bytes) for _ in range(_NUM_UNDER_WAY)]
     under_way: deque[tuple[dist.Work, Tensor]] = deque()
     num_sent, is_last = 0, False
     while not is_last:
@@ -160,7 +160,7 @@ def _send(line: ProbeMember, destination: int, num_bytes: int, ends_s: float) ->
             work.wait()
             spare.append(message)
         message = spare.pop()
-        is_last = num_sent >= LEAST_MESSAGES and time.perf_counter() >= ends_s
+        is_last = num_sent >= _LEAST_MESSAGES and time.perf_counter() >= ends_s
         message[0] = LAST if is_last else 0
         begun = dist.isend(message, destination)
         assert begun is not None
@@ -171,7 +171,7 @@ def _send(line: ProbeMember, destination: int, num_bytes: int, ends_s: float) ->
     line.settle()
 
 
-def _receive(line: ProbeMember, source: int, num_bytes: int) -> float:
+def _receive(line: _ProbeMember, source: int, num_bytes: int) -> float:
     """The far end: the bytes a second that came."""
     message = line.buffer(num_bytes)
     come_s: list[float] = []
@@ -182,7 +182,7 @@ def _receive(line: ProbeMember, source: int, num_bytes: int) -> float:
     return (len(come_s) - 1) * num_bytes / (come_s[-1] - come_s[0])
 
 
-def all_reduce_s(line: ProbeMember, num_ranks: int, num_bytes: int, *, rounds: int) -> float:
+def _all_reduce_s(line: _ProbeMember, num_ranks: int, num_bytes: int, *, rounds: int) -> float:
     """What a sum over the first ranks takes, the median; the group must be made by all."""
     group = dist.new_group(list(range(num_ranks)))
     seconds = []
@@ -201,15 +201,15 @@ def all_reduce_s(line: ProbeMember, num_ranks: int, num_bytes: int, *, rounds: i
 MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
 """What devices are timed on if nobody names a model."""
 
-REPEATS = 3
-LATENCY_ROUNDS = 30
-SUM_BYTES = 4 * 2**20
-SUM_ROUNDS = 5
-LEAST_FLOW_S = 0.01
-MOST_FLOW_S = 0.5
-MESSAGES_OF_FLOW = 5
+_REPEATS = 3
+_LATENCY_ROUNDS = 30
+_SUM_BYTES = 4 * 2**20
+_SUM_ROUNDS = 5
+_LEAST_FLOW_S = 0.01
+_MOST_FLOW_S = 0.5
+_MESSAGES_OF_FLOW = 5
 """At least, in the time that a flow is measured for."""
-MOST_RANKS = 256
+_MOST_RANKS = 256
 
 Progress = Callable[[float, str], None]
 
@@ -233,7 +233,7 @@ class ProbeSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class _Probe:
     """What was measured and what follows from it."""
 
     measurements: Measurements
@@ -245,7 +245,7 @@ class Probe:
         sums = ", ".join(
             f"{one.seconds * 1e3:.3g} ms over {one.num_devices}" for one in self.measurements.all_reduces
         )
-        told = [f"A sum of {SUM_BYTES / 2**20:g} MiB takes {sums}."] if sums else []
+        told = [f"A sum of {_SUM_BYTES / 2**20:g} MiB takes {sums}."] if sums else []
         joint = [one for one in self.measurements.experiments if len(one.flows) > 1]
         if joint:
             told.append(
@@ -288,27 +288,27 @@ def probe_here(
     *,
     backend: "Backend" = "gloo",
     timeout_s: float = 300.0,
-) -> Probe:
+) -> _Probe:
     """Probe this machine with so many processes of its own."""
     setting = setting or ProbeSetting()
-    check_setting(setting)
-    if not 1 <= num_processes <= MOST_RANKS:
-        raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {MOST_RANKS}.")
-    found = launch(probe_in, num_processes, setting, backend=backend, timeout_s=timeout_s)[0]
+    _check_setting(setting)
+    if not 1 <= num_processes <= _MOST_RANKS:
+        raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {_MOST_RANKS}.")
+    found = launch(_probe_in, num_processes, setting, backend=backend, timeout_s=timeout_s)[0]
     assert found is not None
     return found
 
 
 def probe_of_environment(
     setting: ProbeSetting, *, backend: "Backend" = "gloo", timeout_s: float = 300.0
-) -> Probe | None:
+) -> _Probe | None:
     """Probe the ranks that torchrun started, of which this is one; None on all but the first."""
-    check_setting(setting)
+    _check_setting(setting)
     with World.from_environment(timeout_s=timeout_s, backend=backend) as world:
-        return probe_in(world, setting)
+        return _probe_in(world, setting)
 
 
-def check_setting(setting: ProbeSetting) -> None:
+def _check_setting(setting: ProbeSetting) -> None:
     """Refuse a model or a folder that there is not, before processes are started."""
     from bireme.model.sources import load_source
 
@@ -317,16 +317,16 @@ def check_setting(setting: ProbeSetting) -> None:
         check_disk_folder(setting.disk, "--disk")
 
 
-def probe_in(world: World, setting: ProbeSetting) -> Probe | None:
+def _probe_in(world: World, setting: ProbeSetting) -> _Probe | None:
     """On every rank of an open world; the first has the result."""
     bar = progress_bar("finding the ranks") if world.rank == 0 else nullcontext(_silent)
     with bar as progress:
-        line = ProbeMember.of(world)
+        line = _ProbeMember.of(world)
         progress(0.0, "timing the devices")
         hosts, devices = _devices(world, line, setting)
         found = _links(line, setting, hosts, progress)
         sums = [
-            AllReduce(size, SUM_BYTES, all_reduce_s(line, size, SUM_BYTES, rounds=SUM_ROUNDS))
+            AllReduce(size, _SUM_BYTES, _all_reduce_s(line, size, _SUM_BYTES, rounds=_SUM_ROUNDS))
             for size in _group_sizes(world.size)
         ]
         tiers = _tiers(world, line, hosts, setting.disk) if setting.disk is not None else {}
@@ -334,7 +334,7 @@ def probe_in(world: World, setting: ProbeSetting) -> Probe | None:
     if world.rank:
         return None
     measurements = replace(found, devices=tuple(devices), all_reduces=tuple(sums))
-    return Probe(measurements, _with_tiers(infer(measurements), tiers))
+    return _Probe(measurements, _with_tiers(infer(measurements), tiers))
 
 
 def _silent(_done: float, _what: str) -> None:
@@ -347,7 +347,7 @@ def _group_sizes(num_ranks: int) -> list[int]:
 
 
 def _devices(
-    world: World, line: ProbeMember, setting: ProbeSetting
+    world: World, line: _ProbeMember, setting: ProbeSetting
 ) -> "tuple[tuple[str, ...], list[Device]]":
     """Every rank's server and device, with its speed relative to the first one's. All are timed at once."""
     own = device_here(world.device)
@@ -385,7 +385,7 @@ class _Tiers:
     disk_bytes_per_s: float
 
 
-def _tiers(world: World, line: ProbeMember, hosts: tuple[str, ...], folder: Path) -> dict[str, _Tiers]:
+def _tiers(world: World, line: _ProbeMember, hosts: tuple[str, ...], folder: Path) -> dict[str, _Tiers]:
     """Of each server, measured by its first rank while the others of it wait."""
     place = hosts.index(hosts[world.rank])
     if place == world.rank:
@@ -457,25 +457,25 @@ def _unit_seconds(world: World, setting: ProbeSetting) -> float:
 
 
 def _links(
-    line: ProbeMember, setting: ProbeSetting, hosts: tuple[str, ...], progress: Progress
+    line: _ProbeMember, setting: ProbeSetting, hosts: tuple[str, ...], progress: Progress
 ) -> Measurements:
     """All ways alone, then flows that may meet. The devices are yet to be filled in."""
     experiments = experiments_for(hosts)
     alone = [flows[0] for flows in experiments if len(flows) == 1]
-    each_s = setting.seconds / max(len(experiments), 1) / REPEATS
-    flow_s = min(max(each_s, LEAST_FLOW_S), MOST_FLOW_S)
+    each_s = setting.seconds / max(len(experiments), 1) / _REPEATS
+    flow_s = min(max(each_s, _LEAST_FLOW_S), _MOST_FLOW_S)
     late_s: dict[Flow, float] = {}
     sizes: dict[Flow, int] = {}
     for number, flow in enumerate(alone):
         progress(0.3 * number / len(alone), f"way {number + 1} of {len(alone)}: latency, size of messages")
-        late_s[flow] = latency_s(line, flow, rounds=LATENCY_ROUNDS)
-        sizes[flow] = message_bytes(line, flow, late_s[flow], least_s=flow_s / MESSAGES_OF_FLOW)
+        late_s[flow] = latency_s(line, flow, rounds=_LATENCY_ROUNDS)
+        sizes[flow] = message_bytes(line, flow, late_s[flow], least_s=flow_s / _MESSAGES_OF_FLOW)
     found = []
     for number, flows in enumerate(experiments):
         done = 0.3 + 0.7 * number / len(experiments)
         progress(done, f"flows {number + 1} of {len(experiments)}: {_shown(flows)}")
         own = [sizes[flow] for flow in flows]
-        laps = [rates(line, flows, own, seconds=flow_s) for _ in range(REPEATS)]
+        laps = [rates(line, flows, own, seconds=flow_s) for _ in range(_REPEATS)]
         found.append(Experiment(flows, tuple(statistics.median(same) for same in zip(*laps, strict=True))))
     progress(1.0, "sums over groups")
     # A message is as late one way as the other, as far as anyone can tell without a common clock.

@@ -31,9 +31,9 @@ from bireme.runtime.world import World
 #
 # Each host has its own addresses and its own ports. Whatever is made here goes when the context ends.
 
-CARD = "eth0"
+_CARD = "eth0"
 """The network card of every host."""
-TOOL_TIMEOUT_S = 20.0
+_TOOL_TIMEOUT_S = 20.0
 
 
 class NoHosts(Exception):  # noqa: N818 (no error: the benchmark leaves the row out)
@@ -49,7 +49,7 @@ class Hosts:
 
 
 @contextmanager
-def slow_hosts(megabits_per_s: float) -> Iterator[Hosts]:
+def _slow_hosts(megabits_per_s: float) -> Iterator[Hosts]:
     """Two hosts with a link that carries so much each way. Raises `NoHosts` where that cannot be."""
     _check_here()
     names = tuple(f"bireme-bench-{os.getpid()}-{letter}" for letter in "ab")
@@ -63,26 +63,26 @@ def slow_hosts(megabits_per_s: float) -> Iterator[Hosts]:
             "ip",
             "link",
             "add",
-            CARD,
+            _CARD,
             "netns",
             names[0],
             "type",
             "veth",
             "peer",
             "name",
-            CARD,
+            _CARD,
             "netns",
             names[1],
         )
         for name, address in zip(names, addresses, strict=True):
             inside = ("ip", "-n", name)
-            _run(*inside, "address", "add", f"{address}/24", "dev", CARD)
-            for card in ("lo", CARD):
+            _run(*inside, "address", "add", f"{address}/24", "dev", _CARD)
+            for card in ("lo", _CARD):
                 _run(*inside, "link", "set", card, "up")
             rate = f"{megabits_per_s:g}mbit"
             # Kernels have this token bucket more often than netem; it takes packets of any size TCP makes.
             limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", CARD, "root", *limit)
+            _run("tc", "-n", name, "qdisc", "add", "dev", _CARD, "root", *limit)
         prefixes = tuple(("ip", "netns", "exec", name) for name in names)
         yield Hosts((prefixes[0], prefixes[1]), addresses)
     finally:
@@ -104,7 +104,7 @@ def _check_here() -> None:
 def _run(*words: str) -> None:
     """Run a tool, or say what it complained of."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoHosts(f"`{_shown(words)}` fails: {error}") from error
     if done.returncode:
@@ -116,20 +116,20 @@ def _shown(words: Sequence[str]) -> str:
     return " ".join(words)
 
 
-MEGABITS_PER_S = 100.0
-DEPTH, WIDTH, NUM_MICROBATCHES = 2, 2, 8
+_MEGABITS_PER_S = 100.0
+_DEPTH, WIDTH, NUM_MICROBATCHES = 2, 2, 8
 PACE = StagePace(0.010, 0.020)
 BALLAST = 262_144
 """1 MiB in float32 for each stage."""
 SCHEDULES = ("2bw", "1f1b")
-COUNTED, ROUNDS = 4, 3
+_COUNTED, _ROUNDS = 4, 3
 PORT = "29400"
 """On a host of its own every port is free."""
-LIMIT_S = 180.0
+_LIMIT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
+class _Hidden:
     """One schedule: what a batch takes with and without it, and the share of it that hides."""
 
     schedule: str
@@ -143,9 +143,9 @@ class Replicas:
     """All of it, or why there is nothing. `sum_s` is how long the sum takes alone."""
 
     skipped: str | None
-    megabits_per_s: float = MEGABITS_PER_S
+    megabits_per_s: float = _MEGABITS_PER_S
     sum_s: float = 0.0
-    rows: tuple[Hidden, ...] = ()
+    rows: tuple[_Hidden, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class _Times:
 def measure_replicas() -> Replicas:
     """Make the hosts, run the ranks on them, and put together what they found."""
     try:
-        with slow_hosts(MEGABITS_PER_S) as hosts, TemporaryDirectory() as folder:
+        with _slow_hosts(_MEGABITS_PER_S) as hosts, TemporaryDirectory() as folder:
             by_rank = _run_ranks(hosts, Path(folder))
     except NoHosts as reason:
         return Replicas(skipped=str(reason))
@@ -172,11 +172,11 @@ def measure_replicas() -> Replicas:
     for schedule in SCHEDULES:
         heavy, light = slowest[_name(schedule, is_heavy=True)], slowest[_name(schedule, is_heavy=False)]
         shown = [1 - (more - less) / sum_s for more, less in zip(heavy, light, strict=True)]
-        rows.append(Hidden(schedule, Spread.of(heavy), Spread.of(light), Spread.of(shown)))
-    return Replicas(None, MEGABITS_PER_S, sum_s, tuple(rows))
+        rows.append(_Hidden(schedule, Spread.of(heavy), Spread.of(light), Spread.of(shown)))
+    return Replicas(None, _MEGABITS_PER_S, sum_s, tuple(rows))
 
 
-def run_replica_rank(folder: Path) -> None:
+def _run_replica_rank(folder: Path) -> None:
     """Be one rank, the one that the environment names, and leave what it found in the folder."""
     torch.set_num_threads(1)
     with World.from_environment() as world:
@@ -192,18 +192,18 @@ def _name(schedule: str, *, is_heavy: bool) -> str:
 
 def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
     """Ranks are dealt out replica by replica, so a host has a replica."""
-    num_ranks = DEPTH * WIDTH
+    num_ranks = _DEPTH * WIDTH
     running = []
     try:
         for rank in range(num_ranks):
-            host = rank // DEPTH
+            host = rank // _DEPTH
             environment = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
-                "LOCAL_RANK": str(rank % DEPTH),
+                "LOCAL_RANK": str(rank % _DEPTH),
                 "MASTER_ADDR": hosts.addresses[0],
                 "MASTER_PORT": PORT,
-                "GLOO_SOCKET_IFNAME": CARD,
+                "GLOO_SOCKET_IFNAME": _CARD,
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses have no names
             }
@@ -214,9 +214,9 @@ def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
             words = [*hosts.prefixes[host], sys.executable, "-c", code]
             running.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL))
         for process in running:
-            process.wait(LIMIT_S)
+            process.wait(_LIMIT_S)
     except subprocess.TimeoutExpired as error:
-        raise NoHosts(f"the ranks on the hosts were not done after {LIMIT_S:g} s") from error
+        raise NoHosts(f"the ranks on the hosts were not done after {_LIMIT_S:g} s") from error
     finally:
         for process in running:
             with suppress(ProcessLookupError):
@@ -230,12 +230,12 @@ def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
 
 def _measure(world: World) -> _Times:
     """On every rank."""
-    say(world, f"two replicas over {MEGABITS_PER_S:g} Mbit/s")
+    say(world, f"two replicas over {_MEGABITS_PER_S:g} Mbit/s")
     fabric = DistFabric(world)
     contenders: list[Contender] = []
     for schedule in SCHEDULES:
         for is_heavy in (True, False):
-            model = emulated_model(DEPTH, PACE, num_ballast=BALLAST if is_heavy else 1)
+            model = emulated_model(_DEPTH, PACE, num_ballast=BALLAST if is_heavy else 1)
             pipeline = Pipeline(
                 model.graph,
                 Plan(model.cuts, NUM_MICROBATCHES, schedule, width=WIDTH),
@@ -248,17 +248,17 @@ def _measure(world: World) -> _Times:
             contenders.append(Ours(_name(schedule, is_heavy=is_heavy), pipeline, batch))
     with closing(contenders):
         sums = _sums_alone(world)
-        seconds = take_turns(contenders, counted=COUNTED, rounds=ROUNDS).seconds
+        seconds = take_turns(contenders, counted=_COUNTED, rounds=_ROUNDS).seconds
     named = {one.name: own for one, own in zip(contenders, seconds, strict=True)}
     return _Times(sums, named)
 
 
 def _sums_alone(world: World) -> list[float]:
     """How long it takes all ranks at once to sum up a stage's gradients with their replicas."""
-    groups = [dist.new_group([stage, stage + DEPTH]) for stage in range(DEPTH)]
-    own = groups[world.rank % DEPTH]
+    groups = [dist.new_group([stage, stage + _DEPTH]) for stage in range(_DEPTH)]
+    own = groups[world.rank % _DEPTH]
     found = []
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + _ROUNDS):
         gradients = torch.zeros(BALLAST)
         dist.barrier()
         begin_s = perf_counter()

@@ -38,18 +38,18 @@ from bireme.runtime.world import World
 GPT_RANKS = 2
 GPT_SAMPLES = 4
 """In a micro-batch."""
-VOCAB, CONTEXT = 256, 128
-MODEL = f"gpt:layers=8,width=256,heads=8,vocab={VOCAB},context={CONTEXT}"
+_VOCAB, _CONTEXT = 256, 128
+MODEL = f"gpt:layers=8,width=256,heads=8,vocab={_VOCAB},context={_CONTEXT}"
 SCHEDULES = ("2bw", "1f1b", "gpipe")
-PEERS = ("Schedule1F1B", "1f1b", "ScheduleGPipe")
-ALONE = "one process, two threads"
-COUNTED, ROUNDS = 2, 5
+_PEERS = ("Schedule1F1B", "1f1b", "ScheduleGPipe")
+_ALONE = "one process, two threads"
+_COUNTED, _ROUNDS = 2, 5
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class SmallGpt:
+class _SmallGpt:
     """The model, captured, and where it is cut in two."""
 
     graph: Graph
@@ -64,7 +64,7 @@ class SmallGpt:
     def batch(self, num_microbatches: int) -> dict[str, Tensor]:
         """Tokens drawn at random, the same on every rank."""
         draw = torch.Generator().manual_seed(0)
-        ids = torch.randint(VOCAB, (GPT_SAMPLES * num_microbatches, CONTEXT), generator=draw)
+        ids = torch.randint(_VOCAB, (GPT_SAMPLES * num_microbatches, _CONTEXT), generator=draw)
         return {"input_ids": ids, "labels": ids}
 
     def function(self, first: int, end: int) -> StageFunction:
@@ -97,14 +97,14 @@ class GptRow:
     others_share: float | None = None
 
 
-def load_small_gpt() -> SmallGpt:
+def load_small_gpt() -> _SmallGpt:
     """The model, cut where both halves multiply as much."""
     source = load_source(MODEL, batch=GPT_SAMPLES)
     graph = capture(source.model, source.example_inputs, name=MODEL)
     units = units_of(graph)
     flops = [sum(graph.operators[place].flops for place in unit.operators) for unit in units]
     cut = min(range(1, len(units)), key=lambda place: max(sum(flops[:place]), sum(flops[place:])))
-    return SmallGpt(graph, units, (cut,), source.model)
+    return _SmallGpt(graph, units, (cut,), source.model)
 
 
 def measure_gpt(world: World, effort: BenchEffort) -> list[GptTimes]:
@@ -119,13 +119,13 @@ def measure_gpt(world: World, effort: BenchEffort) -> list[GptTimes]:
         batch = gpt.batch(m)
         contenders: list[Contender] = []
         # Who is compared goes right after the other: a machine that others use is another one soon.
-        for schedule, peer in zip(SCHEDULES, PEERS, strict=True):
+        for schedule, peer in zip(SCHEDULES, _PEERS, strict=True):
             plan = Plan(gpt.cuts, m, schedule)
             contenders.append(Ours(schedule, Pipeline(gpt.graph, plan, fabric, weights=gpt.weights), batch))
             contenders.append(_torch(peer, world, gpt, m))
-        contenders.append(_Alone(ALONE, world, _OneStage(gpt, 0, len(gpt.units)), m, batch))
+        contenders.append(_Alone(_ALONE, world, _OneStage(gpt, 0, len(gpt.units)), m, batch))
         with closing(contenders):
-            turns = take_turns(contenders, counted=COUNTED, rounds=ROUNDS)
+            turns = take_turns(contenders, counted=_COUNTED, rounds=_ROUNDS)
         names = tuple(contender.name for contender in contenders)
         found.append(GptTimes(m, names, tuple(map(tuple, turns.seconds)), turns.others_share))
     return found
@@ -139,17 +139,17 @@ def gpt_rows(first: Sequence[GptTimes], second: Sequence[GptTimes]) -> list[GptR
             name: [max(pair) for pair in zip(mine, yours, strict=True)]
             for name, mine, yours in zip(one.names, one.seconds, two.seconds, strict=True)
         }
-        peers = [name for name in slower if name not in (*SCHEDULES, ALONE)]
+        peers = [name for name in slower if name not in (*SCHEDULES, _ALONE)]
         best = min(peers, key=lambda name: Spread.of(slower[name]).median)
-        tokens = one.num_microbatches * GPT_SAMPLES * CONTEXT
+        tokens = one.num_microbatches * GPT_SAMPLES * _CONTEXT
         rows += [
             GptRow(
                 name,
                 one.num_microbatches,
                 Spread.of(tokens / taken for taken in seconds),
                 ratios(seconds, slower[best]),
-                ratios(seconds, slower[PEERS[0]]),
-                ratios(seconds, slower[ALONE]),
+                ratios(seconds, slower[_PEERS[0]]),
+                ratios(seconds, slower[_ALONE]),
                 one.others_share,
             )
             for name, seconds in slower.items()
@@ -160,7 +160,7 @@ def gpt_rows(first: Sequence[GptTimes], second: Sequence[GptTimes]) -> list[GptR
 class _OneStage(nn.Module):
     """Some units of the model as torch wants a stage: tensors that come in by position, inputs by name."""
 
-    def __init__(self, gpt: SmallGpt, first: int, end: int) -> None:
+    def __init__(self, gpt: _SmallGpt, first: int, end: int) -> None:
         super().__init__()
         self.function = gpt.function(first, end)
         self.held = nn.ParameterList(gpt.weights(self.function.parameters).values())
@@ -174,7 +174,7 @@ class _OneStage(nn.Module):
         return made
 
 
-def _torch(kind: str, world: World, gpt: SmallGpt, num_microbatches: int) -> Contender:
+def _torch(kind: str, world: World, gpt: _SmallGpt, num_microbatches: int) -> Contender:
     from torch.distributed.pipelining import PipelineStage
 
     (cut,) = gpt.cuts
@@ -182,8 +182,8 @@ def _torch(kind: str, world: World, gpt: SmallGpt, num_microbatches: int) -> Con
     is_last = world.rank == 1
     module = _OneStage(gpt, cut, len(gpt.units)) if is_last else _OneStage(gpt, 0, cut)
     width = next(iter(gpt.weights([gpt.graph.parameters[0].name]).values())).shape[-1]
-    crossing = torch.empty(GPT_SAMPLES, CONTEXT, width, device="meta", requires_grad=True)
-    ids = torch.empty(GPT_SAMPLES, CONTEXT, device="meta", dtype=torch.int64)
+    crossing = torch.empty(GPT_SAMPLES, _CONTEXT, width, device="meta", requires_grad=True)
+    ids = torch.empty(GPT_SAMPLES, _CONTEXT, device="meta", dtype=torch.int64)
     stage = PipelineStage(
         _ById(module) if not is_last else module,
         world.rank,

@@ -26,7 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names of servers and links: what is before and after the slash of `server0/gpu1`."""
 
 
-def check_name(name: str, of: str) -> None:
+def _check_name(name: str, of: str) -> None:
     """Refuse a name that could not be told from the words around it."""
     if not NAME.fullmatch(name):
         raise BiremeError(
@@ -134,7 +134,7 @@ def _check_latency(value: float) -> None:
 
 
 def _check_group(name: str, kind: str, devices: tuple[int, ...], *, least: int) -> None:
-    check_name(name, kind)
+    _check_name(name, kind)
     if len(devices) < least:
         raise BiremeError(f"{name} joins {len(devices)} devices; a {kind} has at least {least}.")
     if len(set(devices)) < len(devices):
@@ -180,7 +180,7 @@ class Server:
     disk_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_name(self.name, "server")
+        _check_name(self.name, "server")
         if not self.devices:
             raise BiremeError(f"{self.name} has no devices; a server has at least one.")
         for name, device in zip(self.device_names, self.devices, strict=True):
@@ -277,7 +277,7 @@ class _Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class _Routes:
     """All ways in a cluster."""
 
     servers: Sequence[Server]
@@ -286,7 +286,7 @@ class Routes:
     sites: tuple[_Site, ...]
 
     @staticmethod
-    def over(servers: Sequence[Server], switch: Switch | None) -> "Routes":
+    def over(servers: Sequence[Server], switch: Switch | None) -> "_Routes":
         """The ways between all devices of some servers."""
         sites: list[_Site] = []
         for number, server in enumerate(servers):
@@ -300,7 +300,9 @@ class Routes:
                 }
                 sites.append(_Site(number, name, bridge.get(place), card.get(place), ports))
         total = None if switch is None else switch.bytes_per_s
-        return Routes(tuple(servers), switch, () if total is None else (Lane("switch", total),), tuple(sites))
+        return _Routes(
+            tuple(servers), switch, () if total is None else (Lane("switch", total),), tuple(sites)
+        )
 
     def path(self, source: int, destination: int) -> tuple[Lane, ...]:
         """The lanes from one device to another, in the order they are crossed."""
@@ -375,7 +377,7 @@ class Cluster:
     switch: Switch | None = None
     _devices: tuple[PlacedDevice, ...] = field(init=False, repr=False, compare=False)
     _numbers: dict[str, int] = field(init=False, repr=False, compare=False)
-    _routes: Routes = field(init=False, repr=False, compare=False)
+    _routes: _Routes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -397,7 +399,7 @@ class Cluster:
         )
         object.__setattr__(self, "_devices", devices)
         object.__setattr__(self, "_numbers", {placed.name: n for n, placed in enumerate(devices)})
-        object.__setattr__(self, "_routes", Routes.over(self.servers, self.switch))
+        object.__setattr__(self, "_routes", _Routes.over(self.servers, self.switch))
 
     def _check_reached(self, server: Server) -> None:
         if len(self.servers) == 1:

@@ -35,20 +35,20 @@ from bireme.files import write_text_atomically
 
 # A cluster as the text of `cluster.toml`: equal devices and servers counted, a word on every unit.
 
-HEAD = """\
+_HEAD = """\
 # A cluster: servers, their devices, and the links that join them. docs/cluster.md explains every key.
 # Bytes are bytes, not bits: 10 Gbit/s are 1.25e9 bytes_per_s. Seconds are seconds: 50 µs are 50e-6 latency_s.
 # A full duplex link carries bytes_per_s each way at once, a half duplex one in all.
 """
 
 
-NAMELESS = "server"
+_NAMELESS = "server"
 
 
 def cluster_text(cluster: Cluster) -> str:
     """The file; who reads it gets the same cluster back."""
-    plain = plain_cluster(cluster)
-    lines = [HEAD + f"format = {plain['format']}"]
+    plain = _plain_cluster(cluster)
+    lines = [_HEAD + f"format = {plain['format']}"]
     if "switch" in plain:
         lines += ["", "[switch]", *_values(plain["switch"], "link")]
     for server in plain["server"]:
@@ -59,7 +59,7 @@ def cluster_text(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plain_cluster(cluster: Cluster) -> dict[str, Any]:
+def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
     """A cluster as the file says it, as briefly as it can be said."""
     plain: dict[str, Any] = {"format": 1}
     if cluster.switch is not None:
@@ -82,7 +82,7 @@ def plain_cluster(cluster: Cluster) -> dict[str, Any]:
 
 def _parts(server: Server) -> Server:
     """All of it but the name."""
-    return replace(server, name=NAMELESS)
+    return replace(server, name=_NAMELESS)
 
 
 def _counted(names: Sequence[str], begin: int) -> "tuple[int, str | None]":
@@ -209,10 +209,10 @@ def _comment(what: str, key: str, value: Any) -> str:
     return ""
 
 
-EXAMPLES = (Path(__file__).parent / "examples", Path(__file__).parents[3] / "examples" / "clusters")
+_EXAMPLES = (Path(__file__).parent / "examples", Path(__file__).parents[3] / "examples" / "clusters")
 """Where the ready files lie: in an installed package, and in the repository."""
 
-MOST_BYTES = 2**60
+_MOST_BYTES = 2**60
 
 
 def _list_of_tables(name: str) -> BeforeValidator:
@@ -233,18 +233,18 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-Rate = Annotated[float, Field(gt=0, le=MOST_BYTES_PER_S, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(gt=0, le=MOST_BYTES_PER_S, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
-Flops = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
-Bytes = Annotated[int, Field(gt=0, le=MOST_BYTES), BeforeValidator(_whole)]
+_Flops = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+Bytes = Annotated[int, Field(gt=0, le=_MOST_BYTES), BeforeValidator(_whole)]
 
 
 class DeviceTable(_Table):
     """`[[server.device]]`: equal devices of a server."""
 
     kind: Literal["cpu", "cuda", "emulated"] | None = Field(None, description="cpu, cuda or emulated")
-    count: Count = Field(1, description="how many such devices")
+    count: _Count = Field(1, description="how many such devices")
     like: str | None = Field(None, description="the ready description to begin with, such as a100")
     name: str | None = Field(None, description="what it is, for people")
     memory_bytes: Bytes | None = Field(None, description="the memory it has")
@@ -252,13 +252,13 @@ class DeviceTable(_Table):
         1.0, description="relative to where the model was profiled; 0.5 takes twice as long"
     )
     num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(None, description="cores of a processor")
-    bytes_per_s: Rate | None = Field(None, description="bandwidth of its memory")
-    float32_flops_per_s: Flops | None = Field(None, description="speed in float32")
-    bfloat16_flops_per_s: Flops | None = Field(None, description="speed in bfloat16 and float16")
+    bytes_per_s: _Rate | None = Field(None, description="bandwidth of its memory")
+    float32_flops_per_s: _Flops | None = Field(None, description="speed in float32")
+    bfloat16_flops_per_s: _Flops | None = Field(None, description="speed in bfloat16 and float16")
     watts: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="what it draws at work"
     )
-    host_bytes_per_s: Rate | None = Field(
+    host_bytes_per_s: _Rate | None = Field(
         None, description="how fast it exchanges chunks with the host, each way"
     )
     copy_s: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
@@ -272,15 +272,15 @@ class DeviceTable(_Table):
 class _GroupTable(_Table):
     name: str | None = Field(None, description="what it is called")
     devices: list[str] | None = Field(None, description="the devices that share it; all if left out")
-    bytes_per_s: Rate = Field(description="bytes a second: 10 Gbit/s are 1.25e9")
+    bytes_per_s: _Rate = Field(description="bytes a second: 10 Gbit/s are 1.25e9")
     latency_s: Seconds = Field(0.0, description="seconds that a message is late whatever its size")
     duplex: Literal["full", "half"] = Field(
         "full", description="full carries bytes_per_s each way at once, half in all"
     )
-    back_bytes_per_s: Rate | None = Field(None, description="towards the devices, where that differs")
+    back_bytes_per_s: _Rate | None = Field(None, description="towards the devices, where that differs")
 
 
-class BridgeTable(_GroupTable):
+class _BridgeTable(_GroupTable):
     """`[[server.bridge]]`: a PCIe host bridge."""
 
 
@@ -292,7 +292,7 @@ class MeshTable(_GroupTable):
     )
 
 
-class CardTable(_GroupTable):
+class _CardTable(_GroupTable):
     """`[[server.card]]`: a network card."""
 
 
@@ -300,21 +300,21 @@ class ServerTable(_Table):
     """`[[server]]`: equal servers."""
 
     name: str | None = Field(None, description="what it is called; a number follows where count is over 1")
-    count: Count = Field(1, description="how many such servers")
+    count: _Count = Field(1, description="how many such servers")
     num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
         None, description="the cores that its processor devices share, where they are fewer than theirs"
     )
     host_memory_bytes: Bytes | None = Field(None, description="host memory that its devices can page to")
     disk_bytes: Bytes | None = Field(None, description="disk space that its devices can page to")
-    disk_bytes_per_s: Rate | None = Field(None, description="how fast that disk reads and writes")
+    disk_bytes_per_s: _Rate | None = Field(None, description="how fast that disk reads and writes")
     device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
-    bridge: Annotated[list[BridgeTable], _list_of_tables("server.bridge")] = Field(
+    bridge: Annotated[list[_BridgeTable], _list_of_tables("server.bridge")] = Field(
         default_factory=list, description="its PCIe host bridges"
     )
     mesh: Annotated[list[MeshTable], _list_of_tables("server.mesh")] = Field(
         default_factory=list, description="its NVLink meshes"
     )
-    card: Annotated[list[CardTable], _list_of_tables("server.card")] = Field(
+    card: Annotated[list[_CardTable], _list_of_tables("server.card")] = Field(
         default_factory=list, description="its network cards"
     )
 
@@ -322,11 +322,11 @@ class ServerTable(_Table):
 class SwitchTable(_Table):
     """`[switch]`: what joins the servers."""
 
-    bytes_per_s: Rate | None = Field(None, description="what it carries in all; left out if it never limits")
+    bytes_per_s: _Rate | None = Field(None, description="what it carries in all; left out if it never limits")
     latency_s: Seconds = Field(0.0, description="seconds that it adds to every message")
 
 
-class ClusterFile(_Table):
+class _ClusterFile(_Table):
     """The whole file."""
 
     format: Literal[1] = 1
@@ -354,7 +354,7 @@ def example_names() -> tuple[str, ...]:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file."""
-    file = read_toml(path, ClusterFile)
+    file = read_toml(path, _ClusterFile)
     try:
         return _cluster(file)
     except BiremeError as error:
@@ -368,14 +368,14 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 def cluster_hash(cluster: Cluster) -> str:
     """What is the same for equal clusters only, however their files are written."""
-    return hashlib.sha256(json.dumps(plain_cluster(cluster)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_plain_cluster(cluster)).encode()).hexdigest()[:16]
 
 
 def _examples() -> Path:
-    return next((folder for folder in EXAMPLES if folder.is_dir()), EXAMPLES[0])
+    return next((folder for folder in _EXAMPLES if folder.is_dir()), _EXAMPLES[0])
 
 
-def _cluster(file: ClusterFile) -> Cluster:
+def _cluster(file: _ClusterFile) -> Cluster:
     if not file.server:
         raise BiremeError("server is empty; a cluster has at least one [[server]].")
     total = sum(table.count * sum(one.count for one in table.device) for table in file.server)

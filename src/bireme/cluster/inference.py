@@ -24,13 +24,13 @@ from bireme.cluster.probed import Experiment, Measurements
 # Rates are max-min fair: the lane with the least for each of its flows settles their rates, then the next
 # one. This is a moment, without messages or time; a network in time is for who simulates.
 
-Lane = TypeVar("Lane", bound=Hashable)
+_Lane = TypeVar("_Lane", bound=Hashable)
 
 
-def fair_rates(paths: Sequence[Sequence[Lane]], capacity: Mapping[Lane, float]) -> list[float]:
+def fair_rates(paths: Sequence[Sequence[_Lane]], capacity: Mapping[_Lane, float]) -> list[float]:
     """The bytes a second of each flow; infinite where it crosses no lane."""
     rates = [math.inf] * len(paths)
-    on_lane: dict[Lane, list[int]] = {}
+    on_lane: dict[_Lane, list[int]] = {}
     for flow, path in enumerate(paths):
         for lane in dict.fromkeys(path):
             on_lane.setdefault(lane, []).append(flow)
@@ -55,11 +55,11 @@ def fair_rates(paths: Sequence[Sequence[Lane]], capacity: Mapping[Lane, float]) 
 # The latencies of links, from those of the ways that lead over them.
 
 
-def with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) -> Cluster:
+def _with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) -> Cluster:
     """The latencies of the links, such that those of all ways come out as nearly as can be."""
     links: list[tuple[int, str]] = []
     for number, server in enumerate(shape.servers):
-        links += [(number, group.name) for group in groups_of(server)]
+        links += [(number, group.name) for group in _groups_of(server)]
     if not links:
         return shape
     pairs = list(latency_s)
@@ -71,7 +71,7 @@ def with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) -
     return _late(shape, dict(zip(links, seconds, strict=True)))
 
 
-def groups_of(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
+def _groups_of(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
     """All links of a server."""
     return (*server.bridges, *server.meshes, *server.cards)
 
@@ -95,7 +95,7 @@ def _late(shape: Cluster, latency_s: dict[tuple[int, str], float]) -> Cluster:
     return Cluster(tuple(servers), shape.switch)
 
 
-SWEEPS = 4000
+_SWEEPS = 4000
 
 
 def _least_squares(
@@ -105,7 +105,7 @@ def _least_squares(
     """What makes `matrix` times it most nearly what is wanted, with nothing below zero; one at a time."""
     square, target = matrix.T @ matrix, matrix.T @ wanted
     known = np.zeros(len(target))
-    for _ in range(SWEEPS):
+    for _ in range(_SWEEPS):
         before = known.copy()
         for column in range(len(known)):
             if square[column, column] > 0:
@@ -116,19 +116,19 @@ def _least_squares(
     return [float(one) for one in known]
 
 
-TOLERANCE = 0.10
+_TOLERANCE = 0.10
 """The mean part by which a structure may miss what was measured, for a simpler one to be taken."""
 
-EXPLAINED = 1e-3
+_EXPLAINED = 1e-3
 """Nothing else is looked for where a structure misses no more."""
 
-SAME = 0.05
+_SAME = 0.05
 """Figures that differ by no more are taken for equal, so that equal devices and links are known as such."""
 
-SHARING = 0.8
+_SHARING = 0.8
 """Flows that together come to less than this part of what each does alone share something."""
 
-ASYMMETRIC = 1.25
+_ASYMMETRIC = 1.25
 """Times as fast one way as the other."""
 
 
@@ -141,7 +141,7 @@ class Inferred:
     notes: tuple[str, ...]
 
 
-def infer(found: Measurements, *, same: float = SAME) -> Inferred:
+def infer(found: Measurements, *, same: float = _SAME) -> Inferred:
     """The simplest cluster that explains what was measured; what differs by less than `same` is equal."""
     servers = found.servers()
     inside: dict[str, Server] = {}
@@ -149,7 +149,7 @@ def infer(found: Measurements, *, same: float = SAME) -> Inferred:
         bare = Server(name, tuple(found.devices[device] for device in own))
         inside[name] = _inside(bare, own, found)
     best = Cluster(tuple(inside.values())) if len(inside) == 1 else _with_cards(inside, servers, found)
-    tidy = _tidied(with_latencies(best, found.latency_s), same)
+    tidy = _tidied(_with_latencies(best, found.latency_s), same)
     error = _error(tidy, found.experiments)
     return Inferred(tidy, error, tuple(_notes(found, error)))
 
@@ -169,10 +169,10 @@ def _inside(bare: Server, own: Sequence[int], found: Measurements) -> Server:
     return best.servers[0]
 
 
-Grouping = tuple[tuple[int, ...], ...]
+_Grouping = tuple[tuple[int, ...], ...]
 """Devices of a server, each in one part."""
 
-ANY = 1.0
+_ANY = 1.0
 """A bandwidth that is yet to be found."""
 
 
@@ -180,24 +180,24 @@ def _joined(bare: Server, experiments: Sequence[Experiment]) -> Iterator[Server]
     """The server with each structure that is looked for, the simplest first."""
     everyone = tuple(range(len(bare.devices)))
     for full in (True, False):
-        yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(ANY, 0.0, full)),))
+        yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(_ANY, 0.0, full)),))
     if len(everyone) > 2:
         for full in (True, False):
             pairs = enumerate(combinations(everyone, 2))
             yield replace(
-                bare, meshes=tuple(Mesh(f"mesh{n}", pair, Link(ANY, 0.0, full)) for n, pair in pairs)
+                bare, meshes=tuple(Mesh(f"mesh{n}", pair, Link(_ANY, 0.0, full)) for n, pair in pairs)
             )
     if len(everyone) > 2:
         for full in (True, False):
-            yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(ANY, 0.0, full), switched=True),))
+            yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(_ANY, 0.0, full), switched=True),))
     for full, groups in product((True, False), _groupings(len(everyone), experiments)):
         yield replace(
             bare,
-            bridges=tuple(Bridge(f"bridge{n}", own, Link(ANY, 0.0, full)) for n, own in enumerate(groups)),
+            bridges=tuple(Bridge(f"bridge{n}", own, Link(_ANY, 0.0, full)) for n, own in enumerate(groups)),
         )
 
 
-def _groupings(num_devices: int, experiments: Sequence[Experiment]) -> Iterator[Grouping]:
+def _groupings(num_devices: int, experiments: Sequence[Experiment]) -> Iterator[_Grouping]:
     """Which devices may share a bridge or card: none, all, and those that slow each other down."""
     alone = {one.flows[0]: one.bytes_per_s[0] for one in experiments if len(one.flows) == 1}
     singles = tuple((one,) for one in range(num_devices))
@@ -206,16 +206,16 @@ def _groupings(num_devices: int, experiments: Sequence[Experiment]) -> Iterator[
         (tuple(range(num_devices)),),
         *(_parts(num_devices, _sharers(experiments, alone, end)) for end in (0, 1)),
     ]
-    if num_devices <= MOST_TRIED:
+    if num_devices <= _MOST_TRIED:
         found += sorted(_partitions(num_devices), key=len)
     yield from dict.fromkeys(found)
 
 
-MOST_TRIED = 5
+_MOST_TRIED = 5
 """So few devices are put together in every way, of which five have 52."""
 
 
-def _partitions(num_devices: int) -> Iterator[Grouping]:
+def _partitions(num_devices: int) -> Iterator[_Grouping]:
     if num_devices == 0:
         yield ()
         return
@@ -236,11 +236,11 @@ def _sharers(
             continue
         a, b = sorted(flow[end] for flow in one.flows)
         sum_alone = sum(alone[flow] for flow in one.flows)
-        slowed.setdefault((a, b), []).append(sum(one.bytes_per_s) < SHARING * sum_alone)
+        slowed.setdefault((a, b), []).append(sum(one.bytes_per_s) < _SHARING * sum_alone)
     return {pair for pair, verdicts in slowed.items() if all(verdicts)}
 
 
-def _parts(num_devices: int, together: set[tuple[int, int]]) -> Grouping:
+def _parts(num_devices: int, together: set[tuple[int, int]]) -> _Grouping:
     """The devices, those that are together, directly or through others, in one part."""
     part = list(range(num_devices))
     for a, b in combinations(range(num_devices), 2):
@@ -253,7 +253,7 @@ def _with_cards(inside: dict[str, Server], members: dict[str, list[int]], found:
     """All servers with their cards and the switch: alike first, then each in its own way."""
     ways = {
         name: [
-            tuple(Card(f"card{n}", part, Link(ANY, 0.0, full)) for n, part in enumerate(parts))
+            tuple(Card(f"card{n}", part, Link(_ANY, 0.0, full)) for n, part in enumerate(parts))
             for full, parts in product((True, False), _card_groupings(own, found))
         ]
         for name, own in members.items()
@@ -267,7 +267,7 @@ def _with_cards(inside: dict[str, Server], members: dict[str, list[int]], found:
             replace(server, cards=ways[name][min(chosen[name], len(ways[name]) - 1)])
             for name, server in inside.items()
         )
-        return _fitted(Cluster(tuple(servers), Switch(ANY if limited else None)), found.experiments)
+        return _fitted(Cluster(tuple(servers), Switch(_ANY if limited else None)), found.experiments)
 
     shapes: list[Cluster] = []
     for limited in (False, True):
@@ -275,19 +275,19 @@ def _with_cards(inside: dict[str, Server], members: dict[str, list[int]], found:
             shape(chosen, limited) for chosen in _choices({name: len(way) for name, way in ways.items()})
         ]
         errors = [_error(one, experiments) for one in shapes]
-        if min(errors) < EXPLAINED:
+        if min(errors) < _EXPLAINED:
             break
     return _simplest(shapes, found.experiments)
 
 
-MOST_CHOICES = 600
+_MOST_CHOICES = 600
 
 
 def _choices(num_ways: dict[str, int]) -> Iterator[dict[str, int]]:
     """Which way each server may be: all alike, one unlike the others, all ways where those are few."""
     alike = [dict.fromkeys(num_ways, number) for number in range(max(num_ways.values()))]
     yield from alike
-    if math.prod(num_ways.values()) <= MOST_CHOICES:
+    if math.prod(num_ways.values()) <= _MOST_CHOICES:
         yield from (dict(zip(num_ways, one, strict=True)) for one in product(*map(range, num_ways.values())))
         return
     for one in alike:
@@ -295,7 +295,7 @@ def _choices(num_ways: dict[str, int]) -> Iterator[dict[str, int]]:
             yield from ({**one, name: number} for number in range(count))
 
 
-def _card_groupings(own: Sequence[int], found: Measurements) -> list[Grouping]:
+def _card_groupings(own: Sequence[int], found: Measurements) -> list[_Grouping]:
     place = {device: number for number, device in enumerate(own)}
     everyone = tuple(range(len(own)))
     alone = {one.flows[0]: one.bytes_per_s[0] for one in found.experiments if len(one.flows) == 1}
@@ -326,17 +326,17 @@ def _fitted(shape: Cluster, experiments: Sequence[Experiment]) -> Cluster:
     servers = tuple(_server_with(server, most) for server in shape.servers)
     switch = shape.switch
     if switch is not None and switch.bytes_per_s is not None:
-        switch = replace(switch, bytes_per_s=min(most.get("switch", ANY), MOST_BYTES_PER_S))
+        switch = replace(switch, bytes_per_s=min(most.get("switch", _ANY), MOST_BYTES_PER_S))
     return Cluster(servers, switch)
 
 
 def _server_with(server: Server, most: dict[str, float]) -> Server:
     def link(link: Link, name: str) -> Link:
         if not link.full_duplex:
-            return replace(link, bytes_per_s=most.get(name, ANY))
+            return replace(link, bytes_per_s=most.get(name, _ANY))
         out, into = (most.get(f"{name} {way}", 0.0) for way in ("out", "in"))
         # What nothing ever crossed one way is as fast as the other way.
-        out, into = out or into or ANY, into or out or ANY
+        out, into = out or into or _ANY, into or out or _ANY
         return replace(link, bytes_per_s=out, back_bytes_per_s=None if into == out else into)
 
     def cable(mesh: Mesh) -> Link:
@@ -361,7 +361,7 @@ def _server_with(server: Server, most: dict[str, float]) -> Server:
 def _simplest(shapes: Sequence[Cluster], experiments: Sequence[Experiment]) -> Cluster:
     """The first that explains the experiments about as well as any does."""
     errors = [_error(shape, experiments) for shape in shapes]
-    enough = max(TOLERANCE, 1.1 * min(errors))
+    enough = max(_TOLERANCE, 1.1 * min(errors))
     exact = [error for error in errors if error < 1e-6]
     if exact:
         enough = 1e-6
@@ -381,7 +381,7 @@ def _error(shape: Cluster, experiments: Sequence[Experiment]) -> float:
 
 def _tidied(cluster: Cluster, same: float) -> Cluster:
     """Links and speeds that hardly differ made equal, so that equal devices are known to be alike."""
-    groups = [group.link for server in cluster.servers for group in groups_of(server)]
+    groups = [group.link for server in cluster.servers for group in _groups_of(server)]
     rate = _evened([one for link in groups for one in (link.bytes_per_s, link.into_bytes_per_s)], same)
     late = _evened([link.latency_s for link in groups], same)
     speed: dict[str, dict[float, float]] = {}
@@ -447,12 +447,12 @@ def _notes(found: Measurements, error: float) -> Iterator[str]:
     """What a person should know who looks at the cluster."""
     for a, b in combinations(range(len(found.hosts)), 2):
         forth, back = found.alone(a, b), found.alone(b, a)
-        if max(forth, back) > ASYMMETRIC * min(forth, back):
+        if max(forth, back) > _ASYMMETRIC * min(forth, back):
             yield (
                 f"The way from device {a} to {b} carries {forth / 1e9:.3g} GB/s, and back {back / 1e9:.3g} "
                 "GB/s."
             )
-    if error > TOLERANCE:
+    if error > _TOLERANCE:
         yield (
             f"The links explain the measurements only to {error:.0%}. Something else used them, or they are "
             "connected in a way that this file cannot describe. Probe again, for longer, or edit the file."

@@ -18,18 +18,18 @@ from bireme.errors import BiremeError
 #
 # Bandwidths are what the links' makers say, for one direction. What programs attain is measured by a probe.
 
-PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """By generation."""
 
-NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9, 8: 50e9}
+_NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9, 8: 50e9}
 """Of one link, by the library's number for its version."""
 
-UNLIKE = frozenset({"pcie", "nvl", "laptop", "super", "ti", "max", "mobile", "d"})
+_UNLIKE = frozenset({"pcie", "nvl", "laptop", "super", "ti", "max", "mobile", "d"})
 """Words in a name that make it another device than its namesake."""
 
 
 @dataclass(frozen=True, slots=True)
-class CudaDevices:
+class _CudaDevices:
     """The CUDA devices of this machine, the links between them, or the reason why there are none."""
 
     devices: tuple[Device, ...] = ()
@@ -38,18 +38,18 @@ class CudaDevices:
     note: str = ""
 
 
-def find_cuda_devices() -> CudaDevices:
+def find_cuda_devices() -> _CudaDevices:
     """The devices that the driver knows and CUDA_VISIBLE_DEVICES lets through."""
     try:
         library = import_module("pynvml")
     except ImportError:
-        return CudaDevices(
+        return _CudaDevices(
             note="CUDA devices were not searched for, because nvidia-ml-py is missing. Install bireme[gpu]."
         )
     try:
         library.nvmlInit()
     except library.NVMLError as error:
-        return CudaDevices(note=f"No CUDA devices: {str(error).rstrip('.')}.")
+        return _CudaDevices(note=f"No CUDA devices: {str(error).rstrip('.')}.")
     try:
         return _Finder(library).found()
     except library.NVMLError as error:
@@ -64,15 +64,15 @@ class _Finder:
         handles = [library.nvmlDeviceGetHandleByIndex(n) for n in range(library.nvmlDeviceGetCount())]
         self.handles = _visible(handles, [library.nvmlDeviceGetUUID(handle) for handle in handles])
 
-    def found(self) -> CudaDevices:
+    def found(self) -> _CudaDevices:
         """All that can be known."""
         devices = tuple(map(self._device, self.handles))
         if not devices:
-            return CudaDevices(note="No CUDA devices: there are none, or CUDA_VISIBLE_DEVICES hides them.")
+            return _CudaDevices(note="No CUDA devices: there are none, or CUDA_VISIBLE_DEVICES hides them.")
         note = ""
         if any(self._ask("nvmlDeviceGetMigMode", handle, (0, 0))[0] for handle in self.handles):
             note = "A CUDA device is cut into MIG instances; it is listed whole."
-        return CudaDevices(devices, self._bridges(), self._meshes(), note)
+        return _CudaDevices(devices, self._bridges(), self._meshes(), note)
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         """What the library answers; the last argument where this device or driver cannot tell."""
@@ -120,7 +120,7 @@ class _Finder:
     def _pcie_bytes_per_s(self, handle: Any) -> float:
         generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle, 0)
         width = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle, 0)
-        return PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * float(width)
+        return _PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * float(width)
 
     def _meshes(self) -> tuple[Mesh, ...]:
         """One mesh over a switch, or cables between some of the devices, bundled where they are alike."""
@@ -132,7 +132,7 @@ class _Finder:
                 if not self._ask("nvmlDeviceGetNvLinkState", handle, link, 0):
                     continue
                 version = self._ask("nvmlDeviceGetNvLinkVersion", handle, link, 0)
-                rate = NVLINK_BYTES_PER_S.get(version, 0.0)
+                rate = _NVLINK_BYTES_PER_S.get(version, 0.0)
                 kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link, None)
                 if kind == self.library.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                     ports[place] = ports.get(place, 0.0) + rate
@@ -168,7 +168,7 @@ def _namesake(name: str) -> Device | None:
     """The ready description of a device of that name, if there is no doubt."""
     words = name.lower().replace("-", " ").split()
     joined = {*words, *(a + b for a, b in pairwise(words))}
-    if UNLIKE & set(words):
+    if _UNLIKE & set(words):
         return None
     return next((device for key, device in KNOWN.items() if key in joined and device.kind == "cuda"), None)
 
@@ -197,16 +197,16 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CORES_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Where it says how much of the processor, as microseconds in a period."""
 
-MEMORY_USED, MEMORY_DETAILS = Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory.stat")
+_MEMORY_USED, _MEMORY_DETAILS = Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory.stat")
 """Where it says how much a container uses, and for what."""
 
-MEMORY_HERE = Path("/proc/meminfo")
+_MEMORY_HERE = Path("/proc/meminfo")
 
 CARDS = Path("/sys/class/net")
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkCard:
+class _NetworkCard:
     """A network card in use, and how fast it says it is."""
 
     name: str
@@ -246,18 +246,18 @@ def memory_bytes() -> int:
 
 def available_bytes() -> int:
     """The memory that this process could still get without swapping, as far as the system says it."""
-    limit, used = _read(MEMORY_LIMIT).strip(), _read(MEMORY_USED).strip()
+    limit, used = _read(MEMORY_LIMIT).strip(), _read(_MEMORY_USED).strip()
     free = memory_bytes()
-    if (found := re.search(r"^MemAvailable:\s+(\d+) kB", _read(MEMORY_HERE), re.MULTILINE)) is not None:
+    if (found := re.search(r"^MemAvailable:\s+(\d+) kB", _read(_MEMORY_HERE), re.MULTILINE)) is not None:
         free = min(free, int(found[1]) * 1024)
     if limit.isdecimal() and used.isdecimal():
         # Pages of files that were not read lately are given back when memory is asked for.
-        idle = re.search(r"^inactive_file (\d+)$", _read(MEMORY_DETAILS), re.MULTILINE)
+        idle = re.search(r"^inactive_file (\d+)$", _read(_MEMORY_DETAILS), re.MULTILINE)
         free = min(free, int(limit) - int(used) + (int(idle[1]) if idle else 0))
     return max(free, 0)
 
 
-def network_cards() -> tuple[NetworkCard, ...]:
+def _network_cards() -> tuple[_NetworkCard, ...]:
     """The cards that are up and whose speed is known, the fastest first."""
     found = []
     for folder in sorted(CARDS.glob("*")):
@@ -267,7 +267,7 @@ def network_cards() -> tuple[NetworkCard, ...]:
             bits_per_s = int(speed) * 1e6
             if bits_per_s:
                 half = _read(folder / "duplex").strip() == "half"
-                found.append(NetworkCard(folder.name, bits_per_s / 8, not half))
+                found.append(_NetworkCard(folder.name, bits_per_s / 8, not half))
     return tuple(sorted(found, key=lambda card: -card.bytes_per_s))
 
 
@@ -280,32 +280,32 @@ def _read(path: Path) -> str:
 
 # This machine as a cluster of one server: what can be known without measuring anything.
 
-MOST_CPUS = 1024
+_MOST_CPUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Discovery:
+class _Discovery:
     """What was found, and in sentences what could not be."""
 
     cluster: Cluster
     notes: tuple[str, ...]
 
 
-def discover(cpus: int | None = None) -> Discovery:
+def discover(cpus: int | None = None) -> _Discovery:
     """The devices and links of this machine.
 
     The processor is cut into so many devices, each with its share of cores and memory. Unless a number is
     given it is one device where there is no CUDA device, and none where there is.
     """
-    if cpus is not None and not 0 <= cpus <= MOST_CPUS:
-        raise BiremeError(f"The CPU cannot be divided into {cpus} devices; it can be 0 to {MOST_CPUS}.")
+    if cpus is not None and not 0 <= cpus <= _MOST_CPUS:
+        raise BiremeError(f"The CPU cannot be divided into {cpus} devices; it can be 0 to {_MOST_CPUS}.")
     cuda = find_cuda_devices()
     notes = [cuda.note] if cuda.note else []
     parts = (0 if cuda.devices else 1) if cpus is None else cpus
     if not cuda.devices and not parts:
         raise BiremeError("There is no CUDA device here, so the CPU must be at least one device.")
     devices = (*cuda.devices, *_processor(parts))
-    cards, own = network_cards(), list[Card]()
+    cards, own = _network_cards(), list[Card]()
     if cards:
         first = cards[0]
         everyone = tuple(range(len(devices)))
@@ -326,7 +326,7 @@ def discover(cpus: int | None = None) -> Discovery:
     server = Server(host_name(), devices, cuda.bridges, cuda.meshes, tuple(own), shared, host_bytes)
     if cuda.bridges or own:
         notes.append("Bandwidths are the hardware's rated figures; latencies are unknown.")
-    return Discovery(Cluster((server,)), tuple(notes))
+    return _Discovery(Cluster((server,)), tuple(notes))
 
 
 def _processor(parts: int) -> tuple[Device, ...]:

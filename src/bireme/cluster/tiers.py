@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from bireme.cluster.cluster import Cluster
 
-ATTAINED = 0.8
-PCIE_BYTES_PER_S = 15.75e9 * ATTAINED
-CROSSINGS = 3
-COPY_BYTES_PER_S = 25.6e9 * ATTAINED / CROSSINGS
-DISK_BYTES_PER_S = 3.3e9 * ATTAINED
+_ATTAINED = 0.8
+_PCIE_BYTES_PER_S = 15.75e9 * _ATTAINED
+_CROSSINGS = 3
+_COPY_BYTES_PER_S = 25.6e9 * _ATTAINED / _CROSSINGS
+_DISK_BYTES_PER_S = 3.3e9 * _ATTAINED
 
 
 @dataclass(frozen=True, slots=True)
-class TierShare:
+class _TierShare:
     """What one of the devices in use gets of its server; bytes are None where the cluster does not say, and
     what copies and chunks take of themselves is 0 then.
     """
@@ -36,16 +36,16 @@ class TierShare:
     chunk_s: float = 0.0
 
 
-def tier_share(cluster: Cluster, device: int, used: Collection[int]) -> TierShare:
+def tier_share(cluster: Cluster, device: int, used: Collection[int]) -> _TierShare:
     """The share of a device where those devices are used, all of which page."""
     placed = cluster.devices()
     server, own = cluster.servers[placed[device].server], placed[device].device
     sharers = sum(placed[one].server == placed[device].server for one in used)
-    return TierShare(
+    return _TierShare(
         host_bytes=server.host_memory_bytes // sharers if server.host_memory_bytes else None,
         disk_bytes=server.disk_bytes // sharers if server.disk_bytes else None,
         host_bytes_per_s=_host_bytes_per_s(cluster, device, used),
-        disk_bytes_per_s=(server.disk_bytes_per_s or DISK_BYTES_PER_S) / sharers,
+        disk_bytes_per_s=(server.disk_bytes_per_s or _DISK_BYTES_PER_S) / sharers,
         copy_s=own.copy_s,
         chunk_s=own.chunk_s,
     )
@@ -56,10 +56,10 @@ def _host_bytes_per_s(cluster: Cluster, device: int, used: Collection[int]) -> f
     if own.device.host_bytes_per_s:
         return own.device.host_bytes_per_s
     if own.device.kind != "cuda":
-        return own.device.bytes_per_s / CROSSINGS or COPY_BYTES_PER_S
+        return own.device.bytes_per_s / _CROSSINGS or _COPY_BYTES_PER_S
     places = {cluster.devices()[one].place for one in used if cluster.devices()[one].server == own.server}
     for bridge in cluster.servers[own.server].bridges:
         if own.place in bridge.devices:
             slower = min(bridge.link.bytes_per_s, bridge.link.into_bytes_per_s)
             return slower / len(places.intersection(bridge.devices))
-    return PCIE_BYTES_PER_S
+    return _PCIE_BYTES_PER_S

@@ -32,14 +32,14 @@ from bireme.codec.sum_description import SUM_DENSITY_SLACK
 # bytes each or, where that is shorter, as one bit for each entry of the tensor. A tensor with an entry that
 # is not finite is a message of its own kind, and arrives as NaN everywhere, so that nobody keeps it unseen.
 
-BLOCK_BITS = 16
-BLOCK_ENTRIES = 1 << BLOCK_BITS
+_BLOCK_BITS = 16
+_BLOCK_ENTRIES = 1 << _BLOCK_BITS
 
-NOT_FINITE = -1
+_NOT_FINITE = -1
 """Where the count of the first block would be."""
 
-COUNT_BYTES = 4
-BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_COUNT_BYTES = 4
+_BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def new_memory() -> Tensor:
@@ -63,7 +63,7 @@ class Threshold:
         num_entries = math.prod(shape)
         most = self._most_sent(num_entries)
         return (
-            COUNT_BYTES * _num_blocks(num_entries) + most * dtype.itemsize + _place_bytes(most, num_entries)
+            _COUNT_BYTES * _num_blocks(num_entries) + most * dtype.itemsize + _place_bytes(most, num_entries)
         )
 
     def encode(self, tensor: Tensor, out: Tensor, memory: Tensor | None = None) -> int:
@@ -73,13 +73,13 @@ class Threshold:
         """
         flat = tensor.reshape(-1)
         num_entries = flat.numel()
-        counts_end = COUNT_BYTES * _num_blocks(num_entries)
+        counts_end = _COUNT_BYTES * _num_blocks(num_entries)
         sizes = flat.abs()
         if num_entries and not math.isfinite(float(sizes.amax())):
-            out[:counts_end].view(torch.int32).fill_(NOT_FINITE)
+            out[:counts_end].view(torch.int32).fill_(_NOT_FINITE)
             return counts_end
         places = self._chosen(sizes, new_memory() if memory is None else memory)
-        counts = torch.bincount(places >> BLOCK_BITS, minlength=_num_blocks(num_entries))
+        counts = torch.bincount(places >> _BLOCK_BITS, minlength=_num_blocks(num_entries))
         _put(out[:counts_end], counts.to(torch.int32))
         values_end = counts_end + places.numel() * flat.itemsize
         _put(out[counts_end:values_end], flat[places])
@@ -96,9 +96,9 @@ class Threshold:
         num_entries = math.prod(shape)
         whole = torch.empty(num_entries, dtype=dtype, device=message.device) if out is None else out.view(-1)
         whole.zero_()
-        counts_end = COUNT_BYTES * _num_blocks(num_entries)
+        counts_end = _COUNT_BYTES * _num_blocks(num_entries)
         counts = _as(message[:counts_end], torch.int32).long()
-        if num_entries and int(counts[0]) == NOT_FINITE:
+        if num_entries and int(counts[0]) == _NOT_FINITE:
             return whole.fill_(math.nan).view(tuple(shape))
         num_sent = int(counts.sum())
         values_end = counts_end + num_sent * dtype.itemsize
@@ -138,7 +138,7 @@ def _at_least(sizes: Tensor, threshold: float) -> Tensor:
 
 
 def _num_blocks(num_entries: int) -> int:
-    return -(-num_entries // BLOCK_ENTRIES)
+    return -(-num_entries // _BLOCK_ENTRIES)
 
 
 def _mask_bytes(num_entries: int) -> int:
@@ -163,26 +163,26 @@ def _as(message: Tensor, dtype: torch.dtype) -> Tensor:
 def _packed(places: Tensor, num_entries: int) -> Tensor:
     """Places as bytes: each within its block, or one bit for each entry of the tensor."""
     if 2 * places.numel() <= _mask_bytes(num_entries):
-        return (places & (BLOCK_ENTRIES - 1)).to(torch.uint16).view(torch.uint8)
+        return (places & (_BLOCK_ENTRIES - 1)).to(torch.uint16).view(torch.uint8)
     bits = torch.zeros(8 * _mask_bytes(num_entries), dtype=torch.uint8, device=places.device)
     bits[places] = 1
-    weights = torch.tensor(BIT_WEIGHTS, dtype=torch.uint8, device=places.device)
+    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=places.device)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(packed: Tensor, counts: Tensor, num_sent: int, num_entries: int) -> Tensor:
     if 2 * num_sent <= _mask_bytes(num_entries):
         blocks = torch.arange(counts.numel(), device=packed.device).repeat_interleave(counts)
-        return (blocks << BLOCK_BITS) + _as(packed, torch.uint16).long()
-    weights = torch.tensor(BIT_WEIGHTS, dtype=torch.uint8, device=packed.device)
+        return (blocks << _BLOCK_BITS) + _as(packed, torch.uint16).long()
+    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=packed.device)
     return (packed.view(-1, 1) & weights).view(-1).nonzero().view(-1)
 
 
-MOST_SPANS = 16
+_MOST_SPANS = 16
 """Life spans whose thresholds are remembered: of more batches than are ever under way at once."""
 
 
-SCALE_BYTES = 2
+_SCALE_BYTES = 2
 
 
 class KeepAbove:
@@ -234,9 +234,9 @@ class KeepAbove:
         check_length(message, mask_bytes(prod(shape)))
         return message[: mask_bytes(prod(shape))]
 
-    def back(self, mask: Tensor) -> "KeptAbove":
+    def back(self, mask: Tensor) -> "_KeptAbove":
         """The codec of the gradient of a tensor that was sent with this mask."""
-        return KeptAbove(mask, self._share, self._bits)
+        return _KeptAbove(mask, self._share, self._bits)
 
     def _wanted(self, num_entries: int) -> int:
         return max(1, round(self._share * num_entries))
@@ -256,7 +256,7 @@ class KeepAbove:
         return torch.from_numpy(chosen)
 
 
-class KeptAbove:
+class _KeptAbove:
     """Sends the entries of a mask that both ends know; the others arrive as zeros.
 
     `mask` is of bools, or of bits as in the message of `KeepAbove`; the numbers are those of `KeepAbove`.
@@ -287,7 +287,7 @@ class KeptAbove:
         mask = self._as_bools(shape)
         # How many blocks there are follows from the bytes: a scale and the codes of each, and a little to
         # align the codes.
-        num_blocks = message.numel() // (SCALE_BYTES + self._bits * BLOCK // 8)
+        num_blocks = message.numel() // (_SCALE_BYTES + self._bits * BLOCK // 8)
         num_sent = min(num_blocks * BLOCK, mask.numel())
         values = BlockCodec(self._bits).decode(message, (num_sent,), dtype)
         if mask.is_cpu:
@@ -319,7 +319,7 @@ class Thresholds:
         span = batch // codec.life
         if span not in spans:
             spans[span] = codec.threshold_of(tensor)
-            for old in [one for one in spans if one <= span - MOST_SPANS]:
+            for old in [one for one in spans if one <= span - _MOST_SPANS]:
                 del spans[old]
         return spans[span]
 

@@ -39,16 +39,16 @@ from bireme.compiled import pays_off
 PART_VALUES = NOISE_LENGTH
 """Values that are worked on at a time on a CPU."""
 
-MARGIN = 1 + 2**-7 + 2**-10
+_MARGIN = 1 + 2**-7 + 2**-10
 """What scales are larger by, so that rounded to bfloat16 they are large enough for the largest value."""
 
-LARGEST = 1e38
+_LARGEST = 1e38
 """One over the scale of a block of zeros, or of values too small for a scale."""
 
-LOOP_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_LOOP_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 """The types that compiled loops read and write, and as what they take their bits."""
 
-CPU, NO_FLOATS = torch.device("cpu"), np.empty(0, np.float32)
+CPU, _NO_FLOATS = torch.device("cpu"), np.empty(0, np.float32)
 
 
 class BlockCodec:
@@ -125,7 +125,7 @@ class BlockCodec:
         """Write the same by loops that numba compiles."""
         from bireme.codec import loops as block_loops
 
-        given = flat if flat.dtype in LOOP_INTEGERS else flat.float()
+        given = flat if flat.dtype in _LOOP_INTEGERS else flat.float()
         missing = len(scales) * self._block - len(given)
         if missing:
             given = functional.pad(given, (0, missing))
@@ -134,13 +134,13 @@ class BlockCodec:
         ]
         written = torch.empty(len(scales))
         block_loops.encode_blocks(
-            given.view(LOOP_INTEGERS[given.dtype]).numpy(),
+            given.view(_LOOP_INTEGERS[given.dtype]).numpy(),
             self._block,
             self._bits,
             self._signs(),
-            np.float32(MARGIN / self._reach),
+            np.float32(_MARGIN / self._reach),
             np.float32(self._offset),
-            noise_table(flat.device).numpy() if starts else NO_FLOATS,
+            noise_table(flat.device).numpy() if starts else _NO_FLOATS,
             np.array(starts, np.int64),
             written.numpy(),
             packed.numpy(),
@@ -159,7 +159,7 @@ class BlockCodec:
             whole = out.view(-1, self._block)
         else:
             whole = torch.empty(len(scales), self._block, dtype=dtype, device=message.device)
-        if dtype in LOOP_INTEGERS and self._is_compiled(whole):
+        if dtype in _LOOP_INTEGERS and self._is_compiled(whole):
             self._decode_compiled(packed, scales, whole.view(-1))
         else:
             self._decode_parts(packed, scales, whole)
@@ -190,7 +190,7 @@ class BlockCodec:
             self._signs(),
             np.float32(self._centre),
             scale.numpy(),
-            whole.view(LOOP_INTEGERS[whole.dtype]).numpy(),
+            whole.view(_LOOP_INTEGERS[whole.dtype]).numpy(),
         )
 
     def _is_compiled(self, tensor: Tensor) -> bool:
@@ -201,7 +201,7 @@ class BlockCodec:
 
     def _signs(self) -> np.ndarray:
         """What loops rotate by; nothing where they do not."""
-        return _hadamard(BLOCK, CPU).view(-1).numpy() if self._is_rotated else NO_FLOATS
+        return _hadamard(BLOCK, CPU).view(-1).numpy() if self._is_rotated else _NO_FLOATS
 
     def _parts_of(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The scales of a message and its packed codes, as views."""
@@ -230,9 +230,9 @@ class BlockCodec:
 
         Where a value is not finite the scale is NaN: infinity times zero is.
         """
-        scale = largest.mul_(MARGIN / self._reach)
+        scale = largest.mul_(_MARGIN / self._reach)
         scales.copy_(scale.add_(scale, alpha=0.0))
-        return scale.copy_(scales).reciprocal_().clamp_max_(LARGEST).view(-1, 1)
+        return scale.copy_(scales).reciprocal_().clamp_max_(_LARGEST).view(-1, 1)
 
 
 def _rotated(rows: Tensor, out: Tensor | None = None) -> Tensor:

@@ -22,11 +22,11 @@ from bireme.errors import BiremeError, closest
 SHAPE = (4, 16, 8)
 """Of the tensor that a codec is checked with."""
 
-METHODS = ("most_bytes", "encode", "decode")
+_METHODS = ("most_bytes", "encode", "decode")
 
 
 @cache
-def own_codec(where: str) -> Codec:
+def _own_codec(where: str) -> Codec:
     """The codec that `module:attribute` names, once it has passed the check."""
     module_name, _, name = where.partition(":")
     try:
@@ -41,17 +41,17 @@ def own_codec(where: str) -> Codec:
     found = getattr(module, name)
     if isinstance(found, type) or (callable(found) and not hasattr(found, "encode")):
         found = _called(where, found)
-    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise BiremeError(
             f"{where} is not a codec: it has no {' and no '.join(missing)}. See bireme.codec.Codec."
         )
-    check_own_codec(where, found)
+    _check_own_codec(where, found)
     codec: Codec = found
     return codec
 
 
-def check_own_codec(where: str, codec: Codec) -> None:
+def _check_own_codec(where: str, codec: Codec) -> None:
     """Refuses a codec that breaks the protocol on a small tensor, or on one with a NaN."""
     given = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     message = _message(where, codec, given)
@@ -133,7 +133,7 @@ def codec_of(choice: CodecChoice) -> Codec:
             return Keep(choice.share, choice.bits)
         case "own":
             assert choice.where is not None
-            return own_codec(choice.where)
+            return _own_codec(choice.where)
         case _:
             return Cast()
 

@@ -132,7 +132,7 @@ def scattered(seed: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The numbers that codecs are for."""
 
 
@@ -176,8 +176,8 @@ class Masking(Codec, Protocol):
 
 def check_given(tensor: Tensor, out: Tensor, most_bytes: int) -> None:
     """Refuse to encode what are no real numbers, or with too little room for the message."""
-    if tensor.dtype not in REAL:
-        names = ", ".join(str(one).removeprefix("torch.") for one in REAL)
+    if tensor.dtype not in _REAL:
+        names = ", ".join(str(one).removeprefix("torch.") for one in _REAL)
         raise BiremeError(
             f"A codec is for real numbers ({names}), and the tensor has {tensor.dtype}. Send it as it is, "
             "without a codec."

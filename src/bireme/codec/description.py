@@ -47,7 +47,7 @@ BLOCK = 32
 FEWEST_ENTRIES = 256
 """Smaller tensors are sent as they are."""
 
-KEPT_BITS = (4, 8)
+_KEPT_BITS = (4, 8)
 """Bits that the values of `keep` may have; else they stay in the type of the tensor."""
 
 LEAST_GAIN = 0.5
@@ -55,7 +55,7 @@ LEAST_GAIN = 0.5
 
 MOST_LOW_BITS = 24
 
-FEWEST_OF_ROW = 8
+_FEWEST_OF_ROW = 8
 """Rows of which fewer entries are kept share a scale with the next ones."""
 
 DENSITY_SLACK = 2
@@ -64,13 +64,13 @@ DENSITY_SLACK = 2
 ALIGNMENT_BYTES = 8
 """The parts of an encoded tensor begin at multiples of this, so that they can be viewed in any type."""
 
-MOST_LIFE = 10**9
+_MOST_LIFE = 10**9
 
-NAMES = ("none", "bfloat16", "int8", "int4", "keep:0.25:8")
+_NAMES = ("none", "bfloat16", "int8", "int4", "keep:0.25:8")
 """Examples of each codec, for errors."""
 
 INTEGERS = re.compile(r"int(\d+)")
-OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ def parse_codec(word: str) -> CodecChoice:
             f"{word!r} is no codec: a projection learns, so it is a part of the model. Put a "
             "bireme.model.projection.Projection between two layers, and a codec on top of it if you like."
         )
-    if OWN.fullmatch(word.strip()):
+    if _OWN.fullmatch(word.strip()):
         return CodecChoice("own", where=word.strip())
-    near = closest(name, [one.partition(":")[0] for one in NAMES])
+    near = closest(name, [one.partition(":")[0] for one in _NAMES])
     raise BiremeError(
-        f"{word!r} is not a codec. {near} Examples: {', '.join(NAMES)}; or "
+        f"{word!r} is not a codec. {near} Examples: {', '.join(_NAMES)}; or "
         "module:attribute for a codec of your own."
     )
 
@@ -152,12 +152,12 @@ def _keep(word: str, numbers: list[str]) -> CodecChoice:
         raise BiremeError(f"{word!r} is no codec: {':'.join(numbers)} are no numbers. {how}.") from None
     if not 0 < share <= 1:
         raise BiremeError(f"{word!r} keeps a share of {share:g}; it must be above 0 and at most 1. {how}.")
-    if len(numbers) > 1 and bits not in KEPT_BITS:
-        known = " or ".join(map(str, KEPT_BITS))
+    if len(numbers) > 1 and bits not in _KEPT_BITS:
+        known = " or ".join(map(str, _KEPT_BITS))
         raise BiremeError(f"{word!r} has values of {bits} bits; they may have {known}. {how}.")
-    if len(numbers) > 2 and not 1 <= life <= MOST_LIFE:
+    if len(numbers) > 2 and not 1 <= life <= _MOST_LIFE:
         raise BiremeError(
-            f"The threshold of {word!r} holds for {life} batches; it must hold for 1 to {MOST_LIFE}. {how}."
+            f"The threshold of {word!r} holds for {life} batches; it must hold for 1 to {_MOST_LIFE}. {how}."
         )
     return CodecChoice("keep", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None)
 
@@ -238,7 +238,7 @@ def num_kept(count: int, width: int, share: float) -> int:
 
 def kept_block(kept: int) -> int:
     """How many values share a scale where so many of a row are kept: a row's, or those of some rows."""
-    return kept if kept >= FEWEST_OF_ROW else kept * (BLOCK // kept)
+    return kept if kept >= _FEWEST_OF_ROW else kept * (BLOCK // kept)
 
 
 def kept_bytes(count: int, width: int, share: float, bits: int | None, value_bytes: int) -> int:

@@ -33,10 +33,10 @@ from bireme.compiled import pays_off
 # fifth of the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are sorted, because all
 # else would have to wait for it.
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers whose order is that of the magnitudes of numbers of so many bytes."""
 
-SPARE = 8
+_SPARE = 8
 """Entries that loops may write past the last one that is taken."""
 
 PART_VALUES = 1 << 16
@@ -55,12 +55,12 @@ def largest_of_rows(rows: Tensor, kept: int) -> Tensor:
         order = as_magnitudes(rows).sort(dim=1, descending=True, stable=True).indices[:, :kept]
         return mask.fill_(value=False).scatter_(1, order, value=True)
     whole = mask.numpy()
-    for begin, chosen in _chosen(rows.contiguous().view(INTEGERS[rows.dtype.itemsize]).numpy(), kept):
+    for begin, chosen in _chosen(rows.contiguous().view(_INTEGERS[rows.dtype.itemsize]).numpy(), kept):
         whole[begin : begin + len(chosen)] = chosen
     return mask
 
 
-def take_largest(rows: Tensor, kept: int, packed: Tensor) -> Tensor:
+def _take_largest(rows: Tensor, kept: int, packed: Tensor) -> Tensor:
     """The entries that `largest_of_rows` has in its mask, in order; the mask goes into `packed`, one bit an
     entry.
     """
@@ -68,20 +68,20 @@ def take_largest(rows: Tensor, kept: int, packed: Tensor) -> Tensor:
         mask = largest_of_rows(rows, kept)
         pack_mask(mask, packed)
         return selected(rows, mask, len(rows) * kept)
-    given = rows.contiguous().view(INTEGERS[rows.dtype.itemsize]).numpy()
-    found = torch.empty(len(rows) * kept + SPARE, dtype=rows.dtype)
-    taken, into = found.view(INTEGERS[rows.dtype.itemsize]).numpy(), packed.numpy()
+    given = rows.contiguous().view(_INTEGERS[rows.dtype.itemsize]).numpy()
+    found = torch.empty(len(rows) * kept + _SPARE, dtype=rows.dtype)
+    taken, into = found.view(_INTEGERS[rows.dtype.itemsize]).numpy(), packed.numpy()
     row_bytes = rows.shape[1] // 8
     into[len(rows) * row_bytes :] = 0
     loops = _loops(rows)
     if loops is not None and rows.dtype.itemsize < 8:
         loops.take_largest_of_rows(given, given.dtype.type(np.iinfo(given.dtype).max), kept, into, taken)
-        return found[:-SPARE]
+        return found[:-_SPARE]
     for begin, chosen in _chosen(given, kept):
         end = begin + len(chosen)
         into[begin * row_bytes : end * row_bytes] = np.packbits(chosen, bitorder="little")
         _take(given[begin:end].reshape(-1), np.flatnonzero(chosen), taken[begin * kept : end * kept])
-    return found[:-SPARE]
+    return found[:-_SPARE]
 
 
 def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
@@ -89,16 +89,16 @@ def selected(tensor: Tensor, mask: Tensor, num_kept: int) -> Tensor:
     flat = tensor.reshape(-1)
     if not flat.is_cpu:
         return flat.take(places_first(mask, num_kept))
-    found = torch.empty(num_kept + SPARE, dtype=flat.dtype)
-    integers = INTEGERS[flat.dtype.itemsize]
+    found = torch.empty(num_kept + _SPARE, dtype=flat.dtype)
+    integers = _INTEGERS[flat.dtype.itemsize]
     given, taken = flat.view(integers).numpy(), found.view(integers).numpy()
     loops = _loops(flat)
     if loops is not None:
         loops.take_set(given, _bits(mask), taken)
-        return found[:-SPARE]
+        return found[:-_SPARE]
     for part, places, at in _places(mask):
         _take(given[part], places, taken[at])
-    return found[:-SPARE]
+    return found[:-_SPARE]
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     if not whole.is_cpu:
         whole.view(-1).put_(places_first(mask, values.numel()), values)
         return whole
-    integers = INTEGERS[values.dtype.itemsize]
+    integers = _INTEGERS[values.dtype.itemsize]
     put, given = whole.view(-1).view(integers).numpy(), values.view(integers).numpy()
     if loops is not None:
         loops.put_set(given, _bits(mask), put)
@@ -185,7 +185,7 @@ def places_first(mask: Tensor, num_kept: int) -> Tensor:
 
 def as_magnitudes(values: Tensor) -> Tensor:
     """Integers in the order of the magnitudes of numbers; those of NaNs are the largest."""
-    integers = INTEGERS[values.dtype.itemsize]
+    integers = _INTEGERS[values.dtype.itemsize]
     return values.contiguous().view(integers) & torch.iinfo(integers).max
 
 
@@ -277,10 +277,10 @@ class Keep:
         rows = tensor.detach().reshape(-1, _width(shape))
         kept, begin = kept_of_row(rows.shape[1], self._share), self._place_bytes(shape)
         if begin == mask_bytes(rows.numel()):
-            values = take_largest(rows, kept, out[:begin])
+            values = _take_largest(rows, kept, out[:begin])
         else:
             mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
-            values = take_largest(rows, kept, mask)
+            values = _take_largest(rows, kept, mask)
             write_places(mask, rows.numel(), values.numel(), out[:begin])
         return begin + _codec(self._bits, kept).encode(values, out[begin:], seed=seed)
 

@@ -29,25 +29,25 @@ from bireme.compiled import compiled, compiled_fused
 Integers = NDArray[np.signedinteger[Any]]
 Bytes = NDArray[np.uint8]
 
-BITS_OF_BYTES = np.uint64(0x0102040810204080)
+_BITS_OF_BYTES = np.uint64(0x0102040810204080)
 """Eight bytes of 0 or 1, taken as one number, times this have them as the bits of the highest byte."""
-HIGHEST_BYTE = np.uint64(56)
+_HIGHEST_BYTE = np.uint64(56)
 
-SET = [[place for place in range(8) if byte >> place & 1] for byte in range(256)]
-PLACES = np.array([places + [0] * (8 - len(places)) for places in SET], np.uint64)
-COUNTS = np.array([len(places) for places in SET], np.uint64)
+_SET = [[place for place in range(8) if byte >> place & 1] for byte in range(256)]
+PLACES = np.array([places + [0] * (8 - len(places)) for places in _SET], np.uint64)
+_COUNTS = np.array([len(places) for places in _SET], np.uint64)
 """Where the bits of a byte are set, and how many are."""
 
-STRETCH = 64
+_STRETCH = 64
 """Entries of which it is first asked whether the last one wanted is among them."""
 
-MANY = 3
+_MANY = 3
 """Where more than one in so many is taken, each entry is written: `take_set` would guess wrong too often."""
 
-COUNTED = 1 << 14
+_COUNTED = 1 << 14
 """Entries that are counted in integers of their own kind, which are as many at a time as the entries are."""
 
-MOST_INTERPOLATED = 10
+_MOST_INTERPOLATED = 10
 """Guesses by interpolation; after that the range is halved, so that no row takes long."""
 
 
@@ -73,8 +73,8 @@ def take_largest_of_rows(given: Integers, most: Any, kept: int, packed: Bytes, t
         reach = int(largest) - _choose(sizes, kept, int(largest), reach, guess, chosen)
         mask = packed[number * row_bytes : (number + 1) * row_bytes]
         for place in range(row_bytes):
-            mask[place] = (words[place] * BITS_OF_BYTES) >> HIGHEST_BYTE
-        if MANY * kept > width:
+            mask[place] = (words[place] * _BITS_OF_BYTES) >> _HIGHEST_BYTE
+        if _MANY * kept > width:
             _append(row, chosen, taken[number * kept :])
         else:
             take_set(row, mask, taken[number * kept :])
@@ -105,12 +105,12 @@ def take_set(given: Integers, mask: Bytes, taken: Integers) -> None:
         taken[at + np.uint64(1)] = given[first + PLACES[byte, 1]]
         taken[at + np.uint64(2)] = given[first + PLACES[byte, 2]]
         taken[at + np.uint64(3)] = given[first + PLACES[byte, 3]]
-        if COUNTS[byte] > np.uint64(4):
+        if _COUNTS[byte] > np.uint64(4):
             taken[at + np.uint64(4)] = given[first + PLACES[byte, 4]]
             taken[at + np.uint64(5)] = given[first + PLACES[byte, 5]]
             taken[at + np.uint64(6)] = given[first + PLACES[byte, 6]]
             taken[at + np.uint64(7)] = given[first + PLACES[byte, 7]]
-        at += COUNTS[byte]
+        at += _COUNTS[byte]
         number += 1
 
 
@@ -163,7 +163,7 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
         elif high > largest:
             middle, step = min(middle + step, largest), 2 * step
         else:
-            share = (kept - num_high) / (num_low - num_high) if num_guesses < MOST_INTERPOLATED else 0.5
+            share = (kept - num_high) / (num_low - num_high) if num_guesses < _MOST_INTERPOLATED else 0.5
             middle = min(max(high - int((high - low) * share), low + 1), high - 1)
     guess[0] = low
     least = guess[0]
@@ -180,8 +180,8 @@ def _choose(sizes: Integers, kept: int, largest: int, reach: int, guess: Integer
 def _num_above(sizes: Integers, below: Any) -> int:
     """How many are larger: a comparison that processors have, and one less instruction than `>=`."""
     kind, found = sizes.dtype.type, 0
-    for begin in range(0, sizes.size, COUNTED):
-        part, here = sizes[begin : begin + COUNTED], kind(0)
+    for begin in range(0, sizes.size, _COUNTED):
+        part, here = sizes[begin : begin + _COUNTED], kind(0)
         for place in range(part.size):
             here = kind(here + kind(part[place] > below))
         found += int(here)
@@ -193,13 +193,13 @@ def _end_of_equal(sizes: Integers, least: Any, wanted: int) -> int:
     """The place after so many entries of that size."""
     place, kind = 0, sizes.dtype.type
     while wanted > 0:
-        stretch, here = sizes[place : place + STRETCH], kind(0)
+        stretch, here = sizes[place : place + _STRETCH], kind(0)
         for one in range(stretch.size):
             here = kind(here + kind(stretch[one] == least))
         if here >= wanted:
             break
         wanted -= int(here)
-        place += STRETCH
+        place += _STRETCH
     while wanted > 0:
         wanted -= sizes[place] == least
         place += 1
@@ -211,10 +211,12 @@ def _end_of_equal(sizes: Integers, least: Any, wanted: int) -> int:
 MOST_LOW_BITS = 8
 """Of a place, which are kept in a byte here."""
 
-LOWEST_BITS = np.uint64(0x0101010101010101)
+_LOWEST_BITS = np.uint64(0x0101010101010101)
 """The lowest bit of each of eight bytes."""
 
-SPREAD = np.array([sum((byte >> bit & 1) << (8 * bit) for bit in range(8)) for byte in range(256)], np.uint64)
+_SPREAD = np.array(
+    [sum((byte >> bit & 1) << (8 * bit) for bit in range(8)) for byte in range(256)], np.uint64
+)
 """The bits of a byte as eight bytes of 0 or 1."""
 
 
@@ -234,8 +236,8 @@ def write_sparse(mask: Bytes, low: int, num_sent: int, out: Bytes) -> None:
     for bit in range(low):
         plane = out[bit * size : (bit + 1) * size]
         for number in range(size):
-            bits = (words[number] >> np.uint64(bit)) & LOWEST_BITS
-            plane[number] = (bits * BITS_OF_BYTES) >> HIGHEST_BYTE
+            bits = (words[number] >> np.uint64(bit)) & _LOWEST_BITS
+            plane[number] = (bits * _BITS_OF_BYTES) >> _HIGHEST_BYTE
 
 
 @compiled
@@ -248,7 +250,7 @@ def read_sparse(message: Bytes, low: int, num_sent: int, mask: Bytes) -> None:
     for bit in range(low):
         plane = message[bit * size : (bit + 1) * size]
         for number in range(size):
-            words[number] |= SPREAD[plane[number]] << np.uint64(bit)
+            words[number] |= _SPREAD[plane[number]] << np.uint64(bit)
     for number in range(num_sent):
         high = np.uint64(places[number]) - np.uint64(number)
         place = (high << np.uint64(low)) | np.uint64(lows[number])
@@ -266,27 +268,27 @@ def _find_set(mask: Bytes, places: NDArray[np.uint32]) -> None:
         places[at + np.uint64(1)] = first + PLACES[byte, 1]
         places[at + np.uint64(2)] = first + PLACES[byte, 2]
         places[at + np.uint64(3)] = first + PLACES[byte, 3]
-        if COUNTS[byte] > np.uint64(4):
+        if _COUNTS[byte] > np.uint64(4):
             places[at + np.uint64(4)] = first + PLACES[byte, 4]
             places[at + np.uint64(5)] = first + PLACES[byte, 5]
             places[at + np.uint64(6)] = first + PLACES[byte, 6]
             places[at + np.uint64(7)] = first + PLACES[byte, 7]
-        at += COUNTS[byte]
+        at += _COUNTS[byte]
         number += 1
 
 
-Floats = NDArray[np.float32]
+_Floats = NDArray[np.float32]
 
-MAGNITUDE = np.int32(0x7FFFFFFF)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 """All bits of a float32 but that of its sign."""
 
-TOGETHER = 2048
+_TOGETHER = 2048
 """Values whose codes are packed at once."""
 
 LARGEST = np.float32(1e38)
 """One over the scale of a block of zeros, or of values too small for a scale."""
 
-WHOLE = 8
+_WHOLE = 8
 """Bits of a code that is a byte: it is written where it belongs."""
 
 LAST_CODES = 7
@@ -298,12 +300,12 @@ def encode_blocks(
     given: Integers,
     width: int,
     bits: int,
-    signs: Floats,
+    signs: _Floats,
     factor: Any,
     offset: Any,
-    noise: Floats,
+    noise: _Floats,
     starts: NDArray[np.int64],
-    scales: Floats,
+    scales: _Floats,
     packed: Bytes,
 ) -> None:
     """Write the scale of each block of so many values, and their codes of so many bits, packed.
@@ -313,7 +315,7 @@ def encode_blocks(
     rotated first, and with `starts` noise is added: for as many blocks as `noise` is half as long, from the
     place that `starts` has for them.
     """
-    together = max(1, TOGETHER // width)
+    together = max(1, _TOGETHER // width)
     in_noise = max(1, noise.size // 2 // width)
     values, shares = np.empty(together * width, np.float32), np.empty(together, np.float32)
     rotated = np.empty(together * width, np.float32) if signs.size else values
@@ -321,7 +323,7 @@ def encode_blocks(
     for begin in range(0, scales.size, together):
         end = min(begin + together, scales.size)
         count = (end - begin) * width
-        codes = packed[begin * width :] if bits == WHOLE else room
+        codes = packed[begin * width :] if bits == _WHOLE else room
         _read(given[begin * width : end * width], values)
         if signs.size:
             rotate_blocks(values[:count], signs, rotated)
@@ -339,23 +341,23 @@ def encode_blocks(
         if end == scales.size:  # what is left of the bytes is zero
             codes[count : count + LAST_CODES] = 0
             count = min(count + LAST_CODES, 8 * (packed.size // bits) - begin * width)
-        if bits != WHOLE:
+        if bits != _WHOLE:
             _move(codes[:count], bits, begin * width, packed, True)
 
 
 @compiled
 def decode_blocks(
-    packed: Bytes, width: int, bits: int, signs: Floats, centre: Any, scales: Floats, into: Integers
+    packed: Bytes, width: int, bits: int, signs: _Floats, centre: Any, scales: _Floats, into: Integers
 ) -> None:
     """Write (code - `centre`) × scale of each block, rotated in between if there are `signs`."""
-    together = max(1, TOGETHER // width)
+    together = max(1, _TOGETHER // width)
     values, room = np.empty(together * width, np.float32), np.empty(together * width, np.uint8)
     rotated = np.empty(together * width, np.float32) if signs.size else values
     for begin in range(0, scales.size, together):
         end = min(begin + together, scales.size)
         count = (end - begin) * width
-        codes = packed[begin * width :] if bits == WHOLE else room
-        if bits != WHOLE:
+        codes = packed[begin * width :] if bits == _WHOLE else room
+        if bits != _WHOLE:
             _move(codes[:count], bits, begin * width, packed, False)
         for place in range(count):
             values[place] = np.float32(codes[place]) - centre
@@ -365,7 +367,7 @@ def decode_blocks(
 
 
 @compiled_fused
-def rotate_blocks(values: Floats, signs: Floats, rotated: Floats) -> None:
+def rotate_blocks(values: _Floats, signs: _Floats, rotated: _Floats) -> None:
     """Multiply each 32 values by the matrix of `signs`, ones and minus ones, row after row.
 
     That is the order in which torch's product of matrices adds, so the last bit is the same: products with
@@ -394,7 +396,7 @@ def rotate_blocks(values: Floats, signs: Floats, rotated: Floats) -> None:
 
 
 @compiled
-def _read(given: Integers, values: Floats) -> None:
+def _read(given: Integers, values: _Floats) -> None:
     """Bits of numbers as numbers."""
     if given.itemsize == 2:
         for place in range(given.size):
@@ -405,7 +407,7 @@ def _read(given: Integers, values: Floats) -> None:
 
 
 @compiled
-def _write(values: Floats, width: int, scales: Floats, into: Integers) -> None:
+def _write(values: _Floats, width: int, scales: _Floats, into: Integers) -> None:
     """Numbers × the scale of their block as bits; of a bfloat16 the nearest, of two the even one."""
     for number in range(scales.size):
         scale, first = scales[number], np.uint64(number * width)
@@ -423,12 +425,12 @@ def _write(values: Floats, width: int, scales: Floats, into: Integers) -> None:
 
 
 @compiled
-def _scale(words: NDArray[np.int32], width: int, factor: Any, scales: Floats, shares: Floats) -> None:
+def _scale(words: NDArray[np.int32], width: int, factor: Any, scales: _Floats, shares: _Floats) -> None:
     """Write the scale of each block, whose numbers come as bits, and how many steps one is."""
     for number in range(scales.size):
         found, first = np.int32(0), np.uint64(number * width)
         for place in range(width):
-            found = max(found, np.int32(words[first + np.uint64(place)] & MAGNITUDE))
+            found = max(found, np.int32(words[first + np.uint64(place)] & _MAGNITUDE))
         scale = np.float32(np.int32(found).view(np.float32) * factor)
         scale += scale * np.float32(0)
         scales[number] = scale
@@ -440,7 +442,7 @@ def _scale(words: NDArray[np.int32], width: int, factor: Any, scales: Floats, sh
 
 
 @compiled
-def _round(values: Floats, width: int, shares: Floats, offset: Any, codes: Bytes) -> None:
+def _round(values: _Floats, width: int, shares: _Floats, offset: Any, codes: Bytes) -> None:
     """The codes of blocks; those of one whose scale is NaN are zero."""
     for number in range(shares.size):
         share, first = shares[number], np.uint64(number * width)
@@ -453,7 +455,7 @@ def _round(values: Floats, width: int, shares: Floats, offset: Any, codes: Bytes
 
 
 @compiled
-def _round_by_chance(block: Floats, share: Any, noise: Floats, offset: Any, codes: Bytes) -> None:
+def _round_by_chance(block: _Floats, share: Any, noise: _Floats, offset: Any, codes: Bytes) -> None:
     """The same for one block, with noise added."""
     if share != share:
         codes[:] = 0

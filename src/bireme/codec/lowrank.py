@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LEAST_LEFT = 1e-5
+_LEAST_LEFT = 1e-5
 """What is left of a column, next to what it was, where the columns before it say the same as it."""
 
 PART_VALUES = 1 << 17
@@ -91,7 +91,7 @@ def orthonormal(columns: Tensor) -> Tensor:
             for part in (known * _sum(known * column)).unbind(-1):
                 column = column - part.unsqueeze(-1)
         length = _sum(column * column).sqrt()
-        is_lost = length <= LEAST_LEFT * before.sqrt()  # never where it is NaN, which stays so
+        is_lost = length <= _LEAST_LEFT * before.sqrt()  # never where it is NaN, which stays so
         found[..., place : place + 1] = torch.where(is_lost, 0.0, column / torch.where(is_lost, 1.0, length))
     return found[..., :num_rows, :]
 
@@ -136,7 +136,7 @@ def _power_of_two(number: int) -> int:
 # batch: M is projected on the shorter side's columns alone, so with k = min(a, b) the sum is exact. And the
 # share of the batch before is taken out again at the end: it steers the components, but is no gradient.
 
-HISTORY = 0.25
+_HISTORY = 0.25
 """The weight of the batch before, where each pair of this batch has weight 1; k components have a k-th of it.
 
 It keeps directions where a piece has fewer pairs than there are components, and one component from turning
@@ -211,7 +211,7 @@ class PrincipalStream:
         self._before = before
         self._piece = piece
         self._is_tall = len(before.left) > len(before.right)
-        self._begin = HISTORY / before.rank * before.values
+        self._begin = _HISTORY / before.rank * before.values
         near, far = self._sides(before.left, before.right)
         self._near, self._far = near, far * self._begin
         self._first: Tensor | None = far

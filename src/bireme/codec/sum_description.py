@@ -16,11 +16,11 @@ from bireme.errors import BiremeError, closest
 #
 # A description only, without tensors, so planners can read it. `principal.py` has the mathematics.
 
-GRADIENT_WORDS = "whole, principal:RANK or principal:RANK:PAIRS"
+_GRADIENT_WORDS = "whole, principal:RANK or principal:RANK:PAIRS"
 
-MOST = 65536
+_MOST = 65536
 
-PRINCIPAL = re.compile(r"principal:([0-9]+)(?::([0-9]+))?")
+_PRINCIPAL = re.compile(r"principal:([0-9]+)(?::([0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +53,40 @@ def parse_gradient(text: str, patterns: tuple[str, ...] | None = None) -> Gradie
     word = text.strip()
     if word == "whole":
         return None
-    found = PRINCIPAL.fullmatch(word)
+    found = _PRINCIPAL.fullmatch(word)
     if found is None:
-        raise BiremeError(f"Gradients cannot be kept as {text!r}. Use {GRADIENT_WORDS}.")
+        raise BiremeError(f"Gradients cannot be kept as {text!r}. Use {_GRADIENT_WORDS}.")
     rank, piece = int(found[1]), int(found[2] or 0)
-    if not 1 <= rank <= MOST:
+    if not 1 <= rank <= _MOST:
         raise BiremeError(
-            f"{text!r} is impossible: the rank {rank} must be 1 to {MOST}. Use {GRADIENT_WORDS}."
+            f"{text!r} is impossible: the rank {rank} must be 1 to {_MOST}. Use {_GRADIENT_WORDS}."
         )
-    if found[2] is not None and not 1 <= piece <= MOST:
+    if found[2] is not None and not 1 <= piece <= _MOST:
         raise BiremeError(
-            f"{text!r} is impossible: {piece} pairs, where 1 to {MOST} can be. Use {GRADIENT_WORDS}."
+            f"{text!r} is impossible: {piece} pairs, where 1 to {_MOST} can be. Use {_GRADIENT_WORDS}."
         )
     return GradientForm(rank, piece, patterns)
 
 
-LEAST_BITS_ALONE = 4
+_LEAST_BITS_ALONE = 4
 """With fewer bits, what rounding loses is kept and added to the next gradient."""
 
 SUM_DENSITY_SLACK = 4
 """How many times more entries than asked for an old threshold may send before it is renewed."""
 
-INDEX_BYTES, MASK_BYTES = 2, 1 / 8
+_INDEX_BYTES, _MASK_BYTES = 2, 1 / 8
 """What the place of an entry takes: by itself, or as one bit for each entry of the tensor."""
 
 ENTRY_BYTES = 4
 """Of a gradient in float32."""
 
-KEPT_COPIES = 2
+_KEPT_COPIES = 2
 """Residuals: as of the last batch that counted, and as the batch under way leaves them."""
 
 WHOLE_STEPS = 10
 """Steps before low rank begins, so that optimizers which divide by the size of gradients know it first."""
 
-SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS:FIRST or lowrank:RANK:FIRST"
+_SUM_CODEC_WORDS = "none, int8 to int1, threshold:SHARE:STEPS:FIRST or lowrank:RANK:FIRST"
 
 BITS = re.compile(r"int([1-8])|([1-8])bit")
 
@@ -129,7 +129,7 @@ class SumCodec:
     @property
     def has_feedback(self) -> bool:
         """Whether what is not sent is kept and added to the next gradient."""
-        few = self.kind is SumKind.BITS and self.bits < LEAST_BITS_ALONE
+        few = self.kind is SumKind.BITS and self.bits < _LEAST_BITS_ALONE
         return few or self.kind in (SumKind.THRESHOLD, SumKind.LOWRANK)
 
     def codes(self, shape: Sequence[int]) -> bool:
@@ -138,7 +138,7 @@ class SumCodec:
         if self.kind is SumKind.DENSE or num_entries < FEWEST_ENTRIES:
             return False
         if self.kind is SumKind.LOWRANK:
-            rows, columns = matrix_shape(shape)
+            rows, columns = _matrix_shape(shape)
             return len(shape) > 1 and 2 * self.rank * (rows + columns) < num_entries
         return True
 
@@ -148,11 +148,11 @@ class SumCodec:
         if not self.codes(shape):
             return num_entries * ENTRY_BYTES
         if self.kind is SumKind.LOWRANK:
-            return self.rank * sum(matrix_shape(shape)) * ENTRY_BYTES
+            return self.rank * sum(_matrix_shape(shape)) * ENTRY_BYTES
         if self.kind is SumKind.BITS:
             return blocks_bytes(num_entries, self.bits)
         sent = max(1.0, self.share * num_entries)
-        return sent * ENTRY_BYTES + min(sent * INDEX_BYTES, num_entries * MASK_BYTES)
+        return sent * ENTRY_BYTES + min(sent * _INDEX_BYTES, num_entries * _MASK_BYTES)
 
 
 DENSE = SumCodec(SumKind.DENSE)
@@ -225,7 +225,7 @@ def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:
         return DENSE_SUMS
     coded = sum(math.prod(shape) for shape in sizes if codec.codes(shape))
     message = sum(codec.message_bytes(shape) for shape in sizes) / (ENTRY_BYTES * total)
-    return SumCost(codec, message, KEPT_COPIES * coded / total if codec.has_feedback else 0.0)
+    return SumCost(codec, message, _KEPT_COPIES * coded / total if codec.has_feedback else 0.0)
 
 
 def parse_sum_codec(text: str) -> SumCodec:
@@ -254,10 +254,10 @@ def parse_sum_codec(text: str) -> SumCodec:
             SumKind.LOWRANK, rank=int(rank), whole_steps=_whole_steps(text, numbers[1:], WHOLE_STEPS)
         )
     advice = closest(word, ["none", "int8", "int4", "int2", "threshold", "lowrank"])
-    raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {SUM_CODEC_WORDS}.")
+    raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {_SUM_CODEC_WORDS}.")
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """A gradient as a matrix: its first axis, and all others together."""
     return shape[0], math.prod(shape[1:])
 
@@ -281,4 +281,4 @@ def _number(text: str, part: str, wanted: str) -> float:
 
 
 def _impossible(text: str, why: str) -> BiremeError:
-    return BiremeError(f"The codec {text!r} is impossible: {why}. Use {SUM_CODEC_WORDS}.")
+    return BiremeError(f"The codec {text!r} is impossible: {why}. Use {_SUM_CODEC_WORDS}.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from bireme.devices import synchronize
 from bireme.errors import BiremeError
 
-PINNED, ON_DEVICE, READ_AND_WRITE = 1, 1, 3
+_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
 
 
@@ -57,8 +57,8 @@ class AcceleratorMemory:
         if index is None:
             index = 0 if driver is not None else torch.accelerator.current_device_index()
         self._device = device
-        self._where = _Location(ON_DEVICE, index)
-        self._properties = _Properties(type=PINNED, location=self._where)
+        self._where = _Location(_ON_DEVICE, index)
+        self._properties = _Properties(type=_PINNED, location=self._where)
         self._mapped: dict[int, int] = {}
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), self._about(), 0)
@@ -93,7 +93,7 @@ class AcceleratorMemory:
         at = ctypes.c_uint64(address)
         self._call("cuMemMap", at, num_bytes, 0, ctypes.c_uint64(handle), 0)
         self._mapped[address] = num_bytes
-        access = _Access(self._where, READ_AND_WRITE)
+        access = _Access(self._where, _READ_AND_WRITE)
         self._call("cuMemSetAccess", at, num_bytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int) -> None:

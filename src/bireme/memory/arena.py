@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class _Slot:
     """Where one tensor lies, from `begin` up to `end`."""
 
     shape: tuple[int, ...]
@@ -31,15 +31,15 @@ class Slots:
     __slots__ = ("_slots", "num_elements")
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, _Slot] = {}
         end = 0
         for name, shape in shapes.items():
             begin, end = end, end + prod(shape)
-            self._slots[name] = Slot(tuple(shape), begin, end)
+            self._slots[name] = _Slot(tuple(shape), begin, end)
         self.num_elements = end
         """How many elements all slots have."""
 
-    def __getitem__(self, name: str) -> Slot:
+    def __getitem__(self, name: str) -> _Slot:
         """The slot of a name."""
         return self._slots[name]
 
@@ -51,7 +51,7 @@ class Slots:
         """How many slots there are."""
         return len(self._slots)
 
-    def items(self) -> Iterator[tuple[str, Slot]]:
+    def items(self) -> Iterator[tuple[str, _Slot]]:
         """The names with their slots."""
         return iter(self._slots.items())
 

@@ -94,7 +94,7 @@ class HostTier:
 PREFIX = ".bireme-paging-"
 """Begins the names that files have for the moment between being made and losing the name."""
 
-NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class DiskTier:
@@ -104,7 +104,7 @@ class DiskTier:
         self._folder, self._slot_bytes, self._num_slots = folder, slot_bytes, 0
         self._here = threading.local()
         self._file = -1
-        remove_leftovers(folder)
+        _remove_leftovers(folder)
         path = folder / f"{PREFIX}{secrets.token_hex(8)}"
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -161,7 +161,7 @@ class DiskTier:
         try:
             os.posix_fallocate(self._file, begin, more)
         except OSError as error:
-            if error.errno not in NO_RESERVING:
+            if error.errno not in _NO_RESERVING:
                 raise
             os.ftruncate(self._file, begin + more)
 
@@ -224,7 +224,7 @@ def _some(moved: int) -> int:
     return moved
 
 
-def remove_leftovers(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove the files of processes that were killed before their file had lost its name.
 
     A run that begins at the same time may lose the name of its file early, which does it no harm.

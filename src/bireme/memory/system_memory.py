@@ -89,14 +89,14 @@ class AddressRange:
 
 PAGE_BYTES = mmap.PAGESIZE
 
-FIXED = 0x10
+_FIXED = 0x10
 """MAP_FIXED, which Python has no name for; it is the same on Linux and macOS."""
-NO_ACCESS = 0
-MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 16 * 2**20
+_NO_ACCESS = 0
+_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 16 * 2**20
 """M_MMAP_THRESHOLD of glibc, and what it is set to: with less, steps take longer, for memory that is new to a
 process has to be cleared.
 """
-FAILED = ctypes.c_void_p(-1).value
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def check_can_map() -> None:
@@ -122,19 +122,19 @@ def give_back_large_blocks() -> None:
     """
     option = getattr(_libc(), "mallopt", None)
     if option is not None:
-        option(MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        option(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def reserve(num_bytes: int) -> int:
     """The address of a range that nothing is mapped to yet."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return _mapped(None, num_bytes, NO_ACCESS, flags, -1, 0)
+    return _mapped(None, num_bytes, _NO_ACCESS, flags, -1, 0)
 
 
 def map_nothing(address: int, num_bytes: int) -> None:
     """Take away what is mapped there; the addresses stay reserved, and who uses them ends by a signal."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0) | FIXED
-    _mapped(address, num_bytes, NO_ACCESS, flags, -1, 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0) | _FIXED
+    _mapped(address, num_bytes, _NO_ACCESS, flags, -1, 0)
 
 
 def map_file(
@@ -152,7 +152,7 @@ def map_file(
     """
     flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
     flags |= getattr(mmap, "MAP_POPULATE", 0) if populates and is_shared else 0
-    _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | FIXED, file, begin)
+    _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, file, begin)
 
 
 def shared_file(num_bytes: int) -> int:
@@ -236,7 +236,7 @@ def _libc() -> ctypes.CDLL:
 
 def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: int, begin: int) -> int:
     found = _libc().mmap(address, num_bytes, access, flags, file, begin)
-    if found is None or found == FAILED:
+    if found is None or found == _FAILED:
         number = ctypes.get_errno()
         raise BiremeError(
             f"{bytes_text(num_bytes)} of memory cannot be mapped for paging: {os.strerror(number)}. Lower "

@@ -48,7 +48,7 @@ def capture(
     """
     names: list[str] = []
     whole = Whole(model, loss, names)
-    inputs = on_device_of(model, example_inputs)
+    inputs = _on_device_of(model, example_inputs)
     with EXPORT:
         was_training = model.training
         model.train(training)
@@ -68,7 +68,7 @@ def capture(
     )
 
 
-DEPENDS_ON_NUMBERS = ("data-dependent", "DataDependent", "guard on", "_local_scalar_dense", "control flow")
+_DEPENDS_ON_NUMBERS = ("data-dependent", "DataDependent", "guard on", "_local_scalar_dense", "control flow")
 """Words in torch's errors that tell of Python which looks at the numbers in a tensor."""
 
 
@@ -137,7 +137,7 @@ def _tensors(returned: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def on_device_of(model: torch.nn.Module, inputs: Inputs) -> Any:
+def _on_device_of(model: torch.nn.Module, inputs: Inputs) -> Any:
     """The inputs on the model's device, no two of them the same tensor: export would take them for one."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -240,7 +240,7 @@ def _why_not(error: Exception, model: torch.nn.Module) -> str:
     line = _line_of_model(error, model)
     text = str(error).strip()
     reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
-    if any(sign in f"{type(error).__name__} {text}" for sign in DEPENDS_ON_NUMBERS):
+    if any(sign in f"{type(error).__name__} {text}" for sign in _DEPENDS_ON_NUMBERS):
         what = "Python there depends on the numbers in a tensor, and capture runs without any"
         remedy = "Write that line without it" if line else f"Torch says: {reason}. Write it without"
     else:
@@ -325,7 +325,7 @@ class Captures:
 # call that made it. Equal calls are the same program. Only dropout may be told of the mode, by an
 # argument that its operator in the graph has too.
 
-DROPOUT, TRAIN = "aten.dropout.default", 2
+_DROPOUT, _TRAIN = "aten.dropout.default", 2
 """The operator of dropout, and the place among its arguments that says whether anything is dropped."""
 
 
@@ -345,7 +345,7 @@ def modes_of(model: torch.nn.Module, example_inputs: Inputs, loss: Loss | None =
     if any(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return None
     try:
-        inputs = on_device_of(model, example_inputs)
+        inputs = _on_device_of(model, example_inputs)
         in_training, in_evaluation = (_run(model, inputs, loss, training=mode) for mode in (True, False))
     except Exception:  # whatever it is, a capture tells of it better
         return None
@@ -364,12 +364,12 @@ def in_evaluation(graph: Graph, modes: Modes) -> Graph | None:
     operators = list(graph.operators)
     for place in dropping:
         given = operators[place].arguments
-        operators[place] = replace(operators[place], arguments=(*given[:TRAIN], False, *given[TRAIN + 1 :]))
+        operators[place] = replace(operators[place], arguments=(*given[:_TRAIN], False, *given[_TRAIN + 1 :]))
     return replace(graph, training=False, operators=tuple(operators))
 
 
 def _drops(operator: Operator) -> bool:
-    return operator.target == DROPOUT and operator.arguments[TRAIN] is True
+    return operator.target == _DROPOUT and operator.arguments[_TRAIN] is True
 
 
 def _run(model: torch.nn.Module, inputs: Any, loss: Loss | None, *, training: bool) -> "_Calls":

@@ -25,14 +25,14 @@ from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters
 
 # The links of a chain: modules that run one after the other, each called with its weights as arguments.
 
-LOSS = "chain.loss"
+_LOSS = "chain.loss"
 """The target of the operator that is the loss; it is given the last link's result and all inputs."""
 
 Modules = nn.Sequential | Sequence[nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink:
+class _ChainLink:
     """One module of a chain."""
 
     module: nn.Module
@@ -42,7 +42,7 @@ class ChainLink:
     states: tuple[ModelState, ...]
 
 
-def links_of(modules: Modules) -> dict[str, ChainLink]:
+def _links_of(modules: Modules) -> dict[str, _ChainLink]:
     """The modules by their names in an nn.Sequential."""
     if isinstance(modules, nn.Sequential):
         inside = modules.named_modules(remove_duplicate=False)
@@ -79,7 +79,7 @@ def links_of(modules: Modules) -> dict[str, ChainLink]:
             for local, name in names.items()
             if name == f"{key}.{local}"
         )
-        links[key] = ChainLink(module, _target(module), names, states)
+        links[key] = _ChainLink(module, _target(module), names, states)
     return links
 
 
@@ -96,14 +96,14 @@ def _target(module: nn.Module) -> str:
     return f"chain.{kind.__name__}.{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
-class Caller:
+class _Caller:
     """Makes functions of the operators of a chain: a module called with the weights it is given, or the loss.
 
     They take the operator's two arguments, what is given and the module's states.
     """
 
     def __init__(
-        self, links: Mapping[str, ChainLink], inputs: tuple[str, ...], loss: Loss | None, training: bool
+        self, links: Mapping[str, _ChainLink], inputs: tuple[str, ...], loss: Loss | None, training: bool
     ) -> None:
         self.links = links
         self.inputs = inputs
@@ -112,7 +112,7 @@ class Caller:
 
     def function_of(self, operator: Operator) -> Callable[..., Any]:
         """What runs for an operator, if the modules are those that it was made of."""
-        if operator.target == LOSS:
+        if operator.target == _LOSS:
             if self.loss is None:
                 raise BiremeError("The chain's graph ends in a loss. Give the loss that it was made with.")
             return self._function_of_loss(self.loss)
@@ -135,7 +135,7 @@ class Caller:
 
         return call_loss
 
-    def _function_of_link(self, link: ChainLink) -> Callable[..., Any]:
+    def _function_of_link(self, link: _ChainLink) -> Callable[..., Any]:
         training, module = self.training, link.module
         places = _places(module, link.names)
         inside = list(module.modules())
@@ -178,7 +178,7 @@ def _places(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any
     return found
 
 
-def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument, ...]:
+def _first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument, ...]:
     """What the first module is called with, by position."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     if not isinstance(example_inputs, Mapping):
@@ -202,7 +202,7 @@ def first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument
     return tuple(given)
 
 
-Tensors = Mapping[str, Tensor]
+_Tensors = Mapping[str, Tensor]
 
 
 def chain(
@@ -220,9 +220,9 @@ def chain(
     The modules run twice, without gradients and on copies of their buffers, to find what crosses between
     them; if they are on the meta device, no number is needed.
     """
-    links = links_of(modules)
+    links = _links_of(modules)
     inputs = _by_name(example_inputs, links)
-    first = first_arguments(next(iter(links.values())).module, example_inputs)
+    first = _first_arguments(next(iter(links.values())).module, example_inputs)
     batch = batch_size(inputs)
     operators = _traced(links, first, inputs, loss, training)
     try:
@@ -251,7 +251,7 @@ def chain(
 
 def chain_resolver(graph: Graph, modules: Modules, *, loss: Loss | None = None) -> Resolve:
     """What `stage_function` needs to run a chain's graph: the modules and the loss that it was made of."""
-    caller = Caller(links_of(modules), tuple(value.name for value in graph.inputs), loss, graph.training)
+    caller = _Caller(_links_of(modules), tuple(value.name for value in graph.inputs), loss, graph.training)
     return caller.function_of
 
 
@@ -259,7 +259,7 @@ def _made_by(operator: Operator) -> tuple[str, ...]:
     return tuple(value.name for value in operator.outputs if value is not None)
 
 
-def _by_name(example_inputs: Inputs, links: Mapping[str, ChainLink]) -> dict[str, Tensor]:
+def _by_name(example_inputs: Inputs, links: Mapping[str, _ChainLink]) -> dict[str, Tensor]:
     """The tensors among the inputs, on the modules' device."""
     if isinstance(example_inputs, Mapping):
         named = dict(example_inputs)
@@ -286,14 +286,14 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it 
 
 
 def _traced(
-    links: Mapping[str, ChainLink],
+    links: Mapping[str, _ChainLink],
     first: tuple[Argument, ...],
-    inputs: Tensors,
+    inputs: _Tensors,
     loss: Loss | None,
     training: bool,
 ) -> tuple[Operator, ...]:
     """The operators with the shapes they have for these inputs."""
-    caller = Caller(links, tuple(inputs), loss, training)
+    caller = _Caller(links, tuple(inputs), loss, training)
     values = dict(inputs)
     for link in links.values():
         values |= {link.names[local]: tensor for local, tensor in link.module.named_parameters()}
@@ -310,12 +310,12 @@ def _traced(
             given = (made if operators[-1].is_tuple else made[0],)
         if loss is not None:
             everything = given[0], tuple(Reference(name) for name in inputs)
-            bare = Operator(LOSS, arguments=(everything, ()), keywords=(), outputs=())
+            bare = Operator(_LOSS, arguments=(everything, ()), keywords=(), outputs=())
             operators.append(_run(bare, "chain_loss", caller, values))
     return tuple(operators)
 
 
-def _run(bare: Operator, name: str, caller: Caller, values: dict[str, Tensor]) -> Operator:
+def _run(bare: Operator, name: str, caller: _Caller, values: dict[str, Tensor]) -> Operator:
     """The operator with what running it tells; what it makes is put among the values."""
     held = {one: version_of(values[one]) for one in bare.reads()}
     with FlopCounterMode(display=False) as counter, _Watch() as watch:
@@ -345,7 +345,7 @@ def _run(bare: Operator, name: str, caller: Caller, values: dict[str, Tensor]) -
     )
 
 
-def _filled(argument: Argument, values: Tensors) -> Any:
+def _filled(argument: Argument, values: _Tensors) -> Any:
     match argument:
         case Reference(name):
             return values[name]
@@ -377,7 +377,7 @@ def _length(one: Length, more: Length, batch: int) -> Length:
 
 def _outputs(operators: tuple[Operator, ...], *, has_loss: bool) -> tuple[Output, ...]:
     """The results of the last module by name, the loss ahead of them."""
-    *_, last = (operator for operator in operators if operator.target != LOSS)
+    *_, last = (operator for operator in operators if operator.target != _LOSS)
     made = _made_by(last)
     if last.is_tuple:
         results = [Output(str(place), Reference(name)) for place, name in enumerate(made)]

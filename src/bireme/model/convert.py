@@ -18,12 +18,12 @@ from bireme.model.torch_private import OpOverload, schema_of, storage_id
 
 # Floating-point operations of the operators that are made of multiplications; the others count as none.
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
-def flops_of(node: torch.fx.Node) -> float:
+def _flops_of(node: torch.fx.Node) -> float:
     """Of one call at the size it was captured with."""
-    count = COUNTS.get(str(node.target).removeprefix("aten.").rpartition(".")[0])
+    count = _COUNTS.get(str(node.target).removeprefix("aten.").rpartition(".")[0])
     result = node.meta.get("val")
     first = result[0] if isinstance(result, tuple | list) and result else result
     if count is None or not isinstance(first, torch.Tensor):
@@ -32,34 +32,34 @@ def flops_of(node: torch.fx.Node) -> float:
     return float(count(given, _concrete(first)))
 
 
-def _shape(argument: Any) -> Shape:
+def _shape(argument: Any) -> _Shape:
     value = argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None
     return _concrete(value) if isinstance(value, torch.Tensor) else ()
 
 
-def _concrete(tensor: torch.Tensor) -> Shape:
+def _concrete(tensor: torch.Tensor) -> _Shape:
     """The lengths at the captured size: an expression's hint is what it was then."""
     return tuple(n if isinstance(n, int) else int(n.node.hint) for n in tensor.shape)
 
 
-def _linear(given: list[Shape], out: Shape) -> int:
+def _linear(given: list[_Shape], out: _Shape) -> int:
     return 2 * prod(out) * given[0][-1]
 
 
-def _addmm(given: list[Shape], out: Shape) -> int:
+def _addmm(given: list[_Shape], out: _Shape) -> int:
     return 2 * prod(out) * given[1][-1]
 
 
-def _convolution(given: list[Shape], out: Shape) -> int:
+def _convolution(given: list[_Shape], out: _Shape) -> int:
     return 2 * prod(out) * prod(given[1][1:])
 
 
-def _attention(given: list[Shape], out: Shape) -> int:
+def _attention(given: list[_Shape], out: _Shape) -> int:
     query, key = given[0], given[1]
     return 2 * prod(query) * key[-2] + 2 * prod(out) * key[-2]
 
 
-COUNTS: dict[str, Callable[[list[Shape], Shape], int]] = {
+_COUNTS: dict[str, Callable[[list[_Shape], _Shape], int]] = {
     "linear": _linear,
     "mm": _linear,
     "bmm": _linear,
@@ -73,7 +73,7 @@ COUNTS: dict[str, Callable[[list[Shape], Shape], int]] = {
 }
 
 
-CHECKS = frozenset(
+_CHECKS = frozenset(
     {
         "aten._assert_tensor_metadata.default",
         "aten._assert_scalar.default",
@@ -84,7 +84,7 @@ CHECKS = frozenset(
 )
 """Operators that only make sure of what capture has seen."""
 
-INSIDE = "model."
+_INSIDE = "model."
 """Under this name the module lies in the one that is exported."""
 
 
@@ -143,7 +143,7 @@ class _States:
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT or spec.target is None:
                 continue
-            own = spec.target.removeprefix(INSIDE)
+            own = spec.target.removeprefix(_INSIDE)
             state_name = first.get(own, own)
             self.names[spec.arg.name] = state_name
             tensor = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
@@ -204,7 +204,7 @@ class _Reader:
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         for node in nodes:
             target = str(node.target)
-            if target in CHECKS or (
+            if target in _CHECKS or (
                 node.target is operator.getitem and node.args[0] in self.names and self._take(node)
             ):
                 continue
@@ -272,7 +272,7 @@ class _Reader:
                 mutates=tuple(dict.fromkeys(self._mutated(node))) if _writes(node) else (),
                 is_random=_has_tag(node, torch.Tag.nondeterministic_seeded),
                 is_pointwise=_has_tag(node, torch.Tag.pointwise),
-                flops=flops_of(node),
+                flops=_flops_of(node),
                 module=_module(node),
             )
         )

@@ -33,14 +33,14 @@ class Count:
 
 LOSS = "loss"
 
-MEAN = 1
+_MEAN = 1
 """Torch's number for the reduction to a mean."""
 
-MEANS = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
+_MEANS = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
 """The losses that leave out some targets. They are given, by position, the scores, the targets, weights of
 the classes, the reduction, and the target that is left out."""
 
-IGNORED = -100
+_IGNORED = -100
 
 
 def count_of(graph: Graph) -> Count:
@@ -90,12 +90,12 @@ def _mean_loss(graph: Graph) -> Operator | None:
     loss = next((output.value for output in graph.outputs if output.name == LOSS), None)
     makes = {v.name: op for op in graph.operators for v in op.outputs if v is not None}
     operator = makes.get(loss.name) if isinstance(loss, Reference) else None
-    if operator is None or operator.target not in MEANS:
+    if operator is None or operator.target not in _MEANS:
         return None
     _, target, weights, reduction, _ = _arguments(operator)
     types = {value.name: value.dtype for value in (*graph.inputs, *_values(graph))}
     is_plain = isinstance(target, Reference) and types.get(target.name) == "int64"
-    return operator if is_plain and weights is None and reduction == MEAN else None
+    return operator if is_plain and weights is None and reduction == _MEAN else None
 
 
 def _values(graph: Graph) -> Iterator[Value]:
@@ -105,7 +105,7 @@ def _values(graph: Graph) -> Iterator[Value]:
 def _arguments(operator: Operator) -> tuple[Argument, ...]:
     """The five arguments of such a loss, those that are left out at what they are then."""
     names = ("self", "target", "weight", "reduction", "ignore_index")
-    whole: dict[str, Argument] = {"weight": None, "reduction": MEAN, "ignore_index": IGNORED}
+    whole: dict[str, Argument] = {"weight": None, "reduction": _MEAN, "ignore_index": _IGNORED}
     whole |= dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
     return tuple(whole[name] for name in names)
 

@@ -18,20 +18,20 @@ from bireme.model.torch_private import NUMBERS_NEEDED, as_in_capture, fake_tenso
 LONGEST = 128
 """Sequences get this many tokens where the model takes as many and nobody says otherwise."""
 
-IMAGE_SIZE = 224
-NUM_CHANNELS = 3
-NUM_SAMPLES = 16_000
+_IMAGE_SIZE = 224
+_NUM_CHANNELS = 3
+_NUM_SAMPLES = 16_000
 """Of what the configuration of a model for images or sound does not say: pixels, channels, samples."""
 
-PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
+_PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 """Where the configuration of a model made of models keeps theirs."""
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
-_known: dict[Hashable, Shape | None] = {}
+_known: dict[Hashable, _Shape | None] = {}
 """The shapes of logits of models that ran before in this process."""
 
-OWN_INPUTS = "Write a function that returns (model, inputs) and give it as file.py:function."
+_OWN_INPUTS = "Write a function that returns (model, inputs) and give it as file.py:function."
 
 
 def example_inputs(
@@ -75,7 +75,7 @@ class _Maker:
 
     def size(self, *names: str) -> Any:
         """The first of these fields that the configuration or one of its parts has, or None."""
-        for part in (self.config, *(getattr(self.config, name, None) for name in PARTS)):
+        for part in (self.config, *(getattr(self.config, name, None) for name in _PARTS)):
             for name in names:
                 value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
                 if value is not None:
@@ -87,7 +87,7 @@ class _Maker:
         vocab = self.size("vocab_size")
         if vocab is None:
             raise BiremeError(
-                f"The model's configuration lacks vocab_size, so no token ids can be made. {OWN_INPUTS}"
+                f"The model's configuration lacks vocab_size, so no token ids can be made. {_OWN_INPUTS}"
             )
         most = self.size(*longest)
         if self.length is not None and most is not None and self.length > most:
@@ -105,9 +105,9 @@ class _Maker:
 
     def pixels(self) -> Tensor:
         """Images."""
-        size = self.size("image_size") or IMAGE_SIZE
+        size = self.size("image_size") or _IMAGE_SIZE
         height, width = (size, size) if isinstance(size, int) else tuple(size)
-        return self.real(self.batch, self.size("num_channels") or NUM_CHANNELS, height, width)
+        return self.real(self.batch, self.size("num_channels") or _NUM_CHANNELS, height, width)
 
 
 def _without_labels(maker: _Maker, accepted: set[str], model: str) -> dict[str, Tensor]:
@@ -123,13 +123,13 @@ def _without_labels(maker: _Maker, accepted: set[str], model: str) -> dict[str, 
             maker.batch, frequencies, 2 * maker.size("max_source_positions")
         )
     if "input_values" in accepted and frequencies is None:
-        inputs["input_values"] = maker.real(maker.batch, NUM_SAMPLES)
+        inputs["input_values"] = maker.real(maker.batch, _NUM_SAMPLES)
     elif "input_values" in accepted and maker.size("max_length"):
         inputs["input_values"] = maker.real(maker.batch, maker.size("max_length"), frequencies)
     if not inputs:
         raise BiremeError(
             f"No example inputs can be made for {model}: its forward accepts {', '.join(sorted(accepted))}, "
-            f"of which none is known. {OWN_INPUTS}"
+            f"of which none is known. {_OWN_INPUTS}"
         )
     if "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = maker.ids(
@@ -139,7 +139,7 @@ def _without_labels(maker: _Maker, accepted: set[str], model: str) -> dict[str, 
 
 
 def _labels(
-    maker: _Maker, accepted: set[str], inputs: dict[str, Tensor], logits: Shape | None
+    maker: _Maker, accepted: set[str], inputs: dict[str, Tensor], logits: _Shape | None
 ) -> dict[str, Tensor]:
     """What the model learns from: for each place or each sample, as its logits show."""
     if {"start_positions", "end_positions"} <= accepted:
@@ -191,7 +191,7 @@ def _shifted(labels: Tensor, maker: _Maker) -> Tensor:
     return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
 
 
-def _shape_of_logits(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Shape | None:
+def _shape_of_logits(model: torch.nn.Module, inputs: dict[str, Tensor]) -> _Shape | None:
     logits = _returned(model, inputs).get("logits")
     return None if logits is None else tuple(logits.shape)
 
@@ -212,7 +212,7 @@ def _returned(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Mapping[str,
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise BiremeError(
             f"{type(model).__name__} does not take the inputs made for it ({_shown(inputs)}): "
-            f"{reason[0].rstrip('.')}. {OWN_INPUTS}"
+            f"{reason[0].rstrip('.')}. {_OWN_INPUTS}"
         ) from error
     return returned if isinstance(returned, Mapping) else {}
 
@@ -222,7 +222,7 @@ def _check_loss(model: torch.nn.Module, inputs: dict[str, Tensor]) -> None:
     if returned and not (isinstance(returned.get("loss"), Tensor) and returned["loss"].ndim == 0):
         raise BiremeError(
             f"{type(model).__name__} returns no loss for the inputs made for it ({_shown(inputs)}). "
-            f"{OWN_INPUTS}"
+            f"{_OWN_INPUTS}"
         )
 
 

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from bireme.errors import BiremeError
 
-DEVIATION = 0.02
+_DEVIATION = 0.02
 """The standard deviation of new weights; of those that write to the residual stream less."""
 
-LARGEST = {"layers": 1000, "width": 2**17, "heads": 2**17, "vocab": 2**24, "context": 2**24}
+_LARGEST = {"layers": 1000, "width": 2**17, "heads": 2**17, "vocab": 2**24, "context": 2**24}
 """The bounds of a GPT's sizes. Beyond them a capture would take minutes, or its examples the whole memory."""
 
-IGNORED = -100
+_IGNORED = -100
 """A label that does not count in the loss."""
 
 
@@ -40,7 +40,7 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name, largest in LARGEST.items():
+        for name, largest in _LARGEST.items():
             if not 1 <= (size := getattr(self, name)) <= largest:
                 raise BiremeError(f"A GPT's {name} is {size}; it must be at least 1 and at most {largest:,}.")
         if self.width % self.heads:
@@ -91,7 +91,7 @@ class GPT(nn.Module):
         if labels is None:
             return {"logits": logits}
         predicted, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return {"loss": functional.cross_entropy(predicted, wanted, ignore_index=IGNORED), "logits": logits}
+        return {"loss": functional.cross_entropy(predicted, wanted, ignore_index=_IGNORED), "logits": logits}
 
 
 class _Layer(nn.Module):
@@ -157,13 +157,13 @@ def _mask(position_ids: Tensor) -> Tensor:
 
 def _residual_deviation(config: GPTConfig) -> float:
     # Two halves of every layer add to the residual stream; so their sum keeps its size with any depth.
-    return DEVIATION / math.sqrt(2 * config.layers)
+    return _DEVIATION / math.sqrt(2 * config.layers)
 
 
 class _Linear(nn.Linear):
     """A linear map with normally distributed weights and a bias of zero."""
 
-    def __init__(self, wide: int, out: int, *, bias: bool = True, deviation: float = DEVIATION) -> None:
+    def __init__(self, wide: int, out: int, *, bias: bool = True, deviation: float = _DEVIATION) -> None:
         self.deviation = deviation  # read by reset_parameters, which the base class calls
         super().__init__(wide, out, bias=bias)
 
@@ -177,4 +177,4 @@ class _Embedding(nn.Embedding):
     """A table with normally distributed rows."""
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=DEVIATION)
+        nn.init.normal_(self.weight, std=_DEVIATION)

@@ -24,7 +24,7 @@ from bireme.bounds import Count, Place
 Length = int | str
 """A number, or an expression in the batch size b: names, whole numbers, + − * // % and parentheses."""
 
-OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
@@ -54,8 +54,8 @@ def _value(node: ast.expr, batch: Any) -> Any:
             return number
         case ast.Name(id="b"):
             return batch
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](_value(left, batch), _value(right, batch))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left, batch), _value(right, batch))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, batch)
     raise ValueError(f"{ast.unparse(node)} is no length")
@@ -118,7 +118,7 @@ def references(argument: Argument) -> Iterator[str]:
             yield from references(part)
 
 
-BYTES_OF = {
+_BYTES_OF = {
     "float64": 8,
     "float32": 4,
     "float16": 2,
@@ -148,7 +148,7 @@ class Value:
 
     def num_bytes(self, batch: int) -> int:
         """How many bytes they take."""
-        return self.num_elements(batch) * BYTES_OF[self.dtype]
+        return self.num_elements(batch) * _BYTES_OF[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class ModelState:
     @property
     def num_bytes(self) -> int:
         """How many bytes they take."""
-        return self.num_elements * BYTES_OF[self.dtype]
+        return self.num_elements * _BYTES_OF[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +251,8 @@ class Graph:
 #
 # If nothing before a cut learns, as after a frozen embedding, no gradient crosses it.
 
-STOPS = ("aten.detach.", "aten.detach_.", "aten.argmax.", "aten.argsort.")
-FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+_STOPS = ("aten.detach.", "aten.detach_.", "aten.argmax.", "aten.argsort.")
+_FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 
 
 def learned_values(graph: Graph) -> frozenset[str]:
@@ -261,8 +261,8 @@ def learned_values(graph: Graph) -> frozenset[str]:
     found: set[str] = set()
     values: set[str] = set()
     for operator in graph.operators:
-        values |= {v.name for v in operator.outputs if v is not None and v.dtype in FLOATING}
-        if operator.no_grad or operator.target.startswith(STOPS):
+        values |= {v.name for v in operator.outputs if v is not None and v.dtype in _FLOATING}
+        if operator.no_grad or operator.target.startswith(_STOPS):
             continue
         if any(name in learned for name in operator.reads()):
             made = {v.name for v in operator.outputs if v is not None} | set(operator.mutates)

@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Token, Value
 
-FORMAT = 1
+_FORMAT = 1
 
 
 def save_graph(graph: Graph, path: Path) -> None:
@@ -27,7 +27,7 @@ def save_graph(graph: Graph, path: Path) -> None:
 
 def load_graph(path: Path) -> Graph:
     """The graph in a file."""
-    graph = read_dataclass(path, Graph, number=FORMAT)
+    graph = read_dataclass(path, Graph, number=_FORMAT)
     try:
         _check(graph)
     except ValueError as error:
@@ -52,7 +52,7 @@ def graph_hash(graph: Graph) -> str:
 
 def _plain(graph: Graph) -> dict[str, Any]:
     """The graph in the words of JSON."""
-    return {"format": FORMAT, **_table(graph)}
+    return {"format": _FORMAT, **_table(graph)}
 
 
 def _table(noun: Any) -> dict[str, Any]:

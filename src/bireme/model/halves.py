@@ -70,7 +70,7 @@ def _fed(
 ) -> Callable[..., Any]:
     place = operator.arguments.index(Reference(one.name))
     has_bias_first = one.kind is MapKind.PRODUCT and place == 2
-    use: _Use = USES[one.kind](one)
+    use: _Use = _USES[one.kind](one)
 
     def call(*given: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -194,7 +194,7 @@ class _Convolution(_Use):
         return given * self._num_axes if len(given) == 1 else given
 
 
-USES: dict[MapKind, type[_Use]] = {
+_USES: dict[MapKind, type[_Use]] = {
     MapKind.LINEAR: _Use,
     MapKind.PRODUCT: _Product,
     MapKind.CONVOLUTION: _Convolution,
@@ -208,10 +208,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 Gradients = tuple[Tensor | None, ...]
 
-Edge = tuple[Node, int]
+_Edge = tuple[Node, int]
 """Where a gradient flows into: a node, and the place among the gradients that it takes."""
 
-Children = dict[Node, list[Edge]]
+_Children = dict[Node, list[_Edge]]
 
 
 class Rest:
@@ -220,8 +220,8 @@ class Rest:
     def __init__(
         self,
         input_gradients: Gradients,
-        parameters: Sequence[Edge | None],
-        early: dict[Edge, Tensor],
+        parameters: Sequence[_Edge | None],
+        early: dict[_Edge, Tensor],
         second_half: "_SecondHalf",
     ) -> None:
         self.input_gradients = input_gradients
@@ -295,7 +295,7 @@ def backward_input(
 class _Flow:
     """A gradient, and where it flows into."""
 
-    edge: Edge
+    edge: _Edge
     gradient: Tensor
 
 
@@ -307,10 +307,10 @@ class _Ways:
     from the outputs straight into the right column. `early` and `late` are the parameters of the two halves.
     """
 
-    exits: dict[Node, tuple[Edge, ...]]
-    right: frozenset[Edge]
-    early: tuple[Edge, ...]
-    late: tuple[Edge, ...]
+    exits: dict[Node, tuple[_Edge, ...]]
+    right: frozenset[_Edge]
+    early: tuple[_Edge, ...]
+    late: tuple[_Edge, ...]
 
 
 class _SecondHalf:
@@ -333,7 +333,7 @@ class _SecondHalf:
 
         return keep
 
-    def run(self) -> dict[Edge, Tensor]:
+    def run(self) -> dict[_Edge, Tensor]:
         """The gradients of its parameters."""
         flows = self.flows
         for node, exits in self.exits.items():
@@ -344,7 +344,9 @@ class _SecondHalf:
         return _run(flows, self.parameters)
 
 
-def _run(flows: Sequence[_Flow], wanted: Iterable[Edge], *, keeps_graph: bool = False) -> dict[Edge, Tensor]:
+def _run(
+    flows: Sequence[_Flow], wanted: Iterable[_Edge], *, keeps_graph: bool = False
+) -> dict[_Edge, Tensor]:
     """What of the flows comes to each of the wanted edges, where anything does."""
     edges = list(dict.fromkeys(wanted))
     if not flows or not edges:
@@ -359,23 +361,23 @@ def _run(flows: Sequence[_Flow], wanted: Iterable[Edge], *, keeps_graph: bool = 
     return {edge: gradient for edge, gradient in zip(edges, found, strict=True) if gradient is not None}
 
 
-def _edge(tensor: Tensor) -> Edge:
+def _edge(tensor: Tensor) -> _Edge:
     found = get_gradient_edge(tensor)
     return found.node, found.output_nr
 
 
-def _known(edges: Iterable[Edge | None]) -> list[Edge]:
+def _known(edges: Iterable[_Edge | None]) -> list[_Edge]:
     return [edge for edge in edges if edge is not None]
 
 
-def _ways(begins: Sequence[Edge], inputs: Sequence[Edge], parameters: Sequence[Edge]) -> _Ways:
+def _ways(begins: Sequence[_Edge], inputs: Sequence[_Edge], parameters: Sequence[_Edge]) -> _Ways:
     children = _children(begins)
     left = _leading_to(inputs, children)
     early = _early(children, left, parameters)
     late = dict.fromkeys(edge for edge in parameters if edge not in early)
     leading = _leading_to(late, children)
 
-    def goes_right(edge: Edge) -> bool:
+    def goes_right(edge: _Edge) -> bool:
         return edge[0] not in left and (edge[0] in leading or edge in late)
 
     exits = {node: tuple(filter(goes_right, children[node])) for node in reversed(children) if node in left}
@@ -387,10 +389,10 @@ def _ways(begins: Sequence[Edge], inputs: Sequence[Edge], parameters: Sequence[E
     )
 
 
-def _children(begins: Iterable[Edge]) -> Children:
+def _children(begins: Iterable[_Edge]) -> _Children:
     """The edges out of every node that gradients can flow to; a node comes after all that it leads to."""
-    edges: Children = {}
-    finished: Children = {}
+    edges: _Children = {}
+    finished: _Children = {}
     waiting = [node for node, _ in begins]
     while waiting:
         node = waiting[-1]
@@ -402,7 +404,7 @@ def _children(begins: Iterable[Edge]) -> Children:
     return finished
 
 
-def _leading_to(wanted: Iterable[Edge], children: Children) -> set[Node]:
+def _leading_to(wanted: Iterable[_Edge], children: _Children) -> set[Node]:
     """The nodes that have a way to one of these edges."""
     goals = set(wanted)
     found: set[Node] = set()
@@ -412,7 +414,7 @@ def _leading_to(wanted: Iterable[Edge], children: Children) -> set[Node]:
     return found
 
 
-def _early(children: Children, left: set[Node], parameters: Iterable[Edge]) -> dict[Edge, None]:
+def _early(children: _Children, left: set[Node], parameters: Iterable[_Edge]) -> dict[_Edge, None]:
     """The parameters that cannot wait.
 
     A junction's flow into a node to its right is only then surely its own if no other node leads there.

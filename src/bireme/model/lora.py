@@ -22,7 +22,7 @@ from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph, ModelState
 from bireme.model.part import ALL_LINEAR, LoraPart
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 NAME = "default"
 """Under which peft keeps the adapter; its files leave it out."""
@@ -30,12 +30,12 @@ NAME = "default"
 PREFIX = "base_model.model."
 """Before every name in peft's files."""
 
-WRAPPED = ".base_layer."
+_WRAPPED = ".base_layer."
 
 Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-def peft_library() -> Any:
+def _peft_library() -> Any:
     """The peft package, which the extra `bireme[lora]` brings."""
     try:
         return importlib.import_module("peft")
@@ -94,7 +94,7 @@ class Adapter:
             if name not in self.base_names:
                 begin, _, end = name.rpartition(f".{NAME}")
                 own[f"{PREFIX}{begin}{end}"] = weights[name]
-        save_file(own, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        save_file(own, str(folder / _ADAPTER_WEIGHTS), metadata={"format": "pt"})
         config = copy.copy(self.config)
         config.base_model_name_or_path = base
         config.inference_mode = True
@@ -154,7 +154,7 @@ class _Merged(Mapping[str, Tensor]):
 
 def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
     """Wrap the targets of a model in place; only the adapter's parameters learn from then on."""
-    peft = peft_library()
+    peft = _peft_library()
     base = copy.deepcopy(model)
     before = _names_by_tensor(model)
     targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
@@ -217,7 +217,7 @@ def _base_names(model: nn.Module, before: Mapping[int, list[str]]) -> dict[str, 
     for name, tensor in _named(model):
         names = before.get(id(tensor))
         if names is not None:
-            bare = name.replace(WRAPPED, ".")
+            bare = name.replace(_WRAPPED, ".")
             found[name] = bare if bare in names else names[0]
     return found
 

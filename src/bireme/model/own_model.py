@@ -22,7 +22,7 @@ from bireme.model.graph import ModelState
 from bireme.model.torch_private import own_buffers, own_parameters
 from bireme.user_code import reason_of, user_function
 
-RETURNS = "a torch.nn.Module, or (module, example inputs)"
+_RETURNS = "a torch.nn.Module, or (module, example inputs)"
 
 
 def own_model(
@@ -33,7 +33,7 @@ def own_model(
     A function that cannot run on the meta device, because it reads numbers or loads a whole model, runs on
     the CPU instead, and its model is moved.
     """
-    function = user_function(text, RETURNS)
+    function = user_function(text, _RETURNS)
     if device.type != "meta":
         with device:
             model, inputs = _called(text, function, seed)
@@ -63,7 +63,7 @@ def made_states(text: str, states: Sequence[ModelState], seed: int) -> dict[str,
     refused.
     """
     try:
-        model, _ = _called(text, user_function(text, RETURNS), seed)
+        model, _ = _called(text, user_function(text, _RETURNS), seed)
     except BiremeError as error:
         raise BiremeError(
             f"{error} It is called on the CPU once, for the initial weights. If it cannot run there, save "
@@ -117,7 +117,7 @@ def _called(text: str, function: Callable[[], Any], seed: int) -> tuple[nn.Modul
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         kind = "nothing" if made is None else f"a {type(made).__name__}"
-        raise BiremeError(f"{text} returns {kind}. It must return {RETURNS}.")
+        raise BiremeError(f"{text} returns {kind}. It must return {_RETURNS}.")
     return model, inputs
 
 

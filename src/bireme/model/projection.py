@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-DEVIATION = 0.02
+_DEVIATION = 0.02
 
 
 class Projection(nn.Module):
@@ -28,7 +28,7 @@ class Projection(nn.Module):
 
     def reset_parameters(self) -> None:
         """A random basis, and anchors of zero."""
-        nn.init.normal_(self.basis, std=DEVIATION)
+        nn.init.normal_(self.basis, std=_DEVIATION)
         nn.init.zeros_(self.anchors)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def _modules_around(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-NOTATIONS = (
+_NOTATIONS = (
     "gpt:layers=8,width=256,heads=8,vocab=256,context=128",
     "hf:FOLDER",
     "python:package.module:function",
@@ -84,7 +84,7 @@ NOTATIONS = (
 )
 """How a model can be named, by example."""
 
-FITTING = (
+_FITTING = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -97,7 +97,7 @@ FITTING = (
 """Where transformers lists the models that a configuration can be of, by task, the likeliest task first."""
 
 
-LARGEST_BATCH, LONGEST = 2**20, 2**24
+_LARGEST_BATCH, _LONGEST = 2**20, 2**24
 """The bounds of the example inputs: samples, and tokens of a sequence."""
 
 
@@ -147,7 +147,7 @@ def load_source(
     else that is not whole numbers. `weights` is a folder that holds them, in place of the source's own; no
     weights in a folder are read here. A function of the user is called with random numbers from `seed`.
     """
-    for name, number, largest in (("batch", batch, LARGEST_BATCH), ("length", length, LONGEST)):
+    for name, number, largest in (("batch", batch, _LARGEST_BATCH), ("length", length, _LONGEST)):
         if number is not None and not 1 <= number <= largest:
             raise BiremeError(f"The {name} is {number}; it must be at least 1 and at most {largest:,}.")
     where = device_called(device)
@@ -160,11 +160,11 @@ def load_source(
             model, inputs = _from_folder(Path(rest), batch, length, where)
             if folder is None and _has_weights(Path(rest)):
                 folder = Path(rest)
-        case _ if is_function(text):
+        case _ if _is_function(text):
             model, inputs = own_model(text, batch, length, where, seed)
             is_own = True
         case _:
-            raise BiremeError(f"There is no model source {text!r}. Use one of: {', '.join(NOTATIONS)}.")
+            raise BiremeError(f"There is no model source {text!r}. Use one of: {', '.join(_NOTATIONS)}.")
     if dtype is not None:
         model, inputs = _converted(model, inputs, dtype)
     if part.train is not None or part.freeze is not None:
@@ -173,19 +173,19 @@ def load_source(
     return ModelSource(text, model.train(training), inputs, folder, adapter, is_own)
 
 
-def is_function(text: str) -> bool:
+def _is_function(text: str) -> bool:
     """Whether a source names a function of the user. Without `python:` its module must have a dot."""
     return text.startswith(PREFIX) or (names_function(text) and "." in text.rpartition(":")[0])
 
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def _converted(model: nn.Module, inputs: dict[str, Tensor], dtype: str) -> Made:
-    if dtype not in DTYPES:
-        raise BiremeError(f"There is no number format {dtype!r} for a model. {closest(dtype, DTYPES)}")
+    if dtype not in _DTYPES:
+        raise BiremeError(f"There is no number format {dtype!r} for a model. {closest(dtype, _DTYPES)}")
     kind: torch.dtype = getattr(torch, dtype)
     floating = {name: tensor.to(kind) for name, tensor in inputs.items() if tensor.is_floating_point()}
     return model.to(kind), inputs | floating
@@ -217,7 +217,7 @@ def _gpt_config(text: str) -> GPTConfig:
         name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given
     ]
     if missing:
-        raise BiremeError(f"gpt: lacks {', '.join(missing)}. Write it as in {NOTATIONS[0]}.")
+        raise BiremeError(f"gpt: lacks {', '.join(missing)}. Write it as in {_NOTATIONS[0]}.")
     return GPTConfig(**given)
 
 
@@ -247,7 +247,7 @@ def _from_folder(folder: Path, batch: int, length: int | None, device: torch.dev
         named = f"the model_type {kind!r}, which transformers {transformers.__version__} does not know"
         remedy = (
             "The code of such a model is in its folder, and Bireme never runs code from there. Load "
-            f"it in a function of your own, given as {NOTATIONS[2]}."
+            f"it in a function of your own, given as {_NOTATIONS[2]}."
             if content.get("auto_map")
             else "Try a newer transformers."
         )
@@ -288,7 +288,7 @@ def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
-    for task in FITTING:
+    for task in _FITTING:
         mapping = getattr(transformers, task, {})
         if type(config) in mapping:
             fitting = mapping[type(config)]

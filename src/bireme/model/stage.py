@@ -35,7 +35,7 @@ from bireme.model.units import Unit
 
 Tensors = Mapping[str, torch.Tensor]
 
-DRAWING = threading.Lock()
+_DRAWING = threading.Lock()
 """Held while a stage draws from a generator that belongs to the whole process."""
 
 Resolve = Callable[[Operator], Callable[..., Any]]
@@ -142,7 +142,7 @@ class StageFunction:
             results = self._built[where](*given, None)
         else:
             generator = default_generator(where)
-            with DRAWING:
+            with _DRAWING:
                 state = generator.get_state()
                 try:
                     results = self._built[where](*given, seed)

@@ -29,8 +29,8 @@ from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters
 # Where the model is given and its package keeps checkpoints in another form than the model's (experts apart
 # that the model holds together, older names), that package's own rules convert them.
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 def load_weights(
@@ -88,7 +88,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a folder that weights are read from, and the index to them if there are several."""
     with _Folder(folder, reads_data=False) as files:
         found = {folder / file for file in files.where.values()}
-    return sorted(found | {path for path in (folder / INDEX,) if path.is_file()})
+    return sorted(found | {path for path in (folder / _INDEX,) if path.is_file()})
 
 
 def check_weights(graph: Graph, folder: Path, *, model: nn.Module | None = None) -> None:
@@ -118,13 +118,13 @@ class _Folder:
         """The file of every tensor."""
 
     def __enter__(self) -> "_Folder":
-        if (self.folder / INDEX).is_file():
+        if (self.folder / _INDEX).is_file():
             self.where = self._index()
-        elif (self.folder / ONE_FILE).is_file():
-            self.where = dict.fromkeys(self._handle(ONE_FILE).keys(), ONE_FILE)
+        elif (self.folder / _ONE_FILE).is_file():
+            self.where = dict.fromkeys(self._handle(_ONE_FILE).keys(), _ONE_FILE)
         else:
             raise BiremeError(
-                f"{self.folder} holds no weights: neither {ONE_FILE} nor {INDEX} is there. Name a folder "
+                f"{self.folder} holds no weights: neither {_ONE_FILE} nor {_INDEX} is there. Name a folder "
                 "that a model was saved to in the safetensors format, or start from new weights."
             )
         return self
@@ -133,7 +133,7 @@ class _Folder:
         self.open_files.close()
 
     def _index(self) -> dict[str, str]:
-        path = self.folder / INDEX
+        path = self.folder / _INDEX
         try:
             where = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             files = {key: file for key, file in where.items() if Path(file).name == file}
@@ -165,7 +165,7 @@ class _Folder:
 
     def __str__(self) -> str:
         """What to call the place in an error."""
-        return str(self.folder / (INDEX if (self.folder / INDEX).is_file() else ONE_FILE))
+        return str(self.folder / (_INDEX if (self.folder / _INDEX).is_file() else _ONE_FILE))
 
     def read(self, key: str) -> Tensor:
         """One tensor."""
@@ -289,7 +289,7 @@ class _Sources:
         )
 
 
-STANDARD_DEVIATION = 0.02
+_STANDARD_DEVIATION = 0.02
 """Of a parameter with several axes that no code of the model initializes."""
 
 
@@ -515,6 +515,6 @@ def _by_default(name: str, parameter: Tensor, draws: _Draws) -> Tensor:
     if parameter.ndim > 1:
         draws.start(name)
         with draws:
-            return nn.init.normal_(parameter, 0.0, STANDARD_DEVIATION)
+            return nn.init.normal_(parameter, 0.0, _STANDARD_DEVIATION)
     is_scale = parameter.ndim == 1 and name.split(".")[-1] == "weight"
     return nn.init.constant_(parameter, 1.0 if is_scale else 0.0)

@@ -13,13 +13,13 @@ from graphlib import CycleError, TopologicalSorter
 from bireme.placement.latency.latency import latency_of
 from bireme.placement.workload import Edge, Objective, Workload, device_names
 
-SLACK = 2e-12
+_SLACK = 2e-12
 """Relative room for the rounding of sums of bytes that are not whole; more than what searches allow."""
 
-MOST_NODES = 8
+_MOST_NODES = 8
 """Of a path that a sentence shows."""
 
-MOST_SENTENCES = 10
+_MOST_SENTENCES = 10
 """About broken rules of one kind; more are only counted."""
 
 
@@ -223,7 +223,7 @@ def _too_large(placed: _Placed) -> Iterator[str]:
     whole = all(node.size_bytes == int(node.size_bytes) for node in placed.workload.nodes)
     is_exact = whole and sum(sizes) < 2**53
     for device in range(placed.workload.num_accelerators):
-        if sizes[device] > limit * (1 if is_exact else 1 + SLACK):
+        if sizes[device] > limit * (1 if is_exact else 1 + _SLACK):
             name = placed.names[device]
             yield f"The nodes on {name} take {sizes[device]:.15g} bytes, and it has {limit:.15g}."
 
@@ -316,8 +316,8 @@ def _way_back(graph: _Graph, owners: Sequence[int], left: Sequence[int], place: 
 
 def _told_path(placed: _Placed, path: Sequence[int]) -> str:
     shown = [placed.told(place) for place in path]
-    if len(shown) > MOST_NODES:
-        shown = [*shown[: MOST_NODES // 2], "…", *shown[-MOST_NODES // 2 :]]
+    if len(shown) > _MOST_NODES:
+        shown = [*shown[: _MOST_NODES // 2], "…", *shown[-_MOST_NODES // 2 :]]
     return " -> ".join(shown)
 
 
@@ -341,7 +341,7 @@ def _few(sentences: Iterator[str], what: str) -> Iterator[str]:
     count = 0
     for sentence in sentences:
         count += 1
-        if count <= MOST_SENTENCES:
+        if count <= _MOST_SENTENCES:
             yield sentence[0].upper() + sentence[1:]
-    if count > MOST_SENTENCES:
-        yield f"{count - MOST_SENTENCES} more {what}."
+    if count > _MOST_SENTENCES:
+        yield f"{count - _MOST_SENTENCES} more {what}."

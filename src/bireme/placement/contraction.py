@@ -28,7 +28,7 @@ from bireme.placement.workload import Node, Objective, Workload
 # it pays nothing. So the load of a set of items is what they compute plus the costs of the nets it cuts,
 # which holds for outputs and inputs alike and needs no directions.
 
-BYTES_SLACK = 1e-12
+_BYTES_SLACK = 1e-12
 """Relative room for the rounding of sums of bytes, where these are not whole numbers."""
 
 Floats = NDArray[np.float64]
@@ -107,7 +107,7 @@ def room(size: Floats, accelerator_bytes: float) -> float:
     Sums of whole numbers are exact, so there it is what it has.
     """
     is_exact = size.sum() < 2**53 and bool((size == np.floor(size)).all())
-    return float(accelerator_bytes) if is_exact else accelerator_bytes * (1 + BYTES_SLACK)
+    return float(accelerator_bytes) if is_exact else accelerator_bytes * (1 + _BYTES_SLACK)
 
 
 # What a solver found on `Items`, and what a placement of them comes to.
@@ -227,7 +227,7 @@ def _shared_out(items: Items, on_accelerator: Floats, on_cpu: Floats) -> float:
     return float(accelerators[crossing - 1] + share * (accelerators[crossing] - accelerators[crossing - 1]))
 
 
-NO_TIME, OF_ALL = 1e-6, 1e-9
+_NO_TIME, _OF_ALL = 1e-6, 1e-9
 """A time below both, the second as a share of all times together, is held to be none. The first is that of
 the published programs; the second keeps it right in any unit."""
 
@@ -289,7 +289,7 @@ class _Groups:
         self.groups: dict[int, _Group] = {}
         # Of times that mean "cannot" none is counted: the smaller of the two is what a node must take.
         together = sum(min(node.accelerator_time, node.cpu_time) for node in workload.nodes)
-        self.no_time = min(NO_TIME, OF_ALL * together)
+        self.no_time = min(_NO_TIME, _OF_ALL * together)
         orphans = set()
         for number, nodes in enumerate(workload.classes()):
             self.groups[number] = self._group(nodes)

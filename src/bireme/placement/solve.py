@@ -20,21 +20,21 @@ from bireme.placement.latency.program import solve_latency
 from bireme.placement.latency.search import search_latency
 from bireme.placement.workload import Method, Objective, Placement, Request, Workload
 
-TIME_LIMIT_S = 60.0
+_TIME_LIMIT_S = 60.0
 """How long a search goes on, unless somebody says; the dynamic program asked for by name has no limit."""
 
-FOR_THE_START = 0.25
+_FOR_THE_START = 0.25
 """Of the time limit, for the contiguous split that other placements begin with."""
 
-LEAST_S = 0.1
+_LEAST_S = 0.1
 """What an integer program is given even if the time is over."""
 
-MOST_ITEMS_IN_PROGRAM = 5_000
+_MOST_ITEMS_IN_PROGRAM = 5_000
 """Whose order is closed as a square of so many rows."""
 
-FOR_LATENCY = (Method.AUTO, Method.MILP, Method.ANNEAL)
+_FOR_LATENCY = (Method.AUTO, Method.MILP, Method.ANNEAL)
 
-ANYWHERE = (Method.ANNEAL, Method.LOCAL_SEARCH)
+_ANYWHERE = (Method.ANNEAL, Method.LOCAL_SEARCH)
 """The methods that know no contiguity."""
 
 
@@ -55,8 +55,8 @@ class _Solving:
         self.workload, self.request, self.say = workload, request, progress
         self.objective = request.objective
         self.began = monotonic()
-        self.limit_s = TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
-        self.is_contiguous = request.contiguous and request.method not in ANYWHERE
+        self.limit_s = _TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
+        self.is_contiguous = request.contiguous and request.method not in _ANYWHERE
         self.has_too_many_ideals = False
         self.notes: list[str] = []
 
@@ -97,7 +97,7 @@ class _Solving:
     def _anywhere(self, *, is_thorough: bool = False) -> Anywhere:
         """Placements of any kind, from a contiguous one; a thorough search begins with the best of those."""
         split = None
-        contiguous = replace(self._contiguous(), stop_at=self.began + FOR_THE_START * self.limit_s)
+        contiguous = replace(self._contiguous(), stop_at=self.began + _FOR_THE_START * self.limit_s)
         with suppress(BiremeError):  # some that are not contiguous may fit
             split = contiguous.best() if is_thorough else None
             split = split or contiguous.best_of_lines()
@@ -148,13 +148,13 @@ class _Solving:
 
     def _integer_contiguous(self, split: ContiguousSplit | None) -> Placement:
         items = items_of(self.workload, contiguous=True, weightless=Weightless.STAY)
-        if len(items) > MOST_ITEMS_IN_PROGRAM:
+        if len(items) > _MOST_ITEMS_IN_PROGRAM:
             raise BiremeError(
                 f"The graph has {len(items):,} pieces, and the integer program for contiguous splits takes "
-                f"{MOST_ITEMS_IN_PROGRAM:,} at most. Use --method dpl, or leave out the method."
+                f"{_MOST_ITEMS_IN_PROGRAM:,} at most. Use --method dpl, or leave out the method."
             )
         start = None if split is None else carried_over(split, items, self.objective).where
-        left = max(LEAST_S, self.stop_at - monotonic())
+        left = max(_LEAST_S, self.stop_at - monotonic())
         found = solve_contiguous(items, self.objective, time_limit_s=left, start=start)
         return self._of(Method.MILP, items, found)
 
@@ -163,7 +163,7 @@ class _Solving:
         if method is Method.PIPEDREAM:
             found, items = pipedream(self.workload, self.objective)
             return self._of(method, items, self._bounded(found))
-        items = items_of(self.workload, contiguous=method not in ANYWHERE, weightless=Weightless.STAY)
+        items = items_of(self.workload, contiguous=method not in _ANYWHERE, weightless=Weightless.STAY)
         match method:
             case Method.LOCAL_SEARCH:
                 found = local_search(items, self.objective, seed=self.request.seed)
@@ -233,8 +233,8 @@ class _Solving:
 
     def _latency(self) -> Placement:
         method = self.request.method
-        if method not in FOR_LATENCY:
-            known = ", ".join(FOR_LATENCY)
+        if method not in _FOR_LATENCY:
+            known = ", ".join(_FOR_LATENCY)
             raise BiremeError(f"The method {method} does not place for latency. Take {known} or expert.")
         found: LatencyFound | None = None
         is_alone = method is Method.ANNEAL or (method is Method.AUTO and not HAS_SOLVER)
@@ -255,7 +255,7 @@ class _Solving:
                 found = solve_latency(
                     self.workload,
                     num_pieces=self.request.num_pieces,
-                    time_limit_s=max(LEAST_S, self.stop_at - monotonic()),
+                    time_limit_s=max(_LEAST_S, self.stop_at - monotonic()),
                     start=found,
                 )
             except BiremeError as error:

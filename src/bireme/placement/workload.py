@@ -12,14 +12,14 @@ from enum import StrEnum
 
 from bireme.errors import BiremeError
 
-SAME_COST = 1e-6
+_SAME_COST = 1e-6
 """Costs on a node's edges that differ by less, relative or at all, are the same number, written twice: the
 larger one counts."""
 
-MOST_TIME = 1e100
+_MOST_TIME = 1e100
 """Or bytes, or cost: past that sums of many lose their meaning."""
 
-MOST_DEVICES = 4096
+_MOST_DEVICES = 4096
 """Of either kind: past that a number is a slip of the hand."""
 
 
@@ -109,8 +109,8 @@ class Workload:
 
     def _check_devices(self) -> None:
         for count, what in ((self.num_accelerators, "accelerators"), (self.num_cpus, "CPUs")):
-            if not 0 <= count <= MOST_DEVICES:
-                raise BiremeError(f"The workload has {count} {what}; it must be 0 to {MOST_DEVICES}.")
+            if not 0 <= count <= _MOST_DEVICES:
+                raise BiremeError(f"The workload has {count} {what}; it must be 0 to {_MOST_DEVICES}.")
         if not self.num_accelerators + self.num_cpus:
             raise BiremeError("The workload has no device: neither an accelerator nor a CPU.")
         if math.isnan(self.accelerator_bytes) or self.accelerator_bytes < 0:
@@ -133,9 +133,9 @@ class Workload:
             ):
                 if not 0 <= number < math.inf:
                     raise BiremeError(f"The {what} of {node} is {number}; it must be a number of 0 or more.")
-                if number > MOST_TIME:
+                if number > _MOST_TIME:
                     raise BiremeError(
-                        f"The {what} of {node} is {number:g}; it must be {MOST_TIME:g} at most."
+                        f"The {what} of {node} is {number:g}; it must be {_MOST_TIME:g} at most."
                     )
         return nodes
 
@@ -147,13 +147,13 @@ class Workload:
                     raise BiremeError(
                         f"The edge {edge.source} -> {edge.target} {what} at node {end}, which is not there."
                     )
-            if not 0 <= edge.cost <= MOST_TIME:
+            if not 0 <= edge.cost <= _MOST_TIME:
                 raise BiremeError(
                     f"The edge {edge.source} -> {edge.target} costs {edge.cost}; it must be a number of 0 or "
-                    f"more, {MOST_TIME:g} at most."
+                    f"more, {_MOST_TIME:g} at most."
                 )
             known = costs.setdefault(edge.source, edge.cost)
-            if not math.isclose(known, edge.cost, rel_tol=SAME_COST, abs_tol=SAME_COST):
+            if not math.isclose(known, edge.cost, rel_tol=_SAME_COST, abs_tol=_SAME_COST):
                 raise BiremeError(
                     f"Edges of {nodes[edge.source]} cost {costs[edge.source]:g} and {edge.cost:g}; each "
                     "moves the same output, so their costs must be equal."

@@ -21,7 +21,7 @@ from bireme.errors import BiremeError, closest
 from bireme.files import write_text_atomically
 from bireme.placement.workload import Edge, Node, Objective, Placement, Workload, device_names
 
-MOST_WARNINGS = 5
+_MOST_WARNINGS = 5
 """More different unknown keys than these are only counted."""
 
 
@@ -107,7 +107,7 @@ def _flag(value: object) -> object:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+_Whole = Annotated[int, BeforeValidator(_whole)]
 """A whole number, which other programs may have written as `3.0`."""
 
 _Flag = Annotated[bool, BeforeValidator(_flag)]
@@ -119,7 +119,7 @@ class _Document(BaseModel):
 
 
 class _NodeDocument(_Document):
-    id: Annotated[Whole, Field(description="the number that edges know it by")]
+    id: Annotated[_Whole, Field(description="the number that edges know it by")]
     supported: Annotated[
         _Flag, Field(alias="supportedOnFpga", description="whether an accelerator can run it, 0 or 1")
     ]
@@ -128,9 +128,9 @@ class _NodeDocument(_Document):
     is_backward: Annotated[
         _Flag, Field(alias="isBackwardNode", description="whether it belongs to the backward pass, 0 or 1")
     ]
-    colour: Annotated[Whole | None, Field(alias="colorClass")] = None
+    colour: Annotated[_Whole | None, Field(alias="colorClass")] = None
     size_bytes: Annotated[_Number | None, Field(alias="size")] = None
-    layer: Annotated[Whole | None, Field(alias="layerId")] = None
+    layer: Annotated[_Whole | None, Field(alias="layerId")] = None
     name: str | None = None
 
     def node(self) -> Node:
@@ -138,8 +138,8 @@ class _NodeDocument(_Document):
 
 
 class _EdgeDocument(_Document):
-    source: Annotated[Whole, Field(alias="sourceId", description="the id of the node it starts at")]
-    target: Annotated[Whole, Field(alias="destId", description="the id of the node it ends at")]
+    source: Annotated[_Whole, Field(alias="sourceId", description="the id of the node it starts at")]
+    target: Annotated[_Whole, Field(alias="destId", description="the id of the node it ends at")]
     cost: Annotated[_Number, Field(description="the time to move the output of its first node")]
     size_bytes: Annotated[_Number | None, Field(alias="size")] = None
 
@@ -151,8 +151,10 @@ class _WorkloadDocument(_Document):
     accelerator_bytes: Annotated[
         _Number, Field(alias="maxSizePerFPGA", description="the bytes of an accelerator's memory")
     ]
-    num_accelerators: Annotated[Whole, Field(alias="maxFPGAs", description="how many accelerators there are")]
-    num_cpus: Annotated[Whole, Field(alias="maxCPUs", description="how many CPUs there are")]
+    num_accelerators: Annotated[
+        _Whole, Field(alias="maxFPGAs", description="how many accelerators there are")
+    ]
+    num_cpus: Annotated[_Whole, Field(alias="maxCPUs", description="how many CPUs there are")]
     nodes: Annotated[list[_NodeDocument], Field(description="the operators")]
     edges: Annotated[list[_EdgeDocument], Field(description="what flows between operators")]
 
@@ -172,10 +174,10 @@ def _known(model: type[BaseModel]) -> dict[str, str]:
     return {field.alias or name: field.description or "" for name, field in model.model_fields.items()}
 
 
-TOP, NODE, EDGE = _known(_WorkloadDocument), _known(_NodeDocument), _known(_EdgeDocument)
-KEYS = {"nodes": NODE, "edges": EDGE}
+_TOP, _NODE, _EDGE = _known(_WorkloadDocument), _known(_NodeDocument), _known(_EdgeDocument)
+_KEYS = {"nodes": _NODE, "edges": _EDGE}
 
-EXPECTED = {
+_EXPECTED = {
     "finite_number": "a finite number",
     "float_type": "a number",
     "int_type": "a whole number",
@@ -201,14 +203,14 @@ def _sentence(error: ValidationError, plain: Mapping[str, Any]) -> str:
     first = error.errors(include_url=False)[0]
     match first["loc"]:
         case ("nodes" | "edges" as kind, int(place), *rest):
-            subject, known, row = _subject(plain, kind, place), KEYS[kind], plain[kind][place]
+            subject, known, row = _subject(plain, kind, place), _KEYS[kind], plain[kind][place]
         case rest:
-            subject, known, row = "the workload", TOP, plain
+            subject, known, row = "the workload", _TOP, plain
     key = str(rest[0]) if rest else ""
     if first["type"] == "missing":
         hint = _misspelt(key, row, known)
         return f"{subject} lacks {key} ({known[key]}).{hint}"
-    expected = EXPECTED.get(first["type"], first["msg"])
+    expected = _EXPECTED.get(first["type"], first["msg"])
     what = f"{key} of {subject}" if key else subject
     return f"{what} is {shown(first['input'])}; it must be {expected}."
 
@@ -234,8 +236,8 @@ def _subject(plain: Mapping[str, Any], kind: str, place: int) -> str:
 
 def _warnings(plain: Mapping[str, Any], path: Path) -> Iterator[str]:
     """A sentence for each key that nobody knows."""
-    found = [("the workload", key, TOP, 1) for key in plain.keys() - TOP.keys()]
-    for kind, known in KEYS.items():
+    found = [("the workload", key, _TOP, 1) for key in plain.keys() - _TOP.keys()]
+    for kind, known in _KEYS.items():
         first: dict[str, int] = {}
         count: dict[str, int] = {}
         for place, row in enumerate(plain[kind]):
@@ -243,14 +245,14 @@ def _warnings(plain: Mapping[str, Any], path: Path) -> Iterator[str]:
                 first.setdefault(key, place)
                 count[key] = count.get(key, 0) + 1
         found += [(_subject(plain, kind, first[key]), key, known, count[key]) for key in first]
-    found.sort(key=lambda one: (one[2] is not TOP, one[2] is EDGE, one[1]))
-    for subject, key, known, times in found[:MOST_WARNINGS]:
+    found.sort(key=lambda one: (one[2] is not _TOP, one[2] is _EDGE, one[1]))
+    for subject, key, known, times in found[:_MOST_WARNINGS]:
         near = get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else f" Known are: {', '.join(sorted(known))}."
         others = f" and {times - 1} more" if times > 1 else ""
         yield f"{path}: {subject}{others} has an unknown key {key!r}, which is not read.{hint}"
-    if len(found) > MOST_WARNINGS:
-        yield f"{path}: {len(found) - MOST_WARNINGS} more unknown keys are not read."
+    if len(found) > _MOST_WARNINGS:
+        yield f"{path}: {len(found) - _MOST_WARNINGS} more unknown keys are not read."
 
 
 # Splits as files: who runs what, as this program or another wrote it down.
@@ -318,14 +320,14 @@ class _SplitDocument(BaseModel):
 
 class _AssignmentDocument(_SplitDocument):
     assignment: dict[str, str]
-    pieces: dict[str, Whole] | None = None
+    pieces: dict[str, _Whole] | None = None
     value: _SplitNumber | None = None
     objective: str | None = None
     loads: dict[str, _SplitNumber] | None = None
 
 
 class _DeviceDocument(_SplitDocument):
-    nodes: list[Whole]
+    nodes: list[_Whole]
 
 
 class _PublishedDocument(_SplitDocument):

@@ -35,13 +35,13 @@ def hops(ring: Sequence[int]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
 
 
-LEAST_BATCHES, ALL_BATCHES, BEGIN = 40, 1600, 0.25
+_LEAST_BATCHES, _ALL_BATCHES, BEGIN = 40, 1600, 0.25
 """Of a simulated run: the fewest, and those of all replicas together; and the share that does not count."""
-EXCHANGES = 8
+_EXCHANGES = 8
 """Of a simulated run, or a multiple of it: then what does not count is whole rounds too."""
 SHARE = 12
 """Samples of a replica's batch in the simulation; only ratios are taken from it."""
-QUARTERS = 1.349
+_QUARTERS = 1.349
 """Standard deviations that the middle half of a normal distribution is wide."""
 
 
@@ -74,7 +74,7 @@ def agreements(
     if plan.source.rule is Rule.SYNCHRONOUS:
         busy_s = max(stage.busy_s for stage in best.forecast.stages)
         own_s = max(own_s - averages.seconds(plan.width), busy_s)
-    return tuple(_forecasts(best, own_s, profile.spread / QUARTERS, gradients, averages))
+    return tuple(_forecasts(best, own_s, profile.spread / _QUARTERS, gradients, averages))
 
 
 def _may_average(plan: Plan, request: PlanRequest) -> bool:
@@ -145,6 +145,6 @@ def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exch
     work = SampleWork((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
-    num_rounds = EXCHANGES * ceil(max(ALL_BATCHES // width, LEAST_BATCHES) / (EXCHANGES * every))
+    num_rounds = _EXCHANGES * ceil(max(_ALL_BATCHES // width, _LEAST_BATCHES) / (_EXCHANGES * every))
     until_s = num_rounds * (every * own_s + exchange.seconds(width))
     return run.until(until_s, 4 * num_rounds * every + round(until_s / own_s)).samples_per_s(BEGIN * until_s)

@@ -25,7 +25,7 @@ from bireme.codec.sum_description import ENTRY_BYTES, SumCodec, SumKind
 from bireme.plan.partition.chain import Chain
 from bireme.simulate.costs import CodecCost, Costs
 
-MEASURED = (
+_MEASURED = (
     CodecRate("bfloat16", 0.7e-9, 1.3e-9, 0.7e-9, 1.3e-9),
     CodecRate("int8", 2.9e-9, 2.7e-9, 2.9e-9, 2.7e-9),
     CodecRate("int5", 5.5e-9, 3.9e-9, 5.5e-9, 3.9e-9),
@@ -33,7 +33,7 @@ MEASURED = (
 )
 """One of each kind: those of fewer than 8 bits are as slow as 5."""
 
-MEASURED_IN_SUMS = {
+_MEASURED_IN_SUMS = {
     SumKind.THRESHOLD: CodecRate("threshold:0.01:50", 4.9e-9, 0.4e-9, 4.9e-9, 0.4e-9),
     SumKind.LOWRANK: CodecRate("lowrank:4", 6.2e-9, 0.0, 6.2e-9, 0.0),
 }
@@ -97,7 +97,7 @@ def sum_coding_s(
     rate = next((one for one in rates if one.codec == sum_name(codec)), None)
     if rate is None and codec.kind is SumKind.BITS:
         rate = _rate(CodecChoice("int", codec.bits), {})
-    rate = rate or MEASURED_IN_SUMS[codec.kind]
+    rate = rate or _MEASURED_IN_SUMS[codec.kind]
     return gradient_bytes / ENTRY_BYTES * (rate.encode_s + num_replicas * rate.decode_s)
 
 
@@ -130,5 +130,5 @@ def _rate(choice: CodecChoice, known: Mapping[str, CodecRate]) -> CodecRate:
         return CodecRate(str(choice), 0.0, 0.0, 0.0, 0.0)
     kind = choice.name, choice.is_rotated
     return next(
-        one for one in MEASURED if (parse_codec(one.codec).name, parse_codec(one.codec).is_rotated) == kind
+        one for one in _MEASURED if (parse_codec(one.codec).name, parse_codec(one.codec).is_rotated) == kind
     )

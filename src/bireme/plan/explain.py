@@ -18,23 +18,23 @@ from bireme.profile.profile import Profile
 
 # What could be otherwise: clusters and requests changed in one thing each, to plan for them again.
 
-TIMES = 2
+_TIMES = 2
 """As much of it: enough to see whether a thing limits."""
 
-MOST_KINDS = 4
+_MOST_KINDS = 4
 """Kinds of devices or of links that are tried, the most frequent first."""
 
-HARMLESS, MANY_ENTRIES = "int4", 1 << 20
+_HARMLESS, _MANY_ENTRIES = "int4", 1 << 20
 """The codec of sums with the fewest bytes of those that cost no steps (docs/gradient-codecs.md); it sends as
 much of each entry, however many there are.
 """
 
-Thing = TypeVar("Thing", bound=Hashable)
-Group = TypeVar("Group", Bridge, Mesh, Card)
+_Thing = TypeVar("_Thing", bound=Hashable)
+_Group = TypeVar("_Group", Bridge, Mesh, Card)
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class _WhatIf:
     """What is otherwise, in words that follow on "with", and the cluster and request that are then."""
 
     words: str
@@ -42,11 +42,11 @@ class WhatIf:
     request: PlanRequest
 
 
-def changes(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
+def changes(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
     """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
     for device in _most_frequent([placed.device for placed in cluster.devices()]):
         names = [placed.name for placed in cluster.devices() if placed.device == device]
-        yield WhatIf(f"{TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
+        yield _WhatIf(f"{_TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
     links = [(type(group), group.link) for server in cluster.servers for group in _groups(server)]
     for kind, link in _most_frequent(links):
         names = [
@@ -57,28 +57,28 @@ def changes(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
         ]
         if _faster(link) != link:
             other = _with_link(cluster, kind, link, _faster(link))
-            yield WhatIf(f"{TIMES} × the bandwidth of {device_ranges(names)}", other, request)
+            yield _WhatIf(f"{_TIMES} × the bandwidth of {device_ranges(names)}", other, request)
     rate = None if cluster.switch is None else cluster.switch.bytes_per_s
     if cluster.switch is not None and rate is not None and _more(rate) != rate:
         switch = replace(cluster.switch, bytes_per_s=_more(rate))
-        yield WhatIf(f"{TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
+        yield _WhatIf(f"{_TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
     yield from _other_tiers(cluster, request)
-    yield from (WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
+    yield from (_WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
 
 
-def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
+def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
     """Where paging is allowed: more of the device, and faster wires as far as the cluster says them."""
     memory = request.memory
     if memory is None:
         return
     if memory.device_bytes is not None:
-        more = replace(memory, device_bytes=TIMES * memory.device_bytes)
-        yield WhatIf(f"{TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
+        more = replace(memory, device_bytes=_TIMES * memory.device_bytes)
+        yield _WhatIf(f"{_TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
     if any(server.disk_bytes_per_s for server in cluster.servers):
         disks = _changed(
             cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
         )
-        yield WhatIf(f"{TIMES} × the bandwidth of the disks", disks, request)
+        yield _WhatIf(f"{_TIMES} × the bandwidth of the disks", disks, request)
     if any(device.device.host_bytes_per_s for device in cluster.devices()):
         wires = _changed(
             cluster,
@@ -89,15 +89,15 @@ def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
                 ),
             ),
         )
-        yield WhatIf(f"{TIMES} × the bandwidth between devices and hosts", wires, request)
+        yield _WhatIf(f"{_TIMES} × the bandwidth between devices and hosts", wires, request)
 
 
-def _most_frequent(things: Iterable[Thing]) -> list[Thing]:
-    return [thing for thing, _ in Counter(things).most_common(MOST_KINDS)]
+def _most_frequent(things: Iterable[_Thing]) -> list[_Thing]:
+    return [thing for thing, _ in Counter(things).most_common(_MOST_KINDS)]
 
 
 def _larger(cluster: Cluster, device: Device) -> Cluster:
-    more = replace(device, memory_bytes=TIMES * device.memory_bytes)
+    more = replace(device, memory_bytes=_TIMES * device.memory_bytes)
     return _changed(
         cluster,
         lambda server: replace(
@@ -107,7 +107,7 @@ def _larger(cluster: Cluster, device: Device) -> Cluster:
 
 
 def _more(bytes_per_s: float) -> float:
-    return min(TIMES * bytes_per_s, MOST_BYTES_PER_S)
+    return min(_TIMES * bytes_per_s, MOST_BYTES_PER_S)
 
 
 def _faster(link: Link) -> Link:
@@ -120,7 +120,7 @@ def _faster(link: Link) -> Link:
 
 
 def _with_link(cluster: Cluster, kind: type[Bridge | Mesh | Card], link: Link, faster: Link) -> Cluster:
-    def change(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    def change(groups: tuple[_Group, ...]) -> tuple[_Group, ...]:
         return tuple(
             replace(group, link=faster) if isinstance(group, kind) and group.link == link else group
             for group in groups
@@ -146,7 +146,7 @@ def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
 
 
 def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    batch, largest = TIMES * request.batch_size, request.largest_batch
+    batch, largest = _TIMES * request.batch_size, request.largest_batch
     yield (
         f"a batch of {batch} samples",
         replace(request, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
@@ -155,8 +155,8 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         yield "codecs on the borders", replace(request, codec=AUTO)
     is_summed = request.sums.is_dense and not request.sums.is_on_host and request.shard == "none"
     if is_summed and cluster.num_devices > 1 and request.width != 1:
-        sums = sum_cost(parse_sum_codec(HARMLESS), [(MANY_ENTRIES,)])
-        yield f"sums of gradients through {HARMLESS}", replace(request, sums=sums)
+        sums = sum_cost(parse_sum_codec(_HARMLESS), [(_MANY_ENTRIES,)])
+        yield f"sums of gradients through {_HARMLESS}", replace(request, sums=sums)
     plain = PlanRequest(request.batch_size, sums=SumCost(gathered=request.sums.gathered))
     words = {
         "schedule": f"any schedule, not {request.schedule} alone",
@@ -226,10 +226,10 @@ def _way(words: str, search: Callable[[], Answer | NothingFits]) -> MemoryWay:
     )
 
 
-ExplainingSearch = Callable[[Profile, Cluster, PlanRequest], object]
+_ExplainingSearch = Callable[[Profile, Cluster, PlanRequest], object]
 """`find_plan`: an `Answer`, or something else where nothing fits."""
 
-Tell = Callable[[float, str], None]
+_Tell = Callable[[float, str], None]
 """Which part is done, and what comes next."""
 
 
@@ -248,9 +248,9 @@ def explain(
     cluster: Cluster,
     request: PlanRequest,
     answer: Answer,
-    search: ExplainingSearch,
+    search: _ExplainingSearch,
     *,
-    tell: Tell = lambda *_: None,
+    tell: _Tell = lambda *_: None,
 ) -> tuple[Help, ...]:
     """What each change would bring, the best first; what then fits nowhere or cannot be is left out."""
     found = []
@@ -267,7 +267,7 @@ def explain(
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def _planned(search: ExplainingSearch, profile: Profile, change: WhatIf) -> Answer | None:
+def _planned(search: _ExplainingSearch, profile: Profile, change: _WhatIf) -> Answer | None:
     try:
         found = search(profile, change.cluster, change.request)
     except BiremeError:

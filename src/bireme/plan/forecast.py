@@ -209,7 +209,7 @@ ZERO_BUBBLE = frozenset({"zb-h1", "zbv"})
 """The schedules that split the backward in two so that nothing waits."""
 
 
-class PlanShape(Protocol):
+class _PlanShape(Protocol):
     """What the kind of a plan depends on."""
 
     @property
@@ -237,17 +237,17 @@ class PlanKind(StrEnum):
     STASHED = "pipedream"
 
     @staticmethod
-    def of(plan: PlanShape) -> "PlanKind":
+    def of(plan: _PlanShape) -> "PlanKind":
         """The kind of a plan, or of all plans of a shape."""
         rule = schedule_named(plan.schedule).rule
         if rule is not Rule.SYNCHRONOUS:
-            return OF_DELAY[rule]
+            return _OF_DELAY[rule]
         if plan.num_stages == 1:
             return PlanKind.ONE_DEVICE if plan.width == 1 else PlanKind.DATA_PARALLEL
         return PlanKind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else PlanKind.FLUSH
 
 
-OF_DELAY = {Rule.DELAYED: PlanKind.DELAYED, Rule.FRESH: PlanKind.FRESH, Rule.STASHED: PlanKind.STASHED}
+_OF_DELAY = {Rule.DELAYED: PlanKind.DELAYED, Rule.FRESH: PlanKind.FRESH, Rule.STASHED: PlanKind.STASHED}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from bireme.schedule.program import Rule
 # are of a pilot: width 64, 1f1b, an ending of a fifth, one seed, so that differences under 1 % are noise.
 # Steps follow from the loss as in docs/convergence.md: 1 % of loss is 8 % of the steps.
 
-STEPS_OF_LOSS = 8.0
+_STEPS_OF_LOSS = 8.0
 """Steps for one, less one, over the excess of loss: +1.0 % took 1.08 steps, +1.8 % took 1.14."""
 
 
@@ -63,7 +63,7 @@ the others are the pilot's. A longer ending costs less, but sends more.
 FINER_FORWARD = {4: Excess(0.005, 0.005, num_seeds=3, is_studied=True)}
 """By the bits of gradients, where activations have 8 or more."""
 
-OVER_TENSOR = 0.01
+_OVER_TENSOR = 0.01
 """What `keep` over a whole tensor with an old threshold had more than by rows, in the pilot."""
 
 KEEP_WITH_MUON = {False: 2.9, True: 4.8}
@@ -86,7 +86,7 @@ def codec_steps(borders: Iterable[BorderCodecs], optimizer: str, *, has_ending: 
         for choice, found in ((there, _excess(there)), (back, _excess_back(there, back))):
             excess = found.ended if has_ending else found.bare
             most = max(most, excess * (with_muon if choice.name == "keep" else 1.0))
-    return 1.0 + STEPS_OF_LOSS * most
+    return 1.0 + _STEPS_OF_LOSS * most
 
 
 def _excess_back(there: CodecChoice, back: CodecChoice) -> Excess:
@@ -110,7 +110,7 @@ def _excess(choice: CodecChoice) -> Excess:
     assert choice.share is not None
     shares = {float(word.split(":")[1]): one for word, one in EXCESSES.items() if word.startswith("keep")}
     found = shares[max([share for share in shares if share <= choice.share], default=min(shares))]
-    return found if choice.life is None else Excess(found.bare + OVER_TENSOR, found.ended + OVER_TENSOR)
+    return found if choice.life is None else Excess(found.bare + _OVER_TENSOR, found.ended + _OVER_TENSOR)
 
 
 # What averaging weights costs in steps: how many it takes for one where all replicas sum gradients.

@@ -155,12 +155,12 @@ class Paging:
         return replace(self, chunk_bytes=tuple(0 if one is None else one.chunk_bytes for one in cut))
 
 
-MAKING = RLock()
+_MAKING = RLock()
 
 KNOWN: dict[tuple["Plan", int, int], Program] = {}
 """Windows of plans that page which were planned elsewhere."""
 
-COMPARED = 2
+_COMPARED = 2
 """A loop is found from its shortest window and from those of up to so many batches more."""
 
 
@@ -305,7 +305,7 @@ def know_window(
 
 def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
     """The program of a window. Threads that ask for the same at once have it made once."""
-    with MAKING:
+    with _MAKING:
         return _remembered(plan, num_batches, first_batch)
 
 
@@ -322,7 +322,7 @@ def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
         return _remembered(plan, num_batches, base).later(first_batch - base)
     if num_batches > WRITTEN_OUT and num_batches != LONG:
         loop = _remembered(plan, LONG, first_batch)
-        if num_batches > LONG - min(track.repeats for track in loop.tracks) + COMPARED:
+        if num_batches > LONG - min(track.repeats for track in loop.tracks) + _COMPARED:
             return loop.of_length(num_batches)
     return plan.paging.paged(_resident(plan, num_batches, first_batch), _cut(plan))
 

@@ -100,7 +100,7 @@ def _difference(planned: Sequence[PlannedUnit], found: Sequence[PlannedUnit]) ->
 #
 # A file of another plan, or one that lacks a window, does no harm: what it does not say is planned.
 
-WINDOWS_FORMAT = 1
+_WINDOWS_FORMAT = 1
 
 
 class _Row(NamedTuple):
@@ -151,7 +151,7 @@ def write_windows(path: Path, plans: Sequence[Plan]) -> None:
             for plan in paged
             for num_batches, first_batch in _asked_for(plan)
         ]
-        document = {"format": WINDOWS_FORMAT, "windows": windows}
+        document = {"format": _WINDOWS_FORMAT, "windows": windows}
         write_text_atomically(path, json.dumps(document, separators=(",", ":")) + "\n")
 
 
@@ -159,7 +159,7 @@ def read_windows(path: Path, plans: Sequence[Plan]) -> None:
     """Have the windows in a file at hand, as far as they are of these plans."""
     digests = {_digest(plan): plan for plan in plans if plan.paging is not None}
     if digests and path.is_file():
-        for window in read_dataclass(path, _Windows, number=WINDOWS_FORMAT).windows:
+        for window in read_dataclass(path, _Windows, number=_WINDOWS_FORMAT).windows:
             plan = digests.get(window.plan)
             if plan is not None:
                 tracks = [_track(rows) for rows in window.ranks]
@@ -221,7 +221,7 @@ def _track(rows: _Rows) -> Track:
     return Track(head, body, rows.repeats, tail, rows.versions_per_batch)
 
 
-PLAN_FORMAT = 1
+_PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +253,12 @@ def write_plan(
 ) -> None:
     """Write a plan to a file: whole, or not at all. `units` lets it say later what differs in a model."""
     saved = found if isinstance(found, SavedPlan) else saved_plan(found, units)
-    write_text_atomically(path, json.dumps(plain_plan(saved), allow_nan=False, indent=1) + "\n")
+    write_text_atomically(path, json.dumps(_plain_plan(saved), allow_nan=False, indent=1) + "\n")
 
 
-def plain_plan(saved: SavedPlan) -> dict[str, Any]:
+def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
     """A plan in the words of JSON. What only plans that page or share have is left out of others."""
-    plain = {"format": PLAN_FORMAT, **asdict(saved)}
+    plain = {"format": _PLAN_FORMAT, **asdict(saved)}
     if saved.plan.sweep == 1:
         del plain["plan"]["sweep"]
     if saved.plan.paging is None:
@@ -283,7 +283,7 @@ def plain_plan(saved: SavedPlan) -> dict[str, Any]:
 
 def load_plan(path: Path) -> SavedPlan:
     """The plan in a file."""
-    saved = read_dataclass(path, SavedPlan, number=PLAN_FORMAT)
+    saved = read_dataclass(path, SavedPlan, number=_PLAN_FORMAT)
     try:
         _check(saved)
     except BiremeError as error:

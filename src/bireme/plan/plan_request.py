@@ -78,7 +78,7 @@ def _units(text: str, names: Sequence[str], where: str) -> list[int]:
 
 # What a user allows a process to use of each tier of memory.
 
-PLACES = ("auto", "device", "host")
+_PLACES = ("auto", "device", "host")
 """Where the optimizer may step."""
 
 
@@ -103,9 +103,9 @@ class TierLimits:
             raise BiremeError(f"The device memory is {self.device_bytes} bytes; it must be 1 or more.")
         if self.host_bytes == 0 and self.disk_bytes == 0:
             raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
-        if self.optimizer not in PLACES:
+        if self.optimizer not in _PLACES:
             raise BiremeError(
-                f"The optimizer cannot step on {self.optimizer!r}. {closest(self.optimizer, PLACES)}"
+                f"The optimizer cannot step on {self.optimizer!r}. {closest(self.optimizer, _PLACES)}"
             )
         if self.optimizer == "host" and self.host_bytes == 0:
             raise BiremeError(
@@ -120,7 +120,7 @@ AUTO = "auto"
 SHARDS = ("none", "optimizer", "weights")
 """What the replicas of a stage may share."""
 
-SHORT_BYTES = 2
+_SHORT_BYTES = 2
 """Weights whose values have so many bytes are made from a float32 master copy."""
 
 
@@ -228,7 +228,7 @@ class PlanRequest:
     @property
     def has_masters(self) -> bool:
         """Whether weights are too short to be stepped, so that the optimizer has master copies of them."""
-        return self.value_bytes == SHORT_BYTES
+        return self.value_bytes == _SHORT_BYTES
 
     def shares_newest(self, rule: Rule, width: int) -> bool:
         """Whether the newest weights, which trial versions are made from, are part of a shared optimizer.

@@ -88,7 +88,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Repetition:
+class _Repetition:
     """What several iterations in a row have in common.
 
     `is_stable` is set if all are the same; `period_events` is the least number of events after which they
@@ -100,10 +100,10 @@ class Repetition:
     period_events: int | None
 
 
-def repetition_of(iterations: Sequence[Sequence[Event]], storages: Mapping[int, Storage]) -> Repetition:
+def repetition_of(iterations: Sequence[Sequence[Event]], storages: Mapping[int, Storage]) -> _Repetition:
     """Compare the events of iterations that follow each other."""
     words = [list(iteration) for iteration in _words(iterations, storages)]
-    return Repetition(
+    return _Repetition(
         num_iterations=len(words),
         is_stable=len(words) > 1 and all(word == words[0] for word in words),
         period_events=period([event for word in words for event in word]),
@@ -144,12 +144,12 @@ def _word(
     return event.kind, event.operator, event.phase, event.num_bytes, owner, block
 
 
-BEFORE = -1
+_BEFORE = -1
 """The event at which blocks are born that were there already."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAccess:
+class _BlockAccess:
     """A block is read or written by an operator that runs from `start_s` to `end_s`."""
 
     event: int
@@ -180,7 +180,7 @@ class MemoryBlock:
     birth_phase: Phase | None
     death_event: int | None
     death_s: float | None
-    accesses: tuple[BlockAccess, ...]
+    accesses: tuple[_BlockAccess, ...]
 
     def title(self, longest: int | None = None) -> str:
         """Its name, else where it was made and by what; what is too long for people loses its middle."""
@@ -195,7 +195,7 @@ class MemoryBlock:
     @property
     def is_persistent(self) -> bool:
         """Whether it is there before the iteration and after it."""
-        return self.birth_event == BEFORE and self.death_event is None
+        return self.birth_event == _BEFORE and self.death_event is None
 
     def lives_after(self, event: int) -> bool:
         """Whether it is there between an event and the next."""
@@ -245,7 +245,7 @@ class Behavior:
     blocks: tuple[MemoryBlock, ...]
     event_s: tuple[float, ...]
     peak: Peak
-    repetition: Repetition
+    repetition: _Repetition
     allocator: Allocator | None = None
 
     @property
@@ -278,7 +278,7 @@ def behavior_of(
     *,
     device: str,
     untraced_s: float,
-    repetition: Repetition,
+    repetition: _Repetition,
     allocator: Allocator | None = None,
 ) -> Behavior:
     """The behavior in an iteration's `events`, when `earlier` ones had happened before.
@@ -335,16 +335,16 @@ class _Clock:
 class _Life:
     """What happened to a block so far; a block without a birth was there before."""
 
-    birth_event: int = BEFORE
+    birth_event: int = _BEFORE
     birth: Event | None = None
     death_event: int | None = None
     death: Event | None = None
-    accesses: list[BlockAccess] = field(default_factory=list)
+    accesses: list[_BlockAccess] = field(default_factory=list)
 
 
-def _access(index: int, event: Event, clock: _Clock) -> BlockAccess:
+def _access(index: int, event: Event, clock: _Clock) -> _BlockAccess:
     start_s, end_s = clock.at(event.start_s), clock.at(event.end_s)
-    return BlockAccess(index, event.kind, event.operator, event.phase, start_s, end_s)
+    return _BlockAccess(index, event.kind, event.operator, event.phase, start_s, end_s)
 
 
 def _block(storage: Storage, life: _Life, clock: _Clock) -> MemoryBlock:
@@ -369,7 +369,7 @@ def _peak(blocks: Sequence[MemoryBlock], events: Sequence[Event], clock: _Clock)
     live = _live_bytes(blocks, len(events))
     most = max(live)
     event = live.index(most) - 1
-    if event == BEFORE:
+    if event == _BEFORE:
         return Peak(most, event, 0.0, None, "")
     cause = events[event]
     return Peak(most, event, clock.at(cause.start_s), cause.phase, cause.operator)
@@ -425,6 +425,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1]
 
 
-def _between(block: MemoryBlock, one: BlockAccess, other: BlockAccess) -> Idle:
+def _between(block: MemoryBlock, one: _BlockAccess, other: _BlockAccess) -> Idle:
     # One operator's accesses of a block are one, so that `other` is a later operator.
     return Idle(block, one.end_s, max(other.start_s, one.end_s), other.event - one.event)

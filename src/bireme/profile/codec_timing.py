@@ -27,14 +27,14 @@ from bireme.sync.group import Pending, SingleRankGroup
 from bireme.sync.slices import SLICE_BYTES
 
 SHAPE = (1024, 1024)
-ROUNDS = 5
-FIRST_ROUNDS = 10
+_ROUNDS = 5
+_FIRST_ROUNDS = 10
 """While what was not sent grows fast, thresholds are renewed again and again."""
 
-NUM_GRADIENTS, NUM_MEMBERS = 4, (2, 4)
+_NUM_GRADIENTS, _NUM_MEMBERS = 4, (2, 4)
 """Of sums through a codec. What is the same for all gradients of a batch counts little in one of many."""
 
-TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def with_codec_rates(
@@ -52,7 +52,7 @@ def with_codec_rates(
     before = torch.get_num_threads()
     torch.set_num_threads(profile.num_threads)
     try:
-        dtype = TYPES[value_bytes]
+        dtype = _TYPES[value_bytes]
         rates = [_rate(word, dtype, device, use_cache=use_cache) for word in words]
         if sums != DENSE:
             rates.append(_sum_rate(sums, device, use_cache=use_cache))
@@ -103,9 +103,9 @@ def _measured(word: str, codec: Codec, dtype: torch.dtype, device: torch.device)
 
 def _measured_sum(word: str, codec: SumCodec, device: torch.device) -> CodecRate:
     """All that a replica does for a sum but wait: what more members take is to decode their messages."""
-    few, many = (_seconds_of_sum(codec, size, device) for size in NUM_MEMBERS)
-    decode_s = max((many - few) / (NUM_MEMBERS[1] - NUM_MEMBERS[0]), 0.0)
-    encode_s = max(few - NUM_MEMBERS[0] * decode_s, 0.0)
+    few, many = (_seconds_of_sum(codec, size, device) for size in _NUM_MEMBERS)
+    decode_s = max((many - few) / (_NUM_MEMBERS[1] - _NUM_MEMBERS[0]), 0.0)
+    encode_s = max(few - _NUM_MEMBERS[0] * decode_s, 0.0)
     return CodecRate(word, encode_s, decode_s, encode_s, decode_s)
 
 
@@ -113,7 +113,7 @@ def _seconds_of_sum(codec: SumCodec, size: int, device: torch.device) -> float:
     """A value's, in a group of so many."""
     given = _tensor(device, torch.float32)
     kept = given.clone()
-    views = {str(number): part for number, part in enumerate(kept.chunk(NUM_GRADIENTS))}
+    views = {str(number): part for number, part in enumerate(kept.chunk(_NUM_GRADIENTS))}
     gradients = BatchGradients(views, set(views))
     sums, group = CodedSums(replace(codec, whole_steps=0)), _Alike(size)
 
@@ -124,7 +124,7 @@ def _seconds_of_sum(codec: SumCodec, size: int, device: torch.device) -> float:
     def renew() -> None:
         kept.copy_(given)
 
-    for _ in range(FIRST_ROUNDS if codec.has_feedback else 0):
+    for _ in range(_FIRST_ROUNDS if codec.has_feedback else 0):
         renew()
         once()
     return _median_s(once, device, before=renew) / given.numel()
@@ -168,7 +168,7 @@ def _median_s(
 ) -> float:
     """The seconds of some work, of some rounds; what comes `before` each does not count."""
     clock, laps = Clock(device), []
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + _ROUNDS):
         before()
         clock.lap()
         work()

@@ -122,7 +122,7 @@ def keep_figures(figures: EngineCost | CodecRate, path: Path) -> None:
 CPU = torch.device("cpu")
 
 WIDTH = 256
-NUM_PRODUCTS = 3
+_NUM_PRODUCTS = 3
 """About a millisecond, in which half a core's cache is used."""
 
 SHARE = 0.005
@@ -166,7 +166,7 @@ class Control:
     def time(self) -> None:
         """Do the work, and note how long it took."""
         began_s, lap = self._clock(), self._lap()
-        for _ in range(NUM_PRODUCTS):
+        for _ in range(_NUM_PRODUCTS):
             torch.mm(self._left, self._right, out=self._product)
         self.seconds.append(lap())
         self._ended_s = self._clock()

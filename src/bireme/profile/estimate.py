@@ -14,13 +14,13 @@ from bireme.model.units import Unit
 
 ATTAINED_FLOPS = 0.5
 ATTAINED_BYTES = 0.7
-START_S = {"cuda": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
+_START_S = {"cuda": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
 
-MOST_PRODUCTS = 2
+_MOST_PRODUCTS = 2
 """A product has two operands, and a gradient for each is a product as large. Attention has three operands and
 two products."""
 
-VIEWS = (
+_VIEWS = (
     *("aten.view.", "aten._unsafe_view.", "aten.view_as.", "aten.reshape.", "aten.flatten."),
     *("aten.unflatten.", "aten.transpose.", "aten.permute.", "aten.movedim.", "aten.t.", "aten.numpy_T."),
     *("aten.mT.", "aten.expand.", "aten.expand_as.", "aten.unsqueeze.", "aten.squeeze."),
@@ -31,7 +31,7 @@ VIEWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class _Estimate:
     """The seconds of a unit: forward, and the two halves of its backward."""
 
     forward_s: float
@@ -39,7 +39,7 @@ class Estimate:
     backward_weight_s: float
 
 
-def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int, device: Device) -> Estimate:
+def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int, device: Device) -> _Estimate:
     """The seconds of a unit; `learned` are the values that a gradient comes back to."""
     if not device.bytes_per_s or not device.float32_flops_per_s or not device.bfloat16_flops_per_s:
         raise BiremeError(f"The speed of {device.name} is not known. Describe it in a .json file.")
@@ -53,12 +53,12 @@ def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int,
             continue
         read = set(operator.reads())
         # Without a product there is one pass over what came back, however many operands there are.
-        input_s += took_s * min(len(read & learned), MOST_PRODUCTS if operator.flops else 1)
+        input_s += took_s * min(len(read & learned), _MOST_PRODUCTS if operator.flops else 1)
         weight_s += took_s * min(len(read & trainable), 1)
     if not any(name in learned for name in unit.receives):
         # Nobody waits for a gradient from here.
         input_s, weight_s = 0.0, input_s + weight_s
-    return Estimate(forward_s, input_s, weight_s)
+    return _Estimate(forward_s, input_s, weight_s)
 
 
 def estimated_update_s(
@@ -93,9 +93,9 @@ class _Traffic:
 
 
 def _operator_s(operator: Operator, traffic: _Traffic, scale: float, device: Device) -> float:
-    if operator.target.startswith(VIEWS):
+    if operator.target.startswith(_VIEWS):
         return 0.0
     made = next((value.dtype for value in operator.outputs if value is not None), "float32")
     arithmetic_s = operator.flops * scale / (device.flops_per_s(made) * ATTAINED_FLOPS)
     moved_s = traffic.num_bytes(operator) / (device.bytes_per_s * ATTAINED_BYTES)
-    return max(arithmetic_s, moved_s, START_S[device.kind])
+    return max(arithmetic_s, moved_s, _START_S[device.kind])

@@ -109,7 +109,7 @@ def _outside(graph: Graph, unit: Unit) -> list[str]:
 Progress = Callable[[float, str], None]
 """Is told which part of the work is done, and what comes next."""
 
-MEMORY_FRACTION = 0.25
+_MEMORY_FRACTION = 0.25
 """Of the device's memory that units measured in turns may take together."""
 
 
@@ -159,7 +159,7 @@ class MeasuringJob:
         needed = 0
         for index in self.pieces[size].distinct:
             more = self.needed_bytes[size][index]
-            if turn and needed + more > self.memory_bytes * MEMORY_FRACTION:
+            if turn and needed + more > self.memory_bytes * _MEMORY_FRACTION:
                 yield turn
                 turn, needed = [], 0
             turn.append(index)

@@ -17,10 +17,10 @@ OPTIMIZERS = ("adam", "adamw", "muon", "sgd")
 
 SHORT = ("bfloat16", "float16")
 
-STEP_BYTES = 4
+_STEP_BYTES = 4
 """Adam counts its steps for each parameter apart, in a float32."""
 
-MUON_ROUNDS = 5
+_MUON_ROUNDS = 5
 """Of Newton and Schulz, by which muon makes a matrix orthogonal."""
 
 
@@ -57,7 +57,7 @@ def optimizer_bytes(state: ModelState, optimizer: str) -> int:
         return 0
     is_short = state.dtype in SHORT
     num_moments = _num_moments(state, optimizer)
-    return (num_moments + is_short) * gradient_bytes(state) + (0 if num_moments == 1 else STEP_BYTES)
+    return (num_moments + is_short) * gradient_bytes(state) + (0 if num_moments == 1 else _STEP_BYTES)
 
 
 def moments_share(states: Iterable[ModelState], optimizer: str) -> float:
@@ -72,7 +72,7 @@ def optimizer_flops(state: ModelState, optimizer: str) -> int:
         return 0
     m, n = sorted(state.shape)
     # A round multiplies an m × n matrix by its transpose, the product by itself, and that by the matrix.
-    return MUON_ROUNDS * (4 * m * m * n + 2 * m * m * m)
+    return _MUON_ROUNDS * (4 * m * m * n + 2 * m * m * m)
 
 
 def _num_moments(state: ModelState, optimizer: str) -> int:
@@ -97,7 +97,7 @@ class _OfUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptGradients:
+class _KeptGradients:
     """The gradients of a model in a form, unit by unit."""
 
     form: GradientForm
@@ -138,7 +138,7 @@ class KeptGradients:
         }
 
 
-def kept_gradients(graph: Graph, form: GradientForm) -> KeptGradients:
+def kept_gradients(graph: Graph, form: GradientForm) -> _KeptGradients:
     """The gradients of a graph in a form; a `BiremeError` where the model does not go with it."""
     maps = chosen_maps(graph, form)
     value_bytes = {
@@ -156,7 +156,7 @@ def kept_gradients(graph: Graph, form: GradientForm) -> KeptGradients:
         )
 
     units = (of([maps[name] for name in unit.parameters if name in maps]) for unit in units_of(graph))
-    return KeptGradients(form, len(maps), tuple(units))
+    return _KeptGradients(form, len(maps), tuple(units))
 
 
 def sum_cost_of(graph: Graph, codec: SumCodec, form: GradientForm) -> SumCost:

@@ -158,7 +158,7 @@ class Profile:
 
 # `profile.json`: a `Profile` as a file. What is read equals what was written.
 
-FORMAT = 1
+_FORMAT = 1
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -170,7 +170,7 @@ def load_profile(path: Path) -> Profile:
     """The profile in a file."""
     plain = read_json_object(path)
     _complete(plain)
-    profile = as_dataclass(plain, Profile, number=FORMAT, source=str(path))
+    profile = as_dataclass(plain, Profile, number=_FORMAT, source=str(path))
     for index, unit in enumerate(profile.units):
         sizes = [cost.micro_batch for cost in unit.costs]
         if sizes != list(dict.fromkeys(profile.micro_batches)):
@@ -210,4 +210,4 @@ def plain_profile(profile: Profile) -> dict[str, Any]:
             for name in ("returned_bytes", "waiting_bytes", "halves_workspace_bytes"):
                 if cost[name] is None:
                     del cost[name]
-    return {"format": FORMAT, **plain}
+    return {"format": _FORMAT, **plain}

@@ -90,7 +90,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Residue:
+class _Residue:
     """What one micro-batch of a unit keeps for its backward and also needs. Names are those in the graph.
 
     `kept_bytes` are what is saved, what came in and what goes out.
@@ -101,11 +101,11 @@ class Residue:
     boundary_bytes: int
     workspace_bytes: int
     shared: tuple[KeptMemory, ...]
-    halves: "Halves | None" = None
+    halves: "_Halves | None" = None
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class _Halves:
     """What a backward in halves takes besides: gradients that wait for the second half, and what else is
     alive at the worst moment of the first.
     """
@@ -114,7 +114,7 @@ class Halves:
     workspace_bytes: int
 
 
-def residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = False) -> Residue:
+def _residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = False) -> _Residue:
     """Run a workbench of fake tensors once and see, with `halves` again for a backward in halves.
 
     `common` are values that several units make for themselves.
@@ -135,7 +135,7 @@ def residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = False
     kept_bytes = saved.num_bytes + sum(
         kept.num_bytes for kept in shared if not kept.is_saved and ends.intersection(kept.names)
     )
-    return Residue(
+    return _Residue(
         saved_bytes=saved.num_bytes,
         kept_bytes=kept_bytes,
         boundary_bytes=boundary_bytes,
@@ -145,7 +145,7 @@ def residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = False
     )
 
 
-def _halves_of(bench: Workbench, kept_bytes: int) -> Halves:
+def _halves_of(bench: Workbench, kept_bytes: int) -> _Halves:
     """Run it once more, with the first half of a backward."""
     fixed = {**bench.parameters, **bench.buffers}
     with StorageTrace() as trace:
@@ -164,7 +164,7 @@ def _halves_of(bench: Workbench, kept_bytes: int) -> Halves:
         }
         waiting_bytes = sum(waiting.values())
         peak_bytes = trace.peak_bytes
-    return Halves(waiting_bytes, max(0, peak_bytes - fixed_bytes - kept_bytes - waiting_bytes))
+    return _Halves(waiting_bytes, max(0, peak_bytes - fixed_bytes - kept_bytes - waiting_bytes))
 
 
 def _adopted(trace: StorageTrace, bench: Workbench) -> int:
@@ -207,7 +207,7 @@ Graphs = Graph | Callable[[int], Graph]
 COUNTED = "with the gradients that wait in halves"
 """What profiles say of bytes, so that the cache has none that says less."""
 
-COUNTING_FRACTION = 0.1
+_COUNTING_FRACTION = 0.1
 """Of the work that counting bytes is, as the progress tells it."""
 
 
@@ -335,7 +335,7 @@ class _Work:
         self.state_bytes = {
             state.name: optimizer_bytes(state, optimizer) for state in self.first.graph.parameters
         }
-        self.residues: dict[int, dict[int, Residue]] = {size: {} for size in pieces}
+        self.residues: dict[int, dict[int, _Residue]] = {size: {} for size in pieces}
         self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in pieces}
         self.ends: dict[int, BatchEndTimes] = {}
         self.engine: EngineCost | None = None
@@ -346,7 +346,7 @@ class _Work:
         for size, one in self.pieces.items():
             for index in one.distinct:
                 num_done = sum(map(len, self.residues.values()))
-                self.progress(COUNTING_FRACTION * num_done / num_all, "counting bytes")
+                self.progress(_COUNTING_FRACTION * num_done / num_all, "counting bytes")
                 self.residues[size][index] = self._residue(size, index, device, halves=halves)
 
     def estimate(self, device: Device, *, halves: bool) -> None:
@@ -399,7 +399,7 @@ class _Work:
         )
 
         def tell(done: float, what: str) -> None:
-            self.progress(COUNTING_FRACTION + (1 - COUNTING_FRACTION) * done, what)
+            self.progress(_COUNTING_FRACTION + (1 - _COUNTING_FRACTION) * done, what)
 
         found: Measured = measurer(job, tell)
         self.seconds = {size: dict(seconds) for size, seconds in found.seconds.items()}
@@ -452,12 +452,12 @@ class _Work:
             halves_workspace_bytes=None if residue.halves is None else residue.halves.workspace_bytes,
         )
 
-    def _residue(self, size: int, index: int, device: torch.device, *, halves: bool) -> Residue:
+    def _residue(self, size: int, index: int, device: torch.device, *, halves: bool) -> _Residue:
         one = self.pieces[size]
         common = one.common_of(one.units[index])
         with fake_tensors():
             bench = bench_of(one, index, size, device, self.examples, self.resolve, also=common)
-            return residue_of(bench, frozenset(common), halves=halves)
+            return _residue_of(bench, frozenset(common), halves=halves)
 
     def _state_of(self, index: int) -> _State:
         graph, unit = self.first.graph, self.first.units[index]

@@ -233,20 +233,20 @@ class _Direction:
 # device memory is that of the operator that needs most. What is evicted then is chosen by the same rules as
 # for programs. Unlike swaps for nothing, these copies may take longer than the iteration: both are told.
 
-PAGED = {
+_PAGED = {
     Owner.PARAMETER: Item.WEIGHTS,
     Owner.GRADIENT: Item.GRADIENT,
     Owner.OPTIMIZER: Item.OPTIMIZER,
     Owner.ACTIVATION: Item.STASH,
 }
-BUDGETS = (0.0, 0.25, 0.5, 0.75)
+_BUDGETS = (0.0, 0.25, 0.5, 0.75)
 """Where between the least device memory and the peak."""
 STEP = Instruction(Kind.FORWARD, 0, 0)
 """Stands for an operator: what is evicted depends on when chunks are used, not on by whom."""
 
 
 @dataclass(frozen=True, slots=True)
-class PagedBudget:
+class _PagedBudget:
     """An iteration within a budget: the bytes that leave the device and come back, and for how long the
     busier direction of the link carries them.
     """
@@ -264,12 +264,12 @@ class BlockPaging:
     chunk_bytes: int
     least_bytes: int
     unpaged_bytes: int
-    budgets: tuple[PagedBudget, ...]
+    budgets: tuple[_PagedBudget, ...]
 
 
 def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
     """What paging would do; None where no block can be paged."""
-    blocks = [block for block in behavior.blocks if block.owner in PAGED and block.accesses]
+    blocks = [block for block in behavior.blocks if block.owner in _PAGED and block.accesses]
     if not any(block.num_bytes for block in blocks):
         return None
     chunk_bytes = best_chunk_bytes(Counter(float(block.num_bytes) for block in blocks))
@@ -280,7 +280,7 @@ def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
     unpaged_bytes = _unpaged_bytes(behavior, {block.id for block in paged})
     least_bytes = unpaged_bytes + most * chunk_bytes
     budgets = []
-    for share in BUDGETS:
+    for share in _BUDGETS:
         device_bytes = round(least_bytes + share * max(behavior.peak.num_bytes - least_bytes, 0))
         gaps = gaps_of(accesses)
         capacity = max((device_bytes - unpaged_bytes) // chunk_bytes, most)
@@ -292,7 +292,7 @@ def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
         out_bytes = sum(gap.is_copied for gap in evicted) * chunk_bytes
         in_bytes = sum(gap.is_fetched for gap in evicted) * chunk_bytes
         copies_s = max(out_bytes / bandwidth.out_bytes_per_s, in_bytes / bandwidth.in_bytes_per_s)
-        budgets.append(PagedBudget(device_bytes, out_bytes, in_bytes, copies_s))
+        budgets.append(_PagedBudget(device_bytes, out_bytes, in_bytes, copies_s))
     return BlockPaging(chunk_bytes, least_bytes, unpaged_bytes, tuple(budgets))
 
 
@@ -316,7 +316,7 @@ def _of_block(block: MemoryBlock, step_at: dict[float, int], chunk_bytes: int) -
         for number in range(num_chunks(block.num_bytes, chunk_bytes)):
             yield ChunkAccess(
                 at,
-                Chunk(PAGED[block.owner], 0, block.id, number),
+                Chunk(_PAGED[block.owner], 0, block.id, number),
                 (at, block.id),
                 0,
                 STEP,

@@ -25,13 +25,13 @@ from bireme.profile.optimizers import is_hidden_matrix
 # Others are threads of this machine, or other machines whose host lends them its cores. It is asked around
 # everything that is timed, so the files are read in the quickest way there is.
 
-SCHEDULER = "/proc/thread-self/schedstat"
+_SCHEDULER = "/proc/thread-self/schedstat"
 """Where Linux says for how long this thread has run and has waited, in nanoseconds."""
 
-PROCESSORS = "/proc/stat"
+_PROCESSORS = "/proc/stat"
 """Where it says what all cores did, in hundredths of a second."""
 
-IDLE, STOLEN, NUM_STATES = (3, 4), 7, 8
+_IDLE, _STOLEN, _NUM_STATES = (3, 4), 7, 8
 """Of the numbers there, which are of cores with nothing to do, and which of cores that the host took away."""
 
 MOST_BYTES = 1024
@@ -59,7 +59,7 @@ class CoreTime:
 def waited_s() -> float:
     """All waits of this thread so far; 0 where nobody says it."""
     try:
-        return int(_read(SCHEDULER).split()[1]) / 1e9
+        return int(_read(_SCHEDULER).split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -67,10 +67,10 @@ def waited_s() -> float:
 def core_time() -> CoreTime | None:
     """What there is by now; None where nobody says it."""
     try:
-        waits, cores = _read(SCHEDULER).split(), _read(PROCESSORS).split(b"\n", 1)[0].split()
-        states = [int(one) / 100 for one in cores[1 : 1 + NUM_STATES]]
-        busy_s = sum(s for place, s in enumerate(states) if place not in (*IDLE, STOLEN))
-        return CoreTime(thread_time(), int(waits[1]) / 1e9, busy_s, states[STOLEN])
+        waits, cores = _read(_SCHEDULER).split(), _read(_PROCESSORS).split(b"\n", 1)[0].split()
+        states = [int(one) / 100 for one in cores[1 : 1 + _NUM_STATES]]
+        busy_s = sum(s for place, s in enumerate(states) if place not in (*_IDLE, _STOLEN))
+        return CoreTime(thread_time(), int(waits[1]) / 1e9, busy_s, states[_STOLEN])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -89,7 +89,7 @@ def _read(path: str) -> bytes:
 # It runs them as the engine does: parameters are arguments, gradients are accumulated into memory that is
 # there already. Inside `fake_tensors` it holds no memory and shows what would be kept.
 
-DEVIATION = 0.02
+_DEVIATION = 0.02
 """Of weights: what a layer gives then is neither huge nor so small that arithmetic slows down."""
 
 LOSS = "loss"
@@ -165,7 +165,7 @@ class Workbench:
     def _parameter(self, state: ModelState) -> Tensor:
         dtype = getattr(torch, state.dtype)
         if len(state.shape) > 1 and dtype.is_floating_point:
-            tensor = self._random(state.shape, dtype).mul_(DEVIATION)
+            tensor = self._random(state.shape, dtype).mul_(_DEVIATION)
         else:
             tensor = torch.ones(state.shape, dtype=dtype, device=self.device)
         if state.trainable:

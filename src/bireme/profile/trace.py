@@ -231,12 +231,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
-LEARNING_RATE = 1e-4
+_LEARNING_RATE = 1e-4
 
-NUM_UNTRACED = 3
+_NUM_UNTRACED = 3
 """Iterations without the trace, of which the fastest says what the trace costs."""
 
-YOUNG, ALL = 1, 2
+_YOUNG, _ALL = 1, 2
 """Generations of objects that Python's collector of cycles looks through, up to which."""
 
 
@@ -269,7 +269,7 @@ def observe(
     with _without_collector(), allocations(device) as counted:
         for index in range(-1 if warmup else 0, num_iterations):
             # Only the first look goes through all that there is: cycles of an iteration are young.
-            gc.collect(YOUNG if events else ALL)
+            gc.collect(_YOUNG if events else _ALL)
             first = len(events)
             spans = training.iterate_traced(trace)
             if index >= 0:
@@ -333,7 +333,7 @@ class _Training:
         if not self.trainable:
             raise BiremeError("The model has no parameter that requires a gradient, so it cannot be trained.")
         self.device = self.trainable[0].device
-        self.optimizer = OPTIMIZERS[optimizer](self.trainable, lr=LEARNING_RATE)
+        self.optimizer = OPTIMIZERS[optimizer](self.trainable, lr=_LEARNING_RATE)
         accepted = inspect.signature(model.forward).parameters
         self.switches = {"use_cache": False} if "use_cache" in accepted else {}
 
@@ -374,7 +374,7 @@ class _Training:
 
     def untraced_s(self) -> float:
         """How long an iteration takes when nobody looks."""
-        return min(self._timed() for _ in range(NUM_UNTRACED))
+        return min(self._timed() for _ in range(_NUM_UNTRACED))
 
     def _timed(self) -> float:
         begun_s = perf_counter()

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from bireme.report.units import seconds_text
 
-CLOCK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+_CLOCK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Round distances on a clock, in seconds; past them whole days."""
 
 
@@ -53,8 +53,8 @@ class Scale:
 
     def _step(self, count: int) -> float:
         least = (self.most - self.least) / count
-        if self.quantity is Quantity.CLOCK and least > CLOCK_STEPS_S[0]:
-            known = next((step for step in CLOCK_STEPS_S if step >= least * (1 - 1e-9)), None)
+        if self.quantity is Quantity.CLOCK and least > _CLOCK_STEPS_S[0]:
+            known = next((step for step in _CLOCK_STEPS_S if step >= least * (1 - 1e-9)), None)
             return known if known is not None else 86400.0 * round_step(least / 86400)
         return max(round_step(least), 1.0) if self.quantity is Quantity.STEPS else round_step(least)
 

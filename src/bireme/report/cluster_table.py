@@ -18,12 +18,12 @@ from bireme.cluster.symmetry import Symmetry
 from bireme.report.columns import columns
 from bireme.report.units import counted, rate_text, seconds_text
 
-DEVICES = (
+_DEVICES = (
     *("device", "model", "memory", "speed", "float32", "bfloat16", "cores"),
     *("to its host", "host memory", "disk", "disk reads and writes"),
 )
-LINKS = ("link", "joins", "bandwidth", "latency", "shared")
-WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
+_LINKS = ("link", "joins", "bandwidth", "latency", "shared")
+_WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
 """The columns that hold no numbers alone."""
 
 
@@ -76,7 +76,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         rate = cluster.switch.bytes_per_s
         total = "" if rate is None else f"{rate_text(rate)} in all"
         links.append(["switch", "the servers", total, seconds_text(cluster.switch.latency_s), ""])
-    for headings, rows in ((DEVICES, devices), (LINKS, links)):
+    for headings, rows in ((_DEVICES, devices), (_LINKS, links)):
         if rows:
             console.print()
             console.print(_table(headings, rows))
@@ -100,7 +100,7 @@ def link_notes(cluster: Cluster) -> list[str]:
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without its empty columns."""
     kept = [column for column in range(len(headings)) if any(row[column] for row in rows)]
-    table = columns([headings[column] for column in kept], words=WORDS, wrapped=("model", "joins"))
+    table = columns([headings[column] for column in kept], words=_WORDS, wrapped=("model", "joins"))
     for row in rows:
         table.add_row(*(escape(row[column]) for column in kept))
     return table

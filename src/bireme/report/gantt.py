@@ -63,22 +63,22 @@ def _end(block: MemoryBlock, num_events: int) -> int:
 WIDTH = 1400
 MARGIN = 24
 LEFT, RIGHT = 110, WIDTH - MARGIN - 24
-LEGEND = 86
-PHASES, PHASE = 116, 20
-ABOVE, FOOTPRINT = 24, 110
+_LEGEND = 86
+_PHASES, _PHASE = 116, 20
+_ABOVE, _FOOTPRINT = 24, 110
 SPACE = 14
-LIVES = 560
+_LIVES = 560
 """The parts of the picture from above: the tops of the first, and the heights of the others."""
-LEAST = 0.5
+_LEAST = 0.5
 """The height in pixels below which a block is left out."""
-MARKED = 4
+_MARKED = 4
 """The height from which the uses of a block are marked."""
-MOST_BLOCKS, MOST_MARKS = 4000, 20_000
-STEP = 2
+_MOST_BLOCKS, _MOST_MARKS = 4000, 20_000
+_STEP = 2
 """The width of a step of the footprint."""
-MOST_TICKS = 6
+_MOST_TICKS = 6
 
-COLOURS: dict[Owner, Colour] = {
+_COLOURS: dict[Owner, Colour] = {
     Owner.PARAMETER: palette.HUES[0],
     Owner.BUFFER: palette.darker(palette.HUES[0]),
     Owner.GRADIENT: palette.HUES[1],
@@ -87,8 +87,8 @@ COLOURS: dict[Owner, Colour] = {
     Owner.INPUT: palette.HUES[5],
     Owner.WORKSPACE: palette.HUES[4],
 }
-FOOTPRINT_FILL: Colour = (196, 203, 212)
-PAGE = """<!DOCTYPE html>
+_FOOTPRINT_FILL: Colour = (196, 203, 212)
+_PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -118,7 +118,7 @@ def write_gantt(title: str, behavior: Behavior, plan: SwapPlan, path: Path) -> N
     check_suffix(path)
     text = svg(gantt(title, behavior, plan))
     if path.suffix.lower() == ".html":
-        text = PAGE.format(title=escape(title), picture=text)
+        text = _PAGE.format(title=escape(title), picture=text)
     write_text_atomically(path, text)
 
 
@@ -126,7 +126,7 @@ def gantt(title: str, behavior: Behavior, plan: SwapPlan) -> Picture:
     """The picture, 1400 pixels wide."""
     view = _view(behavior)
     title = "".join(c if c.isprintable() else "?" for c in title)
-    bottom = view.top + LIVES
+    bottom = view.top + _LIVES
     shapes = [
         Text(MARGIN, 28, fitted(title, 20, WIDTH - 2 * MARGIN), 20, palette.INK, bold=True),
         Text(MARGIN, 54, fitted(_figures(view, plan), 13, WIDTH - 2 * MARGIN), 13, palette.PALE_INK),
@@ -156,11 +156,11 @@ class _View:
 
     def height(self, num_bytes: float) -> float:
         """How high so many bytes are among the lives."""
-        return num_bytes / self.whole_bytes * LIVES
+        return num_bytes / self.whole_bytes * _LIVES
 
     def y(self, offset: float) -> float:
         """Where a byte is among them."""
-        return self.top + LIVES - self.height(offset)
+        return self.top + _LIVES - self.height(offset)
 
     def left_out(self) -> list[MemoryBlock]:
         """Blocks too small to be seen."""
@@ -169,12 +169,12 @@ class _View:
 
 
 def _view(behavior: Behavior) -> _View:
-    least_bytes = behavior.peak.num_bytes * LEAST / LIVES
-    large = sorted(behavior.blocks, key=lambda block: -block.num_bytes)[:MOST_BLOCKS]
+    least_bytes = behavior.peak.num_bytes * _LEAST / _LIVES
+    large = sorted(behavior.blocks, key=lambda block: -block.num_bytes)[:_MOST_BLOCKS]
     blocks = tuple(block for block in large if block.num_bytes >= least_bytes)
     offsets = packed(blocks, behavior.num_events)
     highest = max((offsets[block.id] + block.num_bytes for block in blocks), default=1)
-    top = PHASES + PHASE + ABOVE + FOOTPRINT + SPACE
+    top = _PHASES + _PHASE + _ABOVE + _FOOTPRINT + SPACE
     return _View(behavior, blocks, offsets, top, max(highest, behavior.peak.num_bytes, 1))
 
 
@@ -202,14 +202,14 @@ def _seconds(seconds: float) -> str:
 def _legend(view: _View) -> Iterator[Shape]:
     at_peak = view.behavior.by_owner()
     occurring = {block.owner for block in view.behavior.blocks}
-    entries = [(COLOURS[o], f"{o} {bytes_text(at_peak[o])}") for o in Owner if o in occurring]
+    entries = [(_COLOURS[o], f"{o} {bytes_text(at_peak[o])}") for o in Owner if o in occurring]
     x: float = MARGIN
     for colour, text in entries:
-        yield Rect(x, LEGEND - 8, 16, 16, colour, role="key")
-        yield Text(x + 22, LEGEND, text, 12, palette.INK)
+        yield Rect(x, _LEGEND - 8, 16, 16, colour, role="key")
+        yield Text(x + 22, _LEGEND, text, 12, palette.INK)
         x += 22 + text_width(text, 12) + 18
-    yield Rect(x, LEGEND - 8, 16, 16, _pale(COLOURS[Owner.ACTIVATION]), role="key")
-    yield Text(x + 22, LEGEND, "pale: could be swapped out", 12, palette.INK)
+    yield Rect(x, _LEGEND - 8, 16, 16, _pale(_COLOURS[Owner.ACTIVATION]), role="key")
+    yield Text(x + 22, _LEGEND, "pale: could be swapped out", 12, palette.INK)
 
 
 def _axes(view: _View, bottom: float) -> Iterator[Shape]:
@@ -218,50 +218,50 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
     for span in behavior.spans:
         left, right = view.x(span.start_s), view.x(span.end_s)
         width = max(right - left - 1, 1)
-        yield Rect(left, PHASES, width, PHASE, palette.LINK_BED, role="phase", title=span.phase)
+        yield Rect(left, _PHASES, width, _PHASE, palette.LINK_BED, role="phase", title=span.phase)
         if text_width(span.phase, 12) <= right - left:
-            yield Text((left + right) / 2, PHASES + PHASE / 2, span.phase, 12, palette.INK, Anchor.MIDDLE)
-        yield Line(left, PHASES, left, bottom, palette.AXIS)
+            yield Text((left + right) / 2, _PHASES + _PHASE / 2, span.phase, 12, palette.INK, Anchor.MIDDLE)
+        yield Line(left, _PHASES, left, bottom, palette.AXIS)
     step_s = round_step(behavior.duration_s / 10)
     for i in range(math.floor(behavior.duration_s / step_s + 1e-9) + 1):
         x = view.x(i * step_s)
         yield Line(x, bottom, x, bottom + 5, palette.PALE_INK)
         yield Text(x, bottom + 16, _seconds(i * step_s), 12, palette.PALE_INK, Anchor.MIDDLE)
     yield Line(LEFT, bottom, RIGHT, bottom, palette.PALE_INK)
-    step_bytes = 2 ** math.ceil(math.log2(max(view.whole_bytes / MOST_TICKS, 1)))
+    step_bytes = 2 ** math.ceil(math.log2(max(view.whole_bytes / _MOST_TICKS, 1)))
     for num_bytes in range(0, view.whole_bytes + 1, step_bytes):
         y = view.y(num_bytes)
         yield Line(LEFT - 5, y, RIGHT, y, palette.AXIS)
         yield Text(LEFT - 9, y, bytes_text(num_bytes), 12, palette.PALE_INK, Anchor.END)
-    middle = PHASES + PHASE + ABOVE + FOOTPRINT / 2
+    middle = _PHASES + _PHASE + _ABOVE + _FOOTPRINT / 2
     yield Text(LEFT - 9, middle, "all blocks", 12, palette.PALE_INK, Anchor.END)
 
 
 def _footprint(view: _View) -> Iterator[Shape]:
     """The most that lives within each step of time."""
     behavior = view.behavior
-    steps = (RIGHT - LEFT) // STEP
+    steps = (RIGHT - LEFT) // _STEP
     most = [0] * steps
     bounds_s = (0.0, *behavior.event_s, behavior.duration_s)
     for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behavior.live_bytes(), strict=False):
-        first, last = (min(int((view.x(s) - LEFT) / STEP), steps - 1) for s in (start_s, end_s))
+        first, last = (min(int((view.x(s) - LEFT) / _STEP), steps - 1) for s in (start_s, end_s))
         most[first : last + 1] = [max(live, known) for known in most[first : last + 1]]
-    bottom = PHASES + PHASE + ABOVE + FOOTPRINT
+    bottom = _PHASES + _PHASE + _ABOVE + _FOOTPRINT
     for i, live in enumerate(most):
-        height = live / max(behavior.peak.num_bytes, 1) * FOOTPRINT
-        yield Rect(LEFT + i * STEP, bottom - height, STEP, height, FOOTPRINT_FILL, role="footprint")
+        height = live / max(behavior.peak.num_bytes, 1) * _FOOTPRINT
+        yield Rect(LEFT + i * _STEP, bottom - height, _STEP, height, _FOOTPRINT_FILL, role="footprint")
 
 
 def _lives(view: _View, swaps: Sequence[Swap]) -> Iterator[Shape]:
     drawn = {block.id: block for block in view.blocks}
     for block in view.blocks:
         end_s = view.behavior.duration_s if block.death_s is None else block.death_s
-        yield _rect(view, block, block.birth_s, end_s, COLOURS[block.owner])
+        yield _rect(view, block, block.birth_s, end_s, _COLOURS[block.owner])
     for swap in swaps:
         block = swap.idle.block
         if block.id in drawn:
             for start_s, end_s in _absences(view.behavior, swap):
-                yield _rect(view, block, start_s, end_s, _pale(COLOURS[block.owner]))
+                yield _rect(view, block, start_s, end_s, _pale(_COLOURS[block.owner]))
     yield from _marks(view)
 
 
@@ -282,23 +282,27 @@ def _absences(behavior: Behavior, swap: Swap) -> list[tuple[float, float]]:
 
 
 def _marks(view: _View) -> Iterator[Shape]:
-    high = [block for block in view.blocks if view.height(block.num_bytes) >= MARKED]
+    high = [block for block in view.blocks if view.height(block.num_bytes) >= _MARKED]
     places = ((block, access) for block in high for access in block.accesses)
-    for (block, access), _ in zip(places, range(MOST_MARKS), strict=False):
+    for (block, access), _ in zip(places, range(_MOST_MARKS), strict=False):
         left, right = view.x(access.start_s), view.x(access.end_s)
         y = view.y(view.offsets[block.id] + block.num_bytes)
         height = view.height(block.num_bytes) - 0.5
-        yield Rect(left, y, max(right - left, 0.75), height, palette.darker(COLOURS[block.owner]), role="use")
+        yield Rect(
+            left, y, max(right - left, 0.75), height, palette.darker(_COLOURS[block.owner]), role="use"
+        )
 
 
 def _peak(view: _View, bottom: float) -> Iterator[Shape]:
     peak = view.behavior.peak
     x = view.x(peak.at_s)
-    yield Line(x, PHASES + PHASE, x, bottom, palette.TRIAL, 1.2)
+    yield Line(x, _PHASES + _PHASE, x, bottom, palette.TRIAL, 1.2)
     text = f"peak {bytes_text(peak.num_bytes)}"
     is_right = x + text_width(text, 12) + 8 > RIGHT
     anchor = Anchor.END if is_right else Anchor.START
-    yield Text(x - 6 if is_right else x + 6, PHASES + PHASE + 11, text, 12, palette.TRIAL, anchor, bold=True)
+    yield Text(
+        x - 6 if is_right else x + 6, _PHASES + _PHASE + 11, text, 12, palette.TRIAL, anchor, bold=True
+    )
 
 
 def _told(block: MemoryBlock) -> str:

@@ -15,17 +15,17 @@ from bireme.schedule.grid import MARKS, Drawing, GridText, drawn, grid, opening
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule
 
-MOST_BANDS = 4
-MOST_LINES = 48
+_MOST_BANDS = 4
+_MOST_LINES = 48
 """Longer programs are cut off at the width of the screen."""
 
-SIGNS = frozenset(sign for sign, _ in MARKS.values())
-DIM, BOLD = Style(dim=True), Style(bold=True)
+_SIGNS = frozenset(sign for sign, _ in MARKS.values())
+_DIM, _BOLD = Style(dim=True), Style(bold=True)
 
 
 def print_program(program: Program, console: Console) -> None:
     """Draw who does what in which order, each forward as long as every other."""
-    max_bands = min(max(MOST_LINES // program.num_ranks, 1), MOST_BANDS)
+    max_bands = min(max(_MOST_LINES // program.num_ranks, 1), _MOST_BANDS)
     # A rank needs a column for every forward at least, so what is drawn lies in these batches.
     enough = -(-console.width * max_bands // (2 * program.num_microbatches))
     begin = opening(program, enough)
@@ -58,9 +58,9 @@ def _styled(piece: GridText, rule: Rule, *, coloured: bool) -> Text:
     if not coloured:
         return Text(piece.text)
     if piece.cell is None:
-        return Text(piece.text, BOLD if piece.text in SIGNS else DIM)
+        return Text(piece.text, _BOLD if piece.text in _SIGNS else _DIM)
     step = piece.cell.instruction
-    return Text(piece.text, DIM if step is None else _style(step, rule))
+    return Text(piece.text, _DIM if step is None else _style(step, rule))
 
 
 def _style(step: Instruction, rule: Rule) -> Style:

@@ -30,22 +30,22 @@ from bireme.timeline.timeline import (
     sync_name,
 )
 
-FLAG = 8
+_FLAG = 8
 """Room above a lane for the flags of updates."""
-STRIP = 12
-LINK = 7
+_STRIP = 12
+_LINK = 7
 SPACE = 4
 """Between a lane, its strip and its links."""
-GAP = 12
+_GAP = 12
 """Between ranks."""
-HEIGHTS = ((8, 40), (16, 30), (32, 22))
+_HEIGHTS = ((8, 40), (16, 30), (32, 22))
 """Up to how many lanes in a picture a lane is how high."""
-LOWEST = 14
-MARK = 2
+_LOWEST = 14
+_MARK = 2
 """An update no wider than this is its flag alone."""
-SMALL = 10
+_SMALL = 10
 """The size of names next to a lane."""
-SIZES = (11, 9)
+_SIZES = (11, 9)
 """Of numbers in rectangles; where neither fits there is none."""
 
 SHOWN = BUSY | AVERAGES
@@ -56,9 +56,9 @@ STEPS = {
     Kind.AVERAGE_END: ("average ends", palette.AVERAGE),
 }
 
-MOST_BATCHES = 12
-MOST_RECTANGLES = 20_000
-MOST_IN_A_LANE = 500
+_MOST_BATCHES = 12
+_MOST_RECTANGLES = 20_000
+_MOST_IN_A_LANE = 500
 """More than that would each be less than three pixels wide."""
 
 
@@ -66,8 +66,8 @@ def drawn_batches(timeline: Timeline) -> int:
     """How many batches can be told apart."""
     program = timeline.program
     counts = [sum(rank.mask(BUSY)) for rank in timeline.ranks]
-    room = min(MOST_RECTANGLES / max(sum(counts), 1), MOST_IN_A_LANE / max(*counts, 1))
-    return max(min(math.floor(room * program.num_batches), MOST_BATCHES, program.num_batches), 1)
+    room = min(_MOST_RECTANGLES / max(sum(counts), 1), _MOST_IN_A_LANE / max(*counts, 1))
+    return max(min(math.floor(room * program.num_batches), _MOST_BATCHES, program.num_batches), 1)
 
 
 def end_of(timeline: Timeline, num_batches: int) -> float:
@@ -82,7 +82,7 @@ def plain_seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneRow:
+class _LaneRow:
     """All of one rank: the tops of its computations, of its strip of versions, and of each of its links and
     ways between tiers.
     """
@@ -115,31 +115,31 @@ class Lanes:
 
     def height_of(self, rank: int) -> float:
         """Of all that belongs to a rank."""
-        strip = SPACE + STRIP if self.has_strips else 0
+        strip = SPACE + _STRIP if self.has_strips else 0
         lines = len(self.links[rank]) + len(self.copies[rank])
-        return self.head + FLAG + self.lane + strip + lines * (SPACE + LINK)
+        return self.head + _FLAG + self.lane + strip + lines * (SPACE + _LINK)
 
-    def rows(self, top: float) -> Iterator["LaneRow"]:
+    def rows(self, top: float) -> Iterator["_LaneRow"]:
         """Where the parts of each rank are."""
         for rank in self.timeline.ranks:
-            y = top + self.head + FLAG
+            y = top + self.head + _FLAG
             strip_y = y + self.lane + SPACE
-            link_y = strip_y + STRIP + SPACE if self.has_strips else strip_y
+            link_y = strip_y + _STRIP + SPACE if self.has_strips else strip_y
             links, copies = self.links[rank.rank], self.copies[rank.rank]
-            places = [link_y + place * (LINK + SPACE) for place in range(len(links) + len(copies))]
-            yield LaneRow(
+            places = [link_y + place * (_LINK + SPACE) for place in range(len(links) + len(copies))]
+            yield _LaneRow(
                 rank,
                 y,
                 strip_y,
                 tuple(zip(links, places, strict=False)),
                 tuple(zip(copies, places[len(links) :], strict=True)),
             )
-            top += self.height_of(rank.rank) + GAP
+            top += self.height_of(rank.rank) + _GAP
 
     @property
     def height(self) -> float:
         """Of all ranks."""
-        return sum(self.height_of(rank) + GAP for rank in range(self.timeline.program.num_ranks))
+        return sum(self.height_of(rank) + _GAP for rank in range(self.timeline.program.num_ranks))
 
     def beds(self, top: float) -> Iterator[Shape]:
         """The names, and the lanes as if all were idle."""
@@ -147,23 +147,25 @@ class Lanes:
         for row in self.rows(top):
             name = rank_name(self.timeline.program, row.rank.rank)
             if self.head:
-                yield Text(left, row.y - FLAG - self.head / 2, name, 12, palette.INK)
+                yield Text(left, row.y - _FLAG - self.head / 2, name, 12, palette.INK)
             else:
                 shown = fitted(name, 13, left - self.margin - 10)
                 yield Text(self.margin, row.y + self.lane / 2, shown, 13, palette.INK)
             yield Rect(left, row.y, width, self.lane, palette.IDLE, palette.IDLE_STRIPES, role="lane")
             if self.has_strips:
-                yield Text(left - 8, row.strip_y + STRIP / 2, "version", SMALL, palette.PALE_INK, Anchor.END)
+                yield Text(
+                    left - 8, row.strip_y + _STRIP / 2, "version", _SMALL, palette.PALE_INK, Anchor.END
+                )
             for transfers, y in row.links:
                 what = f"from rank {transfers.source}"
                 if transfers.is_sync:
                     what = sync_name(self.timeline, transfers)
-                yield Text(left - 8, y + LINK / 2, what, SMALL, palette.PALE_INK, Anchor.END)
-                yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
+                yield Text(left - 8, y + _LINK / 2, what, _SMALL, palette.PALE_INK, Anchor.END)
+                yield Rect(left, y, width, _LINK, palette.LINK_BED, role="link")
             for copies, y in row.copies:
                 what = f"{copies.source} to {copies.destination}"
-                yield Text(left - 8, y + LINK / 2, what, SMALL, palette.PALE_INK, Anchor.END)
-                yield Rect(left, y, width, LINK, palette.LINK_BED, role="link")
+                yield Text(left - 8, y + _LINK / 2, what, _SMALL, palette.PALE_INK, Anchor.END)
+                yield Rect(left, y, width, _LINK, palette.LINK_BED, role="link")
 
     def work(self, top: float) -> Iterator[Shape]:
         """What each rank does and when, and what is on its way to it."""
@@ -212,7 +214,7 @@ class Lanes:
             top = y + stages.index(step.stage) / (len(stages) - 1) * (height - bar)
             yield Rect(left, top, width, bar, palette.darker(colour), role="stage")
         text = number(program, step)
-        size = next((size for size in SIZES if size <= height and text_width(text, size) <= width), None)
+        size = next((size for size in _SIZES if size <= height and text_width(text, size) <= width), None)
         if size is not None:
             middle = y + self.lane - height / 2
             yield Text(left + width / 2, middle, text, size, palette.on(colour), Anchor.MIDDLE, within=width)
@@ -230,11 +232,11 @@ class Lanes:
         # Those of a batch often mark the same moment, so their flags wave to different sides.
         is_left = interval.instruction.kind in (Kind.UPDATE, Kind.AVERAGE_START)
         left, width = self._span(interval.start_s, interval.end_s)
-        if width > MARK:
+        if width > _MARK:
             yield Rect(left, y, width, self.lane, colour, role="step")
         lasts = plain_seconds(interval.end_s - interval.start_s)
         title = f"{what} · batch {interval.instruction.batch} · {lasts}"
-        yield Flag(left, y - FLAG, self.lane + FLAG, colour, is_left=is_left, title=title)
+        yield Flag(left, y - _FLAG, self.lane + _FLAG, colour, is_left=is_left, title=title)
 
     def _strip(self, computed: Sequence[Interval], y: float) -> Iterator[Shape]:
         """Which weight version is computed on, joined over computations that follow each other."""
@@ -244,11 +246,11 @@ class Lanes:
             joined = list(run)
             left, width = self._span(joined[0].start_s, joined[-1].end_s)
             colour = palette.version_fill(version)
-            yield Rect(left, y, _apart(width), STRIP, colour, role="version")
+            yield Rect(left, y, _apart(width), _STRIP, colour, role="version")
             text = f"v{version}"
             if text_width(text, 9) <= width:
                 yield Text(
-                    left + width / 2, y + STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE, within=width
+                    left + width / 2, y + _STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE, within=width
                 )
 
     def _messages(self, transfers: Transfers, y: float) -> Iterator[Shape]:
@@ -260,7 +262,7 @@ class Lanes:
                 left, width = self._span(start_s, end_s)
                 colour, what = _message(track[index], is_sync=transfers.is_sync)
                 title = f"{what} from rank {transfers.source}, {num_bytes:,.0f} bytes"
-                yield Rect(left, y, width, LINK, colour, role="message", title=title)
+                yield Rect(left, y, width, _LINK, colour, role="message", title=title)
 
     def _copied(self, rank: RankTimeline, copies: Copies, y: float) -> Iterator[Shape]:
         for start_s, end_s, index, num_bytes in zip(
@@ -273,7 +275,7 @@ class Lanes:
                 left, width = self._span(start_s, end_s)
                 shade = Kind.FORWARD if step.kind in (Kind.FETCH, Kind.GATHER) else Kind.BACKWARD
                 title = f"{moved_item(step)} of stage {step.stage}, {num_bytes:,.0f} bytes"
-                yield Rect(left, y, width, LINK, palette.fill(step.batch, shade), role="copy", title=title)
+                yield Rect(left, y, width, _LINK, palette.fill(step.batch, shade), role="copy", title=title)
 
 
 def lanes_of(
@@ -291,7 +293,7 @@ def lanes_of(
         num_batches=num_batches,
         scale=scale,
         margin=margin,
-        lane=next((height for most, height in HEIGHTS if num_lanes <= most), LOWEST),
+        lane=next((height for most, height in _HEIGHTS if num_lanes <= most), _LOWEST),
         has_strips=len({step.version for step in steps}) > 1,
         links=tuple(
             tuple(t for t in timeline.transfers if t.destination == rank and _takes_time(t))

@@ -8,7 +8,7 @@ from bireme.report.shapes import Rect, Shape, Text, text_width
 from bireme.schedule.grid import NAMES
 from bireme.schedule.instruction import AVERAGES, Kind
 
-ROW = 26
+_ROW = 26
 SWATCH = 16
 SIZE = 12
 SPACE = 22
@@ -47,11 +47,11 @@ def legend(contents: Contents, left: float, top: float, width: float) -> list[Sh
         for entry in row:
             needed = entry.width + 6 + text_width(entry.text, SIZE)
             if x > left and x + needed > left + width:
-                x, y = left, y + ROW
+                x, y = left, y + _ROW
             shapes += entry.sample(x, y)
             shapes.append(Text(x + entry.width + 6, y + SWATCH / 2, entry.text, SIZE, palette.INK))
             x += needed + SPACE
-        y += ROW
+        y += _ROW
     return shapes
 
 

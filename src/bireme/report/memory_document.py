@@ -7,7 +7,7 @@ from bireme.profile.behavior import Behavior, Idle, MemoryBlock, idle_intervals,
 from bireme.profile.swapping import BlockPaging, SwapPlan
 from bireme.report.memory_table import PUBLISHED
 
-PERCENTS = (10, 25, 50, 75, 90, 99, 100)
+_PERCENTS = (10, 25, 50, 75, 90, 99, 100)
 
 
 def memory_document(
@@ -50,8 +50,8 @@ def _intervals(intervals: list[Idle]) -> dict[str, Any]:
     events = [idle.num_events for idle in intervals]
     return {
         "count": len(intervals),
-        "percentiles_s": {str(percent): percentile(seconds, percent) for percent in PERCENTS},
-        "percentiles_events": {str(percent): percentile(events, percent) for percent in PERCENTS},
+        "percentiles_s": {str(percent): percentile(seconds, percent) for percent in _PERCENTS},
+        "percentiles_events": {str(percent): percentile(events, percent) for percent in _PERCENTS},
     }
 
 

@@ -19,7 +19,7 @@ from bireme.report.units import seconds_text
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedFigure:
+class _PublishedFigure:
     """What a figure is of, and its value; `source` is where we have it from."""
 
     name: str
@@ -28,28 +28,28 @@ class PublishedFigure:
 
 
 TABLE = "the authors' table of a multilayer perceptron"
-QUOTED = "quoted from the paper, not checked against its text"
+_QUOTED = "quoted from the paper, not checked against its text"
 
-PUBLISHED: tuple[PublishedFigure, ...] = (
-    PublishedFigure("intermediates of all memory, 400 samples, width 3", "82.66 %", TABLE),
-    PublishedFigure("intermediates of all memory, 3,200 samples, width 192", "99.33 %", TABLE),
-    PublishedFigure("intermediates of all memory, 3,200 samples, width 12,288", "99.95 %", TABLE),
-    PublishedFigure("90 % of the times between two accesses are at most", "25 µs", QUOTED),
-    PublishedFigure("which lets out and in, at 6.4 and 6.3 GB/s", "79.37 kB", QUOTED),
-    PublishedFigure("a block that is worth swapping: 1,200 MB, idle for", "840.2 ms", QUOTED),
+PUBLISHED: tuple[_PublishedFigure, ...] = (
+    _PublishedFigure("intermediates of all memory, 400 samples, width 3", "82.66 %", TABLE),
+    _PublishedFigure("intermediates of all memory, 3,200 samples, width 192", "99.33 %", TABLE),
+    _PublishedFigure("intermediates of all memory, 3,200 samples, width 12,288", "99.95 %", TABLE),
+    _PublishedFigure("90 % of the times between two accesses are at most", "25 µs", _QUOTED),
+    _PublishedFigure("which lets out and in, at 6.4 and 6.3 GB/s", "79.37 kB", _QUOTED),
+    _PublishedFigure("a block that is worth swapping: 1,200 MB, idle for", "840.2 ms", _QUOTED),
 )
 
 
 NUM_ROWS = 12
 """Blocks that get a row of their own."""
-NARROWEST, WIDEST = 24, 64
+_NARROWEST, _WIDEST = 24, 64
 """Of the chart, in characters."""
-BESIDE_CHART = 53
+_BESIDE_CHART = 53
 """What the columns before it take."""
-LONGEST_NAME = 28
+_LONGEST_NAME = 28
 PERCENTS = (50, 90, 99, 100)
-LEVELS = " ▁▂▃▄▅▆▇█"
-ABSENT, IDLE, ACCESSED = " ", "─", "█"
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_ABSENT, IDLE, _ACCESSED = " ", "─", "█"
 COLOURS = {
     Owner.PARAMETER: "blue",
     Owner.BUFFER: "cyan",
@@ -156,7 +156,7 @@ def _coloured(text: str, owner: Owner) -> Text:
 
 def _chart(behavior: Behavior, width: int) -> Table:
     """How much lives when, and below it a row for each of the largest blocks at the peak."""
-    letters = min(max(width - BESIDE_CHART, NARROWEST), WIDEST)
+    letters = min(max(width - _BESIDE_CHART, _NARROWEST), _WIDEST)
     table = columns(("owner", "block", "bytes"), words=("owner", "block"))
     table.add_column(Text(_phases(behavior, letters)), no_wrap=True)
     table.add_row("", "all", bytes_text(behavior.peak.num_bytes), _footprint(behavior, letters))
@@ -164,7 +164,7 @@ def _chart(behavior: Behavior, width: int) -> Table:
     for block in blocks[:NUM_ROWS]:
         table.add_row(
             _coloured(block.owner, block.owner),
-            Text(block.title(LONGEST_NAME)),
+            Text(block.title(_LONGEST_NAME)),
             bytes_text(block.num_bytes),
             _coloured(_life(behavior, block, letters), block.owner),
         )
@@ -198,17 +198,17 @@ def _footprint(behavior: Behavior, letters: int) -> str:
         for column in range(first, last + 1):
             most[column] = max(most[column], live)
     whole = max(behavior.peak.num_bytes, 1)
-    return "".join(LEVELS[round(live / whole * (len(LEVELS) - 1))] for live in most)
+    return "".join(_LEVELS[round(live / whole * (len(_LEVELS) - 1))] for live in most)
 
 
 def _life(behavior: Behavior, block: MemoryBlock, letters: int) -> str:
     """Blank where a block is not there, a line where it is, a bar where it is used."""
     end_s = behavior.duration_s if block.death_s is None else block.death_s
     first, last = _columns(behavior, block.birth_s, end_s, letters)
-    line = [ABSENT] * first + [IDLE] * (last + 1 - first) + [ABSENT] * (letters - last - 1)
+    line = [_ABSENT] * first + [IDLE] * (last + 1 - first) + [_ABSENT] * (letters - last - 1)
     for access in block.accesses:
         first, last = _columns(behavior, access.start_s, access.end_s, letters)
-        line[first : last + 1] = [ACCESSED] * (last + 1 - first)
+        line[first : last + 1] = [_ACCESSED] * (last + 1 - first)
     return "".join(line)
 
 

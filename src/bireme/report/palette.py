@@ -17,8 +17,8 @@ HUES: tuple[Colour, ...] = (
     (112, 112, 118),  # grey
     (150, 122, 20),  # olive
 )
-WHITE: Colour = (255, 255, 255)
-BLACK: Colour = (20, 24, 32)
+_WHITE: Colour = (255, 255, 255)
+_BLACK: Colour = (20, 24, 32)
 INK: Colour = (32, 36, 44)
 PALE_INK: Colour = (96, 102, 112)
 AXIS: Colour = (204, 208, 214)
@@ -29,9 +29,9 @@ SYNC: Colour = (120, 126, 136)
 UPDATE: Colour = (20, 24, 32)
 TRIAL: Colour = (204, 24, 72)
 AVERAGE: Colour = (116, 62, 196)
-VERSIONS: tuple[Colour, ...] = ((74, 80, 92), (196, 200, 208))
+_VERSIONS: tuple[Colour, ...] = ((74, 80, 92), (196, 200, 208))
 """Even and odd weight versions."""
-ENOUGH_CONTRAST = 3.5
+_ENOUGH_CONTRAST = 3.5
 """Between what the guidelines for the web ask for text and for large text."""
 
 SHADES = {
@@ -47,22 +47,22 @@ SHADES = {
 def fill(batch: int, kind: Kind) -> Colour:
     """The colour of a computation for a batch."""
     share = SHADES[kind]
-    return _mixed(HUES[batch % len(HUES)], WHITE if share > 0 else BLACK, abs(share))
+    return _mixed(HUES[batch % len(HUES)], _WHITE if share > 0 else _BLACK, abs(share))
 
 
 def darker(colour: Colour) -> Colour:
     """The colour of a bar that is seen on a fill."""
-    return _mixed(colour, BLACK, 0.55)
+    return _mixed(colour, _BLACK, 0.55)
 
 
 def version_fill(version: int) -> Colour:
     """The shade of a weight version."""
-    return VERSIONS[version % len(VERSIONS)]
+    return _VERSIONS[version % len(_VERSIONS)]
 
 
 def on(colour: Colour) -> Colour:
     """The colour of text that is legible on a fill: white as long as it contrasts enough."""
-    return WHITE if 1.05 / (_luminance(colour) + 0.05) >= ENOUGH_CONTRAST else BLACK
+    return _WHITE if 1.05 / (_luminance(colour) + 0.05) >= _ENOUGH_CONTRAST else _BLACK
 
 
 def hex_of(colour: Colour) -> str:

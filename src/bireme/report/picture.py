@@ -22,7 +22,7 @@ from bireme.timeline.timeline import Timeline
 
 WIDTH = 1400
 MARGIN = 24
-TOP = 80
+_TOP = 80
 RIGHT = WIDTH - MARGIN - 24
 
 
@@ -46,14 +46,14 @@ def laid_out(timeline: Timeline) -> Picture:
     left = MARGIN + widest + 14
     scale = Scale(0.0, end_of(timeline, num_batches) or 1.0, left, RIGHT, Quantity.SECONDS)
     lanes = lanes_of(timeline, num_batches, scale, MARGIN, program.num_ranks)
-    bottom = TOP + lanes.height
+    bottom = _TOP + lanes.height
     key = legend(contents_of([lanes]), MARGIN, bottom + 50, WIDTH - 2 * MARGIN)
     title = _title(timeline)
     head = (
         Text(MARGIN, 28, fitted(title, 20, WIDTH - 2 * MARGIN), 20, palette.INK, bold=True),
         Text(MARGIN, 54, _figures(lanes), 13, palette.PALE_INK),
     )
-    shapes = (*head, *_axis(scale, bottom), *lanes.beds(TOP), *lanes.work(TOP), *key)
+    shapes = (*head, *_axis(scale, bottom), *lanes.beds(_TOP), *lanes.work(_TOP), *key)
     lowest = max(shape.y for shape in key if isinstance(shape, Text))
     return Picture(WIDTH, math.ceil(lowest) + MARGIN, title, shapes)
 
@@ -87,5 +87,5 @@ def _axis(scale: Scale, bottom: float) -> Iterator[Shape]:
     """Round times, and lines from them through all lanes."""
     for moment_s in scale.marks(10):
         x = scale.at(moment_s)
-        yield Line(x, TOP, x, bottom + 4, palette.AXIS)
+        yield Line(x, _TOP, x, bottom + 4, palette.AXIS)
         yield Text(x, bottom + 14, plain_seconds(moment_s), 12, palette.PALE_INK, Anchor.MIDDLE)

@@ -55,7 +55,7 @@ def saved_plan_document(
 
     A step has `batch_size` samples.
     """
-    plan, known, stages, headroom = saved.plan, dict.fromkeys(FIELDS), [], None
+    plan, known, stages, headroom = saved.plan, dict.fromkeys(_FIELDS), [], None
     if saved.forecast is not None:
         best = Candidate(plan, saved.forecast)
         known, stages, headroom = _candidate(summarize(best)), _stages(best, names), headroom_bytes(best)
@@ -183,7 +183,7 @@ def explanation_document(
     }
 
 
-FIELDS = (
+_FIELDS = (
     "kind",
     "micro_batch_size",
     "micro_batch_sizes",

@@ -52,7 +52,7 @@ def tiers_table(best: Candidate) -> Table:
     return table
 
 
-def stages_table(stages: Sequence[PagedStageMemory]) -> Table:
+def _stages_table(stages: Sequence[PagedStageMemory]) -> Table:
     """What each stage copies in a batch, and what recomputation takes or would take."""
     items = [item for item in Item if any(item in stage.copied_bytes for stage in stages)]
     table = columns(
@@ -94,16 +94,16 @@ def ways_table(answer: Answer) -> Table:
     return table
 
 
-LEAST_UNITS = 12
+_LEAST_UNITS = 12
 """Letters for the units of a stage, however narrow the terminal is."""
 
-MOST_DEVICES = 24
+_MOST_DEVICES = 24
 """Letters for the devices of a stage; where there are more, they wrap."""
 
-SEVERAL = (PlanKind.FLUSH, PlanKind.ZERO_BUBBLE)
+_SEVERAL = (PlanKind.FLUSH, PlanKind.ZERO_BUBBLE)
 """The kinds that have more than one schedule."""
 
-NOT_SHOWN = PlanKind.STASHED
+_NOT_SHOWN = PlanKind.STASHED
 """The kind that the engine does not run."""
 
 LEGEND = (
@@ -111,13 +111,13 @@ LEGEND = (
     "(--penalty); cost: seconds per sample times steps"
 )
 
-AGREEMENTS = (
+_AGREEMENTS = (
     "simulated, from the links between the replicas and the spread of measured times; the steps are those of "
     "the study (docs/agreement.md)"
 )
 
-MOST_CANDIDATES = 8
-HELPS = 1.005
+_MOST_CANDIDATES = 8
+_HELPS = 1.005
 """Gains below this are not shown."""
 
 
@@ -161,10 +161,10 @@ def print_explanation(
     """
     if stages:
         _say(console, "\n[bold]What each stage copies in a batch[/bold]")
-        console.print(stages_table(stages))
+        console.print(_stages_table(stages))
     table = _table(("candidate", "shape", "cost", "slower by", "limited by", "memory left"))
     least = answer.best.forecast.cost_s_per_sample
-    for candidate in answer.candidates[:MOST_CANDIDATES]:
+    for candidate in answer.candidates[:_MOST_CANDIDATES]:
         short = summarize(candidate)
         table.add_row(
             short.schedule,
@@ -179,7 +179,7 @@ def print_explanation(
     if agreed:
         _print_agreements(agreed, console)
     _say(console, "\n[bold]What would help[/bold]")
-    helping = [one for one in helps if one.gain >= HELPS]
+    helping = [one for one in helps if one.gain >= _HELPS]
     if not helping:
         _say(console, "Nothing that was tried: " + "; ".join(escape(one.words) for one in helps) + ".")
         return
@@ -194,7 +194,7 @@ def print_explanation(
             _rate(short),
         )
     console.print(gains)
-    others = [escape(one.words) for one in helps if one.gain < HELPS]
+    others = [escape(one.words) for one in helps if one.gain < _HELPS]
     if others:
         _say(console, f"No help: {'; '.join(others)}.", style="dim")
 
@@ -209,7 +209,7 @@ def _print_agreements(agreed: Sequence[AgreementForecast], console: Console) -> 
         rate = f"{one.samples_per_s:,.1f}"
         table.add_row(one.mode, every, rate, f"{least}{one.steps:.2f}", f"{most}{one.gain:.2f}×")
     console.print(table)
-    _say(console, AGREEMENTS, style="dim")
+    _say(console, _AGREEMENTS, style="dim")
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
@@ -266,9 +266,9 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
     if not any(again):
         del cells["forward"]
     wide = {heading: max(map(len, (heading, *texts))) for heading, texts in cells.items()}
-    wide["devices"] = min(wide["devices"], MOST_DEVICES)
+    wide["devices"] = min(wide["devices"], _MOST_DEVICES)
     room = width - sum(GAP + letters for letters in wide.values())
-    units = [_units(stage, profile, max(room, LEAST_UNITS)) for stage in stages]
+    units = [_units(stage, profile, max(room, _LEAST_UNITS)) for stage in stages]
     headings = list(cells)
     headings.insert(1, "units")
     table = columns(headings, words=("devices", "forward", "units"), wrapped=("devices",))
@@ -353,7 +353,7 @@ def _kinds(answer: Answer) -> Table:
     least = answer.best.forecast.cost_s_per_sample
     for place, short in enumerate(found.values()):
         table.add_row(
-            f"{short.kind} ({short.schedule})" if short.kind in SEVERAL else short.kind,
+            f"{short.kind} ({short.schedule})" if short.kind in _SEVERAL else short.kind,
             _sizes(short),
             seconds_text(short.batch_s),
             _rate(short),
@@ -363,7 +363,7 @@ def _kinds(answer: Answer) -> Table:
             style="bold" if place == 0 else None,
         )
     for kind in PlanKind:
-        if kind not in found and kind is not NOT_SHOWN:
+        if kind not in found and kind is not _NOT_SHOWN:
             table.add_row(str(kind), "none", style="dim")
     return table
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
 
-MOST_PIXELS = 40_000_000
+_MOST_PIXELS = 40_000_000
 """Pictures are drawn twice as large for sharp screens, unless that makes more pixels than this."""
 
-ANCHORS = {Anchor.START: "ls", Anchor.MIDDLE: "ms", Anchor.END: "rs"}
+_ANCHORS = {Anchor.START: "ls", Anchor.MIDDLE: "ms", Anchor.END: "rs"}
 BASELINE = 0.35
 """How far below its middle a line of text is placed, in parts of its size."""
 
@@ -31,7 +31,7 @@ def png(picture: Picture) -> bytes:
             "A .png picture needs Pillow, which is not installed. Run pip install 'bireme[viz]', or write an "
             ".svg instead."
         ) from error
-    scale = 2 if 4 * picture.width * picture.height <= MOST_PIXELS else 1
+    scale = 2 if 4 * picture.width * picture.height <= _MOST_PIXELS else 1
     image = Image.new("RGB", (picture.width * scale, picture.height * scale), "white")
     pen = _Pen(ImageDraw.Draw(image), scale)
     for shape in picture.shapes:
@@ -84,7 +84,7 @@ class _Pen:
     def text(self, shape: Text) -> None:
         place = (shape.x * self.scale, (shape.y + BASELINE * shape.size) * self.scale)
         font = self._font(shape.size * self.scale)
-        self.draw.text(place, shape.text, shape.colour, font, anchor=ANCHORS[shape.anchor])
+        self.draw.text(place, shape.text, shape.colour, font, anchor=_ANCHORS[shape.anchor])
 
     def _font(self, size: float) -> "FreeTypeFont | ImageFont":
         from PIL import ImageFont

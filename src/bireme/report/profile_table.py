@@ -15,7 +15,7 @@ from bireme.report.units import seconds_text
 GAP = 2
 """Between two columns."""
 
-LEAST_NAME = 12
+_LEAST_NAME = 12
 """Letters of a unit's name, however narrow the terminal is."""
 
 
@@ -84,7 +84,7 @@ def _table(profile: Profile, micro_batch: int, width: int) -> Table:
     for heading, footer in zip(headings, footers, strict=True):
         table.add_column(heading, footer, justify="right", no_wrap=True)
     for (name, suffix), row in zip(names, rows, strict=True):
-        table.add_row(escape(_shortened(name, max(LEAST_NAME, left - len(suffix)))) + suffix, *row)
+        table.add_row(escape(_shortened(name, max(_LEAST_NAME, left - len(suffix)))) + suffix, *row)
     return table
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-REFRESHES_PER_S = 4
+_REFRESHES_PER_S = 4
 """Few, as what is measured meanwhile has to wait for them."""
 
 
@@ -25,7 +25,7 @@ def progress_bar(first: str) -> Iterator[Callable[[float, str], None]]:
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        refresh_per_second=REFRESHES_PER_S,
+        refresh_per_second=_REFRESHES_PER_S,
     ) as bar:
         task = bar.add_task(first, total=None)
         yield lambda done, what: bar.update(task, total=1.0, completed=done, description=what)

@@ -106,8 +106,8 @@ class Picture:
     shapes: tuple[Shape, ...]
 
 
-NARROW = frozenset("fijlrtI.,:;|'!()[]- ·")
-WIDE = frozenset("mwMW%@&")
+_NARROW = frozenset("fijlrtI.,:;|'!()[]- ·")
+_WIDE = frozenset("mwMW%@&")
 
 
 def text_width(text: str, size: float) -> float:
@@ -116,11 +116,11 @@ def text_width(text: str, size: float) -> float:
 
 
 def _ems(c: str) -> float:
-    if c in NARROW:
+    if c in _NARROW:
         return 0.38
     if c.isdigit():
         return 0.6
-    if c in WIDE:
+    if c in _WIDE:
         return 0.95
     return 0.76 if c.isupper() or not c.isascii() else 0.66
 

@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape, quoteattr
 from bireme.report.palette import Colour, hex_of
 from bireme.report.shapes import Flag, Line, Picture, Rect, Shape, Text
 
-FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+_FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 BASELINE = 0.35
 """How far below its middle a line of text is placed, in parts of its size."""
 
@@ -20,7 +20,7 @@ def _lines(picture: Picture) -> Iterator[str]:
     size = f'width="{picture.width}" height="{picture.height}"'
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {picture.width} {picture.height}" '
-        f'font-family="{FONTS}">'
+        f'font-family="{_FONTS}">'
     )
     yield f"<title>{escape(picture.title)}</title>"
     stripes = {shape.stripes for shape in picture.shapes if isinstance(shape, Rect) and shape.stripes}

@@ -26,7 +26,7 @@ NAMES = {
     None: "waiting",
 }
 
-DELAYS = {
+_DELAYS = {
     Rule.SYNCHRONOUS: "none",
     Rule.DELAYED: "1 batch",
     Rule.FRESH: "partial",
@@ -154,7 +154,7 @@ def print_comparison(contenders: Sequence[ScheduleOutcome], console: Console) ->
             bytes_text(max(kept.peak_bytes for kept in memory)),
             str(max(kept.weight_versions for kept in memory)),
             str(max(kept.peak_stashed_microbatches for kept in memory)),
-            DELAYS[contender.schedule.rule],
+            _DELAYS[contender.schedule.rule],
         )
     console.print(table)
     ahead = [(c.schedule.name, c.advice) for c, _ in ran if c.advice is not None and c.advice.lookahead]

@@ -26,7 +26,7 @@ from bireme.timeline.timeline import (
     sync_name,
 )
 
-Event = dict[str, Any]
+_Event = dict[str, Any]
 
 COLOURS = (
     "rail_response",
@@ -38,9 +38,9 @@ COLOURS = (
 )
 """Names of colours that chrome://tracing knows, one for each batch in turn; Perfetto takes its own."""
 
-EVENTS_A_CHUNK = 1000
+_EVENTS_A_CHUNK = 1000
 
-AGREEMENT = "agreement of stages"
+_AGREEMENT = "agreement of stages"
 """What a rank without other replicas does in REDUCE: it waits for what all stages of its pipeline found."""
 
 
@@ -49,19 +49,19 @@ def write_trace(timeline: Timeline, path: Path, *, has_replicas: bool = True) ->
 
     Without replicas no event is named a gradient sync.
     """
-    write_chunks_atomically(path, _chunks(_events(timeline, GRADIENT_SYNC if has_replicas else AGREEMENT)))
+    write_chunks_atomically(path, _chunks(_events(timeline, GRADIENT_SYNC if has_replicas else _AGREEMENT)))
 
 
-def _chunks(events: Iterator[Event]) -> Iterator[bytes]:
+def _chunks(events: Iterator[_Event]) -> Iterator[bytes]:
     yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
     separator = ""
-    while some := list(islice(events, EVENTS_A_CHUNK)):
+    while some := list(islice(events, _EVENTS_A_CHUNK)):
         yield (separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in some)).encode()
         separator = ",\n"
     yield b"\n]}\n"
 
 
-def _events(timeline: Timeline, reduce_name: str) -> Iterator[Event]:
+def _events(timeline: Timeline, reduce_name: str) -> Iterator[_Event]:
     threads = _Threads(timeline.program.num_ranks)
     for rank in timeline.ranks:
         process = _process(rank.rank)
@@ -100,7 +100,7 @@ class _Threads:
         self.rows: dict[tuple[int, str], list[tuple[int, int]]] = {}
         """For each rank and name its threads, each with the end of the last event on it."""
 
-    def event(self, rank: int, name: str, start_s: float, end_s: float, what: Event) -> Iterator[Event]:
+    def event(self, rank: int, name: str, start_s: float, end_s: float, what: _Event) -> Iterator[_Event]:
         """The event, complete or, where it takes no time, instant, on a thread of that name."""
         start, end = _ns(start_s), _ns(end_s)
         rows = self.rows.setdefault((rank, name), [])
@@ -116,13 +116,13 @@ class _Threads:
         else:
             yield {"ph": "i", "s": "t", **place, **what}
 
-    def _named(self, rank: int, name: str, thread: int) -> Iterator[Event]:
+    def _named(self, rank: int, name: str, thread: int) -> Iterator[_Event]:
         place = {"pid": _process(rank), "tid": thread}
         yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
 
 
-def _computed(program: Program, rank: RankTimeline, threads: _Threads, reduce_name: str) -> Iterator[Event]:
+def _computed(program: Program, rank: RankTimeline, threads: _Threads, reduce_name: str) -> Iterator[_Event]:
     for interval in rank.intervals():
         step = interval.instruction
         if step.kind in BUSY:
@@ -142,8 +142,8 @@ def _colour(step: Instruction) -> str:
     return COLOURS[step.batch % len(COLOURS)]
 
 
-def _args(step: Instruction) -> Event:
-    args: Event = {"stage": step.stage, "batch": step.batch}
+def _args(step: Instruction) -> _Event:
+    args: _Event = {"stage": step.stage, "batch": step.batch}
     if step.microbatch is not None:
         args["micro-batch"] = step.microbatch
     if step.half is not None:
@@ -155,7 +155,7 @@ def _args(step: Instruction) -> Event:
     return args
 
 
-def _memory(timeline: Timeline, rank: RankTimeline) -> Iterator[Event]:
+def _memory(timeline: Timeline, rank: RankTimeline) -> Iterator[_Event]:
     """A sample where the bytes change."""
     series = timeline.memory[rank.rank].series if timeline.memory else None
     if series is None:
@@ -173,7 +173,7 @@ def _memory(timeline: Timeline, rank: RankTimeline) -> Iterator[Event]:
             before = num_bytes
 
 
-def _copies(timeline: Timeline, rank: int, copies: Copies, threads: _Threads) -> Iterator[Event]:
+def _copies(timeline: Timeline, rank: int, copies: Copies, threads: _Threads) -> Iterator[_Event]:
     track = timeline.ranks[rank].track
     for start_s, end_s, num_bytes, index in zip(
         copies.start_s, copies.end_s, copies.num_bytes, copies.posted_by, strict=True
@@ -189,7 +189,7 @@ def _copies(timeline: Timeline, rank: int, copies: Copies, threads: _Threads) ->
         yield from threads.event(rank, f"{copies.source} to {copies.destination}", start_s, end_s, what)
 
 
-def _syncs(timeline: Timeline, transfers: Transfers, threads: _Threads) -> Iterator[Event]:
+def _syncs(timeline: Timeline, transfers: Transfers, threads: _Threads) -> Iterator[_Event]:
     rank, name = transfers.source, sync_name(timeline, transfers)
     for start_s, end_s, num_bytes, index in zip(
         transfers.start_s, transfers.end_s, transfers.num_bytes, transfers.sent_by, strict=True
@@ -201,7 +201,7 @@ def _syncs(timeline: Timeline, transfers: Transfers, threads: _Threads) -> Itera
 
 def _messages(
     timeline: Timeline, transfers: Transfers, threads: _Threads, flows: Iterator[int]
-) -> Iterator[Event]:
+) -> Iterator[_Event]:
     """Each message on both ranks, and an arrow between the two where it takes time."""
     source, destination = transfers.source, transfers.destination
     track = timeline.ranks[source].track
@@ -225,7 +225,7 @@ def _messages(
             yield from _arrow(sent[-1], received[-1], next(flows))
 
 
-def _arrow(sent: Event, received: Event, flow: int) -> Iterator[Event]:
+def _arrow(sent: _Event, received: _Event, flow: int) -> Iterator[_Event]:
     """From the begin of a send to just before the end of its receive, where it still belongs to it."""
     arrow = {"name": "message", "cat": "message", "id": flow}
     last = (round((received["ts"] + received["dur"]) * 1000) - 1) / 1000

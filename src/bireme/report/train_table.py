@@ -19,12 +19,12 @@ from bireme.profile.profile import Profile
 from bireme.report.units import against_predicted, counted, seconds_text
 from bireme.schedule.program import Rule
 
-LONGEST_SAMPLE = 1200
+_LONGEST_SAMPLE = 1200
 
-WORTH_TELLING = 0.03
+_WORTH_TELLING = 0.03
 """By how much a machine must be slower or faster before the summary says so."""
 
-MOST_WARNINGS = 3
+_MOST_WARNINGS = 3
 """Of a long run the last ones; the log has all."""
 
 
@@ -213,7 +213,7 @@ def print_summary(
         say(_tiers(tiers))
     if speed is not None:
         tell(f"The machine ran at {speed:.2f} of the speed that it was profiled at.")
-    loss = [f"{name} loss {document[key]:.4f}" for name, key in LOSSES if document[key] is not None]
+    loss = [f"{name} loss {document[key]:.4f}" for name, key in _LOSSES if document[key] is not None]
     rate, perplexity = document["tokens_per_s"], document.get("eval_perplexity")
     loss += [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
     parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
@@ -222,7 +222,7 @@ def print_summary(
         tell(_about_codecs(document["links"], through))
     if (joules := document.get("joules_per_sample")) is not None:
         tell(f"By the watts of its devices a sample took {joules:.3g} J.")
-    for warning in document["warnings"][-MOST_WARNINGS:]:
+    for warning in document["warnings"][-_MOST_WARNINGS:]:
         tell(f"Warning: {warning}")
     if is_stopped:
         tell(f"Stopped ({document['reason']}). To resume: bireme resume {shlex.quote(folder)}")
@@ -231,7 +231,7 @@ def print_summary(
     tell(f"For a page with all results: bireme report {shlex.quote(folder)}")
     if document["sample"]:
         say("\n[dim]A sample of its text:[/dim]")
-        say(escape(document["sample"][:LONGEST_SAMPLE]), highlight=False)
+        say(escape(document["sample"][:_LONGEST_SAMPLE]), highlight=False)
 
 
 def _about_model(folder: str, steps: int, checkpoint: int | None) -> str:
@@ -269,13 +269,13 @@ def _tell(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-LOSSES = (("training", "train_loss"), ("evaluation", "eval_loss"))
+_LOSSES = (("training", "train_loss"), ("evaluation", "eval_loss"))
 
 
 def _speed(document: dict[str, Any]) -> float | None:
     """The machine's speed relative to when the model was profiled, where that explains anything."""
     control = document["control"]
-    return None if control is None or abs(control["speed"] - 1) < WORTH_TELLING else float(control["speed"])
+    return None if control is None or abs(control["speed"] - 1) < _WORTH_TELLING else float(control["speed"])
 
 
 def _seconds(value: float | None) -> str:

@@ -54,10 +54,10 @@ class Stopwatch:
         return (self.take(batch),)
 
 
-FORMAT = 1
+_FORMAT = 1
 
 
-class NotWantedError(Exception):
+class _NotWantedError(Exception):
     """The shares of a batch that will never be read were asked for."""
 
 
@@ -110,7 +110,7 @@ class Balancer:
             assert batch <= self._known or threading.get_ident() != self._thread, "read_ahead bounds it"
             self._changed.wait_for(lambda: batch <= self._known or self._is_closed)
             if batch > self._known:
-                raise NotWantedError
+                raise _NotWantedError
             return self.balance.at(batch)
 
     def own_seconds(self, batch: int) -> Sequence[float]:
@@ -149,7 +149,7 @@ class Balancer:
 
     def state(self) -> dict[str, Any]:
         """All that decides about the shares to come, as JSON has it."""
-        return {"format": FORMAT, **asdict(self.balance)}
+        return {"format": _FORMAT, **asdict(self.balance)}
 
     def load(self, state: Mapping[str, Any] | None, num_trained: int) -> bool:
         """Go on after so many batches from a state; whether it is one for these replicas and this batch.
@@ -157,7 +157,7 @@ class Balancer:
         Without one the first shares hold, and nothing is known of any speed.
         """
         first = self._sharing.first
-        found = None if state is None else as_dataclass(state, Balance, number=FORMAT, source="The shares")
+        found = None if state is None else as_dataclass(state, Balance, number=_FORMAT, source="The shares")
         fits = found is not None and all(
             len(shares) == len(first) and sum(shares) == sum(first) and self.limits.hold(shares)
             for shares in (found.before, found.shares)

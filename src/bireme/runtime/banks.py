@@ -59,7 +59,7 @@ class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
 Tensors = Mapping[str, Tensor]
 
 
-class BankContents:
+class _BankContents:
     """The weight versions of one stage, and what the optimizer remembers; whoever steps them sets these."""
 
     shared: SharedWeights | None
@@ -224,7 +224,7 @@ class BankMemory:
 Gradients = Mapping[str, Tensor | Product | None]
 
 
-class WeightBanks(BankContents):
+class WeightBanks(_BankContents):
     """Starts with copies of `parameters` as version 0; those in `trainable` get versions, the others do not.
 
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32

@@ -168,8 +168,8 @@ class PeerLost(Exception):  # noqa: N818 (it is an event, which others act on)
 
 # The lifeline: a process that ends when its parent, or who asked for it, ends, whatever ended that.
 
-PR_SET_PDEATHSIG = 1
-F_SETSIG = 10
+_PR_SET_PDEATHSIG = 1
+_F_SETSIG = 10
 """Of Linux; Python's `fcntl` has no name for it."""
 LOOK_S = 1.0
 
@@ -178,7 +178,7 @@ def die_with_parent(parent_pid: int) -> None:
     """From now on this process is killed when its parent, which had that number, is gone."""
     if sys.platform == "linux":
         # Says the kernel: when the *thread* ends that started this process.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_look, args=(parent_pid,), name="bireme lifeline", daemon=True).start()
     if os.getppid() != parent_pid:
@@ -192,7 +192,7 @@ def die_with_holder(lifeline: int) -> None:
     import fcntl  # not on every system
 
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_RDONLY | os.O_ASYNC)
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)  # It was closed before this was set.
@@ -204,7 +204,7 @@ def _look(parent_pid: int) -> None:
     os._exit(1)
 
 
-CAUSE = "board/cause"
+_CAUSE = "board/cause"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +245,8 @@ class Board:
 
     def record(self, failure: Failure) -> Failure:
         """Write down a root cause. What comes back is the one that counts: it may be another's."""
-        return Failure.decode(self._store.compare_set(CAUSE, "", failure.encode()))
+        return Failure.decode(self._store.compare_set(_CAUSE, "", failure.encode()))
 
     def cause(self) -> Failure | None:
         """The root cause, once there is one."""
-        return Failure.decode(self._store.get(CAUSE)) if self._store.check([CAUSE]) else None
+        return Failure.decode(self._store.get(_CAUSE)) if self._store.check([_CAUSE]) else None

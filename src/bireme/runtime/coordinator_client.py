@@ -30,28 +30,28 @@ from bireme.sync.coordinator.messages import (
     encode,
 )
 
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 
 Address = tuple[str, int]
 
-BEATS = 5
+_BEATS = 5
 """Reports in a lease, where nothing changes."""
-PATIENCE, LONG_PATIENCE = 0.5, 2.0
+_PATIENCE, _LONG_PATIENCE = 0.5, 2.0
 """Leases without a word after which to call the next host; the long one where none has come from this one."""
-FAREWELL = 3.0
+_FAREWELL = 3.0
 """Leases that one that is leaving waits at most to be let go."""
 
 BEAT_S = 0.5
 """How often an observer asks a host."""
 
-NOTHING = CoordinatorReply(epoch=0, number=-1)
+_NOTHING = CoordinatorReply(epoch=0, number=-1)
 
 
-class Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
+class _Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
     """The others continue without this replica: its ranks end, and it starts again."""
 
 
-class NoReply(Exception):  # noqa: N818 (it is an event, which the caller acts on)
+class _NoReply(Exception):  # noqa: N818 (it is an event, which the caller acts on)
     """What was waited for has not come in time."""
 
 
@@ -70,7 +70,7 @@ class Observer:
     def __init__(self, hosts: Sequence[Address], token: str) -> None:
         self._hosts, self._token = tuple(hosts), token.encode()
         self._ended: frozenset[Incarnation] = frozenset()
-        self._word = NOTHING
+        self._word = _NOTHING
         self._heard_s = time.monotonic()
         self._refused_s: dict[int, float] = {}
         """Since when each host refuses connections, if it does."""
@@ -184,7 +184,7 @@ class CoordinatorClient:
     @property
     def word(self) -> CoordinatorReply:
         """The last word; before the first one it says that nobody is a member."""
-        return self._farewell or self._known.last or NOTHING
+        return self._farewell or self._known.last or _NOTHING
 
     def on_word(self, act: Callable[[], None]) -> None:
         """Have something called after each word, from the client's thread."""
@@ -214,22 +214,22 @@ class CoordinatorClient:
             self._report = replace(self._report, rounds=tuple(rounds))
         self._tell()
 
-    def wait(self, find: Callable[[CoordinatorReply], Found | None], limit_s: float) -> Found:
+    def wait(self, find: Callable[[CoordinatorReply], _Found | None], limit_s: float) -> _Found:
         """What `find` finds in a word, once that is something.
 
-        Raises `Dropped` if this replica is a member no more, and `NoReply` after the limit.
+        Raises `_Dropped` if this replica is a member no more, and `_NoReply` after the limit.
         """
         ends_s = time.monotonic() + limit_s
         with self._changed:
             while True:
                 if self.is_dropped:
-                    raise Dropped(f"Replica {self._report.rank.replica} was dropped by the others.")
+                    raise _Dropped(f"Replica {self._report.rank.replica} was dropped by the others.")
                 found = find(self.word)
                 if found is not None:
                     return found
                 left_s = ends_s - time.monotonic()
                 if left_s <= 0:
-                    raise NoReply(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
+                    raise _NoReply(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
                 self._changed.wait(left_s)
 
     def close(self, *, is_leaving: bool = True) -> None:
@@ -239,7 +239,7 @@ class CoordinatorClient:
         if is_leaving and self._thread.ident is not None:
             self.say(is_leaving=True)
             with self._changed:
-                self._changed.wait_for(lambda: self.is_dropped, FAREWELL * self._lease_s)
+                self._changed.wait_for(lambda: self.is_dropped, _FAREWELL * self._lease_s)
         self._is_closing = True
         self._wake()
         if self._thread.ident is not None:
@@ -271,7 +271,7 @@ class CoordinatorClient:
         while not self._is_closing:
             talk = self._connected(first)
             if talk is None:
-                time.sleep(self._lease_s / BEATS)
+                time.sleep(self._lease_s / _BEATS)
                 first = 0
                 continue
             number, made = talk
@@ -291,7 +291,7 @@ class CoordinatorClient:
         for place in range(len(self._hosts)):
             number = (first + place) % len(self._hosts)
             with suppress(OSError):
-                made = socket.create_connection(self._hosts[number], timeout=PATIENCE * self._lease_s)
+                made = socket.create_connection(self._hosts[number], timeout=_PATIENCE * self._lease_s)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return number, made
         return None
@@ -307,7 +307,7 @@ class CoordinatorClient:
 
     def _found_elsewhere(self, number: int) -> int | None:
         """The host that coordinates, if it answers and is another one than the host of this number."""
-        if self._seeker is None or self._seeker.word is NOTHING or self._seeker.silent_s > 2 * BEAT_S:
+        if self._seeker is None or self._seeker.word is _NOTHING or self._seeker.silent_s > 2 * BEAT_S:
             return None
         found = coordinating(self._seeker.word, self._hosts)
         return None if found == number else found
@@ -319,7 +319,7 @@ class CoordinatorClient:
         self._was_silent, come = False, b""
         made.sendall(self._token + b"\n")
         heard_s = time.monotonic()
-        beat_s, self._said_s = self._lease_s / BEATS, 0.0
+        beat_s, self._said_s = self._lease_s / _BEATS, 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(made, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -347,7 +347,7 @@ class CoordinatorClient:
                     self._seek(is_needed=not self._has_word)
                 if self._found_elsewhere(number) is not None:
                     return
-                patience = PATIENCE if self._has_word else LONG_PATIENCE
+                patience = _PATIENCE if self._has_word else _LONG_PATIENCE
                 if time.monotonic() > heard_s + patience * self._lease_s:
                     self._was_silent = True
                     return

@@ -106,14 +106,14 @@ def _cut_half_line(path: Path) -> None:
 # A caller's first line is the token of the run; whoever has another one is refused. What a step leads to is
 # in the ledger before a word of it is sent. A rank that reads slowly gets only the last word: it says all.
 
-MOST_BYTES = 1 << 24
+_MOST_BYTES = 1 << 24
 """Of a line; a longer one is not from a rank."""
-NOTICE = b'{"ended"'
+_NOTICE = b'{"ended"'
 """How what a launcher says begins."""
-NOBODY = RankId(-1, 0, 0)
-SHORTEST_S = 0.001
+_NOBODY = RankId(-1, 0, 0)
+_SHORTEST_S = 0.001
 LONGEST_S = 1.0
-LATE_S = 0.5
+_LATE_S = 0.5
 """A process that looks so much later than it wanted to was stopped, as on a laptop that was closed."""
 
 
@@ -140,7 +140,7 @@ class _Caller:
         if not more:
             raise ConnectionResetError("the caller has hung up")
         *lines, self.come = (self.come + more).split(b"\n")
-        if len(self.come) > MOST_BYTES:
+        if len(self.come) > _MOST_BYTES:
             raise ConnectionError("no rank sends such a line")
         return lines
 
@@ -239,10 +239,10 @@ class CoordinatorServer:
     def _serve(self) -> None:
         """Wait for the next event, and do what follows."""
         now_s = self._now_s()
-        wait_s = min(max(host_wake_s(self._host, self._ticked_s) - now_s, SHORTEST_S), LONGEST_S)
+        wait_s = min(max(host_wake_s(self._host, self._ticked_s) - now_s, _SHORTEST_S), LONGEST_S)
         ready = self._selector.select(wait_s)
         late_s = self._now_s() - now_s - wait_s
-        if late_s > LATE_S:
+        if late_s > _LATE_S:
             self._stopped_s += late_s
         for key, _ in ready:
             if key.fileobj is self._listening:
@@ -289,14 +289,14 @@ class CoordinatorServer:
             for life in report.ended:
                 self._step(Ended(life))
             if self._host.state is not None:
-                caller.next = word_for(self._host.state, NOBODY)
+                caller.next = word_for(self._host.state, _NOBODY)
 
     def _reports(self, caller: _Caller) -> list[Report | Notice]:
         """What a caller has said. Raises an error if it has hung up, or is no rank of this run."""
         found = list[Report | Notice]()
         for line in caller.lines():
             if caller.is_known:
-                is_notice = line.startswith(NOTICE)
+                is_notice = line.startswith(_NOTICE)
                 found.append(decode(Notice, line) if is_notice else decode(Report, line))
             elif line == self._token:
                 caller.is_known = True
@@ -336,11 +336,11 @@ class CoordinatorServer:
             self._ranks = {rank: one for rank, one in self._ranks.items() if one is not caller}
 
 
-START_S = 60.0
+_START_S = 60.0
 """How long a process may take to say where it listens."""
-LEAST_SILENCE_S = 2.0
+_LEAST_SILENCE_S = 2.0
 """A process is stuck if it does not answer for a lease, and for so long at least."""
-ASLEEP_S = 1.0
+_ASLEEP_S = 1.0
 """Who has not looked for so long may have been stopped itself, and does not know who answered meanwhile."""
 
 
@@ -373,10 +373,10 @@ class CoordinatorProcess:
 
     def start(self) -> None:
         """Start the process, and learn its port."""
-        self._process, self._talk = start_process("bireme coordinator", serve_host, self._order)
+        self._process, self._talk = start_process("bireme coordinator", _serve_host, self._order)
         self.starts += 1
-        if not self._talk.poll(START_S):
-            raise BiremeError(f"The coordinator's process has not said in {START_S:g} s where it listens.")
+        if not self._talk.poll(_START_S):
+            raise BiremeError(f"The coordinator's process has not said in {_START_S:g} s where it listens.")
         try:
             port = self._talk.recv()
         except EOFError:
@@ -426,13 +426,13 @@ class CoordinatorProcess:
     def _is_stuck(self) -> bool:
         """Whether it serves no more, though its process is there: it is asked, and does not answer."""
         now_s = time.monotonic()
-        if self._asked_s is None or now_s > self._looked_s + ASLEEP_S:
+        if self._asked_s is None or now_s > self._looked_s + _ASLEEP_S:
             if self._asked_s is None and self._talk is not None:
                 with suppress(OSError):
                     self._talk.send(None)
             self._asked_s = now_s
         self._looked_s = now_s
-        return now_s > self._asked_s + max(self._order.settings.lease_s, LEAST_SILENCE_S)
+        return now_s > self._asked_s + max(self._order.settings.lease_s, _LEAST_SILENCE_S)
 
     def ended(self, life: Incarnation) -> None:
         """Say that a start of a replica is over for certain."""
@@ -449,7 +449,7 @@ class CoordinatorProcess:
             self._process.close()
 
 
-def serve_host(talk: Connection, order: CoordinatorOrder) -> None:
+def _serve_host(talk: Connection, order: CoordinatorOrder) -> None:
     """Serve until the starter hangs up: first its port goes to that one, then ends of replicas come, and
     questions whether it still serves, which are None, as is the answer.
     """

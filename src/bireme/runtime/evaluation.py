@@ -57,7 +57,7 @@ class Evaluator:
 
     def __init__(
         self,
-        stages: "Mapping[int, EvaluationStage]",
+        stages: "Mapping[int, _EvaluationStage]",
         layout: Layout,
         interpreter: Interpreter,
         group: Group,
@@ -76,7 +76,7 @@ class Evaluator:
         """The loss over some batches, each of any size down to one sample; what crosses borders goes through
         `codecs`.
         """
-        lending = Lending()
+        lending = _Lending()
         for stage in self._stages.values():
             stage.begin(lending)
         try:
@@ -112,7 +112,7 @@ class Evaluator:
             raise AssertionError("an evaluation finishes no batch of training")
 
 
-class HoldsWeights(Protocol):
+class _HoldsWeights(Protocol):
     """Where an evaluation takes a stage's weights from."""
 
     def lent(self) -> AbstractContextManager[Mapping[str, Tensor] | None]:
@@ -124,7 +124,7 @@ class HoldsWeights(Protocol):
         """The same, as copies where they are paged."""
 
 
-class Lending:
+class _Lending:
     """The weights that an evaluation reads: of all stages where the device has room for them, else of some.
 
     A rank takes all micro-batches of a batch through a stage before the next, so weights are read once for
@@ -132,9 +132,9 @@ class Lending:
     """
 
     def __init__(self) -> None:
-        self._lent: list[tuple[HoldsWeights, ExitStack, Mapping[str, Tensor]]] = []
+        self._lent: list[tuple[_HoldsWeights, ExitStack, Mapping[str, Tensor]]] = []
 
-    def of(self, banks: HoldsWeights) -> Mapping[str, Tensor]:
+    def of(self, banks: _HoldsWeights) -> Mapping[str, Tensor]:
         """The weights of a stage."""
         for owner, _, weights in self._lent:
             if owner is banks:
@@ -156,13 +156,13 @@ class Lending:
             self._lent.pop()[1].close()
 
 
-class EvaluationStage:
+class _EvaluationStage:
     """A stage that only runs forward, and keeps nothing but the loss."""
 
     def __init__(
         self,
         function: StageFunction,
-        banks: HoldsWeights,
+        banks: _HoldsWeights,
         buffers: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
@@ -171,9 +171,9 @@ class EvaluationStage:
         self._buffers = buffers
         self._device = device
         self._loss = 0.0
-        self._lending = Lending()
+        self._lending = _Lending()
 
-    def begin(self, lending: Lending) -> None:
+    def begin(self, lending: _Lending) -> None:
         """An evaluation begins, which lends the newest weights."""
         self._loss, self._lending = 0.0, lending
 
@@ -287,7 +287,7 @@ class _Fixed:
 
 def _stages(
     graph: Graph, layout: Layout, weights: Weights, device: torch.device
-) -> dict[int, EvaluationStage]:
+) -> dict[int, _EvaluationStage]:
     """The stages of this rank, with their weights on the device."""
     dtypes = {state.name: getattr(torch, state.dtype) for state in (*graph.parameters, *graph.buffers)}
     found = {}
@@ -297,7 +297,7 @@ def _stages(
         held = {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}
         fixed = _Fixed({name: held[name] for name in function.parameters})
         buffers = {name: held[name] for name in function.buffers}
-        found[stage] = EvaluationStage(function, fixed, buffers, device)
+        found[stage] = _EvaluationStage(function, fixed, buffers, device)
     return found
 
 
@@ -348,7 +348,7 @@ class Assembly:
             )
         return chosen_maps(self.graph, self.form)
 
-    def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, EvaluationStage]:
+    def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, _EvaluationStage]:
         """The same in evaluation mode, on the same weights. They must be cut where those in training are."""
         units = units_of(evaluation)
         in_training = units_of(self.graph)
@@ -362,7 +362,7 @@ class Assembly:
         for stage, training in stages.items():
             own = [units[unit.index] for unit in self.layout.units[stage]]
             function = stage_function(evaluation, own, resolve=self.resolve, outputs=(LOSS,))
-            found[stage] = EvaluationStage(function, training.banks, training.buffers, self.device)
+            found[stage] = _EvaluationStage(function, training.banks, training.buffers, self.device)
         return found
 
     def _function(

@@ -122,9 +122,9 @@ def _channels(rank_of_stage: Sequence[int]) -> Iterator[Channel]:
 # first to begin one, so the others' numbers have come when it needs them, and its answer is there when they
 # do. It adds up while it waits for anything at all, so no order of instructions makes ranks wait in a circle.
 
-NO_STAGE = -1
+_NO_STAGE = -1
 """Where a message about a micro-batch has its stage."""
-NUMBERS = "numbers"
+_NUMBERS = "numbers"
 HOST = torch.device("cpu")
 
 
@@ -152,7 +152,7 @@ class SocketSums:
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the ranks, added in their order."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        up, down = (_Numbers(forward, NO_STAGE, number, None, None) for forward in (True, False))
+        up, down = (_Numbers(forward, _NO_STAGE, number, None, None) for forward in (True, False))
         self.settle()
         if self.rank:
             self._send(up, 0, tensor)
@@ -170,7 +170,7 @@ class SocketSums:
     def _send(self, key: Message, to: int, tensor: Tensor) -> None:
         parcel = _format(tensor).parcel(HOST)
         parcel.address(key)
-        parcel.pack({NUMBERS: tensor})
+        parcel.pack({_NUMBERS: tensor})
         self._sent.append(self._transport.send(key, to, parcel.message))
 
     def _expect(self, key: Message, source: int, tensor: Tensor) -> "_Part":
@@ -204,7 +204,7 @@ class _Part:
 
     def numbers(self) -> Tensor:
         """Those that have come."""
-        return self._arrival.unpack(HOST)[NUMBERS]
+        return self._arrival.unpack(HOST)[_NUMBERS]
 
     def wait(self) -> None:
         """Return when the tensor is the sum."""
@@ -235,14 +235,14 @@ class _Sum:
 
 @cache
 def _format_of(shape: tuple[int, ...], dtype: torch.dtype) -> WireFormat:
-    return WireFormat([TensorSpec(NUMBERS, shape, dtype)])
+    return WireFormat([TensorSpec(_NUMBERS, shape, dtype)])
 
 
 def _format(tensor: Tensor) -> WireFormat:
     return _format_of(tuple(tensor.shape), tensor.dtype)
 
 
-AWAKE_S = 0.5e-3
+_AWAKE_S = 0.5e-3
 """How long a rank with cores of its own stays awake when it waits for a message. Where processors sleep
 deeply, as virtual ones do, waking up takes longer than most messages between two ranks of one machine."""
 
@@ -351,7 +351,7 @@ class DistFabric:
                 timeout_s=world.timeout_s,
             )
             has_own_cores = world.num_local * torch.get_num_threads() <= num_cores()
-            awake_s = AWAKE_S if has_own_cores else 0.0
+            awake_s = _AWAKE_S if has_own_cores else 0.0
             transport = SocketTransport(lines, timeout_s=world.timeout_s, awake_s=awake_s)
         world.watch.abort_on_failure(transport)
         return transport

@@ -31,8 +31,8 @@ from bireme.runtime.board import die_with_holder
 FORK, IMPORT = b"fork", b"import "
 """What a client may ask: for a copy, together with five files; and to import a module for all copies."""
 
-NUM_FILES = 5
-MESSAGE_BYTES = 4096
+_NUM_FILES = 5
+_MESSAGE_BYTES = 4096
 NUMBER_BYTES = 8
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -41,7 +41,7 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOOK_S = 1.0
 """How often to look for the owner, in case that another process has its socket, too."""
 
-CALLED_BYTES = 15
+_CALLED_BYTES = 15
 """Of a process's name, as Linux keeps it."""
 
 
@@ -109,10 +109,10 @@ class _Server:
 
     def _hear(self, client: socket.socket) -> None:
         try:
-            asked, files, _, _ = socket.recv_fds(client, MESSAGE_BYTES, NUM_FILES)
+            asked, files, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _NUM_FILES)
         except OSError:
             asked, files = b"", []
-        if asked == FORK and len(files) == NUM_FILES:
+        if asked == FORK and len(files) == _NUM_FILES:
             self._fork(files)
         elif asked.startswith(IMPORT):
             # Who needs it finds out what is wrong with it.
@@ -154,7 +154,7 @@ class _Server:
     def _note_ends(self) -> None:
         """Some copies may have ended: tell who asked for them. They stay known to the system until then."""
         with suppress(BlockingIOError):
-            self._woken.recv(MESSAGE_BYTES)
+            self._woken.recv(_MESSAGE_BYTES)
         for pid, copy in list(self._copies.items()):
             if copy.has_ended:
                 continue
@@ -251,7 +251,7 @@ def _work(talk: Connection) -> None:
     prepared = talk.recv()
     assert isinstance(prepared, Preparation)
     with suppress(OSError):
-        Path("/proc/self/comm").write_text(prepared.name[:CALLED_BYTES], encoding="utf-8")
+        Path("/proc/self/comm").write_text(prepared.name[:_CALLED_BYTES], encoding="utf-8")
     for name in os.environ.keys() - prepared.environment.keys():
         del os.environ[name]
     os.environ.update(prepared.environment)

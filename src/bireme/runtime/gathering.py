@@ -109,14 +109,14 @@ def timeline_of(program: Program, recordings: list[Recording]) -> Timeline:
     return Timeline(program, replicas[0], (), memory, source="measured", others=tuple(replicas[1:]))
 
 
-NUM_ROUNDS = 15
+_NUM_ROUNDS = 15
 """Of looking at the clocks together."""
 
 PIECE_ELEMENTS = 4 * 2**20
 """How much of a tensor goes in one message: 16 MiB in float32."""
 
 
-def clock_offset_s(group: Group) -> float:
+def _clock_offset_s(group: Group) -> float:
     """What to add to this rank's `perf_counter` to have rank 0's, to about the time a small message takes.
 
     Ranks come out of a barrier at nearly the same time.
@@ -124,7 +124,7 @@ def clock_offset_s(group: Group) -> float:
     if group.size == 1:
         return 0.0
     differences = []
-    for _ in range(NUM_ROUNDS):
+    for _ in range(_NUM_ROUNDS):
         group.barrier()
         now = perf_counter()
         first = torch.tensor([now], dtype=torch.float64)
@@ -146,7 +146,7 @@ def gather_rows(group: Group, row: Sequence[float]) -> list["array[float]"]:
 
 def gather_times(group: Group, recording: Recording) -> list[Recording]:
     """Every rank's recording, with all times on rank 0's clock."""
-    offset_s = clock_offset_s(group)
+    offset_s = _clock_offset_s(group)
     starts, ends = (gather_rows(group, [time + offset_s for time in times]) for times in recording)
     return list(zip(starts, ends, strict=True))
 
@@ -178,7 +178,7 @@ def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
     return torch.split(flat, PIECE_ELEMENTS) if flat.numel() else ()
 
 
-DTYPES = (
+_DTYPES = (
     torch.float64,
     torch.float32,
     torch.bfloat16,
@@ -196,6 +196,6 @@ def _agreed_dtypes(
     group: Group, states: Sequence[ModelState], own: Mapping[str, torch.dtype]
 ) -> list[torch.dtype]:
     """The dtype each is held in, which its owner alone knows: master weights are longer than the graph's."""
-    row = [float(DTYPES.index(own[s.name])) + 1.0 if s.name in own else 0.0 for s in states]
+    row = [float(_DTYPES.index(own[s.name])) + 1.0 if s.name in own else 0.0 for s in states]
     rows = gather_rows(group, row)
-    return [DTYPES[int(max(column)) - 1] for column in zip(*rows, strict=True)]
+    return [_DTYPES[int(max(column)) - 1] for column in zip(*rows, strict=True)]

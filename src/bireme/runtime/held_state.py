@@ -26,15 +26,17 @@ from bireme.sync.reducer import SumsBatches
 # residuals of all replicas are added, and each new one takes an equal part: their sum stays what it was, and
 # gradients are sums over replicas too. Thresholds are found again; bases are the same on all replicas.
 
-FEEDBACK = "feedback"
+_FEEDBACK = "feedback"
 
 
-def feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layout) -> dict[str, Tensor]:
+def _feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layout) -> dict[str, Tensor]:
     """What a replica keeps after so many batches, by the names of a snapshot; copied."""
     if feedback is None:
         return {}
     return {
-        f"{FEEDBACK}/{layout.replica}-of-{layout.width}/{name}/{key}": value.to("cpu", copy=True).contiguous()
+        f"{_FEEDBACK}/{layout.replica}-of-{layout.width}/{name}/{key}": value.to(
+            "cpu", copy=True
+        ).contiguous()
         for name, values in feedback.after(num_trained).items()
         for key, value in values.items()
     }
@@ -48,7 +50,7 @@ def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) ->
     of_width: dict[int, dict[str, dict[str, list[str]]]] = {}
     for key in sorted(saved.tensors):
         section, _, rest = key.partition("/")
-        if section != FEEDBACK:
+        if section != _FEEDBACK:
             continue
         place, _, rest = rest.partition("/")
         name, _, what = rest.rpartition("/")
@@ -84,13 +86,13 @@ def _shared(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor], among: i
 # anew, by the first message of each tensor.
 
 
-def threshold_sections(thresholds: Thresholds, num_trained: int, layout: Layout) -> dict[str, Tensor]:
+def _threshold_sections(thresholds: Thresholds, num_trained: int, layout: Layout) -> dict[str, Tensor]:
     """What the batch after so many takes from earlier ones, by the names of a snapshot."""
     found = thresholds.after(num_trained)
     return {f"{_section(layout)}{name}": value.to("cpu", copy=True) for name, value in found.items()}
 
 
-def load_thresholds(thresholds: Thresholds, saved: Snapshot, layout: Layout) -> None:
+def _load_thresholds(thresholds: Thresholds, saved: Snapshot, layout: Layout) -> None:
     """Go on from what was saved."""
     section = _section(layout)
     found = {
@@ -166,8 +168,8 @@ class HeldState:
             pieces_of.difference_update(stage.banks.names)
         if self._averages is not None:
             tensors |= self._averages.sections(own)
-        tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
-        tensors |= threshold_sections(self._stage_messages.thresholds, self.num_trained, layout)
+        tensors |= _feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= _threshold_sections(self._stage_messages.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
 
@@ -184,7 +186,7 @@ class HeldState:
         if self._averages is not None:
             self._averages.load(saved.tensors)
         load_feedback(self._reducer.feedback, saved, self.layout)
-        load_thresholds(self._stage_messages.thresholds, saved, self.layout)
+        _load_thresholds(self._stage_messages.thresholds, saved, self.layout)
         self.num_trained = saved.num_trained
         self._updates.scale = saved.clip_scale
         if self.balancer is not None:

@@ -28,7 +28,7 @@ OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""
 
 
-class RunsForward(Protocol):
+class _RunsForward(Protocol):
     """What a forward needs of a stage."""
 
     def forward(
@@ -52,7 +52,7 @@ class Interpreter:
         averages: Averages | None = None,
     ) -> None:
         self._stages = stages
-        self._forwards: Mapping[int, RunsForward] = stages
+        self._forwards: Mapping[int, _RunsForward] = stages
         self._stage_messages = stage_messages
         self._updates = updates
         self._on_instruction = on_instruction
@@ -100,7 +100,7 @@ class Interpreter:
         feed: Feed,
         recorder: Recorder | None = None,
         *,
-        forwards: Mapping[int, RunsForward] | None = None,
+        forwards: Mapping[int, _RunsForward] | None = None,
         codecs: LinkCodecs = NO_CODECS,
     ) -> Iterator[FinishedBatch]:
         """Run what the blocks say on the batches of the feed; gives what came of each batch when it is

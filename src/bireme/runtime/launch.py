@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 # It imports torch only once its environment is set. It prints nothing of its own failure: that is in the
 # store, where `launch` reads it.
 
-UNGUARDED_STATUS = 64
+_UNGUARDED_STATUS = 64
 """The exit status of a process that came to launch processes while it was itself being started."""
 LOCALHOST = "127.0.0.1"
-LOOPBACK = ("lo", "lo0")
+_LOOPBACK = ("lo", "lo0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _call(call: bytes, world: "World") -> bytes:
 
 def _stay_on_this_machine() -> None:
     """Let gloo connect over the loopback interface, so that a wrong host name or a VPN changes nothing."""
-    there = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
+    there = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
     if there:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", there[0])
 
@@ -147,9 +147,9 @@ OWN = "bireme."
 
 POLL_S = 0.1
 """How often to look for a root cause that is no process's end."""
-TERMINATION_S = 1.0
+_TERMINATION_S = 1.0
 """From SIGTERM to SIGKILL."""
-DELIVERY_S = 5.0
+_DELIVERY_S = 5.0
 """How long an ended process's last bytes may be on their way."""
 
 
@@ -172,7 +172,7 @@ def launch(
     """
     if getattr(current_process(), "_inheriting", False):
         # This process is one that is just being started, and runs a script that launches when it is imported.
-        os._exit(UNGUARDED_STATUS)
+        os._exit(_UNGUARDED_STATUS)
     if num_processes < 1 or timeout_s <= 0:
         raise BiremeError(
             f"Cannot launch {num_processes} processes with a timeout of {timeout_s:g} s: both "
@@ -252,7 +252,7 @@ class _Rank:
 
     def last_words(self) -> bytes | None:
         """The result of a process that has ended."""
-        self._talker.join(DELIVERY_S)
+        self._talker.join(_DELIVERY_S)
         return self.result
 
     def _talk(self, talk: Connection) -> None:
@@ -302,8 +302,8 @@ class Crew:
         (pulse,) = self._board.pulses([rank.number])
         status = (rank.process.status if rank.process else 0) or 0
         doing = None if pulse is None else pulse.doing
-        if status == UNGUARDED_STATUS and pulse is None:
-            return Failure.of(BiremeError(UNGUARDED), rank.number, None)
+        if status == _UNGUARDED_STATUS and pulse is None:
+            return Failure.of(BiremeError(_UNGUARDED), rank.number, None)
         if status < 0:
             return Failure.told(f"its process was killed by {_signal_name(-status)}.", rank.number, doing)
         if status == UNREPORTED:
@@ -328,7 +328,7 @@ class Crew:
             if error is None or interrupted:
                 self._wait(self._grace_s)
             self._signal_all(signal.SIGTERM)
-            self._wait(TERMINATION_S)
+            self._wait(_TERMINATION_S)
         finally:
             # Also if the user has no more patience and interrupts this. A stopped process ends of this only.
             with _interrupts_held():
@@ -354,7 +354,7 @@ def _sentinels(ranks: Iterable[_Rank]) -> list[Any]:
     return [rank.process.sentinel for rank in ranks if rank.process is not None]
 
 
-UNGUARDED = (
+_UNGUARDED = (
     "Each launched process imports the script that launches it and would launch again. Put "
     'the part that must run once under `if __name__ == "__main__":`.'
 )

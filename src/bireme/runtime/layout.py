@@ -32,7 +32,7 @@ Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedModel:
+class _PreparedModel:
     """A model in training mode, maybe one in evaluation mode, and its weights."""
 
     graph: Graph
@@ -48,7 +48,7 @@ def prepared(
     example_inputs: Inputs | None,
     loss: Loss | None,
     seed: int,
-) -> PreparedModel:
+) -> _PreparedModel:
     """A graph as it is given; a module captured in both modes, with copies of its own weights.
 
     A module on the meta device gets weights from the seed.
@@ -60,7 +60,7 @@ def prepared(
                 "A graph holds no weights. Give a function as weights= that has them by name, such as one "
                 "that calls materialize(model, names, seed=0)."
             )
-        return PreparedModel(model, evaluation, weights)
+        return _PreparedModel(model, evaluation, weights)
     if example_inputs is None:
         raise BiremeError(
             f"To capture {type(model).__name__}, the pipeline needs example_inputs=: a dict of tensors that "
@@ -70,7 +70,7 @@ def prepared(
     _refuse_sparse_gradients(graph)
     if evaluation is None:
         evaluation = capture(model, example_inputs, loss=loss, training=False)
-    return PreparedModel(graph, evaluation, weights or _own_weights(model, seed))
+    return _PreparedModel(graph, evaluation, weights or _own_weights(model, seed))
 
 
 def _refuse_sparse_gradients(graph: Graph) -> None:
@@ -164,7 +164,7 @@ def _halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
     return by_program
 
 
-WHOLE_WEIGHTS = 2
+_WHOLE_WEIGHTS = 2
 """Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
 
 
@@ -193,7 +193,7 @@ def _gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
             'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
         )
     if not named.whole_weights:
-        by_program = replace(named, whole_weights=WHOLE_WEIGHTS).by_program
+        by_program = replace(named, whole_weights=_WHOLE_WEIGHTS).by_program
     by_program.source.settled()  # refuses schedules that need gradients whole
     return by_program
 

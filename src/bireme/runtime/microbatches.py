@@ -66,7 +66,7 @@ class LazyBatch(Protocol):
 Batch = Mapping[str, Tensor] | LazyBatch
 
 
-def lazy(given: Batch, number: int, required: Sequence[Value]) -> LazyBatch:
+def _lazy(given: Batch, number: int, required: Sequence[Value]) -> LazyBatch:
     """A batch to be read; a dict must hold all inputs of the model. `number` is what to call it."""
     if isinstance(given, Mapping):
         return _Whole(_checked(given, number, required))
@@ -114,19 +114,19 @@ class _Whole:
         for name, tensor in self._tensors.items():
             stamp = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), stamp)
             flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-            for end in (flat[:STAMPED_ELEMENTS], flat[-STAMPED_ELEMENTS:]):
+            for end in (flat[:_STAMPED_ELEMENTS], flat[-_STAMPED_ELEMENTS:]):
                 stamp = crc32(end.cpu().view(torch.uint8).numpy().data, stamp)
         return stamp
 
     def rows(self, wanted: Rows) -> Mapping[str, Tensor]:
         """Views of the tensors."""
-        return {name: rows_of(self._tensors[name], wanted.begin, wanted.end) for name in wanted.names}
+        return {name: _rows_of(self._tensors[name], wanted.begin, wanted.end) for name in wanted.names}
 
 
-STAMPED_ELEMENTS = 1 << 10
+_STAMPED_ELEMENTS = 1 << 10
 
 
-def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+def _rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
     """Some samples of an input; one without axes is the same for all."""
     return tensor[begin:end] if tensor.ndim else tensor
 
@@ -329,7 +329,7 @@ class Cutter:
 
     def cut(self, given: Batch, number: int) -> Portion:
         """This replica's portion of a batch, which is the one of that number."""
-        batch = lazy(given, number, self.required)
+        batch = _lazy(given, number, self.required)
         cut = self._to_train(number, batch.num_samples)
         portion = self._portion(batch, number, cut, self.num_sliced, batch.stamp, is_apart=self._is_apart)
         return replace(portion, shares=cut.shares(self.width))
@@ -340,7 +340,7 @@ class Cutter:
 
     def cut_to_evaluate(self, given: Batch, number: int) -> Portion:
         """This replica's portion of a batch of any size to evaluate with, in which it may have no part."""
-        batch = lazy(given, number, self.required)
+        batch = _lazy(given, number, self.required)
         whole = replace(self, num_samples=0)
         return whole._portion(batch, number, self._to_evaluate(batch.num_samples), 0, 0, is_apart=False)
 
@@ -418,7 +418,7 @@ class Cutter:
                 return whole
             middle = (begin + end + 1) // 2
             halves = (
-                piece(*part, weights.add(weight(*part)), seed + SECOND_HALF * half)
+                piece(*part, weights.add(weight(*part)), seed + _SECOND_HALF * half)
                 for half, part in enumerate(((begin, middle), (middle, end)))
             )
             return replace(whole, halves=tuple(halves))
@@ -442,16 +442,16 @@ class _Column:
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Those of some samples of the batch."""
-        return rows_of(self.tensor, begin - self.first, end - self.first)
+        return _rows_of(self.tensor, begin - self.first, end - self.first)
 
 
-SECOND_HALF = 1 << 62
+_SECOND_HALF = 1 << 62
 """Added to a micro-batch's seed for its second half."""
 
 
 def micro_batch_seed(seed: int, batch: int, index: int) -> int:
     """The seed of one micro-batch, `index` of all that the batch is cut into."""
-    return ((seed * 1_000_003 + batch) * 1_000_003 + index) % SECOND_HALF
+    return ((seed * 1_000_003 + batch) * 1_000_003 + index) % _SECOND_HALF
 
 
 class Feed:

@@ -94,7 +94,7 @@ NamedTensors = list[tuple[str, Tensor]]
 OptimizerFactory = Callable[[NamedTensors], Optimizer | Sequence[Optimizer]]
 """Makes what steps the given parameters. Each of them must be in just one group of one optimizer."""
 
-WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01, "muon": 0.1, "sgd": 0.0}
+_WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01, "muon": 0.1, "sgd": 0.0}
 """What torch takes where nothing is said."""
 
 
@@ -120,7 +120,7 @@ def named_optimizer(
     does for both, and leaves the rest to AdamW at `rest_lr`, or at `lr` where that is not given.
     """
     check_optimizer(name)
-    decay = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
+    decay = _WEIGHT_DECAY[name] if weight_decay is None else weight_decay
     rate_of_rest = lr if rest_lr is None else rest_lr
     _refuse_outside("learning rate", lr)
     _refuse_outside("learning rate of the rest", rate_of_rest)

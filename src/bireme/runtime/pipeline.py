@@ -67,7 +67,7 @@ from bireme.timeline.timeline import Timeline
 # What a rank takes of each batch: its cutter, from the graph, the plan and the rank's place in it.
 
 
-def cutter_of(
+def _cutter_of(
     graph: Graph,
     plan: ProgramPlan,
     layout: Layout,
@@ -99,7 +99,7 @@ def cutter_of(
 # What a pipeline cannot do together.
 
 
-def check_together(
+def _check_together(
     shard: str,
     form: GradientForm | None,
     codec: SumCodec,
@@ -138,7 +138,7 @@ def check_together(
 # Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks.
 
 
-def reducer_of(
+def _reducer_of(
     fabric: Fabric,
     layout: Layout,
     transport: Transport,
@@ -282,7 +282,7 @@ class Pipeline(HeldState):
             compiles=compile,
             clips=clip_norm is not None,
         )
-        check_together(shard, form, codec, self._paging, agreement, averaging)
+        _check_together(shard, form, codec, self._paging, agreement, averaging)
         batches = Batches()
         assembly = Assembly(
             graph,
@@ -305,7 +305,7 @@ class Pipeline(HeldState):
         """What decides about shares, if anything does."""
         if sharing is not None and stopwatch is not None:
             self.balancer = Balancer(sharing, self.layout, stopwatch, read_ahead=self.read_ahead)
-        self.cutter = cutter_of(
+        self.cutter = _cutter_of(
             graph, self.plan, self.layout, self.stages, seed, self._device, self.balancer, agreement
         )
         """What this rank takes of each batch."""
@@ -317,7 +317,7 @@ class Pipeline(HeldState):
         transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
         self._sharers = sharers
-        self._reducer = reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
+        self._reducer = _reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages

@@ -104,9 +104,9 @@ def _own_state(known: Mapping[str, Any], piece: ParameterRows) -> Iterator[tuple
             yield key, value
 
 
-Settled = Mapping[str, Components]
+_Settled = Mapping[str, Components]
 
-PARTS = ("left", "values", "right")
+_PARTS = ("left", "values", "right")
 
 
 class BatchStreams:
@@ -163,7 +163,7 @@ class PrincipalGradients:
         self._dtypes, self._device = dict(dtypes), device
         self.shapes = {name: one.shape for name, one in maps.items()}
         """The weights, by name."""
-        self._settled: dict[int, Settled] = {
+        self._settled: dict[int, _Settled] = {
             0: {
                 name: first_components(
                     one.rows,
@@ -186,11 +186,11 @@ class PrincipalGradients:
             {name: PrincipalStream(one, piece=self._form.piece) for name, one in before.items()},
         )
 
-    def after(self, num_updates: int) -> Settled:
+    def after(self, num_updates: int) -> _Settled:
         """What was settled after so many updates, or after the first that is known."""
         return self._settled[max(num_updates, min(self._settled))]
 
-    def settle(self, num_updates: int, found: Settled) -> None:
+    def settle(self, num_updates: int, found: _Settled) -> None:
         """Keep what a batch has found after so many updates; the rest stays as it was."""
         last = self.after(num_updates - 1)
         self._settled = {
@@ -206,13 +206,13 @@ class PrincipalGradients:
             f"{age}/{name}/{part}": getattr(one, part)
             for age in range(self._delay + 1)
             for name, one in self.after(num_updates - age).items()
-            for part in PARTS
+            for part in _PARTS
         }
 
     def load(self, saved: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Go on from such a state after so many updates. What is missing or of another rank starts again."""
         first = self.after(0)
-        found: dict[int, Settled] = {}
+        found: dict[int, _Settled] = {}
         for age in range(self._delay + 1):
             own = {name: self._loaded(saved, f"{age}/{name}", one) for name, one in first.items()}
             newest = found.get(num_updates, first)
@@ -220,14 +220,14 @@ class PrincipalGradients:
         self._settled = {number: one for number, one in found.items() if number >= 0}
 
     def _loaded(self, saved: Mapping[str, Tensor], key: str, like: Components) -> Components | None:
-        parts = [saved.get(f"{key}/{part}") for part in PARTS]
-        wanted = [getattr(like, part) for part in PARTS]
+        parts = [saved.get(f"{key}/{part}") for part in _PARTS]
+        wanted = [getattr(like, part) for part in _PARTS]
         found = [
             part.to(self._device, one.dtype, copy=True)
             for part, one in zip(parts, wanted, strict=True)
             if part is not None and part.shape == one.shape
         ]
-        return Components(*found) if len(found) == len(PARTS) else None
+        return Components(*found) if len(found) == len(_PARTS) else None
 
     @property
     def most_itemsize(self) -> int:

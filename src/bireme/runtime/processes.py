@@ -35,10 +35,21 @@ from bireme.runtime.fork_server import (
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a copy of a process that has loaded much is no good one, or there are none."""
 
-READ_AT_LOAD = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
+_READ_AT_LOAD = (
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH",
+)
 """Variables that begin so are read when a library is loaded: a server with other ones is of no use."""
 
-SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """But not this one: torch sets it when it imports its compiler, and reads it whenever it needs it."""
 
 SERVER = (
@@ -46,16 +57,16 @@ SERVER = (
     "from bireme.runtime.processes import be_server; be_server({file}, {pid})"
 )
 
-THREADS = Path("/proc/self/task")
+_THREADS = Path("/proc/self/task")
 THREADS_OF_NUMPY = "OPENBLAS_NUM_THREADS"
 
 UNREPORTED = 256
 """In the place of the status of a process that ended after its server, so that no status was reported."""
 
-TRIES = 2
+_TRIES = 2
 """Servers that may end before they have made a copy."""
 
-ALWAYS = "bireme.runtime.pipeline"
+_ALWAYS = "bireme.runtime.pipeline"
 """What a new server imports: nearly all that it starts need it."""
 
 
@@ -114,7 +125,7 @@ def serve_from_here(*modules: str) -> None:
     with _one_thread(), kept_for_good():
         for module in modules:
             importlib.import_module(module)
-    if not CAN_FORK or _server is not None or len(list(THREADS.iterdir())) > 1:
+    if not CAN_FORK or _server is not None or len(list(_THREADS.iterdir())) > 1:
         return
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own = os.getpid()
@@ -132,17 +143,17 @@ def serve_from_here(*modules: str) -> None:
     _server = _Server(here, _at_load(), pid)
 
 
-def be_server(file: int, owner_pid: int) -> None:
+def _be_server(file: int, owner_pid: int) -> None:
     """What a new Python process does that is to be the server; it answers once it has imported all."""
     with kept_for_good():
-        importlib.import_module(ALWAYS)
+        importlib.import_module(_ALWAYS)
     serve(socket.socket(fileno=file), owner_pid)
 
 
 def _copied(
     name: str, function: Callable[..., None], arguments: tuple[object, ...]
 ) -> tuple[Process, Connection]:
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         near, far = connection.Pipe()
         here, there = socket.socketpair()
         far_lifeline, lifeline = connection.Pipe(duplex=False)
@@ -265,8 +276,8 @@ def _started() -> _Server:
 
 def _at_load() -> tuple[object, ...]:
     """What the libraries that a process loads depend on. A folder counts where it is first in the path."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
-    own.pop(SET_BY_TORCH, None)
+    own = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_LOAD)}
+    own.pop(_SET_BY_TORCH, None)
     return tuple(dict.fromkeys(sys.path)), tuple(sorted(own.items()))
 
 

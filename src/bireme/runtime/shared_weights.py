@@ -195,7 +195,7 @@ class GradientParts:
 
 
 @torch.no_grad()
-def make_shared_trial(
+def _make_shared_trial(
     sharers: Sharers,
     stepper: Stepper,
     trials: Trials,
@@ -277,7 +277,7 @@ def _tried(
 
 Tensors = Mapping[str, Tensor]
 
-ONCE = frozenset({"eta", "mu", "mu_product", "step"})
+_ONCE = frozenset({"eta", "mu", "mu_product", "step"})
 """What torch's optimizers remember once for all elements of a parameter, which may have no axes itself."""
 
 
@@ -313,7 +313,7 @@ class SharedWeights:
         """This replica's piece of what an optimizer remembers of a parameter under a key, given whole or as
         the piece; what it remembers once for all elements is no piece.
         """
-        is_whole = tuple(value.shape) == self.shapes[name] and (value.ndim > 0 or key not in ONCE)
+        is_whole = tuple(value.shape) == self.shapes[name] and (value.ndim > 0 or key not in _ONCE)
         return self.part_of[name].piece(name, value).clone() if is_whole else value
 
     def own_newest(self, _bank: int) -> Tensors:
@@ -362,7 +362,7 @@ class SharedWeights:
             torch.zeros((), dtype=one.dtype, device=device).expand(one.slots.num_elements)
             for one in self._stepper.parameter_groups
         )
-        make_shared_trial(
+        _make_shared_trial(
             self._sharers,
             self._stepper,
             self._trials,

@@ -26,12 +26,12 @@ from bireme.runtime.stage import Stage
 # The name of a piece is `piece/BEGIN/SHAPE/` and the name of what it is a piece of, as
 # `piece/4096/128x64/optimizer/NAME/KEY`: its elements from that one on, of a tensor of that shape.
 
-PIECE = "piece"
+_PIECE = "piece"
 
 
 def piece_name(begin: int, shape: Iterable[int], name: str) -> str:
     """The name of a piece of a tensor of that name and shape."""
-    return f"{PIECE}/{begin}/{'x'.join(map(str, shape))}/{name}"
+    return f"{_PIECE}/{begin}/{'x'.join(map(str, shape))}/{name}"
 
 
 def joined(saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -39,7 +39,7 @@ def joined(saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     pieces: dict[str, dict[int, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for key in saved:
-        if not key.startswith(f"{PIECE}/"):
+        if not key.startswith(f"{_PIECE}/"):
             continue
         _, begin, shape, name = key.split("/", 3)
         pieces.setdefault(name, {})[int(begin)] = key
@@ -83,18 +83,18 @@ class _Joined(Mapping[str, Tensor]):
         return flat.view(shape)
 
     def __iter__(self) -> Iterator[str]:
-        whole = (name for name in self._saved if not name.startswith(f"{PIECE}/"))
+        whole = (name for name in self._saved if not name.startswith(f"{_PIECE}/"))
         return iter([*whole, *self._pieces])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: Any) -> bool:
-        return name in self._pieces or (name in self._saved and not name.startswith(f"{PIECE}/"))
+        return name in self._pieces or (name in self._saved and not name.startswith(f"{_PIECE}/"))
 
 
-BEFORE, BUFFERS, OPTIMIZER, TRIAL, WEIGHTS = "before", "buffers", "optimizer", "trial", "weights"
-PRINCIPAL = "principal"
+BEFORE, _BUFFERS, OPTIMIZER, TRIAL, _WEIGHTS = "before", "buffers", "optimizer", "trial", "weights"
+_PRINCIPAL = "principal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def sections_of(
     banks, wanted = stage.banks, set(names)
     if banks.shared is not None:
         return _shared_sections(stage, banks.shared, wanted, {*pieces_of}, replica=replica, alone=alone)
-    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
+    found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
     found |= _to_run_on(stage, wanted, replica)
     for name, state in banks.optimizer_state().items():
         for key, value in state.items() if name in wanted else ():
@@ -133,7 +133,7 @@ def sections_of(
     principal = banks.gradients.principal
     if principal is not None:
         found |= {
-            f"{PRINCIPAL}/{key}": tensor
+            f"{_PRINCIPAL}/{key}": tensor
             for key, tensor in principal.state(banks.newest_version).items()
             if _name_in(key) in wanted
         }
@@ -145,10 +145,10 @@ def _shared_sections(
 ) -> dict[str, Tensor]:
     banks = stage.banks
     newest = banks.newest(alone=not alone)
-    found = {f"{WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
+    found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
     found |= _to_run_on(stage, wanted, replica, alone=not alone) | _buffers(stage, wanted)
     pieces: dict[str, dict[str, Tensor]] = {}
-    for section, before in ((WEIGHTS, False), (BEFORE, True)) if not alone else ():
+    for section, before in ((_WEIGHTS, False), (BEFORE, True)) if not alone else ():
         for name, one in banks.own_pieces(before=before).items():
             pieces.setdefault(name, {})[f"{section}/{name}"] = one
     for name, state in banks.optimizer_state().items():
@@ -190,7 +190,9 @@ def _to_run_on(
 
 
 def _buffers(stage: Stage, wanted: Collection[str]) -> dict[str, Tensor]:
-    return {f"{BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted}
+    return {
+        f"{_BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted
+    }
 
 
 def _copied(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,7 +210,7 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     saved = joined(saved)
     trained = set(banks.trainable)
     newest = {
-        name: saved[key] for name in banks.names if (key := f"{WEIGHTS}/{name}") in saved or name in trained
+        name: saved[key] for name in banks.names if (key := f"{_WEIGHTS}/{name}") in saved or name in trained
     }
     names = tuple(newest)
     section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
@@ -218,11 +220,11 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     principal = banks.gradients.principal
     if principal is not None:
         keys = (key.partition("/") for key in saved)
-        of_section = [rest for section, _, rest in keys if section == PRINCIPAL]
-        own = {key: saved[f"{PRINCIPAL}/{key}"] for key in of_section if _name_in(key) in principal.shapes}
+        of_section = [rest for section, _, rest in keys if section == _PRINCIPAL]
+        own = {key: saved[f"{_PRINCIPAL}/{key}"] for key in of_section if _name_in(key) in principal.shapes}
         principal.load(own, num_updates=version)
     for name, buffer in stage.buffers.items():
-        if (key := f"{BUFFERS}/{name}") in saved or name in stage.function.writes:
+        if (key := f"{_BUFFERS}/{name}") in saved or name in stage.function.writes:
             buffer.copy_(saved[key])
 
 

@@ -89,13 +89,13 @@ def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> Bi
 # It is the only thing that identifies a message, whatever it goes over: 64 bytes, which the sender writes and
 # the receiver compares with what it expects.
 
-LAYOUT = Struct("<8sqiiiiQQ16x")
-HEADER_BYTES = LAYOUT.size
-MAGIC = b"BIREME\x00\x02"
+_LAYOUT = Struct("<8sqiiiiQQ16x")
+HEADER_BYTES = _LAYOUT.size
+_MAGIC = b"BIREME\x00\x02"
 """With the version of this layout."""
 
 
-class Header(NamedTuple):
+class _Header(NamedTuple):
     """What a header says. `num_bytes` is the length of the message with its header."""
 
     key: Message
@@ -105,8 +105,8 @@ class Header(NamedTuple):
 
 def header_of(key: Message, num_bytes: int, signature: int) -> bytes:
     """The header of a message. `signature` tells apart what tensors it may hold."""
-    return LAYOUT.pack(
-        MAGIC,
+    return _LAYOUT.pack(
+        _MAGIC,
         key.batch,
         -1 if key.microbatch is None else key.microbatch,
         -1 if key.half is None else key.half,
@@ -117,10 +117,10 @@ def header_of(key: Message, num_bytes: int, signature: int) -> bytes:
     )
 
 
-def read_header(header: bytes) -> Header:
+def read_header(header: bytes) -> _Header:
     """What a header says. Raises where it is none."""
-    magic, batch, microbatch, half, to_stage, forward, num_bytes, signature = LAYOUT.unpack(header)
-    if magic != MAGIC or num_bytes < HEADER_BYTES:
+    magic, batch, microbatch, half, to_stage, forward, num_bytes, signature = _LAYOUT.unpack(header)
+    if magic != _MAGIC or num_bytes < HEADER_BYTES:
         raise BiremeError(
             "Received data is not a message of this version of Bireme: it begins with "
             f"{header[:8].hex(' ')}. Run the same version on all ranks."
@@ -128,7 +128,7 @@ def read_header(header: bytes) -> Header:
     key = Message(
         bool(forward), to_stage, batch, None if microbatch < 0 else microbatch, None if half < 0 else half
     )
-    return Header(key, num_bytes, signature)
+    return _Header(key, num_bytes, signature)
 
 
 LARGE_BYTES = 256 * 1024
@@ -140,7 +140,7 @@ NUM_UNDER_WAY = 4
 BUFFER_BYTES = NUM_UNDER_WAY * LARGE_BYTES
 """What to ask the kernel for. A new connection would begin with a tenth of that and grow with its traffic."""
 
-STAGING_BYTES = 3 * LARGE_BYTES
+_STAGING_BYTES = 3 * LARGE_BYTES
 """Of what has come over the small socket and is not looked at yet. The longest message must fit."""
 
 
@@ -183,7 +183,7 @@ class Transfer:
         self.is_done = True
 
 
-def posted_for(header: bytes, posted: dict[bytes, Transfer]) -> Transfer | None:
+def _posted_for(header: bytes, posted: dict[bytes, Transfer]) -> Transfer | None:
     """The receive that a message belongs to, which is taken out of those posted; None if there is none yet.
 
     A message that comes first on its channel where another one is expected belongs to that one's receive.
@@ -215,7 +215,7 @@ class SocketLine:
         """By the headers expected, so that an ordinary one need not be taken apart."""
         self._early: dict[bytes, bytes] = {}
         """What came before it was expected, by its header."""
-        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._begin = self._end = 0
 
     @property
@@ -231,7 +231,7 @@ class SocketLine:
         """Expect a message; it may have come already."""
         self._posted[bytes(transfer.data[:HEADER_BYTES])] = transfer
         for header, body in self._early.items():
-            found = posted_for(header, self._posted)
+            found = _posted_for(header, self._posted)
             if found is not None:
                 del self._early[header]
                 found.take(header, body)
@@ -280,7 +280,7 @@ class SocketLine:
                 return
 
     def _take_unexpected(self, header: bytes, body: memoryview) -> None:
-        transfer = posted_for(header, self._posted)
+        transfer = _posted_for(header, self._posted)
         if transfer is None:
             self._early[header] = bytes(body)
         else:
@@ -288,7 +288,7 @@ class SocketLine:
 
     def _stage_more(self) -> bool:
         """Read more after what is staged; return whether there was any."""
-        if STAGING_BYTES - self._begin < LARGE_BYTES or self._begin == self._end:
+        if _STAGING_BYTES - self._begin < LARGE_BYTES or self._begin == self._end:
             rest = self._end - self._begin
             self._staging[:rest] = self._staging[self._begin : self._end]
             self._begin, self._end = 0, rest
@@ -316,7 +316,7 @@ def _ordinary_size(header: bytes) -> int:
 
 # Large messages to and from one other rank, moved by a thread for each direction while the rank computes.
 
-CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 """What is written at once. A link that moves less than this within the timeout counts as stuck."""
 
 
@@ -377,7 +377,7 @@ class LargeMessages:
                 continue
             try:
                 while transfer.rest:
-                    transfer.rest = transfer.rest[self._line.send(transfer.rest[:CHUNK_BYTES]) :]
+                    transfer.rest = transfer.rest[self._line.send(transfer.rest[:_CHUNK_BYTES]) :]
                     self.sent_s = time.monotonic()
             except OSError as error:
                 self._error = transfer.error = error
@@ -419,7 +419,7 @@ class LargeMessages:
         """The receive for a message that has come; waits until it is posted."""
         with self._changed:
             while not self._is_closed:
-                transfer = posted_for(header, self._posted)
+                transfer = _posted_for(header, self._posted)
                 if transfer is not None:
                     return transfer
                 self._changed.wait()
@@ -436,7 +436,7 @@ class LargeMessages:
 
     def _skip(self, num_bytes: int) -> None:
         """Read that many bytes, which nobody wants."""
-        scratch = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
+        scratch = memoryview(bytearray(min(num_bytes, _CHUNK_BYTES)))
         while num_bytes:
             part = scratch[:num_bytes]
             self._fill(part)

@@ -37,7 +37,7 @@ from bireme.runtime.stores import Store
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError
 
-RINGS = 4096
+_RINGS = 4096
 
 LOOK_S = 0.2
 """How often a wait looks whether the transport was given up."""
@@ -189,7 +189,7 @@ class SocketTransport:
                 self._move(line_or_bell)
             else:
                 with suppress(BlockingIOError):
-                    self._rung.recv(RINGS)
+                    self._rung.recv(_RINGS)
 
     def _events(self, seconds: float) -> list[tuple[int, int]]:
         """What has happened on the sockets, as soon as there is something, and after these seconds at the
@@ -251,7 +251,7 @@ GREETING = Struct(f"<{TOKEN_BYTES}sIBI")
 """The token, who calls, for which of the two lines, and the longest message that goes over the small one."""
 GREETING_S = 5.0
 """How long a caller may take to greet; a rank does so with its first packet."""
-CONNECT_LOOK_S = 0.5
+_CONNECT_LOOK_S = 0.5
 
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 """Whether Unix sockets may have names that no file system knows, and that nobody need clean up."""
@@ -353,7 +353,7 @@ class _Acceptor:
         while absent := wanted - self.sockets.keys():
             if time.monotonic() > ends_s:
                 raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
-            for key, _ in self._selector.select(min(CONNECT_LOOK_S, timeout_s)):
+            for key, _ in self._selector.select(min(_CONNECT_LOOK_S, timeout_s)):
                 if isinstance(key.data, _Call):
                     self._hear(key.data)
                 else:

@@ -27,7 +27,7 @@ from bireme.sync.reducer import Reduced, Reduction
 
 
 @dataclass(slots=True)
-class StagePart:
+class _StagePart:
     """What one stage has of a batch.
 
     `own` are the gradients of this replica, and `whole` the sums that the update is made from, which are
@@ -71,10 +71,10 @@ class StagePart:
 
 
 @dataclass(slots=True)
-class BatchEnd:
+class _BatchEnd:
     """A batch under way, with a part for each stage. `counts` says whether its loss is of anything."""
 
-    parts: dict[int, StagePart] = field(default_factory=dict)
+    parts: dict[int, _StagePart] = field(default_factory=dict)
     counts: bool = True
     num_ended: int = 0
     num_updated: int = 0
@@ -144,7 +144,7 @@ class BatchEnd:
                 if part.whole.views[name] is not views[name]:
                     part.whole.views[name].copy_(views[name])
 
-    def _with_gradients(self) -> list[StagePart]:
+    def _with_gradients(self) -> list[_StagePart]:
         """The parts that are not applied yet."""
         parts = (self.parts[stage] for stage in sorted(self.parts))
         return [part for part in parts if not part.is_applied]
@@ -154,20 +154,20 @@ class Batches:
     """The batches under way on one rank, by their numbers."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, BatchEnd] = {}
+        self._ends: dict[int, _BatchEnd] = {}
 
-    def __getitem__(self, batch: int) -> BatchEnd:
+    def __getitem__(self, batch: int) -> _BatchEnd:
         """A batch; it begins when it is first asked for."""
-        return self._ends.setdefault(batch, BatchEnd())
+        return self._ends.setdefault(batch, _BatchEnd())
 
-    def part(self, batch: int, stage: int, pool: GradientPool) -> StagePart:
+    def part(self, batch: int, stage: int, pool: GradientPool) -> _StagePart:
         """A stage's part of a batch; it begins when it is first asked for."""
         parts = self[batch].parts
         if stage not in parts:
-            parts[stage] = StagePart(pool, batch)
+            parts[stage] = _StagePart(pool, batch)
         return parts[stage]
 
-    def parts_of(self, stage: int) -> Iterator[StagePart]:
+    def parts_of(self, stage: int) -> Iterator[_StagePart]:
         """A stage's parts of all batches under way, the first batch first."""
         ends = (self._ends[batch] for batch in sorted(self._ends))
         return (end.parts[stage] for end in ends if stage in end.parts)
@@ -179,10 +179,10 @@ class Batches:
 
 LOSS = "loss"
 
-MOST_SHARES = 256
+_MOST_SHARES = 256
 """Shares of a loss that are remembered; they are few where micro-batches are alike."""
 
-Tensors = dict[str, Tensor]
+_Tensors = dict[str, Tensor]
 
 AnyStageFunction = StageFunction | SegmentedFunction
 
@@ -200,8 +200,8 @@ class _Pass:
     """A forward of a micro-batch or of half of one, and what its backward needs of it."""
 
     micro_batch: MicroBatch
-    received: Tensors
-    roots: Tensors = field(default_factory=dict)
+    received: _Tensors
+    roots: _Tensors = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -231,7 +231,7 @@ class Stage:
         index: int,
         function: AnyStageFunction,
         banks: WeightBanks,
-        buffers: Tensors,
+        buffers: _Tensors,
         borders: Borders,
         batches: Batches,
         *,
@@ -263,7 +263,7 @@ class Stage:
 
     def forward(
         self, place: Place, version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
-    ) -> Tensors:
+    ) -> _Tensors:
         """Run a micro-batch, or half of one; gives what goes to the next stage."""
         kept = self._kept.get(place)
         if kept is None:
@@ -289,7 +289,7 @@ class Stage:
             with torch.enable_grad():
                 one.roots = self._roots(self._run(one, version, buffers))
 
-    def backward(self, place: Place, gradients: Mapping[str, Tensor]) -> Tensors:
+    def backward(self, place: Place, gradients: Mapping[str, Tensor]) -> _Tensors:
         """Run the backward of a micro-batch; gives the gradients that go to the stage before."""
         kept = self._kept.pop(place)
         leaves = self.banks.leaves(kept.version)
@@ -306,7 +306,7 @@ class Stage:
         self.banks.release(kept.version)
         return self._gradients_back(kept, lambda one, name: one.received[name].grad)
 
-    def backward_input(self, place: Place, gradients: Mapping[str, Tensor]) -> Tensors:
+    def backward_input(self, place: Place, gradients: Mapping[str, Tensor]) -> _Tensors:
         """Run the half of the backward that gives the gradients for the stage before."""
         kept = self._kept[place]
         leaves = self.banks.leaves(kept.version)
@@ -362,12 +362,12 @@ class Stage:
             if part.buffers_before is not None:
                 part.buffers_before = before
 
-    def settled_buffers(self) -> Tensors:
+    def settled_buffers(self) -> _Tensors:
         """The buffers as they were before any batch that is under way. Not copies."""
         copies = (part.buffers_before for part in self._batches.parts_of(self.index))
         return {**self.buffers, **next((one for one in copies if one is not None), {})}
 
-    def part(self, batch: int) -> StagePart:
+    def part(self, batch: int) -> _StagePart:
         """What this stage has of a batch."""
         return self._batches.part(batch, self.index, self.banks.gradients)
 
@@ -384,7 +384,7 @@ class Stage:
 
     def _run(
         self, one: _Pass, version: int, buffers: Mapping[str, Tensor], stash: Stash | None = None
-    ) -> Tensors:
+    ) -> _Tensors:
         leaves, seed = self.banks.leaves(version), one.micro_batch.seed
         given = {**one.micro_batch.inputs, **one.received}
         if stash is None or stash is UNPAGED:
@@ -393,7 +393,7 @@ class Stage:
         with stash.saving([*leaves.values(), *buffers.values(), *given.values(), *constants]):
             return self.function(leaves, buffers, given, device=self._device, seed=seed)
 
-    def _leaves(self, received: Mapping[str, Tensor], stash: Stash) -> Tensors:
+    def _leaves(self, received: Mapping[str, Tensor], stash: Stash) -> _Tensors:
         """What came in as the begin of this stage's own autograd graph."""
         learned = self._borders.learned
         return {
@@ -401,7 +401,7 @@ class Stage:
             for name, tensor in received.items()
         }
 
-    def _roots(self, results: Mapping[str, Tensor]) -> Tensors:
+    def _roots(self, results: Mapping[str, Tensor]) -> _Tensors:
         """The results that a backward starts from."""
         return {name: results[name] for name in (*self._gets_gradients, LOSS) if name in results}
 
@@ -419,7 +419,7 @@ class Stage:
     def _loss_gradient(self, loss: Tensor, share: float) -> Tensor:
         found = self._loss_gradients.get(share)
         if found is None or found.dtype != loss.dtype or found.shape != loss.shape:
-            if len(self._loss_gradients) >= MOST_SHARES:
+            if len(self._loss_gradients) >= _MOST_SHARES:
                 self._loss_gradients.clear()
             found = self._loss_gradients[share] = torch.full_like(loss.detach(), share)
         return found
@@ -436,9 +436,9 @@ class Stage:
                 part[name] = piece
         return list(parts)
 
-    def _gradients_back(self, kept: _Kept, of: Callable[[_Pass, str], Tensor | None]) -> Tensors:
+    def _gradients_back(self, kept: _Kept, of: Callable[[_Pass, str], Tensor | None]) -> _Tensors:
         """The gradients of what was received; zero where nothing came back."""
-        back: Tensors = {}
+        back: _Tensors = {}
         for name in self._sends_gradients:
             parts = []
             for one in kept.passes:

@@ -20,7 +20,7 @@ from bireme.runtime.wire import Arrival, Borders, Coding, OutgoingMessage, WireF
 from bireme.schedule.instruction import Instruction, Message
 from bireme.sync.group import Pending
 
-Tensors = dict[str, Tensor]
+_Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class StageMessages:
         # Sockets cannot read what lies on an accelerator: there messages go through pinned host memory.
         self._memory = torch.device("cpu") if transport.is_host else device
         self._is_staged = self._memory.type != device.type
-        self._made: dict[Message, Tensors] = {}
+        self._made: dict[Message, _Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, _Awaited] = {}
         self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
@@ -124,7 +124,7 @@ class StageMessages:
         pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message, num_bytes)
         channel.append(_Sent(parcel, pending))
 
-    def take(self, step: Instruction) -> Tensors:
+    def take(self, step: Instruction) -> _Tensors:
         """What an instruction needs from a neighboring stage; waits until it is there."""
         key = step.needs(self._num_stages)
         if key is None:
@@ -142,7 +142,7 @@ class StageMessages:
         self.receive_bytes -= awaited.num_bytes
         return awaited.arrival.unpack(self._device, self._coding)
 
-    def put(self, step: Instruction, tensors: Tensors) -> None:
+    def put(self, step: Instruction, tensors: _Tensors) -> None:
         """What an instruction made for a neighboring stage."""
         key = step.makes(self._num_stages)
         if key is not None:
@@ -186,7 +186,7 @@ class StageMessages:
         parcel.address(key)
         return parcel
 
-    def _here(self, key: Message) -> Tensors | None:
+    def _here(self, key: Message) -> _Tensors | None:
         """What this rank made for a message, if it did. Halves are joined where the whole is asked for."""
         if key in self._made:
             return self._made.pop(key)

@@ -29,7 +29,7 @@ from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, 
 # moved.
 
 
-class StateArenas:
+class _StateArenas:
     """The arenas of the parameters on some parameter groups."""
 
     def __init__(self, parameter_groups: Iterable[ParameterGroup], memory: ArenaAllocator = PLAIN) -> None:
@@ -141,7 +141,7 @@ class _ZerosPlaced(TorchFunctionMode):
 
 Tensors = Mapping[str, Tensor]
 
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.ASGD,
         optim.Adadelta,
@@ -158,13 +158,13 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 """Optimizers that treat each element apart, so that a large parameter can be tried slice by slice."""
 
-BY_PARAMETER = ELEMENTWISE | {optim.Muon}
+_BY_PARAMETER = _ELEMENTWISE | {optim.Muon}
 """Optimizers whose groups never change, so that a step may be made in several calls."""
 
 SETTINGS = frozenset({"params", "param_names", "lr"})
 """What is in a group and is no memory of the optimizer's."""
 
-GROUP = "group."
+_GROUP = "group."
 """Begins the names of what an optimizer remembers in a parameter's group."""
 
 
@@ -180,12 +180,12 @@ class Home:
     @property
     def may_be_sliced(self) -> bool:
         """Whether parts of the parameter can be stepped apart."""
-        return type(self.optimizer) in ELEMENTWISE
+        return type(self.optimizer) in _ELEMENTWISE
 
     @property
     def may_be_apart(self) -> bool:
         """Whether the parameter can be stepped apart from the optimizer's others."""
-        return type(self.optimizer) in BY_PARAMETER
+        return type(self.optimizer) in _BY_PARAMETER
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +230,7 @@ class Stepper:
         if cut is not None:
             self.parts = tuple(map(cut, self.parameter_groups))
             self._homes = self._owned(self._homes)
-        self._arenas = StateArenas(self.own_parameter_groups, memory)
+        self._arenas = _StateArenas(self.own_parameter_groups, memory)
         self._states: dict[str, dict[str, Any]] = {}
 
     @property
@@ -310,7 +310,7 @@ class Stepper:
     def unchanged_groups(self) -> Iterator[None]:
         """After this context the optimizers' groups are what they were before it."""
         groups = [
-            group for one in self._optimizers if type(one) not in BY_PARAMETER for group in one.param_groups
+            group for one in self._optimizers if type(one) not in _BY_PARAMETER for group in one.param_groups
         ]
         kept = [copy.deepcopy(_memory_of(group)) for group in groups]
         try:
@@ -330,7 +330,7 @@ class Stepper:
         for name, home in self._homes.items():
             changed = self._changed_in_group(home)
             if changed:
-                found.setdefault(name, {}).update({f"{GROUP}{key}": value for key, value in changed.items()})
+                found.setdefault(name, {}).update({f"{_GROUP}{key}": value for key, value in changed.items()})
         return found
 
     def load_state_dict(
@@ -349,8 +349,8 @@ class Stepper:
             own: dict[str, Any] = {}
             group = home.optimizer.param_groups[home.group]
             for key, value in states.get(name, {}).items():
-                if key.startswith(GROUP):
-                    remembered = key.removeprefix(GROUP)
+                if key.startswith(_GROUP):
+                    remembered = key.removeprefix(_GROUP)
                     group[remembered] = _as_before(value, group.get(remembered))
                 else:
                     own[key] = _adopted(key, value, home, (stepped or parameters)[name])
@@ -403,7 +403,7 @@ class Stepper:
 
     def _changed_in_group(self, home: Home) -> dict[str, Any]:
         """What an optimizer remembers in a group, which is what has changed there since it was made."""
-        if type(home.optimizer) in BY_PARAMETER:
+        if type(home.optimizer) in _BY_PARAMETER:
             return {}
         group = home.optimizer.param_groups[home.group]
         first = self._first_memory[id(group)]

@@ -23,7 +23,7 @@ __all__ = [
     "second_connection",
 ]
 
-REACH_S = 3.0
+_REACH_S = 3.0
 """How long to try to reach a store that has been reached before."""
 
 
@@ -53,6 +53,6 @@ def new_connection(store: Store) -> Store:
     if not isinstance(served, TCPStore):
         return store
     # Torch would try for a long time, and print a page for each try.
-    socket.create_connection((served.host, served.port), timeout=REACH_S).close()
-    served.set_timeout(timedelta(seconds=REACH_S))
+    socket.create_connection((served.host, served.port), timeout=_REACH_S).close()
+    served.set_timeout(timedelta(seconds=_REACH_S))
     return second_connection(store)

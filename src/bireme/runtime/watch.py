@@ -20,9 +20,9 @@ import torch.distributed as dist
 from bireme.runtime.board import Board, Failure, Heartbeat, PeerLost, RankFailed, grace_s
 from bireme.sync.group import AbortedError
 
-MISSED_BEATS = 3
+_MISSED_BEATS = 3
 """After so many a rank is suspect, if there is a failure that wants an explanation."""
-SILENCE = 0.5
+_SILENCE = 0.5
 """After this part of the timeout a silent rank is a failure itself: the rest is for ending all."""
 STORE_S = 3.0
 """How long to wait for a store that does not answer."""
@@ -44,7 +44,7 @@ def is_of_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-class Abortable(Protocol):
+class _Abortable(Protocol):
     """What joins this rank with others, so that it may wait for them."""
 
     def abort(self) -> None:
@@ -70,7 +70,7 @@ class Watch:
         # While somebody waits here; the store has to bear it from every rank, with a pulse of every rank.
         self._hurried_s = min(self._beat_s, 0.02 * size)
         self._ends_quietly = ends_quietly
-        self._abortables: WeakSet[Abortable] = WeakSet()
+        self._abortables: WeakSet[_Abortable] = WeakSet()
         self._poke = threading.Event()
         self._changed = threading.Condition()
         self._stopping = False
@@ -98,7 +98,7 @@ class Watch:
         self._stopping = True
         self._poke.set()
 
-    def abort_on_failure(self, abortable: Abortable) -> None:
+    def abort_on_failure(self, abortable: _Abortable) -> None:
         """Have this aborted, from the watch's thread, when another rank has failed while it is in use.
 
         That frees the main thread from a wait. If a rank has failed before, it is aborted now.
@@ -155,9 +155,9 @@ class Watch:
         That is a `RankFailed` with the root cause if there is one, else with the rank that gives no sign of
         life, else with what all are doing. It takes no longer than a few beats.
         """
-        beats = (MISSED_BEATS + 1) * self._beat_s
-        self._wait(beats + 0.5, lambda: self._silent(MISSED_BEATS * self._beat_s) is not None)
-        found = self._cause or self._silence(MISSED_BEATS * self._beat_s) or self._out_of_touch()
+        beats = (_MISSED_BEATS + 1) * self._beat_s
+        self._wait(beats + 0.5, lambda: self._silent(_MISSED_BEATS * self._beat_s) is not None)
+        found = self._cause or self._silence(_MISSED_BEATS * self._beat_s) or self._out_of_touch()
         if found is None:
             own = Failure.of(error, self._rank, self._doing_now())
             more = f"All ranks are alive: {self._all_doing(own.instruction)}."
@@ -219,7 +219,7 @@ class Watch:
 
     def _out_of_touch(self) -> Failure | None:
         """The failure of having no store to ask, where another rank is lost as well."""
-        is_silent = time.monotonic() - self._looked_at >= MISSED_BEATS * self._beat_s
+        is_silent = time.monotonic() - self._looked_at >= _MISSED_BEATS * self._beat_s
         if not self._is_out_of_touch and not is_silent:
             return None
         why = f"is gone ({self._store_error})" if self._is_out_of_touch else "does not answer"
@@ -290,7 +290,7 @@ class Watch:
         with self._changed:
             now = time.monotonic()
             # Who slept itself, or got no processor, cannot say how long the others were silent.
-            slept = now - self._looked_at > MISSED_BEATS * self._beat_s
+            slept = now - self._looked_at > _MISSED_BEATS * self._beat_s
             for rank, pulse in zip(self._others, pulses, strict=True):
                 if pulse is not None and (slept or pulse != self._pulses.get(rank)):
                     self._pulses[rank], self._changed_at[rank] = pulse, now
@@ -301,7 +301,7 @@ class Watch:
             self._changed.notify_all()
         if self._cause is not None:
             self._heed(self._cause)
-        elif (silence := self._silence(SILENCE * self._timeout_s)) is not None:
+        elif (silence := self._silence(_SILENCE * self._timeout_s)) is not None:
             board.record(silence)
             self._poke.set()
 

@@ -75,10 +75,10 @@ class TensorSpec:
     def form(self) -> str:
         """What tells it apart from others in the same place."""
         encoded = f" as {self.codec}" if self.is_encoded else ""
-        return f"{shown(self.shape, self.dtype)}{encoded}"
+        return f"{_shown(self.shape, self.dtype)}{encoded}"
 
 
-def shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """A shape and a type in words."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
@@ -195,7 +195,7 @@ def checked(codecs: LinkCodecs) -> LinkCodecs:
     return codecs
 
 
-MESSAGE_ALIGNMENT_BYTES = 64
+_MESSAGE_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class OutgoingMessage:
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                 raise BiremeError(
                     f"The {self._key} should carry {spec}, but the stage made "
-                    f"{shown(tuple(tensor.shape), tensor.dtype)}. "
+                    f"{_shown(tuple(tensor.shape), tensor.dtype)}. "
                     "The graph's shapes do not hold for this batch. Capture the model with inputs like the "
                     "ones it is trained on."
                 )
@@ -392,7 +392,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // MESSAGE_ALIGNMENT_BYTES) * MESSAGE_ALIGNMENT_BYTES
+    return -(-num_bytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
 
 
 # What crosses the borders between stages, tensor by tensor, at any micro-batch size.

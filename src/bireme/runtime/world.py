@@ -30,7 +30,7 @@ from bireme.runtime.watch import Watch, is_of_a_peer
 
 __all__ = ["Backend", "World"]
 
-JOIN_S = 120.0
+_JOIN_S = 120.0
 """The least time that ranks have to join: starting Python and importing torch takes what it takes."""
 FAILED_FIRST_S = 1.0
 
@@ -92,7 +92,7 @@ class World:
             die_with_parent(os.getppid())
         try:
             serve = rank == 0 and not has_agent
-            store = open_store(address, port, serve=serve, timeout_s=max(timeout_s, JOIN_S))
+            store = open_store(address, port, serve=serve, timeout_s=max(timeout_s, _JOIN_S))
         except dist.DistError as error:
             raise BiremeError(
                 f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
@@ -121,7 +121,7 @@ class World:
         self.watch.start()
         try:
             _check(self.backend, self._kind, self._local_rank)
-            self.watch.wait_for_everyone(max(self.timeout_s, JOIN_S))
+            self.watch.wait_for_everyone(max(self.timeout_s, _JOIN_S))
             dist.init_process_group(
                 backend_config(self.backend),
                 store=self._group_store,

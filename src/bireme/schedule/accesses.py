@@ -88,7 +88,7 @@ def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
         yield Chunk(use.item, use.stage, use.number, chunk)
 
 
-ItemUses = Sequence[tuple[Use, tuple[Chunk, ...]]]
+_ItemUses = Sequence[tuple[Use, tuple[Chunk, ...]]]
 """Items that a step uses, each with its chunks."""
 
 
@@ -98,10 +98,10 @@ class ChunkUses:
     def __init__(self, program: Program, tiers: RankTiers) -> None:
         self._program, self._tiers = program, tiers
         self._chunks: dict[tuple[Item, int, int], tuple[Chunk, ...]] = {}
-        self._last: tuple[Instruction | None, ItemUses] = None, ()
+        self._last: tuple[Instruction | None, _ItemUses] = None, ()
         """What was asked last: who asks when a step starts asks again when it ends."""
 
-    def of(self, step: Instruction) -> ItemUses:
+    def of(self, step: Instruction) -> _ItemUses:
         """The items of a step that have chunks, each with these."""
         if step.kind in PAGING:
             return ()
@@ -111,7 +111,7 @@ class ChunkUses:
             self._last = step, found
         return found
 
-    def _found(self, step: Instruction) -> ItemUses:
+    def _found(self, step: Instruction) -> _ItemUses:
         found = []
         tiers = self._tiers
         for use in uses(self._program, step, master=tiers.master, host_updates=tiers.host_updates):
@@ -266,7 +266,7 @@ class ChunkAccess(NamedTuple):
     is_kept_below: bool = False
 
 
-ItemKey = tuple[Item, int, int]
+_ItemKey = tuple[Item, int, int]
 """An item by its stage and number; its chunks are all used alike."""
 
 
@@ -280,8 +280,8 @@ def accesses_of(
     is never on the device.
     """
     found: dict[int, list[ChunkAccess]] = {}
-    made: set[ItemKey] = set()
-    summed: dict[ItemKey, tuple[Chunk, ...]] = {}
+    made: set[_ItemKey] = set()
+    summed: dict[_ItemKey, tuple[Chunk, ...]] = {}
     uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
         used = {(use.item, use.stage, use.number): (use, chunks) for use, chunks in uses.of(step)}

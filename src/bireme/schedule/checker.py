@@ -19,11 +19,11 @@ from bireme.schedule.residency import Holding, Residency, resident
 #
 # The other proofs take this for granted.
 
-SLICED = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD})
+_SLICED = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD})
 """The kinds that may be about half a micro-batch."""
 
 
-def misplaced(program: Program) -> Iterator[str]:
+def _misplaced(program: Program) -> Iterator[str]:
     """Every instruction that is where it cannot be, and why."""
     for rank, track in enumerate(program.tracks):
         for instruction in track:
@@ -40,7 +40,7 @@ def _problem(program: Program, rank: int, instruction: Instruction) -> str | Non
         return f"stage {stage} is on rank {program.rank_of_stage[stage]}"
     if instruction.batch not in batches:
         return f"the window's batches are {batches.start} to {batches.stop - 1}"
-    if instruction.half is not None and (instruction.half not in (0, 1) or instruction.kind not in SLICED):
+    if instruction.half is not None and (instruction.half not in (0, 1) or instruction.kind not in _SLICED):
         return "only forwards and their messages have halves, which are 0 and 1"
     if instruction.kind in SENDS or instruction.kind in RECEIVES:
         ends = channel_of(program, instruction)
@@ -82,7 +82,7 @@ def _microbatch_problem(program: Program, instruction: Instruction) -> str | Non
 # is copied before its slot is given back, if it is read again; at no moment is a tier over capacity.
 
 
-def paging_problems(program: Program) -> Iterator[str]:
+def _paging_problems(program: Program) -> Iterator[str]:
     """What is wrong with the chunks of any rank. Every instruction must be in its place."""
     for rank, tiers in enumerate(program.tiers):
         if tiers is None:
@@ -100,7 +100,7 @@ def paging_problems(program: Program) -> Iterator[str]:
         yield from holding.finish()
 
 
-MOST_PROBLEMS = 20
+_MOST_PROBLEMS = 20
 """One mistake can have many consequences; the first ones tell enough."""
 
 
@@ -134,17 +134,17 @@ class CheckReport:
 
 def check(program: Program) -> CheckReport:
     """Everything that is wrong with a program, and what each rank keeps."""
-    problems = list(islice(misplaced(program), MOST_PROBLEMS))
+    problems = list(islice(_misplaced(program), _MOST_PROBLEMS))
     if problems:
         # An instruction in a wrong place makes nonsense of every other proof.
         return CheckReport(tuple(problems), deadlock=None, deadlock_if_buffered=False, ranks=())
     proofs = chain(
         stage_problems(program),
         message_problems(program),
-        paging_problems(program),
+        _paging_problems(program),
         gathering_problems(program),
     )
-    problems = list(islice(proofs, MOST_PROBLEMS))
+    problems = list(islice(proofs, _MOST_PROBLEMS))
     stuck = run_to_end(program, synchronous_sends=True)
     buffered = None if stuck is None else run_to_end(program, synchronous_sends=False)
     deadlock = None

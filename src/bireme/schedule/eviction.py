@@ -157,7 +157,7 @@ def settle(gaps: Sequence[Gap], choices: Mapping[Hashable, Choice], num_steps: i
 HELD_LAST = 1 << 60
 """The end of a gap whose content nobody reads again."""
 
-Spans = list[tuple[int, int]]
+_Spans = list[tuple[int, int]]
 """Steps, each from one up to another."""
 
 
@@ -237,7 +237,7 @@ class _Plan:
         self.is_evicted = [False] * len(table.starts)
         self.first_evicted = [len(table.starts)] * len(table.starts)
         """Of each chain, the first gap that is evicted: those after it find a valid copy below."""
-        self.freed: dict[int, Spans] = {}
+        self.freed: dict[int, _Spans] = {}
         """The groups that were chosen, each with the steps during which its gaps have no slot."""
         for gap in table.must_be_below:
             self._add([self._take_away(gap)], -1)

@@ -36,12 +36,12 @@ from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.source import WRITTEN_OUT, fold
 
-GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+_GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 Weights = tuple[int, int]
 """A stage and a version."""
 
-HALVES = 2
+_HALVES = 2
 """Weights that are whole at a time where passes in a row share the time between sums and weights."""
 
 
@@ -110,7 +110,7 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     runs = _runs(steps)
-    middles = {run.middle for run in runs if run.middle > run.first} if most == HALVES else set()
+    middles = {run.middle for run in runs if run.middle > run.first} if most == _HALVES else set()
     for place, step in _sums(steps, middles, hides=most > 1):
         before[place].append(step)
     made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind is Kind.UPDATE}
@@ -188,7 +188,7 @@ def _sums(
             if not hides:
                 yield place, Instruction(Kind.COLLECT, *gradients)
                 under_way = None
-        adds = step.kind in GRADIENT_DONE
+        adds = step.kind in _GRADIENT_DONE
         is_needed = (adds and under_way == own) or place in middles
         if under_way is not None and (is_needed or ends.get(under_way[1]) == place):
             yield place, Instruction(Kind.COLLECT, *under_way)

@@ -25,7 +25,7 @@ from bireme.schedule.program import Program, Track
 # and on whether it is finite. Updates that are apart do not wait, nor do any where each micro-batch has an
 # update of its own (STASHED).
 
-Need = Message | int
+_Need = Message | int
 """What an instruction waits for: a message, or the sum of the batch of that number."""
 
 
@@ -38,7 +38,7 @@ class NeverRunsError(BiremeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticks:
+class _Ticks:
     """For each rank, when each of its instructions starts and ends."""
 
     starts: list[list[int]]
@@ -75,12 +75,12 @@ def sum_of(instruction: Instruction) -> int | None:
     return instruction.batch if is_part else None
 
 
-def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
+def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> _Ticks:
     """Start and end of every instruction when each rank goes through its track as early as it can."""
     starts: list[list[int]] = [[] for _ in tracks]
     ends: list[list[int]] = [[] for _ in tracks]
-    ready: dict[Need, int] = {}
-    waiting: dict[Need, list[int]] = {}
+    ready: dict[_Need, int] = {}
+    waiting: dict[_Need, list[int]] = {}
     reduced: dict[int, dict[int, int]] = {}
     """For each batch the stages that have come to its REDUCE, and when."""
     rest = [iter(track) for track in tracks]
@@ -100,7 +100,7 @@ def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
             starts[rank].append(now)
             now += duration(instruction)
             ends[rank].append(now)
-            made: dict[Need, int] = dict.fromkeys(providers(instruction, num_stages), now)
+            made: dict[_Need, int] = dict.fromkeys(providers(instruction, num_stages), now)
             if instruction.kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
                 parts = reduced.setdefault(batch, {})
                 parts[instruction.stage] = now
@@ -112,10 +112,10 @@ def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> Ticks:
             held[rank] = next(rest[rank], None)
     if waiting:
         raise _never_runs(tracks, held, waiting, reduced, num_stages)
-    return Ticks(starts, ends)
+    return _Ticks(starts, ends)
 
 
-def _need(instruction: Instruction, num_stages: int) -> Need | None:
+def _need(instruction: Instruction, num_stages: int) -> _Need | None:
     """What must be there before an instruction can start."""
     if instruction.kind is Kind.UPDATE:
         return sum_of(instruction)
@@ -125,7 +125,7 @@ def _need(instruction: Instruction, num_stages: int) -> Need | None:
 def _never_runs(
     tracks: Sequence[Iterable[Instruction]],
     held: Sequence[Instruction | None],
-    waiting: Mapping[Need, Sequence[int]],
+    waiting: Mapping[_Need, Sequence[int]],
     reduced: Mapping[int, Iterable[int]],
     num_stages: int,
 ) -> NeverRunsError:
@@ -171,9 +171,9 @@ def circle(waits_for: Mapping[int, int]) -> tuple[int, ...]:
     return ()
 
 
-MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL, *AVERAGES})
+_MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL, *AVERAGES})
 """The steps that make a weight version or a part of one."""
-LETTERS = {
+_LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
     Kind.BACKWARD_INPUT: "I",
@@ -196,11 +196,11 @@ MARKS = {
     frozenset({Kind.UPDATE, *AVERAGES}): ("#", "update, average starts and ends"),
     frozenset({Kind.AVERAGE_END, Kind.TRIAL}): (")", "average ends, trial step"),
     frozenset({Kind.UPDATE, Kind.AVERAGE_START, Kind.TRIAL}): ("(", "update, average starts, trial step"),
-    MAKES_VERSION: ("@", "update, average starts and ends, trial step"),
+    _MAKES_VERSION: ("@", "update, average starts and ends, trial step"),
 }
 """What is seen of the steps that make weight versions, instead of the space before the next cell."""
 
-MOST_STAGES = 4
+_MOST_STAGES = 4
 """Of a rank that are all named."""
 
 WIDTH = 110
@@ -208,7 +208,7 @@ WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class _Cell:
     """So many columns of a rank: a compute instruction, or idle time where there is none.
 
     `marks` are the updates and trial steps just before it.
@@ -230,7 +230,7 @@ class Grid:
     program: Program
     ticks_per_column: int
     num_columns: int
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[_Cell, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class GridText:
     """Some characters of a line, and the cell they show; rank names, spaces and marks have none."""
 
     text: str
-    cell: Cell | None = None
+    cell: _Cell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class Drawing:
 
 def grid(program: Program) -> Grid:
     """The program's cells."""
-    wanted = COMPUTE | MAKES_VERSION | {Kind.REDUCE}
+    wanted = COMPUTE | _MAKES_VERSION | {Kind.REDUCE}
     tracks = [[step for step in track if step.kind in wanted] for track in program.tracks]
     ticks = clock(tracks, program.num_stages)
     unit = math.gcd(*(end for ends in ticks.ends for end in ends)) or 2
@@ -292,7 +292,7 @@ def label(program: Program, step: Instruction) -> str:
     """Such as `F5`, `0b` for half a forward, or `f5` on the second stage of a rank."""
     stages = program.stages_of(program.rank_of_stage[step.stage])
     most = _most_stages(program.rank_of_stage)
-    letter = LETTERS[step.kind]
+    letter = _LETTERS[step.kind]
     if most > 2:
         letter = f"{step.stage}{letter}"
     elif stages.index(step.stage) == 1:
@@ -311,7 +311,7 @@ def number(program: Program, step: Instruction) -> str:
 def rank_name(program: Program, rank: int) -> str:
     """Such as `rank 0 · stages 0, 7`; of many stages the first two and the last."""
     stages = [str(stage) for stage in program.stages_of(rank)]
-    if len(stages) > MOST_STAGES:
+    if len(stages) > _MOST_STAGES:
         stages = [*stages[:2], "...", stages[-1]]
     return f"rank {rank} · stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
 
@@ -354,21 +354,21 @@ def drawn(cells: Grid, width: int, max_bands: int | None = None) -> Drawing:
     return Drawing(tuple(bands), _legend(cells, width), min(num_bands * columns, cells.num_columns))
 
 
-def _cells(timed: Iterable[tuple[Instruction, int, int]], num_columns: int) -> Iterator[Cell]:
+def _cells(timed: Iterable[tuple[Instruction, int, int]], num_columns: int) -> Iterator[_Cell]:
     column = 0
     marks: tuple[Instruction, ...] = ()
     for step, start, end in timed:
         if step.kind not in COMPUTE:
-            marks = (*marks, step) if step.kind in MAKES_VERSION else marks
+            marks = (*marks, step) if step.kind in _MAKES_VERSION else marks
             continue
         if start > column:
-            yield Cell(column, start - column, None, marks)
+            yield _Cell(column, start - column, None, marks)
             marks = ()
-        yield Cell(start, end - start, step, marks)
+        yield _Cell(start, end - start, step, marks)
         marks = ()
         column = end
     if column < num_columns or marks:
-        yield Cell(column, num_columns - column, None, marks)
+        yield _Cell(column, num_columns - column, None, marks)
 
 
 @cache
@@ -399,7 +399,7 @@ def _stays_legible(cells: Grid, pitch: int) -> bool:
     return True
 
 
-def _pieces(program: Program, cell: Cell, pitch: int) -> Iterator[GridText]:
+def _pieces(program: Program, cell: _Cell, pitch: int) -> Iterator[GridText]:
     """A cell's characters: `pitch` for each column."""
     mark = _mark(cell)
     if cell.instruction is None:
@@ -417,7 +417,7 @@ def _pieces(program: Program, cell: Cell, pitch: int) -> Iterator[GridText]:
     yield GridText(text.ljust(length, "=" if cell.width > 1 else " "), cell)
 
 
-def _mark(cell: Cell) -> str:
+def _mark(cell: _Cell) -> str:
     return MARKS[frozenset(step.kind for step in cell.marks)][0] if cell.marks else " "
 
 
@@ -443,7 +443,7 @@ def _legend(cells: Grid, width: int) -> str:
     steps = [cell.instruction for cell in found if cell.instruction is not None]
     kinds = {step.kind for step in steps}
     most = _most_stages(cells.program.rank_of_stage)
-    items = [f"{LETTERS[kind]} {NAMES[kind]}" for kind in LETTERS if kind in kinds]
+    items = [f"{_LETTERS[kind]} {NAMES[kind]}" for kind in _LETTERS if kind in kinds]
     if any(step.half is not None for step in steps):
         items.append("0a 0b halves of a forward")
     if most == 2:

@@ -36,10 +36,10 @@ from bireme.schedule.tiers import Chunk, RankTiers
 
 __all__ = ["Budgets", "page", "page_cut"]
 
-STEADY = 4
+_STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
 
-Choices = Mapping[Hashable, Choice]
+_Choices = Mapping[Hashable, Choice]
 
 
 def page(
@@ -102,7 +102,7 @@ def page_cut(
     repeats = {track.repeats for track in program.tracks}
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
-    model = program.of_length(least + STEADY) if is_loop else program
+    model = program.of_length(least + _STEADY) if is_loop else program
     reorder = _order_of(program, together=updates_together, apart=updates_apart and not is_summed)
     moved = reorder(model)
     is_moved = moved is not model and next(stage_problems(moved), None) is None
@@ -199,7 +199,7 @@ class _Copy(NamedTuple):
         return step.page.tier + (step.kind is Kind.EVICT) if step.page.is_copied else None
 
 
-Woven = list[Instruction | _Copy]
+_Woven = list[Instruction | _Copy]
 """A track with copies between its instructions."""
 
 
@@ -226,7 +226,7 @@ class _Planner:
                 if (own := host_accesses_of(uses, step, 0))
             }
 
-    def decided(self) -> list[Choices]:
+    def decided(self) -> list[_Choices]:
         """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
         gaps = self.gaps
         choices = [self._decide(0, self.accesses, gaps, self.num_steps, self.ahead)]
@@ -237,7 +237,7 @@ class _Planner:
             choices.append(self._decide(1, below, gaps_of(below), num_steps, ahead))
         return choices
 
-    def written(self, plan: Sequence[Choices]) -> tuple[Track, RankTiers]:
+    def written(self, plan: Sequence[_Choices]) -> tuple[Track, RankTiers]:
         """The track with its copies, and where the chunks begin."""
         gaps = self.gaps
         settle(gaps, plan[0], self.num_steps)
@@ -262,7 +262,7 @@ class _Planner:
             replace(self.tiers, begin=dict(sorted(begin.items()))),
         )
 
-    def _check_lowest(self, woven: Woven, begin: Mapping[Chunk, int]) -> None:
+    def _check_lowest(self, woven: _Woven, begin: Mapping[Chunk, int]) -> None:
         """Refuse what the lowest tier cannot hold: nothing can be moved away from there."""
         number = len(self.tiers.tiers) - 1
         lowest = self.tiers.tiers[number]
@@ -286,10 +286,10 @@ class _Planner:
             advice = "a larger one" if lowest.name == "disk" else "more, or a disk"
             raise TierTooSmallError(self.rank, lowest, most * self.tiers.chunk_bytes, advice)
 
-    def _woven(self, gaps: Sequence[Gap]) -> Woven:
+    def _woven(self, gaps: Sequence[Gap]) -> _Woven:
         """The track with the device's copies: out right after a step, back before one."""
         out, back = self._copies(gaps, 0, self.num_steps)
-        woven: Woven = list(back[0])
+        woven: _Woven = list(back[0])
         step = 0
         for index, instruction in enumerate(self.track):
             woven.append(instruction)
@@ -299,7 +299,7 @@ class _Planner:
                 woven += back[step]
         return woven
 
-    def _accesses_below(self, woven: Woven, gaps: Sequence[Gap]) -> tuple[list[ChunkAccess], int]:
+    def _accesses_below(self, woven: _Woven, gaps: Sequence[Gap]) -> tuple[list[ChunkAccess], int]:
         """What the device's copies read and write in the tier below, and what is updated there; and how many
         steps that are.
 
@@ -331,10 +331,10 @@ class _Planner:
             index += 1
         return found, at
 
-    def _woven_below(self, woven: Woven, gaps: Sequence[Gap], num_steps: int) -> Woven:
+    def _woven_below(self, woven: _Woven, gaps: Sequence[Gap], num_steps: int) -> _Woven:
         """The same with the copies of the tier below between them."""
         out, back = self._copies(gaps, 1, num_steps)
-        more: Woven = []
+        more: _Woven = []
         at = index = 0
         for one in woven:
             if isinstance(one, _Copy):
@@ -350,7 +350,7 @@ class _Planner:
 
     def _decide(
         self, number: int, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, ahead: int
-    ) -> Choices:
+    ) -> _Choices:
         capacity = self.tiers.tiers[number].capacity
         assert capacity is not None, "a tier without a limit needs no plan"
         needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})

@@ -36,7 +36,7 @@ class Rule(StrEnum):
     window's first version."""
 
 
-def version_used(
+def _version_used(
     rule: Rule,
     *,
     stage: int,
@@ -252,7 +252,7 @@ class Program:
 
     def version_of(self, step: Instruction) -> int:
         """The version that the rule asks for where a compute instruction of a micro-batch runs."""
-        return version_used(
+        return _version_used(
             self.rule,
             stage=step.stage,
             num_stages=self.num_stages,

@@ -193,7 +193,7 @@ def _told(chunk: Chunk) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TierUse:
+class _TierUse:
     """What a rank keeps in a tier at most, and the bytes that are copied into it during the window."""
 
     name: str
@@ -218,7 +218,7 @@ class Residency:
     peak_index: int = 0
     at_peak: dict[str, float] = field(default_factory=dict)
     series: "array[float] | None" = None
-    tiers: tuple[TierUse, ...] = ()
+    tiers: tuple[_TierUse, ...] = ()
 
 
 def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int, ...]:
@@ -237,10 +237,10 @@ def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int,
     return tuple(found)
 
 
-WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
+_WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
 
 
-ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3, Item.FROZEN: 0}
+_ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 3, Item.FROZEN: 0}
 """Where chunks of an item are counted."""
 
 
@@ -285,7 +285,7 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     return replace(
         result,
         tiers=tuple(
-            TierUse(tier.name, tier.budget_bytes, peak, num * tiers.chunk_bytes)
+            _TierUse(tier.name, tier.budget_bytes, peak, num * tiers.chunk_bytes)
             for tier, peak, num in zip(tiers.tiers, peaks, holding.num_copied_in, strict=True)
         ),
     )
@@ -335,7 +335,7 @@ class _Ledger:
         self.sizes = sizes
         self.recomputed = program.recomputed
         stages = program.stages_of(rank)
-        self.kept = [0.0] * len(WHAT)
+        self.kept = [0.0] * len(_WHAT)
         self.kept[0] = sum(sizes.version[stage] for stage in stages) / program.num_sharers
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
         if sizes.buffers:
@@ -362,7 +362,7 @@ class _Ledger:
         self.peak_index = 0
         self.at_peak = list(self.kept)
         self.series: array[float] | None = array("d") if series else None
-        self.chunks = [0] * len(WHAT)
+        self.chunks = [0] * len(_WHAT)
         """Bytes of chunks, in a rank that pages."""
 
     def _most_versions(self, stage: int) -> int:
@@ -413,7 +413,7 @@ class _Ledger:
     def hold(self, chunks: dict[Item, int]) -> None:
         """So many bytes of chunks are on the device."""
         for item, num_bytes in chunks.items():
-            what = ITEM_WHAT[item]
+            what = _ITEM_WHAT[item]
             change = num_bytes - self.chunks[what]
             self.chunks[what] = num_bytes
             self.kept[what] += change
@@ -494,6 +494,6 @@ class _Ledger:
             receive_buffers=self.peak_buffers,
             peak_bytes=self.peak_bytes,
             peak_index=self.peak_index,
-            at_peak=dict(zip(WHAT, self.at_peak, strict=True)),
+            at_peak=dict(zip(_WHAT, self.at_peak, strict=True)),
             series=self.series,
         )

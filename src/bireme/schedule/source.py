@@ -82,7 +82,7 @@ LONG = 8 * WRITTEN_OUT
 Make = Callable[[int, int], Program]
 """Gives the program of n batches from batch `first` on."""
 
-Begins = Callable[[Program, RankTiers], None]
+_Begins = Callable[[Program, RankTiers], None]
 """Is told which program runs, maybe with fewer or more repetitions, and where the chunks of a rank begin."""
 
 
@@ -92,7 +92,7 @@ def stream(
     has: Callable[[int], bool],
     *,
     first_batch: int = 0,
-    begins: Begins | None = None,
+    begins: _Begins | None = None,
 ) -> Iterator[Block]:
     """What a rank does, run by run.
 
@@ -172,7 +172,7 @@ def _from_base(
 SETTLED = 4
 """Batches after which no schedule keeps more than it has kept."""
 
-Window = Callable[[int, int], Program]
+_Window = Callable[[int, int], Program]
 """Gives the right program of so many batches from the batch of that number on."""
 
 
@@ -193,7 +193,7 @@ class ProgramSource:
     """How many micro-batches of a batch go forward in halves."""
     splits_backward: bool
     """Whether any backward runs in two halves."""
-    window: Window
+    window: _Window
     num_batches: int | None = None
     least: int = 1
     """The fewest batches of a window."""
@@ -236,7 +236,7 @@ class ProgramSource:
         has: Callable[[int], bool],
         *,
         first_batch: int = 0,
-        begins: Begins | None = None,
+        begins: _Begins | None = None,
     ) -> Iterator[Block]:
         """What a rank does with the batches that come, run by run. `has(n)` tells whether there are n.
 
@@ -261,7 +261,7 @@ class ProgramSource:
 
 
 def source_like(
-    program: Program, window: Window, num_batches: int | None = None, least: int = 1
+    program: Program, window: _Window, num_batches: int | None = None, least: int = 1
 ) -> ProgramSource:
     """A source of programs that are like this one but for their window."""
     return ProgramSource(

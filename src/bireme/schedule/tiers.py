@@ -28,12 +28,12 @@ LARGE_PAGE_BYTES = 2**21
 SMALL_CHUNK_BYTES = 2**19
 """A processor's rank copies chunks up to this size to and from the host itself: to hand them to a thread
 takes longer than the copy, and the two threads then wait for each other."""
-MANY = 16
+_MANY = 16
 MOST_CHUNKS = 1024
 """That a rank's items are cut into; with more a program gets long."""
-TRIED = 64
+_TRIED = 64
 """Into how many chunks an item is cut for a size to try."""
-MORE_WASTE = 0.01
+_MORE_WASTE = 0.01
 """The share of all bytes that a larger chunk may waste more than the best."""
 
 
@@ -57,12 +57,12 @@ def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS, page_b
             "Nothing can be paged: weights, gradients, optimizer and activations have no bytes."
         )
     tried = sorted(
-        {_aligned(num_bytes / parts, page_bytes) for num_bytes in sizes for parts in range(1, TRIED + 1)}
+        {_aligned(num_bytes / parts, page_bytes) for num_bytes in sizes for parts in range(1, _TRIED + 1)}
     )
     few = [size for size in tried if _num_of_all(sizes, size) <= most] or tried[-1:]
     whole = sum(num_bytes * count for num_bytes, count in sizes.items())
     waste = {size: _waste(sizes, size) for size in few}
-    allowed = min(waste.values()) + MORE_WASTE * whole
+    allowed = min(waste.values()) + _MORE_WASTE * whole
     return max(size for size in few if waste[size] <= allowed)
 
 
@@ -85,7 +85,7 @@ def _waste(sizes: Mapping[float, int], chunk_bytes: int) -> float:
 def _aligned(num_bytes: float, page_bytes: int) -> int:
     step = page_bytes or ALIGNED
     if num_bytes > PAGE_BYTES / 2:
-        step = max(LARGE_PAGE_BYTES if num_bytes >= MANY * LARGE_PAGE_BYTES else PAGE_BYTES, page_bytes)
+        step = max(LARGE_PAGE_BYTES if num_bytes >= _MANY * LARGE_PAGE_BYTES else PAGE_BYTES, page_bytes)
     return max(math.ceil(num_bytes / step), 1) * step
 
 

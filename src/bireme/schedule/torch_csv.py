@@ -22,10 +22,10 @@ from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.source import fold
 from bireme.schedule.weave import Orders, every_batch, lower, weave
 
-COMMUNICATION = SENDS | RECEIVES
-PEER = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECV_BACKWARD: 1}
+_COMMUNICATION = SENDS | RECEIVES
+_PEER = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECV_BACKWARD: 1}
 """How many stages on the other end of a transfer lies."""
-CLASHES = {
+_CLASHES = {
     Kind.BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
     Kind.BACKWARD_INPUT: (Kind.BACKWARD_INPUT, Kind.BACKWARD),
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_WEIGHT, Kind.BACKWARD),
@@ -111,7 +111,7 @@ def to_csv(program: Program, *, comms: bool = False) -> str:
     _check_order_of_losses(batch)
     if comms and not batch.is_lowered:
         batch = lower(batch)
-    written = COMPUTE | COMMUNICATION | {Kind.REDUCE} if comms else COMPUTE
+    written = COMPUTE | _COMMUNICATION | {Kind.REDUCE} if comms else COMPUTE
     rows = ([_written(step) for step in track if step.kind in written] for track in batch.tracks)
     return "".join(",".join(row) + "\n" for row in rows)
 
@@ -153,7 +153,7 @@ class _Sheet:
 
     @property
     def has_communication(self) -> bool:
-        return any(action.kind in COMMUNICATION for _, action in self.actions())
+        return any(action.kind in _COMMUNICATION for _, action in self.actions())
 
 
 def _read(text: str, source: str) -> _Sheet:
@@ -248,7 +248,7 @@ def _check_repeats(sheet: _Sheet) -> None:
     for cell, action in sheet.actions():
         if action.kind is None:
             continue
-        for kind in CLASHES.get(action.kind, (action.kind,)):
+        for kind in _CLASHES.get(action.kind, (action.kind,)):
             before = done.get(replace(action, kind=kind))
             if before is not None:
                 raise cell.error(
@@ -266,9 +266,9 @@ def _check_communication(sheet: _Sheet, rank_of_stage: tuple[int, ...]) -> None:
                 "waiting follows from the messages. Delete the cell."
             )
     for cell, action in sheet.actions():
-        if action.kind not in COMMUNICATION:
+        if action.kind not in _COMMUNICATION:
             continue
-        peer = action.stage + PEER[action.kind]
+        peer = action.stage + _PEER[action.kind]
         if not 0 <= peer < len(rank_of_stage):
             end = "first" if peer < 0 else "last"
             raise cell.error(f"stage {action.stage} is the {end}, so there is no stage on the other end.")

@@ -127,7 +127,7 @@ def _previous_compute(track: Sequence[Instruction], index: int) -> int:
 Orders = list[list[Instruction]]
 """For each rank its forwards and backwards, without versions."""
 
-GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+_GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """The kinds after which a micro-batch's gradient is in the accumulator."""
 
 
@@ -292,7 +292,7 @@ class _StageWeaver:
         if self.recompute and step.kind in BACKWARDS:
             yield Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version)
         yield Instruction(step.kind, self.stage, step.batch, step.microbatch, version, step.half)
-        if step.kind in GRADIENT_DONE:
+        if step.kind in _GRADIENT_DONE:
             yield from self._gradient_done(step.batch, step.microbatch)
 
     def finish(self, batch: int) -> list[Instruction]:
@@ -375,4 +375,4 @@ def _follows_its_start(step: Instruction) -> bool:
     return step.kind is Kind.AVERAGE_END and step.version == step.batch + 1
 
 
-_COMPUTE_TO_WEAVE = GRADIENT_DONE | {Kind.FORWARD, Kind.BACKWARD_INPUT}
+_COMPUTE_TO_WEAVE = _GRADIENT_DONE | {Kind.FORWARD, Kind.BACKWARD_INPUT}

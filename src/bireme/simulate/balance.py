@@ -55,7 +55,7 @@ class ReplicaCost:
         return (self.fixed_s + share * self.sample_s) / self.speed(batch) * (1 + self.jitter * chance)
 
 
-class ShareRule(Protocol):
+class _ShareRule(Protocol):
     """Something that says how batches are shared out."""
 
     def shares(self, batch: int) -> Shares:
@@ -144,7 +144,7 @@ class BalancedRun:
 def balanced_run(
     replicas: Sequence[ReplicaCost],
     num_batches: int,
-    rule: ShareRule,
+    rule: _ShareRule,
     *,
     sync_s: float = 0.0,
     slack: int = 0,

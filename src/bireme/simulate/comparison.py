@@ -26,10 +26,10 @@ from bireme.timeline.timeline import Timeline
 WINDOW = 6
 """Batches to simulate: enough for a steady state."""
 
-MOST_TRIED = 24
+_MOST_TRIED = 24
 """From twice as many on, not all are tried."""
 
-AS_GOOD = 1.001
+_AS_GOOD = 1.001
 """A thousandth of a batch is not worth another stashed micro-batch."""
 
 
@@ -73,11 +73,11 @@ def solve_lookahead(
 
     find_most = schedule_named(name).most_lookahead
     most = find_most(Shape(num_stages, num_microbatches, WINDOW)) if find_most else 0
-    step = max(1, most // MOST_TRIED)
+    step = max(1, most // _MOST_TRIED)
     coarse = sorted({*range(0, most + 1, step), most})
     near = min(coarse, key=batch_s)
     tried = sorted({*coarse, *range(max(near - step + 1, 0), min(near + step, most + 1))})
-    good_enough_s = min(map(batch_s, tried)) * AS_GOOD
+    good_enough_s = min(map(batch_s, tried)) * _AS_GOOD
     found = next(lookahead for lookahead in tried if batch_s(lookahead) <= good_enough_s)
     return Lookahead(found, batch_s(found), batch_s(0))
 
@@ -115,7 +115,7 @@ def solve_slices(
 #
 # If copies begin earlier, more of them run during work, but their slots cannot keep chunks on the device.
 
-TRIED = (0, 1, 4)
+_TRIED = (0, 1, 4)
 """Instructions ahead."""
 
 
@@ -141,7 +141,7 @@ def solve_paging(
     is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
     places = (False, True) if costs.host_update_s else (False,)
     orders = ((False, False), (True, False), (False, True))[: 3 if may_be_apart else 2]
-    for host_updates, ahead, (together, apart) in product(places, TRIED, orders):
+    for host_updates, ahead, (together, apart) in product(places, _TRIED, orders):
         try:
             paged = page(
                 program,

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.instruction import PAGING, SHARING, Instruction, Kind, Message
 
-PerStage = float | Sequence[float]
+_PerStage = float | Sequence[float]
 """One number for every stage, or one for all."""
 
 
@@ -100,31 +100,31 @@ class Costs:
     def per_stage(
         num_stages: int,
         *,
-        forward_s: PerStage,
-        backward_s: PerStage,
-        backward_input_s: PerStage | None = None,
-        backward_weight_s: PerStage | None = None,
-        half_forward_s: PerStage | None = None,
-        recompute_s: PerStage | None = None,
-        update_s: PerStage = 0.0,
-        trial_s: PerStage | None = None,
-        reduce_s: PerStage = 0.0,
-        reduce_bytes: PerStage = 0.0,
-        message_bytes: PerStage = 0.0,
-        weight_bytes: PerStage = 0.0,
-        gradient_bytes: PerStage | None = None,
-        optimizer_bytes: PerStage = 0.0,
-        stash_bytes: PerStage = 0.0,
-        input_bytes: PerStage | None = None,
+        forward_s: _PerStage,
+        backward_s: _PerStage,
+        backward_input_s: _PerStage | None = None,
+        backward_weight_s: _PerStage | None = None,
+        half_forward_s: _PerStage | None = None,
+        recompute_s: _PerStage | None = None,
+        update_s: _PerStage = 0.0,
+        trial_s: _PerStage | None = None,
+        reduce_s: _PerStage = 0.0,
+        reduce_bytes: _PerStage = 0.0,
+        message_bytes: _PerStage = 0.0,
+        weight_bytes: _PerStage = 0.0,
+        gradient_bytes: _PerStage | None = None,
+        optimizer_bytes: _PerStage = 0.0,
+        stash_bytes: _PerStage = 0.0,
+        input_bytes: _PerStage | None = None,
         rank_speed: Sequence[float] = (),
         master_weights: bool = False,
-        reduce_busy_s: PerStage = 0.0,
-        gradient_message_bytes: PerStage | None = None,
+        reduce_busy_s: _PerStage = 0.0,
+        gradient_message_bytes: _PerStage | None = None,
         engine: EngineCost = NO_ENGINE,
-        workspace_bytes: PerStage = 0.0,
-        buffer_bytes: PerStage = 0.0,
+        workspace_bytes: _PerStage = 0.0,
+        buffer_bytes: _PerStage = 0.0,
         frozen_bytes: Sequence[float] = (),
-        host_update_s: PerStage | None = None,
+        host_update_s: _PerStage | None = None,
         waiting_bytes: Sequence[float] = (),
         halves_bytes: Sequence[float] = (),
     ) -> "Costs":
@@ -135,7 +135,7 @@ class Costs:
         large as weights, a stage's input as large as the message that brings it, and as much comes back.
         """
 
-        def spread(name: str, value: PerStage) -> tuple[float, ...]:
+        def spread(name: str, value: _PerStage) -> tuple[float, ...]:
             values = (
                 (float(value),) * num_stages if isinstance(value, int | float) else tuple(map(float, value))
             )
@@ -311,16 +311,16 @@ AS_IT_IS = CodecCost()
 
 # `costs.json`: what each instruction costs, as a file. One number stands for all stages, a list for each.
 
-NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False, strict=True)]
-Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False, strict=True)]
+_NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False, strict=True)]
+_Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False, strict=True)]
 
 
 def _form(value: Any) -> str:
     return "<each>" if isinstance(value, list | tuple) else "<all>"
 
 
-StageValue = Annotated[
-    Annotated[NotNegative, Tag("<all>")] | Annotated[list[NotNegative], Tag("<each>")], Discriminator(_form)
+_StageValue = Annotated[
+    Annotated[_NotNegative, Tag("<all>")] | Annotated[list[_NotNegative], Tag("<each>")], Discriminator(_form)
 ]
 
 
@@ -330,35 +330,35 @@ class CostsFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1
-    forward_s: StageValue = Field(description="seconds of a micro-batch's forward, per stage")
-    backward_s: StageValue = Field(description="seconds of a micro-batch's backward, per stage")
-    backward_input_s: StageValue | None = Field(
+    forward_s: _StageValue = Field(description="seconds of a micro-batch's forward, per stage")
+    backward_s: _StageValue = Field(description="seconds of a micro-batch's backward, per stage")
+    backward_input_s: _StageValue | None = Field(
         None, description="the part of it that gives the input's gradient"
     )
-    backward_weight_s: StageValue | None = Field(
+    backward_weight_s: _StageValue | None = Field(
         None, description="the part that gives the weights' gradient"
     )
-    half_forward_s: StageValue | None = Field(None, description="seconds of half a micro-batch's forward")
-    recompute_s: StageValue | None = Field(None, description="seconds to run a forward again")
-    update_s: StageValue = Field(0.0, description="seconds of an optimizer step")
-    host_update_s: StageValue | None = Field(
+    half_forward_s: _StageValue | None = Field(None, description="seconds of half a micro-batch's forward")
+    recompute_s: _StageValue | None = Field(None, description="seconds to run a forward again")
+    update_s: _StageValue = Field(0.0, description="seconds of an optimizer step")
+    host_update_s: _StageValue | None = Field(
         None, description="seconds of an optimizer step that the host makes, where chunks lie there"
     )
-    trial_s: StageValue | None = Field(None, description="seconds of a trial step")
-    reduce_s: StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
-    message_bytes: StageValue = Field(0.0, description="bytes sent after each stage, in each direction")
-    gradient_message_bytes: StageValue | None = Field(
+    trial_s: _StageValue | None = Field(None, description="seconds of a trial step")
+    reduce_s: _StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
+    message_bytes: _StageValue = Field(0.0, description="bytes sent after each stage, in each direction")
+    gradient_message_bytes: _StageValue | None = Field(
         None, description="bytes of the gradients that come back, where they are not as many"
     )
-    weight_bytes: StageValue = Field(0.0, description="bytes of one weight version")
-    gradient_bytes: StageValue | None = Field(None, description="bytes of one batch's gradient")
-    optimizer_bytes: StageValue = Field(0.0, description="bytes of the optimizer's state")
-    stash_bytes: StageValue = Field(0.0, description="bytes kept of a micro-batch until its backward")
-    input_bytes: StageValue | None = Field(None, description="bytes of a micro-batch's input to the stage")
+    weight_bytes: _StageValue = Field(0.0, description="bytes of one weight version")
+    gradient_bytes: _StageValue | None = Field(None, description="bytes of one batch's gradient")
+    optimizer_bytes: _StageValue = Field(0.0, description="bytes of the optimizer's state")
+    stash_bytes: _StageValue = Field(0.0, description="bytes kept of a micro-batch until its backward")
+    input_bytes: _StageValue | None = Field(None, description="bytes of a micro-batch's input to the stage")
     master_weights: StrictBool = Field(
         default=False, description="whether the optimizer holds weights of its own"
     )
-    rank_speed: list[Positive] = Field(default_factory=list, description="speed of each rank; 1 is as given")
+    rank_speed: list[_Positive] = Field(default_factory=list, description="speed of each rank; 1 is as given")
 
     def costs(self, num_stages: int) -> Costs:
         """The costs of so many stages."""

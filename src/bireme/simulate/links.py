@@ -75,9 +75,9 @@ def _ring(cluster: Cluster, ring: Sequence[int], rank: int, wires: _Wires) -> Pa
     return Path((own, *wires.of(tuple(crossed))), latency_s)
 
 
-SLOWEST = 1e-3
+_SLOWEST = 1e-3
 """Bytes a second."""
-LONGEST = 1e9
+_LONGEST = 1e9
 """Seconds."""
 
 
@@ -95,10 +95,10 @@ class Links:
     ranks_per_server: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s >= SLOWEST:
-            raise BiremeError(f"link_bytes_per_s is {self.bytes_per_s}; it must be {SLOWEST} or more.")
-        if not 0 <= self.latency_s <= LONGEST:
-            raise BiremeError(f"link_latency_s is {self.latency_s}; it must be 0 to {LONGEST}.")
+        if not self.bytes_per_s >= _SLOWEST:
+            raise BiremeError(f"link_bytes_per_s is {self.bytes_per_s}; it must be {_SLOWEST} or more.")
+        if not 0 <= self.latency_s <= _LONGEST:
+            raise BiremeError(f"link_latency_s is {self.latency_s}; it must be 0 to {_LONGEST}.")
         if self.ranks_per_server is not None and self.ranks_per_server < 1:
             raise BiremeError(f"ranks_per_server is {self.ranks_per_server}; a server has at least one rank.")
 

@@ -14,7 +14,7 @@ from bireme.sync.coordinator.messages import Grant
 from bireme.sync.coordinator.samples import Dealing, Pool
 from bireme.sync.coordinator.state import RoundSequence, next_grant
 
-READ_AHEAD = 2
+_READ_AHEAD = 2
 """After so many batches new shares hold, for nobody has read further."""
 
 
@@ -164,7 +164,7 @@ class QuorumRounds(Agreement):
             self.pool = self.pool.with_returned(replica, below=batch + 1)
         counts = {one.replica: one.num_samples for one in grant.parts}
         seconds = {replica: self.run.busy_s(replica, batch) for replica in parts}
-        after = batch + READ_AHEAD + 1
+        after = batch + _READ_AHEAD + 1
         dealing = self.dealing.with_batch(batch, counts, seconds, takes_effect=after)
         self.dealing = dealing.with_late(batch, late, takes_effect=after)
         self.line = self.line.after_commit()

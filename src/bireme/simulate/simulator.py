@@ -30,15 +30,15 @@ from bireme.timeline.timeline import RankTimeline, Timeline
 
 # Instructions as the simulator's inner loop wants them: what to do, how long, with which message.
 
-LOCAL, USE, SEND, RECEIVE, REDUCE, UPDATE = range(6)
+_LOCAL, _USE, SEND, _RECEIVE, REDUCE, UPDATE = range(6)
 
-AVERAGE = 6
+_AVERAGE = 6
 """The place of a stage's average among its keys."""
-AGREED = 1
+_AGREED = 1
 """From the key of a sync to the key of the agreement of all ranks after it."""
 
 
-class Op(NamedTuple):
+class _Op(NamedTuple):
     """An instruction as the inner loop wants it: what to do, how long, and with which message."""
 
     code: int
@@ -60,7 +60,7 @@ class _Like(NamedTuple):
     num_bytes: float
 
 
-class Operations:
+class _Operations:
     """The operations of a program's ranks, and the channels that their messages go through."""
 
     def __init__(self, program: Program, costs: Costs, network: Network, *, agree: bool) -> None:
@@ -71,21 +71,21 @@ class Operations:
         self._agree = agree
         self._number_of_channel: dict[tuple[int, int, bool], int] = {}
 
-    def of_rank(self, rank: int) -> Iterator[tuple[Op, int]]:
+    def of_rank(self, rank: int) -> Iterator[tuple[_Op, int]]:
         """A rank's track as operations, each with the shift of its key."""
         num_microbatches, each = self._program.num_microbatches, self._program.num_stages * 8
-        ready: dict[int, list[Op]] = {}
+        ready: dict[int, list[_Op]] = {}
         alike: dict[tuple[Kind, int, int | None, bool], _Like] = {}
 
-        def made(step: Instruction) -> Op:
+        def made(step: Instruction) -> _Op:
             what = step.kind, step.stage, step.half, step.is_apart
             like = alike.get(what)
             if like is None:
                 like = alike[what] = self._like(step, rank)
             code, seconds, key, channel, num_bytes = like
-            if code != LOCAL:
+            if code != _LOCAL:
                 key += (step.batch * num_microbatches + (step.microbatch or 0)) * each
-            return Op(code, seconds, key, channel, num_bytes, step)
+            return _Op(code, seconds, key, channel, num_bytes, step)
 
         for block in self._program.tracks[rank].blocks():
             ops = ready.get(id(block.instructions))
@@ -103,7 +103,7 @@ class Operations:
                 raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
             is_send = step.kind in SENDS
             num_bytes = costs.border_bytes(step) if is_send else 0.0
-            code, key = SEND if is_send else RECEIVE, _key(step.carries())
+            code, key = SEND if is_send else _RECEIVE, _key(step.carries())
             return _Like(code, costs.seconds(step, rank), key, self._channel(*ends), num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):
             key = step.stage * 8 + 4
@@ -112,14 +112,14 @@ class Operations:
             tiers = program.tiers_of(rank)
             on_host = code == UPDATE and tiers is not None and step.stage in tiers.host_updates
             if code == UPDATE and self._agree:
-                key += AGREED
+                key += _AGREED
             seconds = costs.seconds(step, rank, on_host=on_host)
             if step.is_apart:
-                return _Like(LOCAL, seconds, 0, -1, 0.0)
+                return _Like(_LOCAL, seconds, 0, -1, 0.0)
             return _Like(code, seconds, key, self._channel(rank, rank), num_bytes)
         if step.kind in AVERAGES:
             # What gradients would move with replicas, weights move; only REDUCE and UPDATE agree on a batch.
-            key, channel = step.stage * 8 + AVERAGE, self._channel(rank, rank, averages=True)
+            key, channel = step.stage * 8 + _AVERAGE, self._channel(rank, rank, averages=True)
             if step.kind is Kind.AVERAGE_START:
                 return _Like(REDUCE, costs.seconds(step, rank), key, channel, costs.reduce_bytes[step.stage])
             return _Like(UPDATE, costs.seconds(step, rank), key, channel, 0.0)
@@ -128,8 +128,8 @@ class Operations:
             source = program.rank_of_stage[needed.from_stage]
             if source != rank:
                 seconds = costs.seconds(step, rank, takes_bytes=costs.message_of(needed))
-                return _Like(USE, seconds, _key(needed), self._channel(source, rank), 0.0)
-        return _Like(LOCAL, costs.seconds(step, rank), 0, -1, 0.0)
+                return _Like(_USE, seconds, _key(needed), self._channel(source, rank), 0.0)
+        return _Like(_LOCAL, costs.seconds(step, rank), 0, -1, 0.0)
 
     def _channel(self, source: int, destination: int, *, averages: bool = False) -> int:
         ends = source, destination
@@ -226,34 +226,34 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {(a, b) for a, b in neighbors if a != b}
 
 
-Mover = RankMover | RankGatherer
+_Mover = RankMover | RankGatherer
 """What moves a rank's memory while its track goes on: between tiers, or from replicas that share weights."""
 
 
-def _mover(program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> Mover | None:
+def _mover(program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> _Mover | None:
     if program.num_sharers > 1:
         return RankGatherer(program, rank, costs, network)
     tiers = program.tiers_of(rank)
     return None if tiers is None else RankMover(program, rank, tiers, links)
 
 
-GOES_ON, WORKED = range(2)
+_GOES_ON, _WORKED = range(2)
 """What an entry of the agenda says of a rank: that it may go on, or that the work it was at is done."""
 
 
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
-    def __init__(self, number: int, ops: Iterator[tuple[Op, int]], mover: Mover | None) -> None:
+    def __init__(self, number: int, ops: Iterator[tuple[_Op, int]], mover: _Mover | None) -> None:
         self.number = number
         self.ops = ops
         self.mover = mover
         """Who copies its chunks, where it pages, or gathers its weights, where replicas share them."""
         self.now_s = 0.0
-        self.held: tuple[Op, int] | None = None
+        self.held: tuple[_Op, int] | None = None
         """The operation it waits in, and the shift of its key."""
         self.since_s = 0.0
-        self.worked_on: tuple[Op, int] | None = None
+        self.worked_on: tuple[_Op, int] | None = None
         """The operation whose work is under way, and its key."""
         self.start_s = array("d")
         self.end_s = array("d")
@@ -284,7 +284,7 @@ class _Run:
         self.work = None if self.processors is None else self.processors.traffic()
         self.in_order = network.is_shared() or self.processors is not None
         self.traffic = Traffic(network)
-        self.operations = Operations(program, costs, network, agree=agree)
+        self.operations = _Operations(program, costs, network, agree=agree)
         self.channels = self.operations.channels
         self.ranks = [
             _Rank(
@@ -294,7 +294,7 @@ class _Run:
             )
             for number in range(program.num_ranks)
         ]
-        self.agenda = [(0.0, rank.number, GOES_ON, 0) for rank in self.ranks]
+        self.agenda = [(0.0, rank.number, _GOES_ON, 0) for rank in self.ranks]
         """When which rank goes on or has worked, or (rank −1) which flow is through; work and flows with the
         stamp that makes it valid."""
         self.parcels: dict[int, SimulatedMessage] = {}
@@ -312,7 +312,7 @@ class _Run:
         """Run until nothing moves; everything must have been done by then."""
         while self.agenda:
             now, rank, flow, stamp = heappop(self.agenda)
-            if rank >= 0 and flow == GOES_ON:
+            if rank >= 0 and flow == _GOES_ON:
                 self._go_on(self.ranks[rank], now)
             elif rank >= 0:
                 if self.work_stamps[rank] == stamp:
@@ -340,21 +340,21 @@ class _Run:
                     self._hold(rank, op, shift, now, chunks_s)
                     return
                 now = max(now, chunks_s)
-            if code == RECEIVE:
+            if code == _RECEIVE:
                 if self.overlap:
                     self._ready(op, key, len(rank.start_s), now)
-            elif code not in (LOCAL, SEND) and (code != REDUCE or not self.overlap_reduce):
+            elif code not in (_LOCAL, SEND) and (code != REDUCE or not self.overlap_reduce):
                 if key not in self.arrival_s:
                     if code == REDUCE:
                         self._sync(op, key, len(rank.start_s), now + seconds)
-                    elif code == USE and not self.overlap:
+                    elif code == _USE and not self.overlap:
                         self._ready(op, key, len(rank.start_s), now)
                 arrival = self.arrival_s.get(key)
                 if arrival is None or (self.in_order and arrival > now):
                     rank.since_s = begun
                     self._hold(rank, op, shift, now, arrival)
                     return
-                if code != REDUCE or (self.agree and key % 8 != AVERAGE):
+                if code != REDUCE or (self.agree and key % 8 != _AVERAGE):
                     del self.arrival_s[key]
                 if code != REDUCE:
                     now = max(now, arrival)
@@ -371,7 +371,7 @@ class _Run:
             now += seconds
             self._worked(rank, op, key, now)
 
-    def _begin_work(self, rank: _Rank, op: Op, key: int, now: float, seconds: float) -> None:
+    def _begin_work(self, rank: _Rank, op: _Op, key: int, now: float, seconds: float) -> None:
         """A rank is at an operation's work, for so long if it need not share its cores."""
         rank.now_s = now
         rank.worked_on = op, key
@@ -394,9 +394,9 @@ class _Run:
         for rank, end in ends.items():
             self.num_stamps += 1
             self.work_stamps[rank] = self.num_stamps
-            heappush(self.agenda, (end, rank, WORKED, self.num_stamps))
+            heappush(self.agenda, (end, rank, _WORKED, self.num_stamps))
 
-    def _worked(self, rank: _Rank, op: Op, key: int, now: float) -> None:
+    def _worked(self, rank: _Rank, op: _Op, key: int, now: float) -> None:
         """An operation is done, and what it lets loose sets out."""
         if op.code == SEND:
             self._sent(op, key, len(rank.end_s), now)
@@ -406,22 +406,22 @@ class _Run:
             rank.mover.end(now)
         rank.end_s.append(now)
 
-    def _hold(self, rank: _Rank, op: Op, shift: int, now: float, arrival: float | None) -> None:
+    def _hold(self, rank: _Rank, op: _Op, shift: int, now: float, arrival: float | None) -> None:
         rank.now_s = now
         rank.held = op, shift
         if arrival is None:
             self.waiting[op.key + shift] = rank
         else:
-            heappush(self.agenda, (arrival, rank.number, GOES_ON, 0))
+            heappush(self.agenda, (arrival, rank.number, _GOES_ON, 0))
 
-    def _sent(self, op: Op, key: int, index: int, now: float) -> None:
+    def _sent(self, op: _Op, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
         parcel.num_bytes = op.num_bytes
         parcel.late_s = self.costs.engine.lateness_s(op.num_bytes)
         parcel.sent_by = index
         self._one_end(parcel, now)
 
-    def _ready(self, op: Op, key: int, index: int, now: float) -> None:
+    def _ready(self, op: _Op, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
         parcel.received_by = index
         self._one_end(parcel, now)
@@ -434,10 +434,10 @@ class _Run:
         else:
             self._set_out(parcel)
 
-    def _sync(self, op: Op, key: int, index: int, now: float) -> None:
+    def _sync(self, op: _Op, key: int, index: int, now: float) -> None:
         parcel = SimulatedMessage(key, op.channel)
         parcel.num_bytes = op.num_bytes
-        is_average = key % 8 == AVERAGE
+        is_average = key % 8 == _AVERAGE
         if is_average or self.program.average_lag is None:
             parcel.late_s = self.costs.reduce_s[op.instruction.stage]
         if self.agree and not is_average:
@@ -485,7 +485,7 @@ class _Run:
     ) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
-        if self.agree and channel.transfers.is_sync and parcel.key % 8 != AVERAGE:
+        if self.agree and channel.transfers.is_sync and parcel.key % 8 != _AVERAGE:
             if not self.overlap_reduce:
                 self._arrived(parcel.key, arrival)
             batch = parcel.key // 8 // self.program.num_stages
@@ -494,7 +494,7 @@ class _Run:
             if len(synced) == self.program.num_stages:
                 latest = max(one for _, one in self.synced.pop(batch))
                 for key, _ in synced:
-                    self._arrived(key + AGREED, latest)
+                    self._arrived(key + _AGREED, latest)
         else:
             self._arrived(parcel.key, arrival)
 
@@ -502,4 +502,4 @@ class _Run:
         self.arrival_s[key] = arrival
         rank = self.waiting.pop(key, None)
         if rank is not None:
-            heappush(self.agenda, (max(arrival, rank.now_s), rank.number, GOES_ON, 0))
+            heappush(self.agenda, (max(arrival, rank.now_s), rank.number, _GOES_ON, 0))

@@ -30,7 +30,7 @@ from bireme.schedule.program import Program
 
 # What several replicas on one clock are like, and what comes of their run: the nouns of `together.py`.
 
-FORWARD_TICKS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
+_FORWARD_TICKS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SampleWork:
     def seconds(self, step: Instruction, samples: float) -> float:
         """Of a computation with so many samples."""
         forward, backward = self.forward_s[step.stage], self.backward_s[step.stage]
-        if step.kind in FORWARD_TICKS:
+        if step.kind in _FORWARD_TICKS:
             return samples * forward * (1.0 if step.half is None else 0.5)
         return samples * backward * (1.0 if step.kind is Kind.BACKWARD else 0.5)
 
@@ -137,7 +137,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Averaged:
+class _Averaged:
     """The weights of a stage were averaged over `members`, each after its own batch."""
 
     stage: int
@@ -151,7 +151,7 @@ class Ran:
 
     until_s: float
     trained: list[Trained] = field(default_factory=list)
-    averages: list[Averaged] = field(default_factory=list)
+    averages: list[_Averaged] = field(default_factory=list)
 
     def samples_per_s(self, begin_s: float = 0.0) -> float:
         """From a moment on until the end."""
@@ -306,7 +306,7 @@ class Together:
 
     def complete(self, stage: int, members: Mapping[int, int], at_s: float) -> None:
         """From then on the members of a group have a stage's mean, each after its own batch."""
-        self.result.averages.append(Averaged(stage, dict(members), at_s))
+        self.result.averages.append(_Averaged(stage, dict(members), at_s))
         for replica, batch in members.items():
             self._set(replica, ("average", stage, batch), at_s)
 

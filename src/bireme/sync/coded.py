@@ -31,7 +31,7 @@ from bireme.sync.slices import NUM_IN_FLIGHT
 
 RESIDUAL, THRESHOLD, BASIS = "residual", "threshold", "basis"
 
-Kept = dict[str, dict[str, Tensor]]
+_Kept = dict[str, dict[str, Tensor]]
 """By the name of a parameter, what is kept of it by what it is."""
 
 
@@ -39,8 +39,8 @@ class Feedback:
     """Both copies, for one rank. Residuals lie in flat memory, which is taken when the first batch ends."""
 
     def __init__(self) -> None:
-        self._copies: tuple[Kept, Kept] = ({}, {})
-        self._given: Kept = {}
+        self._copies: tuple[_Kept, _Kept] = ({}, {})
+        self._given: _Kept = {}
         self._settled = 0
         self._num_batches = 0
         self._is_open = False
@@ -58,11 +58,11 @@ class Feedback:
         return sum(one.nbytes for copy in self._copies for kept in copy.values() for one in kept.values())
 
     @property
-    def before(self) -> Kept:
+    def before(self) -> _Kept:
         """What the last batch that counted has left."""
         return self._copies[self._settled]
 
-    def open(self, views: Mapping[str, Tensor]) -> Kept:
+    def open(self, views: Mapping[str, Tensor]) -> _Kept:
         """The copy for a batch with these gradients: residuals are gradients and settled residuals, added.
 
         What the batch has no gradient of is as it was.
@@ -91,7 +91,7 @@ class Feedback:
             self._num_batches: self._settled,
         }
 
-    def after(self, num_batches: int) -> Kept:
+    def after(self, num_batches: int) -> _Kept:
         """What was settled after so many batches: those done, or one fewer. Not copies."""
         return {**self._given, **self._copies[self._after[num_batches]]}
 
@@ -261,10 +261,10 @@ def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-Coder = Threshold | BlockCodec
+_Coder = Threshold | BlockCodec
 
 
-def _coder(codec: SumCodec) -> Coder:
+def _coder(codec: SumCodec) -> _Coder:
     """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
@@ -295,7 +295,7 @@ class _Room:
         return self._flat[: tensor.numel()].view(tensor.shape)
 
 
-def _gather(group: Group, own: Sequence[_Own], coder: Coder, slice_bytes: int, sent: SentBytes) -> None:
+def _gather(group: Group, own: Sequence[_Own], coder: _Coder, slice_bytes: int, sent: SentBytes) -> None:
     """Messages of all members, some gradients at a time, and their sums."""
     under_way: deque[_UnderWay] = deque()
     room = _Room()
@@ -307,7 +307,7 @@ def _gather(group: Group, own: Sequence[_Own], coder: Coder, slice_bytes: int, s
         _add_up(under_way.popleft(), coder, group.rank, room)
 
 
-def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> _UnderWay:
+def _begin(group: Group, own: Sequence[_Own], coder: _Coder, sent: SentBytes) -> _UnderWay:
     """Encode some gradients, and begin to gather all members' messages of them."""
     device = own[0].view.device
     most = [coder.most_bytes(tuple(one.view.shape), one.view.dtype) for one in own]
@@ -326,7 +326,7 @@ def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> 
     return _UnderWay(own, of_all, messages, group.gather(message, messages))
 
 
-def _encode(coder: Coder, one: _Own, out: Tensor) -> int:
+def _encode(coder: _Coder, one: _Own, out: Tensor) -> int:
     if isinstance(coder, BlockCodec):
         return coder.encode(one.wanted, out, seed=crc32(one.word.encode()))
     return coder.encode(one.wanted, out, one.kept.setdefault(THRESHOLD, new_memory()))
@@ -343,7 +343,7 @@ def _all_lengths(
     return [of_one.tolist() for of_one in of_all]
 
 
-def _add_up(some: _UnderWay, coder: Coder, rank: int, room: _Room) -> None:
+def _add_up(some: _UnderWay, coder: _Coder, rank: int, room: _Room) -> None:
     """Decode all members' messages, in their order, on every member."""
     some.pending.wait()
     ends = [0] * len(some.messages)

@@ -19,9 +19,9 @@ from bireme.sync.slices import NUM_IN_FLIGHT
 
 # Norms of many tensors in a few calls, with one look at the device.
 
-PIECE_ELEMENTS = 2**18
+_PIECE_ELEMENTS = 2**18
 
-BYTES_OF_A_PIECE = 4 + 8 + 8
+_BYTES_OF_A_PIECE = 4 + 8 + 8
 """What one piece's norm takes until all are added up: in float32, in float64, and among the others."""
 
 
@@ -63,13 +63,13 @@ def are_finite(tensors: Collection[Tensor]) -> bool:
 
 def norm_workspace_bytes(num_elements: Iterable[int]) -> int:
     """What the norm of float32 tensors of these lengths takes while it is computed."""
-    return BYTES_OF_A_PIECE * sum(max(-(-one // PIECE_ELEMENTS), 1) for one in num_elements)
+    return _BYTES_OF_A_PIECE * sum(max(-(-one // _PIECE_ELEMENTS), 1) for one in num_elements)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor as real numbers, in pieces whose squares add up well in 32 bits."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return (real,) if real.numel() <= PIECE_ELEMENTS else torch.split(real.reshape(-1), PIECE_ELEMENTS)
+    return (real,) if real.numel() <= _PIECE_ELEMENTS else torch.split(real.reshape(-1), _PIECE_ELEMENTS)
 
 
 def _sum_of_squares(norms: Sequence[Tensor]) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-UNUSED_TAG = 2**31 - 1
+_UNUSED_TAG = 2**31 - 1
 
 
 class AbortedError(Exception):
@@ -206,7 +206,7 @@ class DistGroup:
             # of what is never sent times out at once.
             with suppress(RuntimeError):
                 never = torch.empty(1, dtype=torch.uint8)
-                work = group.recv([never], (self._rank + 1) % self._size, UNUSED_TAG)
+                work = group.recv([never], (self._rank + 1) % self._size, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 NUMBERS_BYTES = 5 * 8
 """What a rank keeps of a batch until all ranks' numbers are added."""
 
-STAMP_LIMIT = 2**20
+_STAMP_LIMIT = 2**20
 """Squares of stamps, summed over thousands of ranks, are exact in float64."""
 
 
@@ -72,7 +72,7 @@ def numbers_of(
     """One rank's part of what is summed over all: its loss, the square of its norm, its stamp, its votes, and
     what else there is.
     """
-    stamp %= STAMP_LIMIT
+    stamp %= _STAMP_LIMIT
     numbers = [float(loss_sum), squared_norm, float(stamp), float(stamp**2), votes, *more]
     return torch.tensor(numbers, dtype=torch.float64)
 

@@ -186,7 +186,7 @@ def sync_name(timeline: Timeline, transfers: Transfers) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PathStep:
+class _PathStep:
     """One step of the path: an instruction, and how long the path stood still before it."""
 
     rank: int
@@ -194,7 +194,7 @@ class PathStep:
     waited_s: float
 
 
-def critical_path(timeline: Timeline) -> Iterator[PathStep]:
+def critical_path(timeline: Timeline) -> Iterator[_PathStep]:
     """The steps that set the pace, last to first."""
     walk = _Walk(timeline)
     ends = [rank.end_s[-1] if rank.end_s else 0.0 for rank in timeline.ranks]
@@ -203,7 +203,7 @@ def critical_path(timeline: Timeline) -> Iterator[PathStep]:
         before = walk.before(place)
         ended_s = 0.0 if before is None else timeline.ranks[before.rank].end_s[before.index]
         interval = walk.interval(place)
-        yield PathStep(place.rank, interval, max(interval.start_s - ended_s, 0.0))
+        yield _PathStep(place.rank, interval, max(interval.start_s - ended_s, 0.0))
         place = before
 
 

@@ -29,9 +29,9 @@ from bireme.train.run_file import RunFile
 BASE = "base"
 """Where the manifest of a checkpoint says which base it belongs to."""
 
-FORMAT = 1
+_FORMAT = 1
 
-MOST_THREADS = 4
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BaseIdentity:
 
     def plain(self) -> dict[str, JsonValue]:
         """As JSON has it."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": _FORMAT, **asdict(self)}
 
 
 def has_base(run: RunFile) -> bool:
@@ -61,7 +61,7 @@ def base_identity(run: RunFile) -> BaseIdentity | None:
     if folder is None:
         return None
     files = weight_files(folder)
-    with ThreadPoolExecutor(MOST_THREADS) as threads:
+    with ThreadPoolExecutor(_MOST_THREADS) as threads:
         digests = list(threads.map(digest_of, files))
     words = sha256()
     for file, digest in zip(files, digests, strict=True):
@@ -103,7 +103,7 @@ def keep_base(path: Path, run: RunFile, resumed_from: Manifest | None) -> None:
 
 def load_base(path: Path) -> BaseIdentity | None:
     """What a run's folder keeps; None where checkpoints hold all weights."""
-    return read_dataclass(path, BaseIdentity, number=FORMAT) if path.is_file() else None
+    return read_dataclass(path, BaseIdentity, number=_FORMAT) if path.is_file() else None
 
 
 def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
@@ -111,7 +111,7 @@ def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
     kept = manifest.extra.get(BASE)
     if not isinstance(kept, dict):
         return None
-    return as_dataclass(kept, BaseIdentity, number=FORMAT, source=f"{BASE} of the checkpoint")
+    return as_dataclass(kept, BaseIdentity, number=_FORMAT, source=f"{BASE} of the checkpoint")
 
 
 def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:

@@ -23,7 +23,7 @@ from bireme.train.prepare import PreparedRun
 
 
 @dataclass(frozen=True, slots=True)
-class DiskRoom:
+class _DiskRoom:
     """What a run needs of the disk, and what is free there. `num_checkpoints` are those that come on top of
     the checkpoints that exist, at the moment when there are most; with `deletes_one` an old checkpoint goes
     before the model is exported. `initial_bytes` are those of the initial weights that are still to be
@@ -66,7 +66,7 @@ class DiskRoom:
         return asdict(self) | {"needed_bytes": self.needed_bytes}
 
 
-def disk_room(prepared: PreparedRun, folder: RunFolder, step: int = 0) -> DiskRoom | None:
+def disk_room(prepared: PreparedRun, folder: RunFolder, step: int = 0) -> _DiskRoom | None:
     """What a run needs from that step on; None if it saves nothing."""
     run, wanted, steps = prepared.run, prepared.run.checkpoint, prepared.run.training.steps
     most = int(step < steps and (wanted.at_end or wanted.every_s is not None))
@@ -78,7 +78,7 @@ def disk_room(prepared: PreparedRun, folder: RunFolder, step: int = 0) -> DiskRo
         return None
     limit = max(LEAST_KEPT, wanted.keep) + 1 - there
     deletes_one = bool(most and wanted.keep) and most >= limit
-    return DiskRoom(
+    return _DiskRoom(
         _checkpoint_bytes(prepared),
         max(1, limit) if deletes_one else most,
         _export_bytes(prepared) if run.export.at_end and (most or there) else 0,

@@ -38,10 +38,10 @@ from bireme.train.subject import Subject
 
 Progress = Callable[[float, str], None]
 
-WHOLE = ""
+_WHOLE = ""
 """What data are called that are no mixture."""
 
-FILLED = 0.8
+_FILLED = 0.8
 """How much of a device's memory weights may take, so that there is some for what goes through."""
 
 
@@ -112,7 +112,7 @@ def evaluate(
     figures = combined(
         measured.evaluations,
         _sets(job, found.samples),
-        shares_of(found.samples) if job.is_as_in_run else {WHOLE: 1.0},
+        shares_of(found.samples) if job.is_as_in_run else {_WHOLE: 1.0},
         seconds=measured.seconds,
         tokenizer=found.tokenizer,
     )
@@ -237,7 +237,7 @@ def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
         job.most_batches,
         num_workers=job.run.data.num_workers,
     )
-    return {WHOLE: everything}
+    return {_WHOLE: everything}
 
 
 def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines, int]:
@@ -257,7 +257,7 @@ def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines
 def _least(graph: Graph, num_cuda: int) -> int:
     """How many GPUs have room for the weights."""
     held = sum(state.num_bytes for state in (*graph.parameters, *graph.buffers))
-    room = FILLED * min(
+    room = _FILLED * min(
         properties_of(device_of_process(ACCELERATOR, place)).memory_bytes for place in range(num_cuda)
     )
     needed = max(1, -int(-held // room))

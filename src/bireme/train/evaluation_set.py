@@ -19,9 +19,9 @@ from bireme.train.data.samples import IGNORED, SampleRange, Samples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.run_file import RunFile
 
-IDS, LABELS = "input_ids", "labels"
+_IDS, _LABELS = "input_ids", "labels"
 
-LARGEST_EXPONENT = 700.0
+_LARGEST_EXPONENT = 700.0
 """Of a loss whose perplexity is still a number."""
 
 
@@ -124,11 +124,11 @@ class EvaluationSet:
     def _is_text(self) -> bool:
         """Whether the model predicts the tokens that it reads."""
         sample = self._samples.take([0])
-        ids, labels = sample.get(IDS), sample.get(LABELS)
+        ids, labels = sample.get(_IDS), sample.get(_LABELS)
         return ids is not None and labels is not None and ids.shape == labels.shape
 
     def _length(self) -> int:
-        return int(self._samples.take([0], (IDS,))[IDS].shape[1])
+        return int(self._samples.take([0], (_IDS,))[_IDS].shape[1])
 
     def _count(self, weight: float, tokenizer: Tokenizer | None) -> "_Text | None":
         """The text that the loss is the mean over, if its labels tell which it is.
@@ -142,7 +142,7 @@ class EvaluationSet:
         of_ids = None if lengths is None else torch.from_numpy(lengths)
         counts = {begin: [0, 0] for begin in (1, 0)}
         for samples, numbers in self._taken():
-            labels = samples.take(numbers, (LABELS,))[LABELS]
+            labels = samples.take(numbers, (_LABELS,))[_LABELS]
             for begin, sums in counts.items():
                 counted = labels[:, begin:][labels[:, begin:] != IGNORED]
                 sums[0] += len(counted)
@@ -193,7 +193,7 @@ def combined(
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+    return math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
 
 
 @dataclass(frozen=True, slots=True)

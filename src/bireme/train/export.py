@@ -21,7 +21,7 @@ from bireme.train.checkpoint.shard import element_bytes, write_tensors
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 ABOUT = "bireme.json"
 
 
@@ -155,7 +155,7 @@ def _write_weights(
     """Write one file, or several with an index, each no larger than asked unless one tensor alone is."""
     files = _in_files(entries, shard_bytes)
     if len(files) == 1:
-        write_tensors(to / WEIGHTS, files[0], tensors, {"format": "pt"})
+        write_tensors(to / _WEIGHTS, files[0], tensors, {"format": "pt"})
         return
     places: dict[str, str] = {}
     for number, own in enumerate(files, 1):
@@ -163,7 +163,7 @@ def _write_weights(
         write_tensors(to / name, own, tensors, {"format": "pt"})
         places |= dict.fromkeys((entry.name for entry in own), name)
     index = {"metadata": {"total_size": sum(map(element_bytes, entries))}, "weight_map": places}
-    (to / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (to / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _in_files(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[TensorEntry]]:

@@ -21,7 +21,7 @@ from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import tensor_entry
 from bireme.train.run_file import RunFile
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "*.jinja")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model", "*.jinja")
 
 
 def in_form_of_transformers(
@@ -45,7 +45,7 @@ def in_form_of_transformers(
 
 def _copy_tokenizer(source: Path, to: Path) -> None:
     """Copy the tokenizer that the model has learned with."""
-    for pattern in TOKENIZER_FILES:
+    for pattern in _TOKENIZER_FILES:
         for path in source.glob(pattern):
             if path.is_file() and not (to / path.name).exists():
                 shutil.copyfile(path, to / path.name)

@@ -41,8 +41,8 @@ RECORDED = (
     "private.json",
 )
 """The files that a resume reads."""
-RECORD_KEY = "record_sha256"
-MOST_CHANGES = 3
+_RECORD_KEY = "record_sha256"
+_MOST_CHANGES = 3
 """Keys of `run.toml` that a sentence lists."""
 
 
@@ -136,7 +136,7 @@ class RunFolder:
     def record(self) -> None:
         """Write the record of the files that a resume reads, as they are now."""
         files = {name: found.decode() for name in RECORDED if (found := self._found(name)) is not None}
-        write_bytes_atomically(self.path / RECORD, sealed({"format": 1, "files": files}, RECORD_KEY))
+        write_bytes_atomically(self.path / RECORD, sealed({"format": 1, "files": files}, _RECORD_KEY))
 
     def recorded(self) -> bytes | None:
         """The content of the record, for the checkpoints of the run; None if there is no intact one."""
@@ -340,7 +340,7 @@ def load_asked(path: Path | None, sets: Sequence[str]) -> RunFile:
 
 def _files_in(record: bytes, path: Path) -> dict[str, bytes]:
     """The content of each file in a record; a `BiremeError` if the record is damaged."""
-    files = unsealed(record, RECORD_KEY, path)["files"]
+    files = unsealed(record, _RECORD_KEY, path)["files"]
     return {str(name): str(text).encode() for name, text in files.items()}
 
 
@@ -353,9 +353,9 @@ def _changes(found: bytes, kept: bytes) -> list[str]:
     differing = [name for name in {**before, **now} if now.get(name) != before.get(name)]
     told = [
         f"{name} is {now[name]!r} instead of {before.get(name)!r}" if name in now else f"{name} is missing"
-        for name in differing[:MOST_CHANGES]
+        for name in differing[:_MOST_CHANGES]
     ]
-    more = [f"{len(differing) - MOST_CHANGES} more settings differ"] if differing[MOST_CHANGES:] else []
+    more = [f"{len(differing) - _MOST_CHANGES} more settings differ"] if differing[_MOST_CHANGES:] else []
     return told + more
 
 

@@ -46,16 +46,16 @@ from bireme.train.rendezvous import Announcements, Environment, Orders, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
 
-TOKEN_BYTES = 16
-ASK_S = 5.0
+_TOKEN_BYTES = 16
+_ASK_S = 5.0
 """How long a coordinator may take to answer a host that has been started again."""
 
-OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+_OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 """What the processes of a replica, which are all on this host, must not take for theirs."""
 
 
 @dataclass(frozen=True, slots=True)
-class HostOrders:
+class _HostOrders:
     """What rank 0 tells the launchers of all hosts: what coordinators are told, the replicas of each host,
     and the step after which updates are delayed.
     """
@@ -67,7 +67,7 @@ class HostOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class _UnderWay:
     """What the folder of a run has of its hosts: `began_s` is when it began, in seconds of the epoch. Once it
     has ended, `reason` is why, after that many `steps`.
     """
@@ -79,7 +79,7 @@ class UnderWay:
     steps: int = 0
 
 
-_HOST_ORDERS, _UNDER_WAY = TypeAdapter(HostOrders), TypeAdapter(UnderWay)
+_HOST_ORDERS, _UNDER_WAY = TypeAdapter(_HostOrders), TypeAdapter(_UnderWay)
 
 
 def host_orders(led: RunSetup) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def host_orders(led: RunSetup) -> dict[str, Any]:
     plan = led.prepared.plan.plan
     start = with_delay(led.prepared, led.checkpoint, RunStart(led.folder.path, None, None, False, {}))
     assert start.first_delayed_step is not None, "it was just found"
-    orders = HostOrders(
+    orders = _HostOrders(
         replica_settings(led.prepared, led.folder, led.checkpoint),
-        secrets.token_hex(TOKEN_BYTES),
+        secrets.token_hex(_TOKEN_BYTES),
         tuple(map(tuple, replicas_of_hosts(led.places, led.nodes, plan.source.num_ranks))),
         start.first_delayed_step,
     )
@@ -106,7 +106,7 @@ def meet_hosts(orders: Orders, number: int, talk: Announcements) -> Site:
     heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.replicas))]
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if number == 0:
-        _write_under_way(folder, UnderWay(orders, hosts, time.time()))
+        _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
     return Site(
         number,
         coordinator,
@@ -219,12 +219,12 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
     return finish(prepared, folder, outcomes)
 
 
-def _write_under_way(folder: RunFolder, found: UnderWay) -> None:
+def _write_under_way(folder: RunFolder, found: _UnderWay) -> None:
     write_text_atomically(folder.hosts, _UNDER_WAY.dump_json(found).decode())
     folder.hosts.chmod(0o600)  # whoever knows the token is of this run
 
 
-def _under_way_in(folder: RunFolder) -> UnderWay | None:
+def _under_way_in(folder: RunFolder) -> _UnderWay | None:
     """What a run's folder has of its hosts; None if it cannot be read."""
     try:
         return _UNDER_WAY.validate_python(json.loads(folder.hosts.read_text()))
@@ -253,7 +253,7 @@ def _how_it_ended(folder: RunFolder, token: str) -> str:
     )
 
 
-def _coordinator(orders: HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:
+def _coordinator(orders: _HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:
     """The coordinator of a host. That of the first one begins the run, if it was not started before."""
     begins = number == 0 and not port
     num_hosts = len(orders.replicas)
@@ -268,7 +268,7 @@ def _answers(hosts: Sequence[Address], token: str) -> bool:
     observer = Observer(hosts, token)
     observer.start()
     try:
-        return until(lambda: bool(observer.word.members), ASK_S) and not observer.word.is_lost
+        return until(lambda: bool(observer.word.members), _ASK_S) and not observer.word.is_lost
     finally:
         observer.close()
 
@@ -278,7 +278,7 @@ def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> I
     """Processes that are started inside are of this host alone, and count its GPUs as the plan names them."""
     before = dict(os.environ)
     os.environ["BIREME_ADDRESS"] = own_address()  # also while this host is cut off
-    for name in OF_THE_LAUNCHER:
+    for name in _OF_THE_LAUNCHER:
         os.environ.pop(name, None)
     if device == ACCELERATOR and (visible := _visible(plan, cluster, site, before.get(VISIBLE))) is not None:
         os.environ[VISIBLE] = visible

@@ -22,8 +22,8 @@ from bireme.runtime.layout import Weights
 from bireme.train.checkpoint.manifest import FileEntry
 from bireme.train.checkpoint.shard import SavedTensors, write_shard
 
-FORMAT = 1
-FILE, INDEX = "rank-0000.safetensors", "index.json"
+_FORMAT = 1
+FILE, _INDEX = "rank-0000.safetensors", "index.json"
 
 
 class _Index(BaseModel):
@@ -31,7 +31,7 @@ class _Index(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: int = FORMAT
+    format: int = _FORMAT
     file: FileEntry
     digests: dict[str, str]
 
@@ -53,7 +53,7 @@ class InitialWeights:
         with new_folder(folder) as draft:
             entry = write_shard(draft / FILE, self._tensors)
             index = _Index(file=entry, digests=digests)
-            (draft / INDEX).write_text(index.model_dump_json() + "\n", encoding="utf-8")
+            (draft / _INDEX).write_text(index.model_dump_json() + "\n", encoding="utf-8")
         self._tensors = {}
 
 
@@ -64,7 +64,7 @@ def remove_initial(folder: Path) -> None:
 
 def read_initial(folder: Path) -> Weights:
     """Reads tensors by name from the folder that `InitialWeights.write` has made."""
-    path = folder / INDEX
+    path = folder / _INDEX
     try:
         index = _Index.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError, json.JSONDecodeError) as error:

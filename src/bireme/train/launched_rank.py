@@ -68,16 +68,16 @@ from bireme.train.run_data import data_of
 from bireme.train.stops import RestartLimitError
 from bireme.train.worker import train_rank
 
-USER_ERROR, NO_PROGRESS = 2, 3
+_USER_ERROR, _NO_PROGRESS = 2, 3
 """Exit statuses of a run that cannot begin, and of one that reached its restart limit."""
 
-FAILED_FIRST_S = 1.0
+_FAILED_FIRST_S = 1.0
 """A rank that ends because of another one ends so much later, for launchers blame the first."""
 
 SEEN_S = 30.0
 """How long a file may take to be seen on another machine: shared folders are late."""
 
-PARTING_S = 30.0
+_PARTING_S = 30.0
 
 Show = Callable[[PreparedRun, RunFolder], None]
 
@@ -105,7 +105,7 @@ def join(
         return joined.go(run_file, sets, show)
     except RankFailed as failure:
         _tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
-        time.sleep(FAILED_FIRST_S)
+        time.sleep(_FAILED_FIRST_S)
         raise SystemExit(1) from None
     except dist.DistError as error:  # its text goes on with frames of C++
         first_line = str(error).splitlines()[0]
@@ -160,7 +160,7 @@ class _Joined:
         outcomes = [_outcome(self._talk.hear(f"outcome/{place}")) for place in range(len(orders.places))]
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
-        until(lambda: self._talk.counted("parted") == size, PARTING_S)
+        until(lambda: self._talk.counted("parted") == size, _PARTING_S)
         return finish(led.prepared, led.folder, outcomes)
 
     def _members(self) -> list[LaunchedProcess]:
@@ -189,7 +189,7 @@ class _Joined:
         except BiremeError as error:
             complaint = str(error)
             _tell(complaint)
-            status = NO_PROGRESS if isinstance(error, RestartLimitError) else USER_ERROR
+            status = _NO_PROGRESS if isinstance(error, RestartLimitError) else _USER_ERROR
         for name in ("device", "orders"):
             if not talk.is_said(name):
                 talk.say(name, None)

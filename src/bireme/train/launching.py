@@ -56,7 +56,7 @@ from bireme.train.worker import train_rank
 # A new plan for a run on its way, one of whose devices has become slow.
 
 
-def replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
+def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
     """The run with the best plan for its devices as they are now, or as it is if that would be no faster.
 
     What is known of the machines stays as it was: a device that is slow today may be its old self tomorrow.
@@ -79,15 +79,15 @@ def replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
 
 # A sample of what a trained language model writes.
 
-TEMPERATURE = 0.8
+_TEMPERATURE = 0.8
 
-LEAST_SHARED_BYTES = 64 * 2**20
+_LEAST_SHARED_BYTES = 64 * 2**20
 """Of a model whose products are worth several threads: in a smaller one these mostly wait."""
 
-NUM_TRIED = 64
+_NUM_TRIED = 64
 """Samples in which an answer is looked for: those that are cut off may have none."""
 
-LARGEST_BYTES = 8 * 2**30
+_LARGEST_BYTES = 8 * 2**30
 """Of a model that is loaded whole only to write a sample."""
 
 
@@ -100,7 +100,7 @@ def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
     a user's message, or the first question of its data if the run file has no prompt of its own.
     """
     tokenizer = data.tokenizer
-    if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > LARGEST_BYTES:
+    if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > _LARGEST_BYTES:
         return ""
     example = _example(data) if data.has_answers else None
     first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
@@ -109,7 +109,7 @@ def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
     ends = _ends(run, tokenizer, example)
     model = _model(run, weights)
     before = torch.get_num_threads()
-    if weights.num_bytes < LEAST_SHARED_BYTES:
+    if weights.num_bytes < _LEAST_SHARED_BYTES:
         torch.set_num_threads(1)
     try:
         return tokenizer.decode(_continued(model, first, run, tokenizer.num_tokens, ends))
@@ -132,7 +132,7 @@ class _Example:
 def _example(data: RunData) -> _Example | None:
     """The first sample with an answer, of those to evaluate with if there are any."""
     samples = data.training if data.evaluation is None else data.evaluation
-    for number in range(min(len(samples), NUM_TRIED)):
+    for number in range(min(len(samples), _NUM_TRIED)):
         sample = samples.take([number])
         ids, counts = sample["input_ids"][0], sample["labels"][0] != IGNORED
         if counts.any():
@@ -195,7 +195,7 @@ def _continued(
         outputs = model(input_ids=torch.tensor([ids[-run.data.length :]]))
         logits: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1].float()
         logits[num_tokens:] = -torch.inf
-        shares = torch.softmax(logits / TEMPERATURE, dim=-1)
+        shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
         chosen = int(torch.multinomial(shares, 1, generator=generator))
         if chosen in ends:
             break
@@ -222,7 +222,7 @@ def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> N
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-USUAL_RESTARTS = 3
+_USUAL_RESTARTS = 3
 
 DONE = ("finished", "time limit")
 """The reasons to stop that leave a trained model."""
@@ -255,15 +255,15 @@ def start(
 
     One that ends because a stage has become slow goes on with a new plan, once. One that fails goes on from
     its newest checkpoint, unless so many `restarts` in a row have reached no new one: then the failure is
-    raised. By default there are `USUAL_RESTARTS` if replicas may die, and none otherwise.
+    raised. By default there are `_USUAL_RESTARTS` if replicas may die, and none otherwise.
     """
     if restarts is None:
-        restarts = USUAL_RESTARTS if prepared.run.sync.is_coordinated else 0
+        restarts = _USUAL_RESTARTS if prepared.run.sync.is_coordinated else 0
     outcomes = _run_through(prepared, folder, checkpoint, is_shown=is_shown, restarts=restarts)
     if first_of(outcomes).reason == REPLAN:
         if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
             prepared = replace(prepared, run=with_batch_of(prepared.run, folder.load_run()))
-        prepared = replace(replanned(prepared, first_of(outcomes)), initial=None)
+        prepared = replace(_replanned(prepared, first_of(outcomes)), initial=None)
         newest = newest_good(folder.checkpoints(prepared.run))
         write_prepared(prepared, folder, newest)
         outcomes = _run(prepared, folder, newest, is_shown=is_shown, may_replan=False)

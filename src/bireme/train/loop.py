@@ -44,7 +44,7 @@ from bireme.train.stops import Reason, Stops
 # Its worker processes stay, and its next batches are ready when an evaluation is over.
 
 
-class RunReading:
+class _RunReading:
     """What one rank reads. `home` is that in the place of `data.training` where some is private; `member` is
     its replica where replicas may die. The end of a `with` block ends it.
     """
@@ -122,7 +122,7 @@ class RunReading:
 # The evaluations of a run while it trains: all sets through the pipeline, and what came of the last time.
 
 
-class RunEvaluations:
+class _RunEvaluations:
     """`figures` are those of the last evaluation, which was after `step` steps; None where it has no loss.
 
     `loss_through_codecs` is there where borders had codecs then. `step` is -1 before the first.
@@ -214,7 +214,7 @@ class Loop:
         self._switch, self._delayed_from = later, first_delayed_step
         self._reason = Reason.NONE
         self._ends: int | None = None
-        self._evaluations = RunEvaluations(run, data)
+        self._evaluations = _RunEvaluations(run, data)
         self._checkpoints = RunCheckpoints(run, writer, meta, stops, member, not_saved)
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
@@ -227,7 +227,7 @@ class Loop:
         self._averaging = member if isinstance(member, AveragingReplica) else None
         self._member = member
         self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
-        self._reading = RunReading(run, data, home, member)
+        self._reading = _RunReading(run, data, home, member)
         self._to_record = member is None or not member.has_come_late
         self._record_from = self._recorded_first()
         self._own_from = pipeline.num_trained + self._record_from - self.step

@@ -245,7 +245,7 @@ def shared(server: Server, workers: int) -> Server:
 
 # What a run can page to on this machine: the speed of its copies and of its disk, and what is free there.
 
-DIGITS = 3
+_DIGITS = 3
 
 
 def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
@@ -291,4 +291,4 @@ def check_paging_disk(run: RunFile, plan: Plan) -> None:
 
 
 def _rounded(figure: float) -> float:
-    return float(f"{figure:.{DIGITS}g}")
+    return float(f"{figure:.{_DIGITS}g}")

@@ -34,15 +34,15 @@ from bireme.user_code import names_function, reason_of, user_function
 # and looked at.
 
 POSITIONS = "position_ids"
-ATTENTION = "scaled_dot_product_attention"
-MASK = 3
+_ATTENTION = "scaled_dot_product_attention"
+_MASK = 3
 """Which of attention's arguments says what is seen."""
 
-MIXES = ("conv", "scan")
+_MIXES = ("conv", "scan")
 """Words in the names of operators that mix neighboring places without asking a mask."""
 
-REMEDY = 'Set data.packing to "none", or to "stream" if documents may look at each other.'
-HIDDEN = -1e4
+_REMEDY = 'Set data.packing to "none", or to "stream" if documents may look at each other.'
+_HIDDEN = -1e4
 """What a mask of numbers adds at least where nothing is to be seen."""
 
 
@@ -53,7 +53,7 @@ def with_positions(source: ModelSource) -> ModelSource:
     if POSITIONS not in accepted or ids is None:
         raise BiremeError(
             f'data.packing is "documents", and the model {source.text} takes no position_ids, by which it '
-            f"would tell documents apart. {REMEDY}"
+            f"would tell documents apart. {_REMEDY}"
         )
     positions = _two_documents(ids.shape[1]).expand(ids.shape).contiguous()
     return replace(source, example_inputs=source.example_inputs | {POSITIONS: positions})
@@ -61,24 +61,24 @@ def with_positions(source: ModelSource) -> ModelSource:
 
 def check_documents_apart(graph: Graph, name: str) -> None:
     """Refuse a captured model in which one document of a sample looks at another."""
-    found = [operator for operator in graph.operators if ATTENTION in operator.target]
-    mixing = next((one.target for one in graph.operators if any(word in one.target for word in MIXES)), None)
+    found = [operator for operator in graph.operators if _ATTENTION in operator.target]
+    mixing = next((one.target for one in graph.operators if any(word in one.target for word in _MIXES)), None)
     if not found or mixing is not None:
         how = f"mixes tokens by {mixing}" if mixing else "has no attention that could be checked"
-        raise BiremeError(f'data.packing is "documents", and the model {name} {how}. {REMEDY}')
+        raise BiremeError(f'data.packing is "documents", and the model {name} {how}. {_REMEDY}')
     for mask in dict.fromkeys(_mask_of(operator) for operator in found):
         if mask is None or _leaks(graph, mask):
             raise BiremeError(
                 f'data.packing is "documents", and in the model {name} one document of a sample looks at '
-                f"another, for its attention does not go by position_ids. {REMEDY}"
+                f"another, for its attention does not go by position_ids. {_REMEDY}"
             )
 
 
 def _mask_of(operator: Operator) -> str | None:
     """The value that masks an attention; None where it sees all that is before a place."""
     argument: Argument = dict(operator.keywords).get("attn_mask")
-    if argument is None and len(operator.arguments) > MASK:
-        argument = operator.arguments[MASK]
+    if argument is None and len(operator.arguments) > _MASK:
+        argument = operator.arguments[_MASK]
     return argument.name if isinstance(argument, Reference) else None
 
 
@@ -97,7 +97,7 @@ def _leaks(graph: Graph, mask: str) -> bool:
     length = shapes[POSITIONS][1]
     given[POSITIONS] = _two_documents(length).expand(shapes[POSITIONS]).contiguous()
     made = stage_function(graph, [unit], outputs=(), also=(mask,))({}, {}, given)[mask]
-    seen = made if made.dtype == torch.bool else made > HIDDEN
+    seen = made if made.dtype == torch.bool else made > _HIDDEN
     first = _first_size(length)
     return bool(seen[..., first:, :first].any())
 
@@ -123,10 +123,10 @@ def _two_documents(length: int) -> Tensor:
     return torch.arange(length) % _first_size(length)
 
 
-TARGETS = ("labels", "y", "target", "targets")
+_TARGETS = ("labels", "y", "target", "targets")
 """What the input is called that a loss by name compares with."""
 
-NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": functional.cross_entropy,
     "l1": functional.l1_loss,
     "mse": functional.mse_loss,
@@ -220,7 +220,7 @@ class RunModel:
         if value is None:
             raise BiremeError(
                 f"The model {name} returns no loss. Make it return one, alone or as `loss`, or name "
-                f"one in model.loss: {', '.join(NAMED)}, or your own module:function or file.py:function."
+                f"one in model.loss: {', '.join(_NAMED)}, or your own module:function or file.py:function."
             )
         if value.shape or not value.dtype.startswith(("float", "bfloat")):
             shape = ", ".join(map(str, value.shape))
@@ -300,15 +300,15 @@ def _with_target(source: ModelSource, run: RunFile) -> ModelSource:
     user may read. The model gets only what its forward accepts.
     """
     inputs = source.example_inputs
-    if run.model.loss is None or any(name in inputs for name in TARGETS):
+    if run.model.loss is None or any(name in inputs for name in _TARGETS):
         return source
     found: dict[str, Tensor] = {}
     if (data := _own_data(run)) is not None:
         sample = own_samples(data).take([0])
-        wanted = [name for name in TARGETS if name in sample][:1] if run.model.loss in NAMED else [*sample]
+        wanted = [name for name in _TARGETS if name in sample][:1] if run.model.loss in _NAMED else [*sample]
         found = {name: sample[name] for name in wanted if name not in inputs}
     elif "input_ids" in inputs:
-        found = {TARGETS[0]: inputs["input_ids"].clone()}
+        found = {_TARGETS[0]: inputs["input_ids"].clone()}
     return replace(source, example_inputs=inputs | resized(found, batch_size(inputs)))
 
 
@@ -323,7 +323,7 @@ def _loss(run: RunFile) -> Loss | None:
     text = run.model.loss
     if text is None:
         return None
-    if text in NAMED:
+    if text in _NAMED:
         return _Named(text, next_token=_own_data(run) is None)
     try:
         return user_function(text, "a scalar loss")
@@ -344,10 +344,10 @@ class _Named:
     def __call__(self, outputs: Any, inputs: Inputs) -> Tensor:
         """The mean loss."""
         given: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
-        target = next((given[name] for name in TARGETS if name in given), None)
+        target = next((given[name] for name in _TARGETS if name in given), None)
         if target is None:
             raise BiremeError(
-                f"model.loss is {self.name}, which needs a target named {' or '.join(TARGETS)}, but the "
+                f"model.loss is {self.name}, which needs a target named {' or '.join(_TARGETS)}, but the "
                 f"inputs are {', '.join(given)}. Give the samples of the data one, rename it, or give a "
                 "loss function of your own."
             )
@@ -365,4 +365,4 @@ class _Named:
                 f"same shape, but they are of the shapes {shapes}, where b is the number of samples. Reshape "
                 "one of them."
             )
-        return NAMED[self.name](found, target)
+        return _NAMED[self.name](found, target)

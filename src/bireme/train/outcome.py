@@ -22,7 +22,7 @@ from bireme.runtime.paging.rank_paging import TierMoves
 # its libraries, tensors, and what the C library keeps of memory that was given back. Looking costs nothing,
 # so no thread has to.
 
-STATUS = Path("/proc/self/status")
+_STATUS = Path("/proc/self/status")
 
 
 class MemoryUsed:
@@ -47,10 +47,10 @@ class MemoryUsed:
         """The most there has been so far."""
         if is_accelerator(self._device):
             return peak_bytes(self._device) - self._before
-        return resident_bytes()
+        return _resident_bytes()
 
 
-def resident_bytes() -> int:
+def _resident_bytes() -> int:
     """The most of this process that was resident at a time."""
     return _bytes("VmHWM")
 
@@ -66,7 +66,7 @@ def settled_bytes() -> int:
 
 def _bytes(what: str) -> int:
     try:
-        lines = STATUS.read_text(encoding="ascii").splitlines()
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
     except (OSError, StopIteration):  # not Linux; what it says in bytes others say in kilobytes
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

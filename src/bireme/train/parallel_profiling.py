@@ -43,15 +43,15 @@ from bireme.train.outcome import settled_bytes
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 
-Figures = TypeVar("Figures")
+_Figures = TypeVar("_Figures")
 
 LOOK_S = 0.2
 """How often to check their progress."""
 
-QUIET_SHARE = 0.05
+_QUIET_SHARE = 0.05
 """Of the time that a process may wait for a core, and what it measures is still as good on another day."""
 
-UNITS_SHARE = 0.9
+_UNITS_SHARE = 0.9
 """Of the work that timing units is, as the progress tells it."""
 
 
@@ -141,12 +141,12 @@ def _measure(
         costs = engine
     else:
         costs = message_costs(world, engine.lopsided, engine.large_bytes) if world.size > 1 else NO_ENGINE
-    was_quiet = waited_s() - waited_before_s < QUIET_SHARE * (perf_counter() - began_s)
+    was_quiet = waited_s() - waited_before_s < _QUIET_SHARE * (perf_counter() - began_s)
     if world.rank >= at_once:
         return None
     control = Control()
-    seconds = measure_units(job, lambda done, what: tell(UNITS_SHARE * done, what), in_turns=control.time)
-    tell(UNITS_SHARE, "measuring the end of a batch")
+    seconds = measure_units(job, lambda done, what: tell(_UNITS_SHARE * done, what), in_turns=control.time)
+    tell(_UNITS_SHARE, "measuring the end of a batch")
     first = job.first
     alone = BatchEndTimes(costs.reduce_s, costs.update_s, costs.trial_s)
     if costs is not engine:
@@ -188,7 +188,7 @@ def mean_of(found: Sequence[Measured]) -> Measured:
     )
 
 
-def _mean(kind: Callable[..., Figures], found: Sequence[Figures]) -> Figures:
+def _mean(kind: Callable[..., _Figures], found: Sequence[_Figures]) -> _Figures:
     """The mean over processes; None if one of them has no figure."""
     values: dict[str, float | None] = {}
     for field in fields(found[0]):  # type: ignore[arg-type]  # all of them are data classes

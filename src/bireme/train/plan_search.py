@@ -23,7 +23,7 @@ from bireme.train.run_file import Memory, RunFile
 #
 # Once chosen it is kept: the run that a folder remembers has it as its own.
 
-WARMUP = 0.05
+_WARMUP = 0.05
 """Of the steps of a run: the warm-up of a learning rate that was made larger, where it had none."""
 
 
@@ -53,7 +53,7 @@ def grown(run: RunFile, batch_size: int) -> RunFile:
         "learning_rate": training.learning_rate * batch_size / training.batch_size,
     }
     if not training.num_warmup_steps and batch_size > training.batch_size:
-        changed |= {"warmup_steps": max(1, round(WARMUP * training.steps)), "warmup_fraction": None}
+        changed |= {"warmup_steps": max(1, round(_WARMUP * training.steps)), "warmup_fraction": None}
     return _changed(run, changed)
 
 
@@ -69,10 +69,10 @@ def _changed(run: RunFile, training: dict[str, object]) -> RunFile:
 
 # How long a run will take, roughly and before anything is measured.
 
-SHORT_S = 10.0
+_SHORT_S = 10.0
 """A run that is over sooner is measured and planned briefly."""
 
-FLOPS_PER_S, CALL_S, MICRO_BATCHES = 2e10, 2e-5, 4
+_FLOPS_PER_S, _CALL_S, _MICRO_BATCHES = 2e10, 2e-5, 4
 """What a slow core computes, what it takes to call an operator, and how often one is called in a step."""
 
 
@@ -82,8 +82,8 @@ def is_short(run: RunFile, graph: Graph) -> bool:
     That is a guess from what its operators compute, and how many they are.
     """
     computed = 3 * run.training.batch_size * sum(one.flops for one in graph.operators) / graph.batch
-    called = 3 * MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
-    return run.training.steps * (computed / FLOPS_PER_S + called * CALL_S) < SHORT_S
+    called = 3 * _MICRO_BATCHES * len(graph.operators)  # a backward is worth two forwards
+    return run.training.steps * (computed / _FLOPS_PER_S + called * _CALL_S) < _SHORT_S
 
 
 # Steps without delayed updates at the beginning of a run: the same stages, under a schedule that flushes.

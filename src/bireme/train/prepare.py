@@ -95,7 +95,7 @@ from bireme.train.shares import sharing_of
 
 # The sizes of micro-batches that are measured for a run, which are those that its plan may have.
 
-LARGEST_MEASURED = 16
+_LARGEST_MEASURED = 16
 """Samples of the largest micro-batch that is measured unless one is asked for."""
 
 
@@ -109,7 +109,7 @@ def micro_batches(run: RunFile) -> list[int]:
         sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
         return sorted(sizes)[-4:] or [1]
     largest = asked.largest_batch
-    powers = [1 << power for power in range(min(LARGEST_MEASURED, largest or batch).bit_length())]
+    powers = [1 << power for power in range(min(_LARGEST_MEASURED, largest or batch).bit_length())]
     return powers if largest is not None else [size for size in powers if batch % size == 0]
 
 
@@ -121,7 +121,7 @@ def _divides(width: int, run: RunFile) -> bool:
 # Mistakes of a run that are found before its model is measured: in its devices, its depth, its samples.
 
 
-def check_devices(run: RunFile, machines: Machines) -> None:
+def _check_devices(run: RunFile, machines: Machines) -> None:
     """A plan for more devices than there are is refused before anything is measured."""
     check_servers(run.data.private or (), machines.cluster)
     needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
@@ -137,7 +137,7 @@ def check_devices(run: RunFile, machines: Machines) -> None:
         )
 
 
-def check_depth(run: RunFile, graph: Graph) -> None:
+def _check_depth(run: RunFile, graph: Graph) -> None:
     """More stages than the model has units are refused before anything is measured."""
     depth, num_units = run.plan.depth or 1, len(units_of(graph))
     if depth > num_units:
@@ -147,7 +147,7 @@ def check_depth(run: RunFile, graph: Graph) -> None:
         )
 
 
-def check_samples(data: RunData, graph: Graph) -> None:
+def _check_samples(data: RunData, graph: Graph) -> None:
     """Samples that the captured model cannot take are found here, and not by a rank."""
     for what, samples in (("training", data.training), ("evaluation", data.evaluation)):
         for one in () if samples is None else sources_of(samples).values():
@@ -161,7 +161,7 @@ def check_samples(data: RunData, graph: Graph) -> None:
 # where the copy has a core. That is for the first model of a process: what torch prepares at its first
 # capture the copy prepares too, and later captures here need it no more.
 
-LEAST_CORES = 2
+_LEAST_CORES = 2
 """With one the two captures would only take turns."""
 
 _earlier = count()
@@ -179,7 +179,7 @@ def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Cal
     if modes is not None:
         yield lambda graph: in_evaluation(graph, modes) or model.evaluation.graph(batch)
         return
-    if next(_earlier) or not has_server() or num_cores() < LEAST_CORES:
+    if next(_earlier) or not has_server() or num_cores() < _LEAST_CORES:
         yield lambda graph: model.evaluation.graph(batch)
         return
     process, talk = start_process("bireme capture", _capture, model.run, largest, batch)
@@ -239,7 +239,7 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         )
 
 
-def check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
+def _check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
     """Refuse weights that ranks of a replica share, where replicas average weights rank by rank."""
     if run.sync.averages:
         program = plan.by_program
@@ -295,7 +295,7 @@ class PreparedRun:
     def __post_init__(self) -> None:  # refuses replicas and shares that cannot be
         check_paged(self.run, self.plan.plan)
         check_replicas(self.run, self.plan.plan, self.data.training)
-        check_tied(self.run, self.plan.plan, self.graph)
+        _check_tied(self.run, self.plan.plan, self.graph)
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
         check_schedule(self.run, self.plan.plan)
 
@@ -311,7 +311,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     given = None if run.plan.file is None else load_plan(Path(run.plan.file))
     progress(0.0, "loading the model")
     machines = with_tiers_here(run, _machines(run))
-    check_devices(run, machines)
+    _check_devices(run, machines)
     sizes = micro_batches(run)
     model = RunModel.of(run, max(sizes))
     with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
@@ -319,7 +319,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
         progress(0.0, "capturing the model")
         graph = model.training.graph(sizes[0])
         model.check_loss(graph)
-        check_samples(data, graph)
+        _check_samples(data, graph)
         evaluation = evaluation_of(graph)
     check_gradient(run, graph)
     model.check_documents(graph, evaluation)
@@ -334,7 +334,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
         identity = data_identity(run, data)
         known = data, identity, None, census, initial
         return PreparedRun(run, machines, graph, evaluation, plan, None, None, *known)
-    check_depth(run, graph)
+    _check_depth(run, graph)
     is_brief = is_short(run, graph)
     if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
         sizes = sizes[::-2]
@@ -404,7 +404,7 @@ def prepared_before(
     if plan.plan.paging is not None:  # with the speeds that it was planned with
         machines = replace(machines, cluster=read_cluster(folder.cluster))
     data = data_of(run, model, progress)
-    check_samples(data, graph)
+    _check_samples(data, graph)
     census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
     identity = data_identity(run, data)
     initial = _initial(model, graph, progress) if begins else None

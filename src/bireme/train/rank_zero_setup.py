@@ -41,7 +41,7 @@ from bireme.train.stops import RestartLimitError, check_restart_limit, count_sta
 
 Nodes = Mapping[str, Sequence[LaunchedProcess]]
 
-ALIKE = 1.1
+_ALIKE = 1.1
 """Devices of one speed are equal if none has so many times the memory of another."""
 
 
@@ -102,7 +102,7 @@ def within_servers(plan: Plan, cluster: Cluster, mode: str) -> Plan:
     used = {name for row in plan.devices for name in row} & devices.keys()
     found = [devices[name].device for name in used]
     sizes = [one.memory_bytes for one in found]
-    are_equal = len({(one.kind, one.speed) for one in found}) == 1 and max(sizes) <= ALIKE * min(sizes)
+    are_equal = len({(one.kind, one.speed) for one in found}) == 1 and max(sizes) <= _ALIKE * min(sizes)
     by_server: dict[int, list[str]] = {}
     for name, placed in devices.items():
         if name in used:

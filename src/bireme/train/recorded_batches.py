@@ -8,7 +8,7 @@ from bireme.train.run_file import RunFile
 RECORDED = 6
 """Batches whose instructions are recorded, early in a run: the first of them fill the pipeline."""
 
-SETTLING, LONG = 10, 40
+_SETTLING, _LONG = 10, 40
 """So many batches go before them where so many are to come: the first ones of a process are slow."""
 
 
@@ -18,7 +18,7 @@ def recorded_first(run: RunFile, rule: Rule, *, step: int, delayed_from: int) ->
     """
     if rule is Rule.FRESH:
         return delayed_from
-    return step + (SETTLING if run.training.steps - step >= LONG else 0)
+    return step + (_SETTLING if run.training.steps - step >= _LONG else 0)
 
 
 def has_room(run: RunFile, first: int) -> bool:

@@ -32,7 +32,7 @@ from bireme.train.folder import RunFolder
 
 NAMED = "GLOO_SOCKET_IFNAME"
 
-ASK_ADDRESS = 0x8915
+_ASK_ADDRESS = 0x8915
 """SIOCGIFADDR of Linux: the address of a card by its name."""
 
 
@@ -65,7 +65,7 @@ def _address_of(card: str, any_socket: socket.socket) -> str | None:
 
     request = card.encode()[:15].ljust(40, b"\0")
     try:
-        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), ASK_ADDRESS, request)[20:24])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ASK_ADDRESS, request)[20:24])
     except OSError:  # a card without an address
         return None
 
@@ -100,12 +100,12 @@ def digest_of(folder: RunFolder) -> str:
         return ""
 
 
-FIND_S = 300.0
+_FIND_S = 300.0
 """How long the processes have to find each other: a machine may have to start first."""
 
 LOOK_S = 0.05
 
-NO_ID = "none"
+_NO_ID = "none"
 """What torchrun calls a run that nobody gave an id."""
 
 
@@ -136,7 +136,7 @@ class Environment:
                 f"The environment says RANK = {rank} and WORLD_SIZE = {size}: ranks count from 0, so the "
                 f"last is {size - 1}. Set both as the launcher does, or neither."
             )
-        name = variables.get("TORCHELASTIC_RUN_ID", NO_ID)
+        name = variables.get("TORCHELASTIC_RUN_ID", _NO_ID)
         # Torchrun shows the output of all processes of a host together, and rank 0 is on its first one.
         is_first_of_host = variables.get("LOCAL_RANK", "0") == "0" and variables.get("GROUP_RANK") != "0"
         return cls(
@@ -144,7 +144,7 @@ class Environment:
             size=size,
             local_rank=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank,
             node=variables.get("GROUP_RANK"),
-            job=None if name == NO_ID else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or None,
+            job=None if name == _NO_ID else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or None,
             may_restart=variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
             is_restart=variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             has_own_output=rank == 0 or is_first_of_host,
@@ -162,7 +162,7 @@ def rendezvous(environment: Environment) -> Store:
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank = environment.rank
     try:
-        store = open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=FIND_S)
+        store = open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=_FIND_S)
         lookup = PrefixStore("bireme-rendezvous", store)
         word = _call_all(lookup, environment.size) if rank == 0 else _answer(lookup, rank)
     except dist.DistError as error:
@@ -219,7 +219,7 @@ def _call_all(store: Store, size: int) -> str:
     start has left its name here, but it does not answer any more; who does is alive.
     """
     word = secrets.token_hex(8)
-    missing, end_s = set(range(1, size)), time.monotonic() + FIND_S
+    missing, end_s = set(range(1, size)), time.monotonic() + _FIND_S
     told: dict[int, str] = {}
     while missing:
         for rank in sorted(missing):
@@ -234,7 +234,7 @@ def _call_all(store: Store, size: int) -> str:
         if missing and time.monotonic() > end_s:
             ranks = ", ".join(map(str, sorted(missing)[:8]))
             raise BiremeError(
-                f"Of {size} processes these did not appear within {FIND_S:g} s: {ranks}. Start as many as "
+                f"Of {size} processes these did not appear within {_FIND_S:g} s: {ranks}. Start as many as "
                 "WORLD_SIZE says, and make sure that they can reach each other."
             )
         time.sleep(LOOK_S if missing else 0.0)
@@ -244,8 +244,8 @@ def _call_all(store: Store, size: int) -> str:
 def _answer(store: Store, rank: int) -> str:
     name = secrets.token_hex(8)
     store.set(f"here/{rank}", name)
-    if not until(lambda: store.check([f"word/{name}"]), FIND_S):
-        raise BiremeError(f"Rank {rank} waited {FIND_S:g} s for rank 0, which did not appear.")
+    if not until(lambda: store.check([f"word/{name}"]), _FIND_S):
+        raise BiremeError(f"Rank {rank} waited {_FIND_S:g} s for rank 0, which did not appear.")
     word = store.get(f"word/{name}").decode()
     store.set(f"heard/{word}/{name}", "")
     return word

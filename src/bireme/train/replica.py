@@ -41,8 +41,8 @@ from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
 from bireme.train.stops import Reason, Stops
 
-KEPT_KINDS = frozenset({"train", "evaluation", "membership"})
-KEPT_LINES = 64
+_KEPT_KINDS = frozenset({"train", "evaluation", "membership"})
+_KEPT_LINES = 64
 """More lines than a rank leaves unwritten when it dies."""
 
 
@@ -189,7 +189,7 @@ class DealtBatches(RankBatches):
             yield Task(number, chosen, seed, wanted)
 
 
-class Speaks(Protocol):
+class _Speaks(Protocol):
     """One of several replicas."""
 
     @property
@@ -204,15 +204,15 @@ class LeaderLog:
     last lines that they would have written, and who takes over adds those that are missing.
     """
 
-    def __init__(self, make: Callable[[], RunLog], replica: Speaks, path: Path) -> None:
+    def __init__(self, make: Callable[[], RunLog], replica: _Speaks, path: Path) -> None:
         self._make, self._replica, self._path = make, replica, path
         self._log: RunLog | None = None
-        self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=KEPT_LINES)
+        self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=_KEPT_LINES)
 
     def tell(self, kind: str, step: int, **values: Any) -> None:
         """For the loop."""
         if not self._replica.speaks:
-            if kind in KEPT_KINDS:
+            if kind in _KEPT_KINDS:
                 self._kept.append((kind, step, values))
             return
         if self._log is None and not self._path.is_file():
@@ -235,11 +235,11 @@ class LeaderLog:
         """What this replica has kept of the time after the last line that was written."""
         if not self._kept or not self._path.is_file():
             return
-        last = dict.fromkeys(KEPT_KINDS, -1)
+        last = dict.fromkeys(_KEPT_KINDS, -1)
         for one in read_json_lines(self._path, start="start").records.values():
             if one["kind"] == "start":
-                last = dict.fromkeys(KEPT_KINDS, one["step"])
-            elif one["kind"] in KEPT_KINDS:
+                last = dict.fromkeys(_KEPT_KINDS, one["step"])
+            elif one["kind"] in _KEPT_KINDS:
                 last[one["kind"]] = one["step"]
         for kind, step, values in self._kept:
             if step > last[kind]:
@@ -310,9 +310,9 @@ class LeaderWriter:
 # goes from one meeting of all replicas to the next: at a meeting all have the same weights, and the same
 # step.
 
-MOST_BATCHES = 1 << 40
+_MOST_BATCHES = 1 << 40
 """Of a window; it ends where no more are dealt."""
-STEP = "averaging/step"
+_STEP = "averaging/step"
 """Under this name a replica's first rank says in the store of the replica which step the run is at."""
 PREFETCH = 1
 """Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait
@@ -395,11 +395,11 @@ class AveragingReplica(MortalReplica):
         if self._is_first_rank:
             # While the last sample that is dealt trains, its window is the last one that has begun.
             found = max(self._known_place() - 1, 0) // self._batch_size
-            self._store.set(STEP, str(found))
+            self._store.set(_STEP, str(found))
             return found
         # By now this rank may have heard of later samples.
-        self._agent.wait_for(lambda _word: self._store.check([STEP]))
-        return int(self._store.get(STEP))
+        self._agent.wait_for(lambda _word: self._store.check([_STEP]))
+        return int(self._store.get(_STEP))
 
     def join(self, pipeline: Pipeline) -> None:
         """Come to the first batch of this replica, with the state of the others."""
@@ -453,7 +453,7 @@ class AveragingReplica(MortalReplica):
         """What this rank reads, from its batch `first` on. Each iteration ends with its window."""
         ahead = min(prefetch, PREFETCH)
         return DealtBatches(
-            samples, order, batch_size, first, MOST_BATCHES, prefetch=ahead, deal=self._deal, **more
+            samples, order, batch_size, first, _MOST_BATCHES, prefetch=ahead, deal=self._deal, **more
         )
 
     def enter(self, until: int) -> None:

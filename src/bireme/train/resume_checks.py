@@ -64,7 +64,7 @@ class DataIdentity:
         return f"{self.num_samples} samples{tokens}, whose SHA-256 begins with {self.sha256[:12]}"
 
 
-READER = TypeAdapter(DataIdentity)
+_READER = TypeAdapter(DataIdentity)
 
 
 def data_identity(run: RunFile, data: RunData) -> DataIdentity:
@@ -81,18 +81,18 @@ def data_identity(run: RunFile, data: RunData) -> DataIdentity:
 
 def write_identity(path: Path, identity: DataIdentity) -> None:
     """Keep it in a run's folder."""
-    write_text_atomically(path, READER.dump_json(identity, indent=1).decode() + "\n")
+    write_text_atomically(path, _READER.dump_json(identity, indent=1).decode() + "\n")
 
 
 def load_identity(path: Path) -> DataIdentity | None:
     """What a run's folder keeps; None where an older version of Bireme began the run."""
-    return identity_from(read_json_object(path), str(path)) if path.is_file() else None
+    return _identity_from(read_json_object(path), str(path)) if path.is_file() else None
 
 
-def identity_from(kept: object, origin: str) -> DataIdentity:
+def _identity_from(kept: object, origin: str) -> DataIdentity:
     """What was kept as JSON; `origin` is where, for an error."""
     try:
-        return READER.validate_python(kept)
+        return _READER.validate_python(kept)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -162,11 +162,11 @@ def check_none_left(run: RunFile, folder: RunFolder, step: int) -> None:
         )
 
 
-SAME_RATE = 0.01
+_SAME_RATE = 0.01
 """Rates that differ by no more than this part of the higher one are not worth a word."""
 
-BATCH_SIZE, NUM_SAMPLES, OPTIMIZER, DATA = "batch_size", "num_samples", "optimizer", "data"
-SUM_CODEC, GRADIENT = "sum_codec", "gradient"
+_BATCH_SIZE, _NUM_SAMPLES, _OPTIMIZER, _DATA = "batch_size", "num_samples", "optimizer", "data"
+_SUM_CODEC, GRADIENT = "sum_codec", "gradient"
 
 
 def run_conditions(
@@ -174,16 +174,16 @@ def run_conditions(
 ) -> dict[str, JsonValue]:
     """The conditions of the run that a checkpoint keeps, in addition to the seed and the batch's number."""
     found: dict[str, JsonValue] = {
-        BATCH_SIZE: run.training.batch_size,
-        NUM_SAMPLES: identity.num_samples,
-        OPTIMIZER: run.training.optimizer,
-        DATA: identity.plain(),
+        _BATCH_SIZE: run.training.batch_size,
+        _NUM_SAMPLES: identity.num_samples,
+        _OPTIMIZER: run.training.optimizer,
+        _DATA: identity.plain(),
     }
     if base is not None:
         found[BASE] = base.plain()
     if run.training.gradient_form is not None:
         found[GRADIENT] = run.training.gradient
-    return found if run.sync.codec == "none" else found | {SUM_CODEC: run.sync.codec}
+    return found if run.sync.codec == "none" else found | {_SUM_CODEC: run.sync.codec}
 
 
 def check_files_here(folder: RunFolder) -> None:
@@ -220,7 +220,7 @@ def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str],
     if (old.steps, old.schedule_steps) == (new.steps, new.schedule_steps) or new.steps <= step:
         return
     before, after = rate_factor(old)(min(step, old.steps - 1)), rate_factor(new)(step)
-    if abs(after - before) <= SAME_RATE * max(before, after):
+    if abs(after - before) <= _SAME_RATE * max(before, after):
         return
     had, has = (f"{factor * new.learning_rate:.3g}" for factor in (before, after))
     asks = new.schedule_steps is not None
@@ -262,7 +262,7 @@ def check_same_run(
     base = base_of_checkpoint(manifest)
     if base is not None:
         check_same_base(base, run, str(where))
-    optimizer = manifest.extra.get(OPTIMIZER, run.training.optimizer)
+    optimizer = manifest.extra.get(_OPTIMIZER, run.training.optimizer)
     if optimizer != run.training.optimizer:
         raise BiremeError(
             f"{where} has the state of {optimizer}, but training.optimizer is {run.training.optimizer}. Set "
@@ -276,15 +276,15 @@ def check_same_run(
                 f"{where} was written with {name} = {before[name]}, but now it is {value}, so samples would "
                 "be missed or repeated. Set it back, or start a new run."
             )
-    _tell_codec(str(manifest.extra.get(SUM_CODEC, "none")), run.sync.codec, tell)
+    _tell_codec(str(manifest.extra.get(_SUM_CODEC, "none")), run.sync.codec, tell)
     form = str(manifest.extra.get(GRADIENT, "whole"))
     if form != run.training.gradient:
         tell(
             f"Gradients were kept with training.gradient = {form} before, and with {run.training.gradient} "
             "now. Components of another rank start from scratch."
         )
-    kept = manifest.extra.get(DATA)
-    known = load_identity(folder.data) if kept is None else identity_from(kept, str(where))
+    kept = manifest.extra.get(_DATA)
+    known = load_identity(folder.data) if kept is None else _identity_from(kept, str(where))
     if known is None:
         doubt = (
             f"{folder.path} was started by a Bireme that kept no digest of the data: make sure that "
@@ -309,5 +309,5 @@ def _tell_codec(before: str, now: str, tell: Callable[[str], None]) -> None:
 
 def _named(position: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """A position in the data in words that people know."""
-    words = {BATCH_SIZE: "training.batch_size", NUM_SAMPLES: "the number of samples in data.source"}
+    words = {_BATCH_SIZE: "training.batch_size", _NUM_SAMPLES: "the number of samples in data.source"}
     return {words[key]: value for key, value in position.items() if key in words}

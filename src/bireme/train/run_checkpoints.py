@@ -22,7 +22,7 @@ from bireme.train.stops import Reason, Stops
 
 # What the batches of a run come to: seconds, samples, tokens, the training loss, skipped steps.
 
-SMOOTHED = 20
+_SMOOTHED = 20
 """Batches whose mean is the training loss that a run ends with."""
 
 Tell = Callable[..., None]
@@ -94,7 +94,7 @@ class Tally:
         """Note the loss of a batch, or that it was skipped; too many skipped in a row end the run."""
         self._note_skipped(result)
         if not result.is_skipped:
-            self._losses = [*self._losses[1 - SMOOTHED :], result.loss]
+            self._losses = [*self._losses[1 - _SMOOTHED :], result.loss]
 
     def is_to_log(self, step: int) -> bool:
         """Whether a line of the log is due. Where replicas train batches of their own, a slow one passes
@@ -140,7 +140,7 @@ class Tally:
             )
 
 
-MOST_TRIES = 3
+_MOST_TRIES = 3
 """To save what another replica was to save, whose processes may not be gone yet."""
 LOOK_S = 0.5
 """Between two looks for room on the disk."""
@@ -216,7 +216,7 @@ class RunCheckpoints:
             return
         assert isinstance(writer, LeaderWriter), "replicas that may die write in turns"
         member.succeed()
-        for place in range(MOST_TRIES):
+        for place in range(_MOST_TRIES):
             # All ranks of a replica do alike, whatever each of them sees.
             if pipeline.gather([float(writer.has(self._asked))])[0][0]:
                 self.newest, self.has_led = self._asked, place > 0

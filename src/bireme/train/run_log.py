@@ -32,7 +32,7 @@ from bireme.train.run_file import RunFile
 # The lines that a run shows while it goes: one for each of its log, plain, so that a file takes them.
 
 
-class Screen:
+class _Screen:
     """Prints to standard error, where progress belongs."""
 
     def __init__(self, num_steps: int) -> None:
@@ -106,7 +106,7 @@ def _clock(seconds: float) -> str:
 # What they get is a copy: what a run knows of itself is in its log. So a tracker that fails ends its curves,
 # and not the run. Only rank 0 has any.
 
-CURVES = (
+_CURVES = (
     "loss",
     "grad_norm",
     "learning_rate",
@@ -115,12 +115,12 @@ CURVES = (
     "perplexity",
     "bits_per_byte",
 )
-KINDS = ("train", "evaluation")
+_KINDS = ("train", "evaluation")
 
-UNUSUAL = re.compile(r"[^\w.:-]+")
+_UNUSUAL = re.compile(r"[^\w.:-]+")
 """What a name of a curve may not have everywhere."""
 
-CLOSE_S = 30.0
+_CLOSE_S = 30.0
 """So long may a tracker take, when a run is over, to send what it still has."""
 
 
@@ -132,7 +132,7 @@ class _Package(NamedTuple):
     extra: str
 
 
-PACKAGES = {
+_PACKAGES = {
     "tensorboard": _Package("tensorboard", "TensorBoard", "track"),
     "wandb": _Package("wandb", "Weights & Biases", "wandb"),
     "mlflow": _Package("mlflow", "MLflow", "mlflow"),
@@ -143,7 +143,7 @@ PACKAGES = {
 def check_trackers(asked: Mapping[str, bool]) -> None:
     """See whether each tracker that is asked for, by its key, is installed, before anything has been done."""
     for key, is_asked in asked.items():
-        package = PACKAGES[key]
+        package = _PACKAGES[key]
         if is_asked and find_spec(package.module) is None:
             raise BiremeError(
                 f"log.{key} is set, and {package.title} is not installed: install it with pip install "
@@ -153,16 +153,18 @@ def check_trackers(asked: Mapping[str, bool]) -> None:
 
 def curves_of(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     """What is a curve of a line of the log, by its name; none of a line of another kind."""
-    if kind not in KINDS:
+    if kind not in _KINDS:
         return {}
-    found = {f"{kind}/{name}": values[name] for name in CURVES if isinstance(values.get(name), float)}
+    found = {f"{kind}/{name}": values[name] for name in _CURVES if isinstance(values.get(name), float)}
     sources = values.get("sources") or {}
     return found | {
-        f"{kind}/loss_of/{UNUSUAL.sub('_', name)}": loss for name, loss in sources.items() if loss is not None
+        f"{kind}/loss_of/{_UNUSUAL.sub('_', name)}": loss
+        for name, loss in sources.items()
+        if loss is not None
     }
 
 
-class Tracker(ABC):
+class _Tracker(ABC):
     """Takes the lines of a run's log. `title` is what people call it."""
 
     title: str
@@ -200,7 +202,7 @@ class Tracker(ABC):
     def _close(self) -> None: ...
 
 
-class BackgroundTracker(Tracker):
+class BackgroundTracker(_Tracker):
     """A tracker that may wait for a network: it does so in a thread, and training does not wait for it."""
 
     def __init__(self) -> None:
@@ -216,9 +218,9 @@ class BackgroundTracker(Tracker):
 
     def _close(self) -> None:
         self._waiting.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            self.failure = f"it did not take all within {CLOSE_S:g} s of the end"
+            self.failure = f"it did not take all within {_CLOSE_S:g} s of the end"
 
     def _work(self) -> None:
         try:
@@ -245,14 +247,14 @@ class BackgroundTracker(Tracker):
 # Lines are appended one by one, so that whoever reads them sees whole ones, but for the last one of a run
 # that was killed. A disk that takes none does not end a run: its lines wait until it does.
 
-LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
+_LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 """What some readers take for the end of a line. JSON leaves these as they are, but for others it escapes."""
 
 
 class MetricsLog:
     """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
 
-    def __init__(self, path: Path, *, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, path: Path, *, trackers: Sequence[_Tracker] = ()) -> None:
         self._offset_s = _last_time_s(path) if path.exists() else 0.0
         self._begin_s = perf_counter()
         self._lock = Lock()
@@ -279,7 +281,7 @@ class MetricsLog:
         line = {"kind": kind, "step": step, "time_s": round(self.time_s, 4), **values}
         text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n"
         with self._lock:
-            self._waiting += text.translate(LINE_ENDS).encode()
+            self._waiting += text.translate(_LINE_ENDS).encode()
             self._write()
         for tracker in self._trackers:
             tracker.note(kind, step, values)
@@ -327,7 +329,7 @@ def _plain(value: Any) -> Any:
 # Where they go is said in the words of that package: WANDB_MODE=offline keeps them in the run's folder, from
 # where `wandb sync` sends them later. A run that resumes goes on in the same curves.
 
-BEGIN_S = 60.0
+_BEGIN_S = 60.0
 """So long may it take to reach the server."""
 
 
@@ -354,7 +356,7 @@ class WandB(BackgroundTracker):
             id=kept.read_text(encoding="utf-8").strip(),
             resume="allow",
             config=self._config,
-            settings=self._wandb.Settings(init_timeout=BEGIN_S, console="off", silent=True),
+            settings=self._wandb.Settings(init_timeout=_BEGIN_S, console="off", silent=True),
         )
         # Its own count of steps only rises, and a run that resumes may train some again.
         self._run.define_metric("*", step_metric="step")
@@ -369,11 +371,11 @@ class WandB(BackgroundTracker):
 
 # The curves of a run for MLflow: on the server that MLFLOW_TRACKING_URI names, or in a folder of files.
 
-URI = "MLFLOW_TRACKING_URI"
-FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"
+_URI = "MLFLOW_TRACKING_URI"
+_FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"
 """Without it newer versions write to servers and databases alone."""
 
-MOST_LETTERS, MOST_PARAMETERS = 500, 100
+_MOST_LETTERS, _MOST_PARAMETERS = 500, 100
 """What MLflow takes of a parameter, and of parameters at once."""
 
 
@@ -394,10 +396,10 @@ class MLflow(BackgroundTracker):
 
     def _begin(self) -> None:
         self._entities = importlib.import_module("mlflow.entities")
-        uri = os.environ.get(URI)
+        uri = os.environ.get(_URI)
         if not uri:
             uri = (self._folder.parent / "mlruns").absolute().as_uri()
-            os.environ.setdefault(FILES_ALLOWED, "true")
+            os.environ.setdefault(_FILES_ALLOWED, "true")
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=uri)
         kept = self._folder / "mlflow-id"
         if kept.is_file():
@@ -409,14 +411,14 @@ class MLflow(BackgroundTracker):
         self._id = self._client.create_run(number, run_name=self._folder.name).info.run_id
         write_text_atomically(kept, self._id)
         parameters = [
-            self._entities.Param(f"{table}.{key}", str(value)[:MOST_LETTERS])
+            self._entities.Param(f"{table}.{key}", str(value)[:_MOST_LETTERS])
             for table, keys in self._config.items()
             if isinstance(keys, dict)
             for key, value in keys.items()
             if value is not None
         ]
-        for first in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[first : first + _MOST_PARAMETERS])
 
     def _send(self, step: int, curves: dict[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -429,10 +431,10 @@ class MLflow(BackgroundTracker):
 
 # The curves of a run for TensorBoard: files in a folder of the run.
 
-FLUSH_S = 10
+_FLUSH_S = 10
 
 
-class TensorBoard(Tracker):
+class TensorBoard(_Tracker):
     """Writes curves into a folder, which may have those of earlier starts of the run.
 
     The first step hides what an earlier start has written from it on, for it is trained again. Once there is
@@ -452,7 +454,7 @@ class TensorBoard(Tracker):
     def _note(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         curves = curves_of(kind, values)
         if curves and self._writer is None:
-            self._writer = self._open(str(self._folder), purge_step=step, flush_secs=FLUSH_S)
+            self._writer = self._open(str(self._folder), purge_step=step, flush_secs=_FLUSH_S)
         for name, value in curves.items():
             self._writer.add_scalar(name, value, step)
         if kind == "checkpoint" and self._writer is not None:
@@ -469,7 +471,7 @@ class RunLog:
     def __init__(self, folder: RunFolder, run: RunFile, words: Mapping[str, Any], *, is_shown: bool) -> None:
         self._metrics = MetricsLog(folder.metrics, trackers=_trackers(folder, run))
         self._words = words
-        self._screen = Screen(run.training.steps) if is_shown else None
+        self._screen = _Screen(run.training.steps) if is_shown else None
         self._failed: set[str] = set()
 
     @property
@@ -508,10 +510,10 @@ class RunLog:
                 self._screen.show("warning", step, {"text": text})
 
 
-def _trackers(folder: RunFolder, run: RunFile) -> list[Tracker]:
+def _trackers(folder: RunFolder, run: RunFile) -> list[_Tracker]:
     """Those that are asked for."""
     asked, config = run.log, run.model_dump(mode="json")
-    makers: dict[str, Callable[[], Tracker]] = {
+    makers: dict[str, Callable[[], _Tracker]] = {
         "tensorboard": lambda: TensorBoard(folder.path / "tensorboard"),
         "wandb": lambda: WandB(folder.path, asked.project, config),
         "mlflow": lambda: MLflow(folder.path, asked.project, config),

@@ -108,13 +108,13 @@ def slowed(cluster: Cluster, plan: Plan, found: SlowStage) -> Cluster:
     return replace(cluster, servers=tuple(servers))
 
 
-Mode = Literal["off", "start", "measured"]
+_Mode = Literal["off", "start", "measured"]
 
-MOST_GROWN = 256
+_MOST_GROWN = 256
 """Samples of the largest micro-batch that a batch may grow to."""
 
 
-def mode_of(run: RunFile, plan: Plan, cluster: Cluster) -> Mode:
+def mode_of(run: RunFile, plan: Plan, cluster: Cluster) -> _Mode:
     """How shares follow speeds: by measuring, if replicas are on unequal devices and the run says nothing."""
     if run.balance.mode is not None:
         return run.balance.mode
@@ -176,7 +176,7 @@ def share_limits(saved: SavedPlan, profile: Profile | None, batch_size: int, *, 
     """The samples of a batch that each replica can take: one in each micro-batch, and what memory holds."""
     plan, forecast = saved.plan, saved.forecast
     least = 2 if plan.source.num_sliced else 1
-    most = MOST_GROWN if grows else ceil(batch_size / plan.num_microbatches)
+    most = _MOST_GROWN if grows else ceil(batch_size / plan.num_microbatches)
     planned = batch_size if forecast is None else round(forecast.samples_per_s * forecast.batch_s)
     sizes = plan.micro_batch_sizes or (ceil(planned / (plan.width * plan.num_microbatches)),) * plan.width
     held = [_most_held(saved, profile, replica, size) for replica, size in enumerate(sizes)]

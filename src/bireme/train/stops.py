@@ -20,7 +20,7 @@ from bireme.train.folder import RunFolder
 #
 # A small file in the run's folder counts the starts from the same checkpoint.
 
-MOST_STARTS = 3
+_MOST_STARTS = 3
 
 
 class RestartLimitError(BiremeError):
@@ -29,9 +29,9 @@ class RestartLimitError(BiremeError):
 
 def check_restart_limit(folder: RunFolder, step: int) -> None:
     """Refuse another start from the checkpoint of `step`, 0 for none, if too many reached no newer one."""
-    if _num_starts(folder, step) >= MOST_STARTS:
+    if _num_starts(folder, step) >= _MOST_STARTS:
         raise RestartLimitError(
-            f"{folder.path} was started {MOST_STARTS} times from step {step} and always ended before "
+            f"{folder.path} was started {_MOST_STARTS} times from step {step} and always ended before "
             f"a new checkpoint. Find out why (see the end of {folder.metrics.name}), or lower "
             "checkpoint.every_steps; then add --anyway."
         )
@@ -52,7 +52,7 @@ def _num_starts(folder: RunFolder, step: int) -> int:
         return 0
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Reason(IntEnum):
@@ -108,8 +108,8 @@ class Stops:
 
         A second interrupt is an ordinary one. A request to stop that comes after the end does no harm.
         """
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             yield
         finally:

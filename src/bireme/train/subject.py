@@ -24,9 +24,9 @@ from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.run_file.text import toml_value
 
-BATCH_SIZE = 8
+_BATCH_SIZE = 8
 
-Tell = Callable[[str], None]
+_Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Subject:
             model.check_weights(graph)
 
 
-def subject_of(text: str, sets: Sequence[str], tell: Tell) -> Subject:
+def subject_of(text: str, sets: Sequence[str], tell: _Tell) -> Subject:
     """The run or the model that `text` names; `sets` change keys of its run file.
 
     `tell` is told of checkpoints that are damaged.
@@ -98,7 +98,7 @@ def subject_of(text: str, sets: Sequence[str], tell: Tell) -> Subject:
     )
 
 
-def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
+def _of_run(folder: RunFolder, sets: Sequence[str], tell: _Tell) -> Subject:
     before = load_run_file(folder.run_file)
     run = load_run_file(folder.run_file, sets)
     changed = (run.model, run.data.length) != (before.model, before.data.length)
@@ -132,7 +132,7 @@ def _run_of(source: str, length: int | None, sets: Sequence[str]) -> RunFile:
     """The run file that makes a model of a folder, as far as `sets` do not change it; without a length the
     samples are as long as those of a run that trains the model.
     """
-    own = {"model.source": source, "data.length": length, "training.batch_size": BATCH_SIZE}
+    own = {"model.source": source, "data.length": length, "training.batch_size": _BATCH_SIZE}
     given = [f"{key}={toml_value(value)}" for key, value in own.items() if value is not None]
     return load_run_file(None, [*given, *sets])
 

@@ -31,7 +31,7 @@ from bireme.train.run_file import RunFile
 # What a process holds for the host's tier where its device is a processor, whose memory is the host's.
 
 
-def host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
+def _host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
     """The most that the plan says a rank of a pipeline keeps on the host, if that is memory of its process
     that counts as the device's.
     """
@@ -49,7 +49,7 @@ def host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSummary:
+class _SharedSummary:
     """What all ranks have sent while they trained, since the run was started or resumed: weights that they
     make or keep for their replicas, and gradients to be summed. Predictions are None where the plan has none.
     """
@@ -60,14 +60,14 @@ class SharedSummary:
     predicted_summed_bytes: float | None
 
 
-def shared_summary(run: RunFile, saved: SavedPlan, outcomes: Sequence[Outcome]) -> SharedSummary | None:
+def _shared_summary(run: RunFile, saved: SavedPlan, outcomes: Sequence[Outcome]) -> _SharedSummary | None:
     """That of a run; None where nothing is shared."""
     if run.memory.shard == "none" or saved.plan.width == 1:
         return None
     gathered = sum(one.own.gathered_bytes for one in outcomes)
     sent = sum(one.own.sent_sum_bytes for one in outcomes)
     times = first_of(outcomes).own.num_batches * saved.plan.width
-    return SharedSummary(
+    return _SharedSummary(
         gathered,
         _predicted(saved, "device", times),
         sent - gathered,
@@ -83,10 +83,10 @@ def _predicted(saved: SavedPlan, tier: str, times: int) -> float | None:
 
 # What a run that waits for its chunks says: which wire between tiers limits it, and how fast that was.
 
-LONG = 0.1
+_LONG = 0.1
 """The share of the time for which ranks may wait for chunks without a word."""
 
-REMEDY = {
+_REMEDY = {
     "disk": "A faster disk, a larger memory.host or a larger memory.device would help",
     "host": "A larger memory.device would help",
 }
@@ -95,7 +95,7 @@ REMEDY = {
 def slow_tiers(plan: Plan, cluster: Cluster, outcomes: Sequence[Outcome]) -> list[str]:
     """One sentence about the rank that waits the longest, if any waits for long."""
     waiting = max(outcomes, key=lambda one: _waited_share(one.own.tiers), default=None)
-    if waiting is None or _waited_share(waiting.own.tiers) < LONG:
+    if waiting is None or _waited_share(waiting.own.tiers) < _LONG:
         return []
     rank, (device, *lower) = waiting.own.rank, waiting.own.tiers
     slowest = max(lower, key=lambda tier: tier.copied_s)
@@ -106,7 +106,7 @@ def slow_tiers(plan: Plan, cluster: Cluster, outcomes: Sequence[Outcome]) -> lis
     return [
         f"Rank {rank} waited for chunks for {device.waited_s / device.window_s:.0%} of its "
         f"{device.window_s:.3g} s of training, and the {slowest.tier} is what limits: copies to and from it "
-        f"ran at {measured}, where the plan counts on {planned}. {REMEDY[slowest.tier]}."
+        f"ran at {measured}, where the plan counts on {planned}. {_REMEDY[slowest.tier]}."
     ]
 
 
@@ -125,7 +125,7 @@ def _planned(plan: Plan, cluster: Cluster, rank: int, tier: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StageSummary:
+class _StageSummary:
     """One stage. `units` are its first and last; of several replicas the largest figures count.
 
     Bytes and busy shares are those of its `rank` in the pipeline, which may have other stages too.
@@ -141,7 +141,7 @@ class StageSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSummary:
+class _RankSummary:
     """The memory of one process, replicas counted. `kept_bytes` of it is the most that it held at a time for
     replicas that were late, away or coming back.
     """
@@ -153,7 +153,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlSummary:
+class _ControlSummary:
     """The same piece of work when the model was profiled and, in the mean over the ranks, while it trained.
 
     `speed` is that of the machine while training, relative to when it was profiled.
@@ -165,7 +165,7 @@ class ControlSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareSummary:
+class _ShareSummary:
     """The samples of a batch that each replica trained, from a step on."""
 
     step: int
@@ -173,7 +173,7 @@ class ShareSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncSummary:
+class _SyncSummary:
     """What all ranks sent for sums of gradients, and what they would have sent without a codec. Where
     replicas may die: the epochs of their membership, rounds and samples that count, and samples that were
     dealt again. `shared`, in the document where replicas share an optimizer or weights, says which bytes are
@@ -187,11 +187,11 @@ class SyncSummary:
     rounds: int | None = None
     samples_committed: int | None = None
     samples_redone: int | None = None
-    shared: SharedSummary | None = None
+    shared: _SharedSummary | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class MembershipSummary:
+class _MembershipSummary:
     """The replicas that had a part in the batches from a step on."""
 
     step: int
@@ -199,7 +199,7 @@ class MembershipSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSummary:
+class _LinkSummary:
     """A border between two stages: its codecs in the middle of the run, and the bytes of all its messages in
     both directions, without a codec and as they were sent.
     """
@@ -213,7 +213,7 @@ class LinkSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class TierSummary:
+class _TierSummary:
     """A tier of a rank that pages: the most that its chunks took of it, and the bytes that were copied into
     it while training, by the program and as measured. A budget of None is no limit. What follows is as in
     `TierMoves`.
@@ -251,11 +251,11 @@ class RunSummary:
     predicted_bubble: float | None
     profile_spread: float | None
     bubble: float | None
-    stages: tuple[StageSummary, ...]
-    ranks: tuple[RankSummary, ...]
-    links: tuple[LinkSummary, ...]
-    control: ControlSummary | None
-    sync: SyncSummary
+    stages: tuple[_StageSummary, ...]
+    ranks: tuple[_RankSummary, ...]
+    links: tuple[_LinkSummary, ...]
+    control: _ControlSummary | None
+    sync: _SyncSummary
     run_dir: str
     schedule: str
     first_delayed_step: int
@@ -267,14 +267,14 @@ class RunSummary:
     warnings: tuple[str, ...]
     learns: Mapping[str, Any] = field(default_factory=dict)
     """What the run learns from; see `Learns`."""
-    shares: tuple[ShareSummary, ...] = ()
-    membership: tuple[MembershipSummary, ...] = ()
+    shares: tuple[_ShareSummary, ...] = ()
+    membership: tuple[_MembershipSummary, ...] = ()
     """How that changed, where replicas may die."""
     private_samples: Mapping[str, int] = field(default_factory=dict)
     """How many private samples each server holds."""
     placement: Mapping[str, Any] | None = None
     """What an epoch takes of them and of public ones; both are in the document where there are any."""
-    tiers: tuple[TierSummary, ...] | None = None
+    tiers: tuple[_TierSummary, ...] | None = None
     """In the document where anything may be paged; empty if all has fitted."""
     joules_per_sample: float | None = None
     """By the watts of the devices, in the document where they are known."""
@@ -283,7 +283,7 @@ class RunSummary:
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON, which has no number that is not finite: such a loss is null."""
-        names = (*LOSSES, "eval_perplexity", "eval_bits_per_byte", "eval_loss_through_codecs")
+        names = (*_LOSSES, "eval_perplexity", "eval_bits_per_byte", "eval_loss_through_codecs")
         found = asdict(self) | {name: _finite(getattr(self, name)) for name in names}
         found |= found.pop("kept")
         if not self.private_samples:
@@ -342,7 +342,7 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
             *_diverged(own),
         ),
         learns=learns(prepared.run, prepared.data, prepared.graph).document(),
-        shares=tuple(ShareSummary(one.step, one.shares) for one in shared),
+        shares=tuple(_ShareSummary(one.step, one.shares) for one in shared),
         membership=() if own.sync is None else _membership(shared),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
@@ -360,21 +360,21 @@ def _shared(folder: RunFolder) -> Sequence[Shared]:
         return ()
 
 
-def _sync(prepared: PreparedRun, outcomes: list[Outcome]) -> SyncSummary:
+def _sync(prepared: PreparedRun, outcomes: list[Outcome]) -> _SyncSummary:
     raw_bytes = sum(one.own.raw_sum_bytes for one in outcomes)
     sent_bytes = sum(one.own.sent_sum_bytes for one in outcomes)
     figures = first_of(outcomes).sync
-    shared = shared_summary(prepared.run, prepared.plan, outcomes)
-    return SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)), shared=shared)
+    shared = _shared_summary(prepared.run, prepared.plan, outcomes)
+    return _SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)), shared=shared)
 
 
-def _membership(shared: Sequence[Shared]) -> tuple[MembershipSummary, ...]:
+def _membership(shared: Sequence[Shared]) -> tuple[_MembershipSummary, ...]:
     """Who met, or had samples where nobody meets, and where that changed."""
-    found: list[MembershipSummary] = []
+    found: list[_MembershipSummary] = []
     for one in shared:
         members = one.members or tuple(replica for replica, share in enumerate(one.shares) if share)
         if not found or found[-1].members != members:
-            found.append(MembershipSummary(one.step, members))
+            found.append(_MembershipSummary(one.step, members))
     return tuple(found)
 
 
@@ -390,10 +390,10 @@ def _bubble(outcomes: list[Outcome]) -> float | None:
     return 1 - fmean(shares) if shares else None
 
 
-LOSSES = ("train_loss", "eval_loss")
+_LOSSES = ("train_loss", "eval_loss")
 
 
-def _kept(ranks: Sequence[RankSummary], own: Outcome) -> list[str]:
+def _kept(ranks: Sequence[_RankSummary], own: Outcome) -> list[str]:
     """A sentence if replicas were away and what was held for them took more memory than was predicted."""
     if own.sync is None or own.sync.epochs < 2:
         return []
@@ -418,7 +418,7 @@ def _diverged(own: Outcome) -> list[str]:
     return [
         f"The {names[name]} loss is {value}: the model has diverged, or the data contain such numbers. Lower "
         "training.learning_rate, or check the data."
-        for name in LOSSES
+        for name in _LOSSES
         if (value := getattr(own, name)) is not None and not math.isfinite(value)
     ]
 
@@ -427,7 +427,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[StageSummary, ...]:
+def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_StageSummary, ...]:
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     source = plan.source
     bounds = (0, *plan.cuts, _num_units(prepared))
@@ -438,13 +438,13 @@ def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[StageSummar
         shares = [one.busy_share for one in of_rank if one.busy_share is not None]
         promised = None if forecast is None else forecast.stages[stage]
         found.append(
-            StageSummary(
+            _StageSummary(
                 units=(bounds[stage], bounds[stage + 1] - 1),
                 rank=rank,
                 device=", ".join(plan.devices[rank]) if plan.devices else "",
                 predicted_peak_bytes=None
                 if promised is None
-                else promised.peak_bytes + host_tier_bytes(prepared, rank),
+                else promised.peak_bytes + _host_tier_bytes(prepared, rank),
                 measured_peak_bytes=max(peaks, default=None),
                 busy_share=max(shares, default=None),
                 predicted_busy_share=None
@@ -460,7 +460,7 @@ def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[StageSummar
     return tuple(found)
 
 
-def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[RankSummary, ...]:
+def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_RankSummary, ...]:
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     program = plan.program(1)
     found = []
@@ -470,12 +470,12 @@ def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[RankSummary,
         if forecast is not None:
             stage = forecast.stages[program.stages_of(rank)[0]]
             _, promised, _ = list(stage.bytes_of_devices())[replica]
-            promised += host_tier_bytes(prepared, rank)
-        found.append(RankSummary(own.rank, promised, own.peak_bytes, own.kept_bytes))
+            promised += _host_tier_bytes(prepared, rank)
+        found.append(_RankSummary(own.rank, promised, own.peak_bytes, own.kept_bytes))
     return tuple(found)
 
 
-def _links(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[LinkSummary, ...]:
+def _links(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_LinkSummary, ...]:
     """The borders between ranks, replicas together."""
     plan = prepared.plan.plan
     ranks = plan.source.rank_of_stage
@@ -486,21 +486,21 @@ def _links(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[LinkSummary,
         if ranks[border] != ranks[border + 1]:
             raw_bytes, sent_bytes = sum(link.raw_bytes for link in own), sum(link.sent_bytes for link in own)
             words = codecs.forward, codecs.backward
-            found.append(LinkSummary(border, border + 1, *words, raw_bytes, sent_bytes))
+            found.append(_LinkSummary(border, border + 1, *words, raw_bytes, sent_bytes))
     return tuple(found)
 
 
-def _tiers(outcomes: list[Outcome]) -> tuple[TierSummary, ...]:
+def _tiers(outcomes: list[Outcome]) -> tuple[_TierSummary, ...]:
     of_ranks = sorted((one.own for one in outcomes), key=lambda own: own.rank)
-    return tuple(TierSummary(own.rank, **asdict(tier)) for own in of_ranks for tier in own.tiers)
+    return tuple(_TierSummary(own.rank, **asdict(tier)) for own in of_ranks for tier in own.tiers)
 
 
-def _control(prepared: PreparedRun, outcomes: list[Outcome]) -> ControlSummary | None:
+def _control(prepared: PreparedRun, outcomes: list[Outcome]) -> _ControlSummary | None:
     engine = None if prepared.profile is None else prepared.profile.engine
     took_s = [one.own.control_s for one in outcomes if one.own.control_s]
     if engine is None or not engine.control_s or not took_s:
         return None
-    return ControlSummary(engine.control_s, fmean(took_s), engine.control_s / fmean(took_s))
+    return _ControlSummary(engine.control_s, fmean(took_s), engine.control_s / fmean(took_s))
 
 
 def _num_units(prepared: PreparedRun) -> int:

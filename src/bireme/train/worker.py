@@ -81,7 +81,7 @@ def optimizer_of(training: Training) -> OptimizerFactory:
 # The pipeline of a rank, from its run file and its plan; two of them if the run has a delay warm-up.
 
 
-def pipelines_of(
+def _pipelines_of(
     part: RankPart, saved: SavedPlan, *, step: int, first_delayed_step: int
 ) -> tuple[Pipeline, ScheduleSwitch | None]:
     """The pipeline for the steps after `step`, and the schedule switch, if there is one."""
@@ -145,7 +145,7 @@ def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:
 # The shares that a run begins with, measured by all ranks on their own devices before the first step.
 
 
-def measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Shares:
+def _measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Shares:
     """The shares that follow the measured speeds; their sum is the batch, which may have grown.
 
     All ranks call it, and find the same.
@@ -169,7 +169,7 @@ def measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Share
 # The memory that each rank has had at most, told to rank 0 through the store.
 
 
-class SharedPeaks:
+class _SharedPeaks:
     """Tells the others how much memory this rank has had, and rank 0 what the others last told."""
 
     def __init__(self, world: World) -> None:
@@ -185,7 +185,7 @@ class SharedPeaks:
         return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
 
 
-LEAST_KEPT = 2
+_LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""
 
 ALL = 10**9
@@ -246,15 +246,15 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
         part, saved = _as_member(part, part.order, saved)
     if part.member is not None:
         step = part.member.begin(step)
-    pipeline, later = pipelines_of(part, saved, step=step, first_delayed_step=begin)
+    pipeline, later = _pipelines_of(part, saved, step=step, first_delayed_step=begin)
     if checkpoint is None and measures_first(run, saved.plan, part.cluster):
-        shares = measured_shares(pipeline, run, part.data.training)
+        shares = _measured_shares(pipeline, run, part.data.training)
         if run.balance.batch == "grow":
             pipeline.close()
             del pipeline
             part = _grown(part, saved, sum(shares))
             run = part.run
-            pipeline, later = pipelines_of(part, saved, step=step, first_delayed_step=begin)
+            pipeline, later = _pipelines_of(part, saved, step=step, first_delayed_step=begin)
         pipeline.begin_with(shares)
     log = _log(part) if world.rank == 0 else None
     if checkpoint is not None:
@@ -269,7 +269,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
             world.rank,
             world.size,
             store,
-            keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
+            keep=max(_LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
             on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
             resumed_from=resumed_from,
             record=None if world.rank else folder.recorded(),
@@ -295,7 +295,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
             _meta(part, pipeline),
             tell=_silent if log is None else log.tell,
             memory=memory,
-            rank_bytes=SharedPeaks(world),
+            rank_bytes=_SharedPeaks(world),
             stops=stops,
             control=_control(part),
             later=later,

@@ -31,16 +31,16 @@ from bireme.placement.moves import (
 # A search that moves one item at a time cannot carry a part of the graph over to another device where any
 # half of the way is worse. Blocks are what it tries to move at once.
 
-MOST_LEVELS = 12
+_MOST_LEVELS = 12
 
-LARGEST_NET = 30
+_LARGEST_NET = 30
 """A net of more blocks says little about which two of them belong together."""
 
-LEAST_SHRINKAGE = 0.95
+_LEAST_SHRINKAGE = 0.95
 """Levels end where there would be more than this part of the blocks of the level before."""
 
 
-class ItemBlocks(NamedTuple):
+class _ItemBlocks(NamedTuple):
     """`of[level, item]` is the block of an item; `items[starts[block] : starts[block + 1]]` are its items."""
 
     of: Integers
@@ -48,7 +48,7 @@ class ItemBlocks(NamedTuple):
     items: Integers
 
 
-def blocks_of(items: Items, random: Random) -> ItemBlocks:
+def blocks_of(items: Items, random: Random) -> _ItemBlocks:
     """Blocks of several levels, each level parting the items; at least one level."""
     block_of = np.arange(len(items), dtype=np.int64)
     members = [[item] for item in range(len(items))]
@@ -56,9 +56,9 @@ def blocks_of(items: Items, random: Random) -> ItemBlocks:
     cost = items.net_cost.sum(axis=1)
     levels = [block_of.copy()]
     flat = [members]
-    while len(members) > 2 and len(levels) <= MOST_LEVELS:
+    while len(members) > 2 and len(levels) <= _MOST_LEVELS:
         fewer = _paired(members, _ties(block_of, rows, cost, len(members)), random)
-        if len(fewer) > LEAST_SHRINKAGE * len(members):
+        if len(fewer) > _LEAST_SHRINKAGE * len(members):
             break
         members = fewer
         for block, row in enumerate(members):
@@ -76,7 +76,7 @@ def _ties(block_of: Integers, rows: list[list[int]], cost: Floats, num_blocks: i
     ties: list[dict[int, float]] = [defaultdict(float) for _ in range(num_blocks)]
     for net, row in enumerate(rows):
         blocks = sorted({int(block_of[pin]) for pin in row})
-        if 2 <= len(blocks) <= LARGEST_NET:
+        if 2 <= len(blocks) <= _LARGEST_NET:
             share = float(cost[net]) / (len(blocks) - 1)
             for place, one in enumerate(blocks):
                 for other in blocks[place + 1 :]:
@@ -106,27 +106,27 @@ def _paired(members: list[list[int]], ties: list[dict[int, float]], random: Rand
     return pairs
 
 
-def _flattened(levels: list[Integers], members: list[list[list[int]]]) -> ItemBlocks:
+def _flattened(levels: list[Integers], members: list[list[list[int]]]) -> _ItemBlocks:
     """All levels as one, with blocks numbered throughout."""
     counts = [len(level) for level in members]
     firsts = np.cumsum([0, *counts[:-1]])
     rows = [row for level in members for row in level]
-    return ItemBlocks(
+    return _ItemBlocks(
         np.stack([level + first for level, first in zip(levels, firsts, strict=True)]).astype(np.int64),
         np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64),
         np.array([item for row in rows for item in row], np.int64),
     )
 
 
-SETS_PERCENT = 20
+_SETS_PERCENT = 20
 """Of all moves, those of several items at once."""
 
-TRIES = 16
+_TRIES = 16
 """Draws of an item until one has a neighbor on another device."""
 
-LONGEST_STRETCH_BITS = 5
+_LONGEST_STRETCH_BITS = 5
 
-STEP = 1.0 / (1 << 30)
+_STEP = 1.0 / (1 << 30)
 
 
 class Heat(NamedTuple):
@@ -151,7 +151,7 @@ class AnnealingScratch(NamedTuple):
 @compiled
 def anneal(
     tables: MoveTables,
-    blocks: ItemBlocks,
+    blocks: _ItemBlocks,
     state: MoveState,
     scratch: AnnealingScratch,
     heat: Heat,
@@ -165,7 +165,7 @@ def anneal(
         item, target = _pick(tables, state)
         if tables.needs_cpu[item] and target < tables.num_accelerators:
             continue
-        if draw(state.random, 100) >= SETS_PERCENT:
+        if draw(state.random, 100) >= _SETS_PERCENT:
             weigh(tables, state, item, target)
             new = _energy_if(tables, state, scratch, heat, item, target)
             if not _accepted(state, energy, new, heat.temperature):
@@ -190,7 +190,7 @@ def anneal(
 def _accepted(state: MoveState, energy: float, new: float, temperature: float) -> bool:
     if new <= energy:
         return True
-    return new < energy - temperature * log((1 + draw(state.random, 1 << 30)) * STEP)
+    return new < energy - temperature * log((1 + draw(state.random, 1 << 30)) * _STEP)
 
 
 @compiled
@@ -198,7 +198,7 @@ def _pick(tables: MoveTables, state: MoveState) -> tuple[int, int]:
     """An item and another device, mostly one where something is that it shares a net with."""
     num_items = len(state.where)
     if draw(state.random, 16):
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             item = draw(state.random, num_items)
             first = tables.net_starts[item]
             degree = tables.net_starts[item + 1] - first
@@ -217,7 +217,7 @@ def _pick(tables: MoveTables, state: MoveState) -> tuple[int, int]:
 @compiled
 def _move_set(
     tables: MoveTables,
-    blocks: ItemBlocks,
+    blocks: _ItemBlocks,
     state: MoveState,
     scratch: AnnealingScratch,
     item: int,
@@ -238,7 +238,7 @@ def _move_stretch(
 ) -> int:
     """An item and those of the next numbers that are on the same device; short stretches most often."""
     source = state.where[item]
-    longest = 2 << draw(state.random, LONGEST_STRETCH_BITS)
+    longest = 2 << draw(state.random, _LONGEST_STRETCH_BITS)
     end = min(len(state.where), item + 1 + draw(state.random, longest))
     num_moved = 0
     for other in range(item, end):
@@ -251,7 +251,7 @@ def _move_stretch(
 @compiled
 def _move_block(
     tables: MoveTables,
-    blocks: ItemBlocks,
+    blocks: _ItemBlocks,
     state: MoveState,
     scratch: AnnealingScratch,
     item: int,
@@ -276,7 +276,7 @@ def _move_block(
 def _swap(tables: MoveTables, state: MoveState, scratch: AnnealingScratch, item: int, target: int) -> int:
     """An item, for one on the target; nothing where none was drawn."""
     source = state.where[item]
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         other = draw(state.random, len(state.where))
         if state.where[other] == target:
             num_moved = _move(tables, state, scratch, other, source, 0)

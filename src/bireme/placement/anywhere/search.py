@@ -41,39 +41,39 @@ from bireme.placement.workload import Objective, Workload
 # cool again. Two tracks with numbers of their own run side by side. Nothing is proven, but for what counting
 # work alone tells.
 
-NUM_TRACKS = 2
+_NUM_TRACKS = 2
 
-ARDOURS = (1.0, 3.0)
+_ARDOURS = (1.0, 3.0)
 """By how much the temperatures of each track are higher."""
 
-HEATS = (0.02, 0.004, 0.004, 0.004, 0.004)
+_HEATS = (0.02, 0.004, 0.004, 0.004, 0.004)
 """Temperatures that the passes begin at, as parts of the value. Each pass takes the same time."""
 
-USUAL_ITEMS = 300
+_USUAL_ITEMS = 300
 """For so many items the temperatures are used as they are; fewer are larger, each, and need more heat."""
 
-COLD = 0.0003
+_COLD = 0.0003
 """The temperature that each pass ends at."""
 
-PRICE = 4.0
+_PRICE = 4.0
 """What a whole memory too much costs at first, in values; it rises while memory lacks."""
 
-FIRST_ANNEALING_MOVES = 200
+_FIRST_ANNEALING_MOVES = 200
 """Of one temperature, where time limits, until it is known how long they take."""
 
-MOST_MOVES = 5_000
+_MOST_MOVES = 5_000
 """Of one temperature, where the number of moves is limited."""
 
-LEAST_STEPS = 100
+_LEAST_STEPS = 100
 """Temperatures, where the number of moves is limited."""
 
-SECONDS_AT_ONCE = 0.02
+_SECONDS_AT_ONCE = 0.02
 """Of one temperature, where time limits."""
 
-SMOOTH, SHARP, SHARP_FROM = 3, 6, 0.5
+_SMOOTH, _SHARP, _SHARP_FROM = 3, 6, 0.5
 """Squarings of the norm in the first part of each pass, and in the last."""
 
-ROUNDING = 1e-12
+_ROUNDING = 1e-12
 
 
 def improve(
@@ -93,11 +93,11 @@ def improve(
     """
     if objective is Objective.LATENCY:
         raise BiremeError("The annealing does not know latency. Use the search for latency instead.")
-    pace = _Pace(time_limit_s, None if num_moves is None else num_moves // NUM_TRACKS)
+    pace = _Pace(time_limit_s, None if num_moves is None else num_moves // _NUM_TRACKS)
     bound = simple_bound(items, objective)
     starts = _starts(items, objective, start, seed)
     best = _best_that_fits(items, starts)
-    if items.num_devices > 1 and (best is None or best.value > bound * (1 + ROUNDING)):
+    if items.num_devices > 1 and (best is None or best.value > bound * (1 + _ROUNDING)):
         best = _best_that_fits(items, [*starts, *_search(items, objective, starts, bound, pace, seed)])
     if best is None:
         raise BiremeError(
@@ -152,14 +152,14 @@ class _Pace:
     def first_moves(self) -> int:
         """How many moves to make at the first temperature."""
         if self.num_moves is None:
-            return FIRST_ANNEALING_MOVES
-        return max(1, min(MOST_MOVES, self.num_moves // LEAST_STEPS))
+            return _FIRST_ANNEALING_MOVES
+        return max(1, min(_MOST_MOVES, self.num_moves // _LEAST_STEPS))
 
     def moves_at_once(self, before: int, took_s: float) -> int:
         """How many moves to make at one temperature, after so many that took so long."""
         if self.num_moves is not None:
             return self.first_moves()
-        return max(100, min(4 * before, int(before * SECONDS_AT_ONCE / max(took_s, 1e-6))))
+        return max(100, min(4 * before, int(before * _SECONDS_AT_ONCE / max(took_s, 1e-6))))
 
 
 def _search(
@@ -170,14 +170,14 @@ def _search(
     tables = tables_of(items, objective, unit=unit)
     tracks = [
         _Track(
-            items, tables, starts[-1 - number % len(starts)].where, seed * NUM_TRACKS + number, bound / unit
+            items, tables, starts[-1 - number % len(starts)].where, seed * _NUM_TRACKS + number, bound / unit
         )
-        for number in range(NUM_TRACKS)
+        for number in range(_NUM_TRACKS)
     ]
     before = monotonic()
-    tracks[0].anneal(Heat(0.0, PRICE, 1), 1)
+    tracks[0].anneal(Heat(0.0, _PRICE, 1), 1)
     pace.forgive(before)
-    with ThreadPoolExecutor(NUM_TRACKS) as pool:
+    with ThreadPoolExecutor(_NUM_TRACKS) as pool:
         runs = [pool.submit(track.run, pace) for track in tracks]
         try:
             return [_found(items, objective, run.result()) for run in runs]
@@ -198,8 +198,8 @@ class _Track:
         self.scratch = AnnealingScratch(
             np.zeros_like(self.state.load), np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
         )
-        self.goal = bound * (1 + ROUNDING)
-        self.ardour = USUAL_ITEMS / len(items) * ARDOURS[seed % NUM_TRACKS]
+        self.goal = bound * (1 + _ROUNDING)
+        self.ardour = _USUAL_ITEMS / len(items) * _ARDOURS[seed % _NUM_TRACKS]
 
     def anneal(self, heat: Heat, num_moves: int) -> None:
         """Try so many moves."""
@@ -208,24 +208,24 @@ class _Track:
     def run(self, pace: _Pace) -> Sequence[int]:
         """Anneal as long as the pace allows; the best placement found, or the start where nothing fits."""
         state = self.state
-        moves, at_once, number, price = 0, pace.first_moves(), 0, PRICE
+        moves, at_once, number, price = 0, pace.first_moves(), 0, _PRICE
         while (progress := pace.progress(moves)) < 1 and state.best_value[0] > self.goal:
-            if int(progress * len(HEATS)) > number:
-                number = int(progress * len(HEATS))
+            if int(progress * len(_HEATS)) > number:
+                number = int(progress * len(_HEATS))
                 if isfinite(state.best_value[0]):
                     state.where[:] = state.best
-            cooled = progress * len(HEATS) % 1
-            cooling = (COLD / HEATS[number]) ** cooled
+            cooled = progress * len(_HEATS) % 1
+            cooling = (_COLD / _HEATS[number]) ** cooled
             value = min(float(state.best_value[0]), float(state.load.max(axis=0).sum()))
             heat = Heat(
-                value * self.ardour * HEATS[number] * cooling,
+                value * self.ardour * _HEATS[number] * cooling,
                 value * price,
-                SMOOTH if cooled < SHARP_FROM else SHARP,
+                _SMOOTH if cooled < _SHARP_FROM else _SHARP,
             )
             began = monotonic()
             self.anneal(heat, at_once)
             moves += at_once
-            price = price * 2 if overflow(self.tables, state) else max(PRICE, price * 0.9)
+            price = price * 2 if overflow(self.tables, state) else max(_PRICE, price * 0.9)
             at_once = pace.moves_at_once(at_once, monotonic() - began)
         return [int(device) for device in state.best]
 
@@ -233,10 +233,10 @@ class _Track:
 HAS_SOLVER = find_spec("highspy") is not None
 """Whether integer programs can be solved here."""
 
-FIRST_MOVES = 300_000
+_FIRST_MOVES = 300_000
 """Of the short annealing: about a second."""
 
-PROVEN = 1e-6
+_PROVEN = 1e-6
 """Relative: the solver's own tolerance, so that less of a gap is none."""
 
 
@@ -300,7 +300,7 @@ class Anywhere:
         ways = (self.solved, self.annealed, self.solved) if HAS_SOLVER else (self.annealed,)
         for number, (share, way) in enumerate(zip(shares, ways, strict=False)):
             left = self.stop_at - monotonic()
-            if left <= 0 or (found is not None and found.lower_bound >= found.value * (1 - PROVEN)):
+            if left <= 0 or (found is not None and found.lower_bound >= found.value * (1 - _PROVEN)):
                 break
             self.say("integer program" if way == self.solved else "annealing")
             try:
@@ -318,7 +318,7 @@ class Anywhere:
         start = self.start()
         self.say("annealing")
         try:
-            return self.annealed(start, 0.1 * (self.stop_at - monotonic()), FIRST_MOVES)
+            return self.annealed(start, 0.1 * (self.stop_at - monotonic()), _FIRST_MOVES)
         except BiremeError:
             return start
 

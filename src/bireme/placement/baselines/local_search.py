@@ -24,7 +24,7 @@ from bireme.placement.moves import (
 )
 from bireme.placement.workload import Objective
 
-LEAST_GAIN = 1e-7
+_LEAST_GAIN = 1e-7
 """Relative; the paper's is 1e-5 in its milliseconds, but times may have any unit."""
 
 
@@ -89,7 +89,7 @@ def _descend(tables: MoveTables, state: MoveState) -> None:
         recount(tables, state)
         _mark_busiest(state, is_busiest)
         num_moves = 0
-        best, best_item, best_target = value_now(state) * (1 - LEAST_GAIN), 0, 0
+        best, best_item, best_target = value_now(state) * (1 - _LEAST_GAIN), 0, 0
         for item in range(len(state.where)):
             source = state.where[item]
             for target in range(num_targets):

@@ -18,9 +18,9 @@ from bireme.placement.workload import Objective, Workload
 
 __all__ = ["greedy", "local_search", "pipedream", "single"]
 
-Places = NDArray[np.int64]
+_Places = NDArray[np.int64]
 
-HALVINGS = 40
+_HALVINGS = 40
 """Of the range in which the lowest level is searched that `greedy` can fill devices up to."""
 
 
@@ -35,7 +35,7 @@ def greedy(items: Items, objective: Objective) -> FoundPlacement:
     if where is None:
         raise no_split_found(items, "in the order tried")
     low, high = 0.0, 2 * float(items.accelerator_time.sum() + items.cpu_time.sum())
-    for _ in range(HALVINGS):
+    for _ in range(_HALVINGS):
         level = (low + high) / 2
         filled = line.fill(level)
         if filled is None:
@@ -90,7 +90,7 @@ class _Line:
         size = _sums(items.size)
         holds = np.searchsorted(size, size + items.room, "right") - 1
         cpu_only = np.append(np.flatnonzero(~items.supported), self.count)
-        self.runs_to: Places = np.minimum(
+        self.runs_to: _Places = np.minimum(
             holds, cpu_only[np.searchsorted(cpu_only, np.arange(self.count + 1))]
         )
 
@@ -111,7 +111,7 @@ class _Line:
             return None
         return self._trace(furthest, accelerator_ends)
 
-    def _trace(self, furthest: Places, accelerator_ends: Places) -> tuple[int, ...]:
+    def _trace(self, furthest: _Places, accelerator_ends: _Places) -> tuple[int, ...]:
         """The devices of a line that is filled, from its end back."""
         accelerators, cpus = self.num_accelerators, self.num_cpus
         where = np.empty(self.count, np.int64)
@@ -131,9 +131,9 @@ def _sums(values: Floats) -> Floats:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _ends(sums: Floats, level: float) -> Places:
+def _ends(sums: Floats, level: float) -> _Places:
     """For every place, how far a device that begins there gets before it is filled."""
-    ends: Places = np.searchsorted(sums, sums + level, "right") - 1
+    ends: _Places = np.searchsorted(sums, sums + level, "right") - 1
     return ends
 
 

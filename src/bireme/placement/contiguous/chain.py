@@ -25,7 +25,7 @@ from bireme.placement.contraction import (
 )
 from bireme.placement.workload import Objective
 
-ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 256
 """Between two looks at the clock."""
 
 
@@ -126,7 +126,7 @@ class _Line:
         on_accelerator, on_host = np.zeros((2, count)), np.zeros((2, count))
         first = self._first_begins(limits, by_sum=by_sum)
         for end in range(1, count + 1):
-            if end % ROWS_AT_ONCE == 0 and self.is_over():
+            if end % _ROWS_AT_ONCE == 0 and self.is_over():
                 return None
             begin = first[end]
             self._join(end - 1, begin, on_accelerator, on_host)

@@ -160,10 +160,10 @@ def sweep(
     return num_pairs
 
 
-AT_ONCE = 64
+_AT_ONCE = 64
 """Ideals that a thread takes at a time."""
 
-MOST_THREADS = 8
+_MOST_THREADS = 8
 
 
 class DynamicProgram:
@@ -291,11 +291,11 @@ class _Table:
 
     def fill(self) -> Iterator[None]:
         """Go through the ideals by size; yields now and then."""
-        num_threads = min(MOST_THREADS, num_cores())
+        num_threads = min(_MOST_THREADS, num_cores())
         self._sweep(np.zeros(0, np.int64))  # compiled before threads want it
         with ThreadPoolExecutor(num_threads) as threads:
             for begin, end in zip(self.lattice.levels[1:-1], self.lattice.levels[2:], strict=True):
-                chunks = [np.arange(at, min(at + AT_ONCE, end)) for at in range(begin, end, AT_ONCE)]
+                chunks = [np.arange(at, min(at + _AT_ONCE, end)) for at in range(begin, end, _AT_ONCE)]
                 for first in range(0, len(chunks), 4 * num_threads):
                     some = chunks[first : first + 4 * num_threads]
                     work = threads.map(self._sweep, some) if len(some) > 1 else map(self._sweep, some)

@@ -32,7 +32,7 @@ class SplitLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitSteps:
+class _SplitSteps:
     """Where the way ended: the best split, None where there is none, and a bound that no split is below."""
 
     where: tuple[int, ...] | None
@@ -46,7 +46,7 @@ def flush_by_limits(
     forward_bound: float = 0.0,
     start: tuple[int, ...] | None = None,
     is_over: Callable[[], bool] = lambda: False,
-) -> SplitSteps:
+) -> _SplitSteps:
     """The split with the smallest sum of the two maxima.
 
     `smallest_backward` finds the split of the smallest largest backward load within limits, and None where
@@ -59,7 +59,7 @@ def flush_by_limits(
     while forward_bound < limit and forward_bound + backward_bound < best_sum:
         found = smallest_backward(SplitLimits(limit, best_sum - forward_bound))
         if is_over():
-            return SplitSteps(best, min(best_sum, forward_bound + backward_bound))
+            return _SplitSteps(best, min(best_sum, forward_bound + backward_bound))
         if found is None:
             break
         forward, backward_bound = _maxima(items, found)
@@ -67,7 +67,7 @@ def flush_by_limits(
             best, best_sum = found, forward + backward_bound
         # The next one is really below this one, whatever the last digit of a sum in another order is.
         limit = min(forward, limit) * (1 - 1e-12)
-    return SplitSteps(best, best_sum)
+    return _SplitSteps(best, best_sum)
 
 
 def _maxima(items: Items, where: tuple[int, ...]) -> tuple[float, float]:
@@ -80,7 +80,7 @@ Bits = NDArray[np.uint64]
 Narrow = NDArray[np.int32]
 """Whole numbers in tables of millions of them."""
 
-MOST_AT_ONCE = 4096
+_MOST_AT_ONCE = 4096
 """Ideals that grow between two looks at the clock."""
 
 
@@ -216,7 +216,7 @@ def _with_room(growth: _Growth, num_items: int) -> _Growth:
         slots = np.full(1 << (4 * num_ideals).bit_length(), -1, np.int32)
         _fill(slots, growth.hashes, growth.num_ideals)
     waiting = len(growth.ready)
-    ready = np.zeros((2 * waiting + MOST_AT_ONCE + num_items, growth.ready.shape[1]), np.uint64)
+    ready = np.zeros((2 * waiting + _MOST_AT_ONCE + num_items, growth.ready.shape[1]), np.uint64)
     ready[:waiting] = growth.ready
     return _Growth(
         _longer(growth.bits, num_ideals),
@@ -257,7 +257,7 @@ def _grow(
     num_items, num_words = len(shares), bits.shape[1]
     room = min(len(bits), begin + len(ready), len(slots) // 3) - num_items
     room_for_ways = len(children) - num_items
-    ideal, end = begin, begin + MOST_AT_ONCE
+    ideal, end = begin, begin + _MOST_AT_ONCE
     while ideal < min(end, num_ideals) and num_ideals <= min(most, room) and num_ways <= room_for_ways:
         for word in range(num_words):
             candidates = ready[ideal - begin, word]

@@ -40,13 +40,13 @@ from bireme.placement.workload import Objective, Workload
 # differ from it by chance, and a better cut is kept; so the answer never gets worse and the same seed gives
 # the same.
 
-MOST_LINES = 240
+_MOST_LINES = 240
 """Lines that are cut, where they are short."""
 
-WORK = 5e7
+_WORK = 5e7
 """Stretches times cells of all lines together: what bounds their number where they are long."""
 
-AT_LEAST = 6
+_AT_LEAST = 6
 
 
 def cut_lines(
@@ -54,7 +54,7 @@ def cut_lines(
     objective: Objective,
     *,
     seed: int = 0,
-    most_lines: int = MOST_LINES,
+    most_lines: int = _MOST_LINES,
     is_over: Callable[[], bool] = lambda: False,
 ) -> FoundPlacement:
     """The best cut of all lines tried; raises `NoSplitFoundError` where none fits.
@@ -63,7 +63,7 @@ def cut_lines(
     """
     random = Random(seed)
     cells = (items.num_accelerators + 1) * (items.num_cpus + 1)
-    num_lines = min(most_lines, max(AT_LEAST, int(WORK / (len(items) ** 2 * cells))))
+    num_lines = min(most_lines, max(_AT_LEAST, int(_WORK / (len(items) ** 2 * cells))))
     best: FoundPlacement | None = None
     best_order: list[int] = []
     seen: set[tuple[int, ...]] = set()
@@ -175,10 +175,10 @@ def _near(items: Items, order: list[int], random: Random) -> list[int]:
 MOST_IDEALS = 1_000_000 if IS_COMPILED else 5_000
 """How many ideals the dynamic program goes through at most."""
 
-MOST_CELLS = 60_000_000
+_MOST_CELLS = 60_000_000
 """Ideals times cells of each, which bounds the memory."""
 
-MOST_BYTES = 500_000_000
+_MOST_BYTES = 500_000_000
 """Of the sets that the ideals are, which does so where items are many."""
 
 
@@ -273,7 +273,7 @@ class Contiguous:
     def _most_ideals_of(self, items: Items) -> int:
         cells = (min(items.num_accelerators, len(items)) + 1) * (min(items.num_cpus, len(items)) + 1)
         row_bytes = 8 * ((len(items) + 63) // 64)
-        return min(self.most_ideals, MOST_CELLS // cells, MOST_BYTES // row_bytes)
+        return min(self.most_ideals, _MOST_CELLS // cells, _MOST_BYTES // row_bytes)
 
     def _none_of(self, items: Items) -> BiremeError:
         """Why there is no split: nothing is proven once the time is over."""

@@ -35,19 +35,19 @@ from bireme.placement.workload import Objective
 # metrics of Even, Naor, Rao and Schieber ("Divide-and-conquer approximation algorithms via spreading
 # metrics", 2000), with a few roots for all items.
 
-BOUND_SHARE = 0.2
+_BOUND_SHARE = 0.2
 """The most of a program's time that goes into a bound beforehand, which large ones never rise to."""
 
-NUM_ROOTS = (4, 12)
+_NUM_ROOTS = (4, 12)
 """The bound hardly rises with more roots. A few are tried first, to learn how long it takes."""
 
-TIMES_LONGER = 5.0
+_TIMES_LONGER = 5.0
 """How much longer all devices take than the few."""
 
 
 def bounded(frame: Frame, *, time_limit_s: float) -> Frame:
     """The frame with this bound, where a share of the time that its program has suffices for it."""
-    return frame.above(spreading_bound(frame, time_limit_s=BOUND_SHARE * time_limit_s))
+    return frame.above(spreading_bound(frame, time_limit_s=_BOUND_SHARE * time_limit_s))
 
 
 def spreading_bound(frame: Frame, *, time_limit_s: float) -> float:
@@ -56,7 +56,7 @@ def spreading_bound(frame: Frame, *, time_limit_s: float) -> float:
     In the scale of the frame and never below its `floor`, which it is where the time does not suffice.
     """
     bound, left_s = frame.floor, time_limit_s
-    for num_roots in NUM_ROOTS:
+    for num_roots in _NUM_ROOTS:
         began = time.monotonic()
         roots = _roots(frame, num_roots)
         if roots:
@@ -64,7 +64,7 @@ def spreading_bound(frame: Frame, *, time_limit_s: float) -> float:
             bound = max(bound, program.relaxed_bound(time_limit_s=left_s) * (1 - ROUNDING))
         took_s = time.monotonic() - began
         left_s -= took_s
-        if TIMES_LONGER * took_s > left_s:
+        if _TIMES_LONGER * took_s > left_s:
             break
     return bound
 
@@ -144,7 +144,7 @@ def _roots(frame: Frame, num_roots: int) -> list[int]:
     return [int(items[work[items].argmax()]) for items in here if items.size]
 
 
-ORDERED_ITEMS_PER_DEVICE = 4
+_ORDERED_ITEMS_PER_DEVICE = 4
 """Equal devices are told apart by so many of the heaviest items; rows for the light ones do not pay."""
 
 
@@ -250,7 +250,7 @@ class _Model:
         """
         num_alike = on.shape[1]
         ranked = [item for item in self.rank.tolist() if able[item]]
-        for place, item in enumerate(ranked[: ORDERED_ITEMS_PER_DEVICE * num_alike]):
+        for place, item in enumerate(ranked[: _ORDERED_ITEMS_PER_DEVICE * num_alike]):
             for device in range(1, num_alike):
                 earlier = on[ranked[:place], device - 1]
                 columns = np.concatenate([on[item, device:], earlier])

@@ -36,12 +36,12 @@ from bireme.placement.workload import Objective
 # and how late in a line of devices an item can be, by the work and the bytes that must be before and after
 # it.
 
-TOLERANCE = 1e-6
+_TOLERANCE = 1e-6
 """The share of a device that work may be over before it is counted as needing another one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ItemOrder:
+class _ItemOrder:
     """The edges that are needed, from `leaders[e]` to `followers[e]`; and `upto[i, j]`: is `j` before `i`.
 
     An item counts as being before itself.
@@ -60,7 +60,7 @@ class Windows:
     latest: Integers
 
 
-def order_of(items: Items) -> ItemOrder:
+def _order_of(items: Items) -> _ItemOrder:
     """The order, closed and reduced."""
     upto = np.eye(len(items), dtype=np.bool_)
     leaders, followers = [], []
@@ -72,10 +72,10 @@ def order_of(items: Items) -> ItemOrder:
             needed = before[upto[np.ix_(before, before)].sum(axis=0) == 1]
             leaders += needed.tolist()
             followers += [item] * len(needed)
-    return ItemOrder(np.array(leaders, np.int64), np.array(followers, np.int64), upto)
+    return _ItemOrder(np.array(leaders, np.int64), np.array(followers, np.int64), upto)
 
 
-def windows_of(frame: Frame, order: ItemOrder, num_slots: int) -> Windows:
+def _windows_of(frame: Frame, order: _ItemOrder, num_slots: int) -> Windows:
     """The slots that each item can be in where no device has more than the frame's ceiling."""
     needs = _devices_needed(frame, order.upto)
     needs_after = _devices_needed(frame, order.upto.T)
@@ -91,7 +91,7 @@ def _devices_needed(frame: Frame, sets: NDArray[np.bool_]) -> Integers:
     shares = [sets @ least / frame.ceiling]
     if not frame.items.num_cpus:
         shares.append(sets @ sizes_in_scale(frame.items) / FULL_SCALE)
-    needed: Integers = np.maximum(1, np.ceil(np.max(shares, axis=0) - TOLERANCE)).astype(np.int64)
+    needed: Integers = np.maximum(1, np.ceil(np.max(shares, axis=0) - _TOLERANCE)).astype(np.int64)
     return needed
 
 
@@ -175,8 +175,8 @@ class _Model:
 
     def _add_order(self) -> Columns:
         """Columns that rise along the line and fall along the edges, in the windows the work leaves."""
-        order = order_of(self.items)
-        windows = windows_of(self.frame, order, self.num_slots)
+        order = _order_of(self.items)
+        windows = _windows_of(self.frame, order, self.num_slots)
         slots = np.arange(self.num_slots - 1)
         by = self.program.add_columns(
             (len(self.items), self.num_slots - 1),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Columns = NDArray[np.int32]
 
-POLL_S = 0.1
+_POLL_S = 0.1
 """How long Ctrl-C waits to be seen."""
 
 
@@ -49,7 +49,7 @@ class SolverOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class _Solved:
     """The best solution known when the search ended, if any, and a bound no solution is below.
 
     Integer columns may be off by the solver's tolerance of 1e-6; so may `bound`, which is minus infinity
@@ -141,7 +141,7 @@ class IntegerProgram:
         gap: float = 0.0,
         seed: int = 0,
         target: float = -np.inf,
-    ) -> Solved:
+    ) -> _Solved:
         """Search until the gap between solution and bound is at most `gap`, relative, or time is over.
 
         A solution that costs less than `target` ends the search too, and proves nothing.
@@ -262,7 +262,7 @@ def _run(solver: "highspy.Highs") -> None:
     solver.HandleUserInterrupt = True
     solver.startSolve()
     try:
-        while not solver.wait(POLL_S)[0]:
+        while not solver.wait(_POLL_S)[0]:
             pass
     except KeyboardInterrupt:
         solver.cancelSolve()  # type: ignore[no-untyped-call]  # has no annotations, as of highspy 1.15
@@ -270,20 +270,20 @@ def _run(solver: "highspy.Highs") -> None:
         raise
 
 
-def _solved(solver: "highspy.Highs", *, has_integers: bool) -> Solved:
+def _solved(solver: "highspy.Highs", *, has_integers: bool) -> _Solved:
     package = _highspy()
     status, info = solver.getModelStatus(), solver.getInfo()
     statuses = package.HighsModelStatus
     if status in (statuses.kInfeasible, statuses.kUnboundedOrInfeasible):
-        return Solved(SolverOutcome.INFEASIBLE, None, np.inf)
+        return _Solved(SolverOutcome.INFEASIBLE, None, np.inf)
     is_known = info.primal_solution_status == package.SolutionStatus.kSolutionStatusFeasible
     values = np.array(solver.getSolution().col_value) if is_known else None
     if status == statuses.kOptimal:
         bound = info.mip_dual_bound if has_integers else info.objective_function_value
-        return Solved(SolverOutcome.OPTIMAL, values, float(bound))
+        return _Solved(SolverOutcome.OPTIMAL, values, float(bound))
     # A search that fails on numbers has proven nothing, but a solution it had is one.
     is_proven = has_integers and status == statuses.kTimeLimit
-    return Solved(SolverOutcome.STOPPED, values, float(info.mip_dual_bound) if is_proven else -np.inf)
+    return _Solved(SolverOutcome.STOPPED, values, float(info.mip_dual_bound) if is_proven else -np.inf)
 
 
 # What the integer programs about loads share: numbers in the solver's scale, who may go where, the answer.
@@ -349,7 +349,7 @@ class Frame:
         """A value, in its scale, that the floor shows to be as good as asked for."""
         return self.floor / (1 - max(gap, ROUNDING)) if gap < 1 else math.inf
 
-    def found(self, solved: Solved | None = None, where: Sequence[int] | None = None) -> FoundPlacement:
+    def found(self, solved: _Solved | None = None, where: Sequence[int] | None = None) -> FoundPlacement:
         """The better one of the start and what the solver found, with a bound that holds for all."""
         best, floor = self.start, self.floor
         if where is not None and fits(self.items, where):

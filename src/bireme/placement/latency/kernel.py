@@ -24,7 +24,7 @@ CPU = -1
 """The slot of all that is on a CPU."""
 
 
-class Wiring(NamedTuple):
+class _Wiring(NamedTuple):
     """The arrays of some `LatencySteps`, in the form that compiled loops take."""
 
     accelerator_time: Floats
@@ -48,7 +48,7 @@ class Wiring(NamedTuple):
     room: float
 
 
-class StepScratch(NamedTuple):
+class _StepScratch(NamedTuple):
     """Room for what the loops count; its contents mean nothing between two calls."""
 
     duration: Floats
@@ -64,9 +64,9 @@ class StepScratch(NamedTuple):
     marks: Integers
 
 
-def wiring_of(steps: LatencySteps, num_pieces: int) -> Wiring:
+def wiring_of(steps: LatencySteps, num_pieces: int) -> _Wiring:
     """The arrays of these steps, for accelerators of so many pieces."""
-    return Wiring(
+    return _Wiring(
         steps.accelerator_time,
         steps.cpu_time,
         steps.size,
@@ -89,11 +89,11 @@ def wiring_of(steps: LatencySteps, num_pieces: int) -> Wiring:
     )
 
 
-def scratch_for(wiring: Wiring) -> StepScratch:
+def scratch_for(wiring: _Wiring) -> _StepScratch:
     """Room for workloads of this extent."""
     num_steps, num_slots = len(wiring.size), wiring.num_slots
     num_jobs = num_steps + num_slots
-    return StepScratch(
+    return _StepScratch(
         np.zeros(num_slots + 1),
         np.zeros(num_jobs),
         np.zeros(num_jobs, np.int64),
@@ -108,24 +108,24 @@ def scratch_for(wiring: Wiring) -> StepScratch:
     )
 
 
-WEIGHT_OF_LOADS = 0.02
+_WEIGHT_OF_LOADS = 0.02
 """How much a slot's load counts in addition to the latency, so that moves off the critical path have a
 direction.
 """
 
-LONGEST_WINDOW = 24
+_LONGEST_WINDOW = 24
 """Steps that follow each other in number and are moved together, or on a walk through a slot, at most."""
 
-TRIES = 12
+_TRIES = 12
 """Steps that are looked at to find one with a neighbor elsewhere."""
 
 
 @compiled
 def anneal(
-    wiring: Wiring,
+    wiring: _Wiring,
     slots: Integers,
     best: Integers,
-    scratch: StepScratch,
+    scratch: _StepScratch,
     state: NDArray[np.int64],
     num_moves: int,
     hot: float,
@@ -162,7 +162,7 @@ def anneal(
 
 
 @compiled
-def latency_with(wiring: Wiring, slots: Integers, scratch: StepScratch) -> float:
+def _latency_with(wiring: _Wiring, slots: Integers, scratch: _StepScratch) -> float:
     """When one sample is through with these slots; `CIRCLE` where it never is."""
     # Arrays are taken out of tuples before loops: each time, numba counts another reference.
     num_steps, num_slots, num_pieces = slots.shape[0], wiring.num_slots, wiring.num_pieces
@@ -214,7 +214,7 @@ def latency_with(wiring: Wiring, slots: Integers, scratch: StepScratch) -> float
 
 
 @compiled
-def _count_loads(wiring: Wiring, slots: Integers, scratch: StepScratch) -> None:
+def _count_loads(wiring: _Wiring, slots: Integers, scratch: _StepScratch) -> None:
     """What each slot computes and moves, and the list of its steps."""
     accelerator_time, net_source, net_cost = wiring.accelerator_time, wiring.net_source, wiring.net_cost
     user_starts, users = wiring.user_starts, wiring.users
@@ -243,7 +243,7 @@ def _count_loads(wiring: Wiring, slots: Integers, scratch: StepScratch) -> None:
 
 
 @compiled
-def _count_waiting(wiring: Wiring, slots: Integers, scratch: StepScratch) -> None:
+def _count_waiting(wiring: _Wiring, slots: Integers, scratch: _StepScratch) -> None:
     """For how many edges each job waits: a slot waits for the one before it on its accelerator, too."""
     num_steps = slots.shape[0]
     after_starts, after, waiting = wiring.after_starts, wiring.after, scratch.waiting
@@ -264,7 +264,7 @@ def _count_waiting(wiring: Wiring, slots: Integers, scratch: StepScratch) -> Non
 
 
 @compiled
-def energy_of(wiring: Wiring, slots: Integers, scratch: StepScratch, excess_price: float) -> float:
+def energy_of(wiring: _Wiring, slots: Integers, scratch: _StepScratch, excess_price: float) -> float:
     """What annealing makes small: the latency, a little for loads, and a price for bytes without room.
 
     Infinite where pieces wait in a circle. `scratch.duration[num_slots]` is the latency afterwards, and
@@ -278,7 +278,7 @@ def energy_of(wiring: Wiring, slots: Integers, scratch: StepScratch, excess_pric
     excess = 0.0
     for device in range(used.shape[0] - 1):
         excess += max(0.0, used[device] - wiring.room)
-    latency = latency_with(wiring, slots, scratch)
+    latency = _latency_with(wiring, slots, scratch)
     duration[wiring.num_slots] = latency
     used[used.shape[0] - 1] = excess
     if latency == CIRCLE:
@@ -286,7 +286,7 @@ def energy_of(wiring: Wiring, slots: Integers, scratch: StepScratch, excess_pric
     loads = 0.0
     for slot in range(wiring.num_slots):
         loads += duration[slot]
-    return latency + WEIGHT_OF_LOADS * loads / max(wiring.num_slots, 1) + excess_price * excess
+    return latency + _WEIGHT_OF_LOADS * loads / max(wiring.num_slots, 1) + excess_price * excess
 
 
 @compiled
@@ -302,12 +302,12 @@ def _below(state: NDArray[np.int64], count: int) -> int:
 
 
 @compiled
-def _propose(wiring: Wiring, slots: Integers, scratch: StepScratch, state: NDArray[np.int64]) -> int:
+def _propose(wiring: _Wiring, slots: Integers, scratch: _StepScratch, state: NDArray[np.int64]) -> int:
     """Change some slots; returns how many. They are in `scratch.moved`, the slots before in `old`."""
     step = target = 0
     kind = _random(state)
     ahead = _random(state) < 0.5
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         step = _below(state, slots.shape[0])
         target = _target(wiring, slots, state, step, ahead)
         if target != slots[step]:
@@ -319,7 +319,7 @@ def _propose(wiring: Wiring, slots: Integers, scratch: StepScratch, state: NDArr
         num_moved = _swap(wiring, slots, scratch, step, _below(state, slots.shape[0]))
     elif kind < 0.55:
         own = slots[step]
-        last = min(step + 1 + _below(state, LONGEST_WINDOW), slots.shape[0])
+        last = min(step + 1 + _below(state, _LONGEST_WINDOW), slots.shape[0])
         for other in range(step, last):
             if slots[other] == own:
                 num_moved = _move(wiring, slots, scratch, other, target, num_moved)
@@ -336,7 +336,7 @@ def _propose(wiring: Wiring, slots: Integers, scratch: StepScratch, state: NDArr
 
 
 @compiled
-def _target(wiring: Wiring, slots: Integers, state: NDArray[np.int64], step: int, ahead: bool) -> int:
+def _target(wiring: _Wiring, slots: Integers, state: NDArray[np.int64], step: int, ahead: bool) -> int:
     """A slot to move a step to: mostly that of one it leads to, or of one that it needs; or any."""
     starts = wiring.after_starts if ahead else wiring.before_starts
     near = wiring.after if ahead else wiring.before
@@ -349,11 +349,11 @@ def _target(wiring: Wiring, slots: Integers, state: NDArray[np.int64], step: int
 
 
 @compiled
-def _walk_away(wiring: Wiring, slots: Integers, state: NDArray[np.int64], step: int, ahead: bool) -> int:
+def _walk_away(wiring: _Wiring, slots: Integers, state: NDArray[np.int64], step: int, ahead: bool) -> int:
     """A step of the same slot, a short walk away from the border at which a step is."""
     starts = wiring.before_starts if ahead else wiring.after_starts
     near = wiring.before if ahead else wiring.after
-    for _ in range(_below(state, 1 + _below(state, LONGEST_WINDOW))):
+    for _ in range(_below(state, 1 + _below(state, _LONGEST_WINDOW))):
         start, end = starts[step], starts[step + 1]
         if end == start:
             break
@@ -364,7 +364,7 @@ def _walk_away(wiring: Wiring, slots: Integers, state: NDArray[np.int64], step: 
 
 
 @compiled
-def _set(slots: Integers, scratch: StepScratch, step: int, target: int, num_moved: int) -> int:
+def _set(slots: Integers, scratch: _StepScratch, step: int, target: int, num_moved: int) -> int:
     """Move one step, unless it was moved before, and remember where it was."""
     if slots[step] == target or scratch.marks[step]:
         return num_moved
@@ -377,7 +377,7 @@ def _set(slots: Integers, scratch: StepScratch, step: int, target: int, num_move
 
 @compiled
 def _move(
-    wiring: Wiring, slots: Integers, scratch: StepScratch, step: int, target: int, num_moved: int
+    wiring: _Wiring, slots: Integers, scratch: _StepScratch, step: int, target: int, num_moved: int
 ) -> int:
     """Move a step, and all of its family where it comes to another device."""
     family = wiring.family[step]
@@ -392,7 +392,7 @@ def _move(
 
 
 @compiled
-def _swap(wiring: Wiring, slots: Integers, scratch: StepScratch, one: int, other: int) -> int:
+def _swap(wiring: _Wiring, slots: Integers, scratch: _StepScratch, one: int, other: int) -> int:
     first, second = slots[one], slots[other]
     if first == second or wiring.family[one] == wiring.family[other]:
         return 0
@@ -406,7 +406,7 @@ def _swap(wiring: Wiring, slots: Integers, scratch: StepScratch, one: int, other
 
 @compiled
 def _move_side(
-    wiring: Wiring, slots: Integers, scratch: StepScratch, step: int, target: int, ahead: bool
+    wiring: _Wiring, slots: Integers, scratch: _StepScratch, step: int, target: int, ahead: bool
 ) -> int:
     """Move a step and all that follows it in its slot, or all that leads to it."""
     own = slots[step]

@@ -35,7 +35,7 @@ class LatencyFound:
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyReport:
+class _LatencyReport:
     """When a sample, each node and each device are done; an idle device is done at 0.
 
     Where the placement cannot run, `reason` is a sentence that says why, the latency is infinite, and no
@@ -51,7 +51,7 @@ class LatencyReport:
 
 def latency_of(
     workload: Workload, devices: Sequence[int], pieces: Sequence[int] | None = None
-) -> LatencyReport:
+) -> _LatencyReport:
     """When one sample is through, with node `i` on device `devices[i]` and there in piece `pieces[i]`.
 
     Without pieces, the nodes of each accelerator are cut into as few as paths through them allow; see
@@ -65,7 +65,7 @@ def latency_of(
         )
     reason = _misplaced(workload, devices)
     if reason is not None:
-        return LatencyReport(math.inf, (), (), tuple(pieces or ()), reason)
+        return _LatencyReport(math.inf, (), (), tuple(pieces or ()), reason)
     cut = pieces_of(workload, devices) if pieces is None else tuple(pieces)
     return _Schedule(workload, devices, cut).report()
 
@@ -128,7 +128,7 @@ def latency_lower_bound(workload: Workload) -> float:
 
 def _least_times(workload: Workload) -> list[float]:
     """The time of each node on the fastest device that may run it and its colour."""
-    barred = accelerators_bar(workload)
+    barred = _accelerators_bar(workload)
     return [
         node.cpu_time
         if node.id in barred
@@ -137,7 +137,7 @@ def _least_times(workload: Workload) -> list[float]:
     ]
 
 
-def accelerators_bar(workload: Workload) -> set[int]:
+def _accelerators_bar(workload: Workload) -> set[int]:
     """The ids of nodes that no accelerator can take: it or its colour is unsupported or too large."""
     room = _room(workload)
     return {
@@ -257,7 +257,7 @@ class _Schedule:
                 waits_for[job].add(previous)
         return waits_for
 
-    def report(self) -> LatencyReport:
+    def report(self) -> _LatencyReport:
         """Run the jobs as soon as they can."""
         done: dict[_Job, float] = {}
         followers: dict[_Job, list[_Job]] = defaultdict(list)
@@ -274,12 +274,12 @@ class _Schedule:
                 if not waiting[follower]:
                     ready.append(follower)
         if len(done) < len(self.takes):
-            return LatencyReport(math.inf, (), (), self.pieces, self._circle(done))
+            return _LatencyReport(math.inf, (), (), self.pieces, self._circle(done))
         finish = tuple(done[job] for job in self.job_of)
         ends = [0.0] * (self.workload.num_accelerators + self.workload.num_cpus)
         for device, end in zip(self.devices, finish, strict=True):
             ends[device] = max(ends[device], end)
-        return LatencyReport(max(finish), finish, tuple(ends), self.pieces)
+        return _LatencyReport(max(finish), finish, tuple(ends), self.pieces)
 
     def _circle(self, done: dict[_Job, float]) -> str:
         """A sentence that names pieces which wait for each other."""
@@ -376,7 +376,7 @@ class _Merging:
         self.group_of = list(range(len(nodes)))
         self.groups = {place: [place] for place in range(len(nodes))}
         self.family_of = [0] * len(nodes)
-        barred = accelerators_bar(workload)
+        barred = _accelerators_bar(workload)
         self.can_accelerate = [node.id not in barred for node in nodes]
         self.outputs = [_Output(costs.get(node.id, 0.0), set()) for node in nodes]
         self.producers: list[set[int]] = [set() for _ in nodes]

@@ -32,33 +32,33 @@ from bireme.placement.latency.latency import (
 )
 from bireme.placement.workload import Workload
 
-SCALE = 100.0
+_SCALE = 100.0
 """What the largest latency and the memory of an accelerator are in the program."""
 
-SLACK_IN_PROGRAM = 1e-6
+_SLACK_IN_PROGRAM = 1e-6
 """Relative: how far over the largest latency the program goes, so that a placement of just that is in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyWindow:
+class _LatencyWindow:
     """The latencies that are of interest: none is below `least`, and none above `most` is wanted."""
 
     least: float
     most: float
 
 
-class LatencyProgram:
+class _LatencyProgram:
     """The program for some steps, accelerators of `num_pieces` pieces, and latencies in a window."""
 
-    def __init__(self, steps: LatencySteps, num_pieces: int, window: LatencyWindow) -> None:
+    def __init__(self, steps: LatencySteps, num_pieces: int, window: _LatencyWindow) -> None:
         self.steps = steps
         self.num_pieces = num_pieces
         self.num_places = steps.num_accelerators * num_pieces
-        self.unit = SCALE / window.most if window.most > 0 else 1.0
-        self.most = window.most * self.unit * (1 + SLACK_IN_PROGRAM)
+        self.unit = _SCALE / window.most if window.most > 0 else 1.0
+        self.most = window.most * self.unit * (1 + _SLACK_IN_PROGRAM)
         self.accelerator_time = steps.accelerator_time * self.unit
         self.cpu_time = steps.cpu_time * self.unit
-        self.edges = essential_edges(steps)
+        self.edges = _essential_edges(steps)
         self.nets = _nets_of(steps, self.edges, self.unit)
         self.is_barred = ~steps.can_accelerate[steps.family]
         self.least = np.minimum(
@@ -211,8 +211,8 @@ class LatencyProgram:
             pair for number in range(len(steps.families)) for pair in pairwise(steps.families.row(number))
         ]
         limited = steps.room < float(steps.size.sum())
-        sizes = steps.size * (SCALE / steps.room if steps.room > 0 else 1.0)
-        most = SCALE if steps.room > 0 else 0.0
+        sizes = steps.size * (_SCALE / steps.room if steps.room > 0 else 1.0)
+        most = _SCALE if steps.room > 0 else 0.0
         if pairs and self.num_pieces == 1:
             one, other = np.array(pairs).T
             ends = [self.closes[one], self.opens[one], self.closes[other], self.opens[other]]
@@ -299,7 +299,7 @@ def _nets_of(steps: LatencySteps, edges: Integers, unit: float) -> _Nets:
     return _Nets(np.array(sources, np.int64), np.array(costs, np.float64), in_pairs[:, 0], in_pairs[:, 1])
 
 
-def essential_edges(steps: LatencySteps) -> Integers:
+def _essential_edges(steps: LatencySteps) -> Integers:
     """The edges, in rows of two, that no longer path stands for; order and times need no others."""
     reach = [0] * len(steps)
     edges = []
@@ -329,11 +329,11 @@ def _beside(constants: list[float], numbers: Floats) -> Floats:
 
 # Between a placement and a solution of the integer program for the shortest latency: there and back.
 
-ON_CPU = -1
+_ON_CPU = -1
 
 
 @dataclass(frozen=True, slots=True)
-class LinePlacement:
+class _LinePlacement:
     """A placement of steps: the place in the line of each one's piece, and the accelerator of each place.
 
     A step on a CPU has place -1.
@@ -345,68 +345,68 @@ class LinePlacement:
     def devices(self, steps: LatencySteps) -> list[int]:
         """The device of each step."""
         return [
-            steps.num_accelerators if place == ON_CPU else self.accelerators[place] for place in self.places
+            steps.num_accelerators if place == _ON_CPU else self.accelerators[place] for place in self.places
         ]
 
     def pieces(self) -> list[int]:
         """The piece of each step: how many places in the line its accelerator has before."""
         return [
-            0 if place == ON_CPU else self.accelerators[:place].count(self.accelerators[place])
+            0 if place == _ON_CPU else self.accelerators[:place].count(self.accelerators[place])
             for place in self.places
         ]
 
 
-def line_of(program: LatencyProgram, values: Floats) -> LinePlacement:
+def _line_of(program: _LatencyProgram, values: Floats) -> _LinePlacement:
     """The placement that a solution stands for."""
     if not program.num_places:
-        return LinePlacement((ON_CPU,) * len(program.steps), ())
+        return _LinePlacement((_ON_CPU,) * len(program.steps), ())
     within = np.argmax(values[program.closes] - values[program.opens], axis=1)
-    places = np.where(values[program.accelerates] > 0.5, within, ON_CPU)
+    places = np.where(values[program.accelerates] > 0.5, within, _ON_CPU)
     homes = np.arange(program.num_places)
     if program.num_pieces > 1:
         homes = np.argmax(values[program.homes], axis=1)
-    return LinePlacement(tuple(places.tolist()), tuple(homes.tolist()))
+    return _LinePlacement(tuple(places.tolist()), tuple(homes.tolist()))
 
 
-def stand_in_line(
+def _stand_in_line(
     steps: LatencySteps, num_pieces: int, devices: Sequence[int], pieces: Sequence[int]
-) -> LinePlacement:
+) -> _LinePlacement:
     """Pieces in a line such that nothing needs a later one; there must be such a line.
 
     Accelerators are renamed: the first in the line is accelerator 0, and so on.
     """
     jobs = [
-        (device, piece) if device < steps.num_accelerators else (ON_CPU, step)
+        (device, piece) if device < steps.num_accelerators else (_ON_CPU, step)
         for step, (device, piece) in enumerate(zip(devices, pieces, strict=True))
     ]
     needs: dict[tuple[int, int], set[tuple[int, int]]] = {job: set() for job in jobs}
     for step, job in enumerate(jobs):
         needs[job] |= {jobs[other] for other in steps.before.row(step)} - {job}
-        if job[0] != ON_CPU:
+        if job[0] != _ON_CPU:
             needs[job] |= {other for other in needs if other[0] == job[0] and other[1] < job[1]}
     order: dict[tuple[int, int], None] = {}
     while len(order) < len(needs):
         order.update(dict.fromkeys(job for job in needs if job not in order and needs[job] <= order.keys()))
-    in_line = [job for job in order if job[0] != ON_CPU]
+    in_line = [job for job in order if job[0] != _ON_CPU]
     names = list(dict.fromkeys(device for device, _ in in_line))
     names += [device for device in range(steps.num_accelerators) if device not in names]
     homes = [names.index(device) for device, _ in in_line]
     for name in range(steps.num_accelerators):
         homes += [name] * (num_pieces - homes.count(name))
-    places = tuple(ON_CPU if job[0] == ON_CPU else in_line.index(job) for job in jobs)
-    return LinePlacement(places, tuple(homes))
+    places = tuple(_ON_CPU if job[0] == _ON_CPU else in_line.index(job) for job in jobs)
+    return _LinePlacement(places, tuple(homes))
 
 
-def solution_of(program: LatencyProgram, line: LinePlacement, finish: Sequence[float]) -> Floats:
+def _solution_of(program: _LatencyProgram, line: _LinePlacement, finish: Sequence[float]) -> Floats:
     """The values of all columns for a placement in which each step is done at its `finish`."""
     values = np.zeros(program.program.num_columns)
     numbers = np.arange(program.num_places)
     places = np.array(line.places)
     opens = np.array(_gaps(program.steps, line.places))
-    closes = np.where(places == ON_CPU, opens, places)
+    closes = np.where(places == _ON_CPU, opens, places)
     values[program.opens] = opens[:, np.newaxis] <= numbers
     values[program.closes] = closes[:, np.newaxis] <= numbers
-    values[program.accelerates] = places != ON_CPU
+    values[program.accelerates] = places != _ON_CPU
     within = values[program.closes] - values[program.opens]
     made_within = within[program.nets.source]
     used_within, used_outside = np.zeros_like(made_within), np.zeros_like(made_within)
@@ -430,7 +430,7 @@ def solution_of(program: LatencyProgram, line: LinePlacement, finish: Sequence[f
     if program.num_pieces > 1:
         values[program.homes] = np.eye(program.steps.num_accelerators)[list(line.accelerators)]
         for step, place in enumerate(line.places):
-            if place != ON_CPU:
+            if place != _ON_CPU:
                 home = line.accelerators[place]
                 values[program.family_homes[program.steps.family[step], home]] = 1.0
     return values
@@ -441,7 +441,7 @@ def _gaps(steps: LatencySteps, places: Sequence[int]) -> list[int]:
     gaps = [0] * len(places)
     for step, place in enumerate(places):
         needed = max((gaps[other] for other in steps.before.row(step)), default=0)
-        gaps[step] = needed if place == ON_CPU else place + 1
+        gaps[step] = needed if place == _ON_CPU else place + 1
     return gaps
 
 
@@ -450,7 +450,7 @@ def _gaps(steps: LatencySteps, places: Sequence[int]) -> list[int]:
 # It gives its answer back for nodes, with a value that was evaluated again. The program itself is in
 # `latency_program.py`.
 
-TOLERANCE = 1e-6
+_TOLERANCE = 1e-6
 """Relative: what the solver's numbers may be off by."""
 
 
@@ -476,11 +476,11 @@ def solve_latency(
         raise _nothing_fits(workload, num_pieces)
     if known is not None and known.value - least <= gap * known.value:
         return LatencyFound(known.devices, known.pieces, known.value, min(least, known.value))
-    window = LatencyWindow(least, _longest(steps) if known is None else known.value)
-    program = LatencyProgram(steps, num_pieces, window)
+    window = _LatencyWindow(least, _longest(steps) if known is None else known.value)
+    program = _LatencyProgram(steps, num_pieces, window)
     solution = None if known is None else _solution(workload, program, known)
     solved = program.program.solve(time_limit_s=time_limit_s, start=solution, gap=gap)
-    better = None if solved.values is None else _found(workload, steps, line_of(program, solved.values))
+    better = None if solved.values is None else _found(workload, steps, _line_of(program, solved.values))
     if known is None and better is None:
         if solved.outcome is SolverOutcome.INFEASIBLE:
             raise _nothing_fits(workload, num_pieces)
@@ -490,7 +490,7 @@ def solve_latency(
         )
     best = min((found for found in (known, better) if found is not None), key=lambda found: found.value)
     bound = best.value if solved.outcome is SolverOutcome.INFEASIBLE else solved.bound / program.unit
-    bound = max(least, bound * (1 - TOLERANCE))
+    bound = max(least, bound * (1 - _TOLERANCE))
     return LatencyFound(best.devices, best.pieces, best.value, min(bound, best.value))
 
 
@@ -522,17 +522,17 @@ def _longest(steps: LatencySteps) -> float:
     return float(times + (steps.net_cost * num_moves).sum())
 
 
-def _solution(workload: Workload, program: LatencyProgram, known: LatencyFound) -> Floats:
+def _solution(workload: Workload, program: _LatencyProgram, known: LatencyFound) -> Floats:
     """What is known, as a solution. Nodes that joined another one are moved to it, which costs nothing."""
     steps = program.steps
     devices = [known.devices[places[0]] for places in steps.members]
     pieces = [known.pieces[places[0]] for places in steps.members]
-    line = stand_in_line(steps, program.num_pieces, devices, pieces)
+    line = _stand_in_line(steps, program.num_pieces, devices, pieces)
     finish = latency_of(workload, steps.spread(devices), steps.spread(pieces)).finish
-    return solution_of(program, line, [finish[places[0]] for places in steps.members])
+    return _solution_of(program, line, [finish[places[0]] for places in steps.members])
 
 
-def _found(workload: Workload, steps: LatencySteps, line: LinePlacement) -> LatencyFound | None:
+def _found(workload: Workload, steps: LatencySteps, line: _LinePlacement) -> LatencyFound | None:
     """The placement for nodes; none where the solver's rounding was too coarse for it to run."""
     devices, pieces = steps.spread(line.devices(steps)), steps.spread(line.pieces())
     report = latency_of(workload, devices, pieces)

@@ -31,7 +31,7 @@ from bireme.placement.workload import Workload
 # where memory is short, which a search that moves steps one by one rarely finds.
 
 
-def in_series(
+def _in_series(
     steps: LatencySteps, num_places: int, blocks: list[list[int]], most_bytes: float
 ) -> Integers | None:
     """The place of each step among pieces of at most `most_bytes` each; none where they cannot hold all."""
@@ -137,7 +137,7 @@ def _cuts(
 # Both are as right for families as they are for groups.
 
 
-def starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
+def _starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
     """The slots of each step; all on CPUs and all on one accelerator are the first, where there are such."""
     if steps.num_cpus:
         yield np.full(len(steps), CPU, np.int64)
@@ -169,7 +169,7 @@ def starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
 def _series(steps: LatencySteps, num_pieces: int, blocks: list[list[int]]) -> Iterator[Integers]:
     """Cuts of an order for one piece on each accelerator, and for all pieces with equal parts of the room."""
     for pieces in sorted({1, num_pieces}):
-        places = in_series(steps, steps.num_accelerators * pieces, blocks, steps.room / pieces)
+        places = _in_series(steps, steps.num_accelerators * pieces, blocks, steps.room / pieces)
         if places is not None:
             stretch = np.where(places == CPU, CPU, places // pieces * num_pieces + places % pieces)
             yield stretch.astype(np.int64)
@@ -306,25 +306,25 @@ def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integer
     return slots
 
 
-NUM_ROUNDS = 16
+_NUM_ROUNDS = 16
 """So often a placement is annealed, from every kind of start in turn, where time allows."""
 
-MOVES_PER_STEP = 600
-LEAST_MOVES = 6_000
+_MOVES_PER_STEP = 600
+_LEAST_MOVES = 6_000
 """In one round."""
 
-NUM_BLOCKS = 30
+_NUM_BLOCKS = 30
 """A round is annealed in so many parts; between two of them the clock is looked at."""
 
-HOT = (0.05, 0.01, 0.002)
+_HOT = (0.05, 0.01, 0.002)
 """Where rounds begin, relative to the best latency known; they take turns."""
 
-COLD = 1e-5
+_COLD = 1e-5
 
-DEARER, CHEAPER = 1.25, 0.9
+_DEARER, _CHEAPER = 1.25, 0.9
 """What the price of a byte without room is multiplied by, after a part that ended without room or with it."""
 
-PROVEN = 1e-12
+_PROVEN = 1e-12
 """Relative: so near the lower bound, only rounding is left."""
 
 
@@ -372,12 +372,12 @@ class _Search:
         # Pieces in a circle are a last resort: from there, annealing only wanders until it is out.
         runs = [number for energy, number in ranked if energy < math.inf]
         starts = [self.starts[number] for number in runs or range(len(ranked))]
-        for number in range(NUM_ROUNDS):
-            if time.monotonic() > deadline or self.best_latency <= lower_bound * (1 + PROVEN):
+        for number in range(_NUM_ROUNDS):
+            if time.monotonic() > deadline or self.best_latency <= lower_bound * (1 + _PROVEN):
                 return
             again = self.best_latency < math.inf and number % 2
             start = self.best if again or number // 2 >= len(starts) else starts[number // 2]
-            self._anneal(start.copy(), HOT[number % len(HOT)], deadline)
+            self._anneal(start.copy(), _HOT[number % len(_HOT)], deadline)
 
     def found(self, workload: Workload, lower_bound: float) -> LatencyFound:
         """The best placement, for nodes."""
@@ -390,7 +390,7 @@ class _Search:
         return LatencyFound(of_nodes, in_pieces, value, min(lower_bound, value))
 
     def _all_starts(self) -> list[Integers]:
-        for slots in starts_of(self.steps, self.wiring.num_pieces):
+        for slots in _starts_of(self.steps, self.wiring.num_pieces):
             if not any(np.array_equal(slots, other) for other in self.starts):
                 self.starts.append(slots)
         return self.starts
@@ -404,10 +404,10 @@ class _Search:
         return energy
 
     def _anneal(self, slots: Integers, hot: float, deadline: float) -> None:
-        num_moves = max(LEAST_MOVES, MOVES_PER_STEP * len(self.steps)) // NUM_BLOCKS
+        num_moves = max(_LEAST_MOVES, _MOVES_PER_STEP * len(self.steps)) // _NUM_BLOCKS
         scale = min(self.best_latency, self.scale) or 1.0
-        cooling = (COLD / hot) ** (1 / NUM_BLOCKS)
-        for block in range(NUM_BLOCKS):
+        cooling = (_COLD / hot) ** (1 / _NUM_BLOCKS)
+        for block in range(_NUM_BLOCKS):
             if time.monotonic() > deadline:
                 return
             warm = hot * cooling**block * scale
@@ -427,5 +427,5 @@ class _Search:
             )
             # Annealing goes along the border of what fits: to where the price keeps it from both sides.
             energy_of(self.wiring, slots, self.scratch, self.excess_price)
-            price = self.excess_price * (DEARER if self.scratch.used[-1] > 0 else CHEAPER)
+            price = self.excess_price * (_DEARER if self.scratch.used[-1] > 0 else _CHEAPER)
             self.excess_price = min(max(price, self.usual_price / 100), self.usual_price * 1000)

@@ -25,16 +25,16 @@ from bireme.placement.workload import Edge, Granularity, Node, Workload
 from bireme.plan.plan_file import check_profile_fits
 from bireme.profile.profile import Profile
 
-# The devices of a cluster as the placement of operators sees them: a `Fleet`.
+# The devices of a cluster as the placement of operators sees them: a `_Fleet`.
 #
 # There all accelerators are equal, all CPUs are, and every output goes by way of the host's memory at one
 # price for its bytes. A cluster whose devices differ in what counts is refused; of links that differ the
 # slowest represents all.
 
-MS = 1e3
+_MS = 1e3
 """Milliseconds in a second."""
 
-STANDS_IN = {"cuda": KNOWN["a100"], "emulated": KNOWN["laptop"], "cpu": KNOWN["laptop"]}
+_STANDS_IN = {"cuda": KNOWN["a100"], "emulated": KNOWN["laptop"], "cpu": KNOWN["laptop"]}
 """Whose figures tell how the seconds of a unit divide, where those of the devices are not known."""
 
 
@@ -47,11 +47,11 @@ class _Way:
     share: float
 
     def cost_ms(self, num_bytes: float) -> float:
-        return self.share * (num_bytes / self.bytes_per_s + self.latency_s) * MS
+        return self.share * (num_bytes / self.bytes_per_s + self.latency_s) * _MS
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class _Fleet:
     """Devices by name, the accelerators first and then the CPUs; `typical` is one of the accelerators.
 
     The speeds are relative to where the model was profiled.
@@ -81,7 +81,7 @@ class Fleet:
         return max((way.cost_ms(num_bytes) for way in self.ways), default=0.0)
 
 
-def fleet_of(cluster: Cluster, names: Sequence[str] = ()) -> Fleet:
+def fleet_of(cluster: Cluster, names: Sequence[str] = ()) -> _Fleet:
     """The fleet of a cluster, or of those of its devices that are named.
 
     CUDA devices and emulated ones are accelerators; where there are any, processors are CPUs. Where there are
@@ -97,13 +97,13 @@ def fleet_of(cluster: Cluster, names: Sequence[str] = ()) -> Fleet:
     _check_equal(cpus, "CPUs")
     typical = accelerators[0].device
     figures = typical.bytes_per_s, typical.float32_flops_per_s, typical.bfloat16_flops_per_s
-    return Fleet(
+    return _Fleet(
         names=tuple(one.name for one in (*accelerators, *cpus)),
         num_accelerators=len(accelerators),
         accelerator_bytes=typical.memory_bytes,
         accelerator_speed=typical.speed,
         cpu_speed=cpus[0].device.speed if cpus else typical.speed,
-        typical=typical if all(figures) else STANDS_IN[typical.kind],
+        typical=typical if all(figures) else _STANDS_IN[typical.kind],
         ways=_ways(cluster, accelerators, cpus),
     )
 
@@ -181,7 +181,7 @@ def workload_of(
     to an estimate from its flops and bytes; that is as good as the estimate, though the sum of a unit is
     right. A device of the cluster takes them divided by its speed.
 
-    **Costs** are of the bytes of a value, on the slowest way between the devices (`Fleet.cost_ms`). Between
+    **Costs** are of the bytes of a value, on the slowest way between the devices (`_Fleet.cost_ms`). Between
     units all that crosses is one message; among operators each value is, and late by itself.
 
     **Training** adds a backward node of the same colour to each that a gradient comes to. Gradients go back
@@ -244,7 +244,7 @@ class _Writer:
     have its colour, so that nothing is paid between them and it.
     """
 
-    def __init__(self, pieces: PlacedPieces, fleet: Fleet) -> None:
+    def __init__(self, pieces: PlacedPieces, fleet: _Fleet) -> None:
         self.pieces = pieces
         self.fleet = fleet
         self.nodes: list[Node] = []
@@ -323,8 +323,8 @@ class _Writer:
         piece = self.pieces.pieces[number]
         node = Node(
             len(self.nodes),
-            accelerator_time=seconds * MS / self.fleet.accelerator_speed,
-            cpu_time=seconds * MS / self.fleet.cpu_speed,
+            accelerator_time=seconds * _MS / self.fleet.accelerator_speed,
+            cpu_time=seconds * _MS / self.fleet.cpu_speed,
             size_bytes=size_bytes,
             is_backward=is_backward,
             colour=piece.colour,

@@ -205,16 +205,16 @@ def _joined(places: Iterable[int], groups: Iterable[Sequence[int]]) -> dict[int,
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorEstimate:
+class _OperatorEstimate:
     """The seconds of one call, forward and backward."""
 
     forward_s: float
     backward_s: float
 
 
-def estimates_of(
+def _estimates_of(
     graph: Graph, learned: frozenset[str], micro_batch: int, device: Device
-) -> tuple[OperatorEstimate, ...]:
+) -> tuple[_OperatorEstimate, ...]:
     """An estimate for every operator of a graph; `learned` are the values that a gradient comes back to.
 
     Each is looked at as the one operator of a unit, with what it is given coming from outside.
@@ -237,7 +237,7 @@ def estimates_of(
             outputs=(),
         )
         took = estimate_unit(part, alone, learned, micro_batch, device)
-        found.append(OperatorEstimate(took.forward_s, took.backward_input_s + took.backward_weight_s))
+        found.append(_OperatorEstimate(took.forward_s, took.backward_input_s + took.backward_weight_s))
     return tuple(found)
 
 
@@ -291,13 +291,13 @@ class PiecesSource:
         outputs = self.graph.operators[place].outputs
         return self.training and any(v is not None and v.name in self.learned for v in outputs)
 
-    def state_bytes(self) -> "list[StateBytes]":
+    def state_bytes(self) -> "list[_StateBytes]":
         """What stays of each unit from one micro-batch to the next; what is placed together is there once."""
         counted: set[str] = set()
         found = []
         for unit, known in zip(self.units, self.profile.units, strict=True):
             together = () if self.copy_tied else unit.parameters
-            found.append(StateBytes.of(known, counted.intersection(together), training=self.training))
+            found.append(_StateBytes.of(known, counted.intersection(together), training=self.training))
             counted.update(together)
         return found
 
@@ -307,7 +307,7 @@ class PiecesSource:
 
 
 @dataclass(frozen=True, slots=True)
-class StateBytes:
+class _StateBytes:
     """Bytes of a unit: of all its parameters, of what training adds to those that learn, of its buffers."""
 
     parameter_bytes: int
@@ -315,12 +315,12 @@ class StateBytes:
     buffer_bytes: int
 
     @staticmethod
-    def of(unit: UnitProfile, counted: set[str], *, training: bool) -> "StateBytes":
+    def of(unit: UnitProfile, counted: set[str], *, training: bool) -> "_StateBytes":
         """Of a unit, without the parameters that are counted elsewhere."""
         again = [held for held in unit.tied if held.name in counted]
         added = unit.gradient_bytes + unit.optimizer_bytes
         added -= sum(held.gradient_bytes + held.optimizer_bytes for held in again)
-        return StateBytes(
+        return _StateBytes(
             unit.parameter_bytes - sum(held.parameter_bytes for held in again),
             added if training else 0,
             unit.buffer_bytes,
@@ -333,7 +333,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPiece:
+class _PlacedPiece:
     """What is placed as a whole: operators of one unit, by their places in the graph.
 
     Pieces of one `colour` share a device. `backward_s` is None where no gradient comes to it.
@@ -365,7 +365,7 @@ class PieceMessage:
 class PlacedPieces:
     """Pieces in the order they run, and what passes between them."""
 
-    pieces: tuple[PlacedPiece, ...]
+    pieces: tuple[_PlacedPiece, ...]
     messages: tuple[PieceMessage, ...]
 
 
@@ -378,7 +378,7 @@ def unit_pieces(source: PiecesSource) -> PlacedPieces:
         unit, backward_s = source.units[index], source.backward_s(index)
         has_backward = backward_s > 0 or any(source.learns(place) for place in unit.operators)
         pieces.append(
-            PlacedPiece(
+            _PlacedPiece(
                 name=unit.name,
                 unit=index,
                 operators=unit.operators,
@@ -408,7 +408,7 @@ def operator_pieces(source: PiecesSource, figures: Device) -> PlacedPieces:
     """
     operators = Operators.of(source.graph, source.units)
     work = _Division(source, operators, figures)
-    pieces: dict[int, PlacedPiece] = {}
+    pieces: dict[int, _PlacedPiece] = {}
     for unit, state in enumerate(source.state_bytes()):
         pieces |= work.pieces_of(unit, state)
     colours = operators.colours(copy_tied=source.copy_tied, more=_looks(source, operators, pieces))
@@ -431,7 +431,7 @@ def operator_pieces(source: PiecesSource, figures: Device) -> PlacedPieces:
 
 
 def _looks(
-    source: PiecesSource, operators: Operators, pieces: Mapping[int, PlacedPiece]
+    source: PiecesSource, operators: Operators, pieces: Mapping[int, _PlacedPiece]
 ) -> Iterator[tuple[int, int]]:
     """Operators that look at a value in another way, such as a transpose, each with the maker of the value.
 
@@ -461,11 +461,11 @@ class _Division:
     def __init__(self, source: PiecesSource, operators: Operators, figures: Device) -> None:
         self.source = source
         self.operators = operators
-        self.estimates = estimates_of(source.graph, source.learned, source.micro_batch, figures)
+        self.estimates = _estimates_of(source.graph, source.learned, source.micro_batch, figures)
         self.states = {s.name: s for s in (*source.graph.parameters, *source.graph.buffers)}
         self.counted: set[str] = set()
 
-    def pieces_of(self, unit: int, state: StateBytes) -> dict[int, PlacedPiece]:
+    def pieces_of(self, unit: int, state: _StateBytes) -> dict[int, _PlacedPiece]:
         """The pieces of a unit by the places of their operators."""
         places = self.operators.own_of(unit)
         forward = {place: self._forward(place) for place in places}
@@ -477,7 +477,7 @@ class _Division:
         backward_s = divided(total_s, {place: self.estimates[place].backward_s for place in learning})
         size = self._sizes(unit, places, state, learning or list(places))
         return {
-            place: PlacedPiece(
+            place: _PlacedPiece(
                 name=self.operators.name(place),
                 unit=unit,
                 operators=tuple(sorted((*self.operators.helpers[place], place))),
@@ -493,7 +493,7 @@ class _Division:
         return sum(self.estimates[one].forward_s for one in (*self.operators.helpers[place], place))
 
     def _sizes(
-        self, unit: int, places: tuple[int, ...], state: StateBytes, keeping: list[int]
+        self, unit: int, places: tuple[int, ...], state: _StateBytes, keeping: list[int]
     ) -> dict[int, float]:
         parameters, learned, buffers = (dict.fromkeys(places, 0.0) for _ in range(3))
         seen = set() if self.source.copy_tied else self.counted

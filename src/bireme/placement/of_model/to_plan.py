@@ -19,7 +19,7 @@ from bireme.plan.search.shapes import PARTS
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPlan:
+class _PlacedPlan:
     """A plan, the device of each node under it, and what the objective comes to now and came to before."""
 
     plan: Plan
@@ -46,7 +46,7 @@ def plan_of(
     num_microbatches: int,
     schedule: str = "2bw",
     snapped: bool = False,
-) -> PlacedPlan:
+) -> _PlacedPlan:
     """The plan that runs each unit where the placement has it, stages in the order of the chain.
 
     A placement that is no chain of stages at the borders of units is refused, unless it may be `snapped`.
@@ -79,7 +79,7 @@ def plan_of(
         micro_batch_sizes=(model.micro_batch,),
         devices=tuple((model.device_names[device_of[unit]],) for unit in stages),
     )
-    return PlacedPlan(plan, devices, value, placement.value)
+    return _PlacedPlan(plan, devices, value, placement.value)
 
 
 def _out_of_line(model: ModelWorkload, devices: Sequence[int]) -> str:

@@ -27,16 +27,16 @@ from bireme.schedule.instruction import Kind
 # A graph of more cells than anyone could read is drawn coarser: what a device runs in a row or side by side
 # becomes one cell.
 
-MOST_CELLS = 400
-MOST_IN_A_ROW = 48
+_MOST_CELLS = 400
+_MOST_IN_A_ROW = 48
 """Cells side by side; a picture with more is too wide to read."""
 
-NO_TIME = 1e-6
+_NO_TIME = 1e-6
 """Below this a node takes none."""
 
 
 @dataclass(frozen=True, slots=True)
-class CellPart:
+class _CellPart:
     """Nodes of a cell, by their places in the workload, that run on one device in one pass."""
 
     device: int
@@ -46,17 +46,17 @@ class CellPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureCell:
+class _PictureCell:
     """What is drawn as one: forward parts, then backward parts."""
 
-    parts: tuple[CellPart, ...]
+    parts: tuple[_CellPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
     """The cells, and whom each sends something to; backward edges count only for lone backward nodes."""
 
-    cells: tuple[PictureCell, ...]
+    cells: tuple[_PictureCell, ...]
     followers: tuple[tuple[int, ...], ...]
     is_coarser: bool
 
@@ -125,13 +125,13 @@ class _Graph:
         if len(self.followers) == len(set(self.device_of)):
             return True
         in_row = Counter(self._rows())
-        return len(self.followers) <= MOST_CELLS and max(in_row.values()) <= MOST_IN_A_ROW
+        return len(self.followers) <= _MOST_CELLS and max(in_row.values()) <= _MOST_IN_A_ROW
 
     def merge_weights(self) -> None:
         """Cells that take no time and only feed one other on their device go into that."""
         into = list(range(len(self.followers)))
         for cell, targets in enumerate(self.followers):
-            if len(targets) == 1 and not self.num_before[cell] and self.time_of[cell] < NO_TIME:
+            if len(targets) == 1 and not self.num_before[cell] and self.time_of[cell] < _NO_TIME:
                 (target,) = targets
                 if self.device_of[target] == self.device_of[cell]:
                     into[cell] = target
@@ -188,17 +188,17 @@ class _Graph:
         for place, cell in enumerate(self.cell_of):
             places[cell].append(place)
         return Cells(
-            tuple(PictureCell(tuple(self._parts(row))) for row in places),
+            tuple(_PictureCell(tuple(self._parts(row))) for row in places),
             tuple(tuple(targets) for targets in self.followers),
             is_coarser,
         )
 
-    def _parts(self, places: Iterable[int]) -> list[CellPart]:
+    def _parts(self, places: Iterable[int]) -> list[_CellPart]:
         groups: dict[tuple[bool, int], list[int]] = defaultdict(list)
         for place in places:
             groups[self.workload.nodes[place].is_backward, self.devices[place]].append(place)
         return [
-            CellPart(device, is_backward, sum(map(self.time, group)), tuple(group))
+            _CellPart(device, is_backward, sum(map(self.time, group)), tuple(group))
             for (is_backward, device), group in sorted(groups.items())
         ]
 
@@ -224,15 +224,15 @@ def _with_forward(workload: Workload, place_of: dict[int, int]) -> list[int]:
 
 FORMATS = (".svg", ".png", ".dot")
 
-ACCELERATOR_HUES = (0, 1, 2, 3, 5)
-CPU_HUE = 4
+_ACCELERATOR_HUES = (0, 1, 2, 3, 5)
+_CPU_HUE = 4
 WIDTH = 92
-LEAST_HEIGHT, MOST_HEIGHT = 14, 60
-LOAD_BAR = 90
+_LEAST_HEIGHT, _MOST_HEIGHT = 14, 60
+_LOAD_BAR = 90
 """Points."""
-DEVICES_IN_A_ROW = 4
+_DEVICES_IN_A_ROW = 4
 
-HEAD = """digraph placement {
+_HEAD = """digraph placement {
 graph [fontname="Helvetica", fontsize=12, labelloc=t, labeljust=l, nodesep=0.18, ranksep=0.3]
 node [fontname="Helvetica", fontsize=9, shape=plain]
 edge [arrowsize=0.4]
@@ -262,7 +262,7 @@ def write_placement_picture(workload: Workload, placement: Placement, path: Path
 def placement_dot(workload: Workload, placement: Placement) -> str:
     """The picture of a placement in Graphviz's language."""
     view = _View(workload, placement, cells_of(workload, placement.devices), device_names(workload))
-    return "".join((HEAD, *_legend(view), *_boxes(view), *_lines(view), "}\n"))
+    return "".join((_HEAD, *_legend(view), *_boxes(view), *_lines(view), "}\n"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,18 +283,21 @@ class _View:
     def fill(self, device: int, *, is_backward: bool) -> str:
         """The colour of a device; past the first few, it fades into a second one."""
         number = device - self.workload.num_accelerators
-        hue, variant = CPU_HUE, number
+        hue, variant = _CPU_HUE, number
         if number < 0:
-            hue, variant = ACCELERATOR_HUES[device % len(ACCELERATOR_HUES)], device // len(ACCELERATOR_HUES)
+            hue, variant = (
+                _ACCELERATOR_HUES[device % len(_ACCELERATOR_HUES)],
+                device // len(_ACCELERATOR_HUES),
+            )
         fill = palette.hex_of(palette.fill(hue, Kind.BACKWARD if is_backward else Kind.FORWARD))
         second = (None, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)[variant % 3]
         return fill if second is None else f"{fill}:{palette.hex_of(palette.fill(hue, second))}"
 
     def ink(self, device: int, *, is_backward: bool) -> str:
         """The colour of text on it."""
-        hue = CPU_HUE
+        hue = _CPU_HUE
         if device < self.workload.num_accelerators:
-            hue = ACCELERATOR_HUES[device % len(ACCELERATOR_HUES)]
+            hue = _ACCELERATOR_HUES[device % len(_ACCELERATOR_HUES)]
         kind = Kind.BACKWARD if is_backward else Kind.FORWARD
         return palette.hex_of(palette.on(palette.fill(hue, kind)))
 
@@ -302,11 +305,11 @@ class _View:
 def _legend(view: _View) -> Iterator[str]:
     """The title, each device with its load, and what the picture leaves out."""
     yield 'label=<<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="1">\n'
-    wide = f'COLSPAN="{4 * DEVICES_IN_A_ROW}" ALIGN="LEFT"'
+    wide = f'COLSPAN="{4 * _DEVICES_IN_A_ROW}" ALIGN="LEFT"'
     yield f"<TR><TD {wide}><B>{_html(_title(view))}</B></TD></TR>\n"
     devices = [_device(view, device, name) for device, name in enumerate(view.names)]
-    for first in range(0, len(devices), DEVICES_IN_A_ROW):
-        yield f"<TR>{''.join(devices[first : first + DEVICES_IN_A_ROW])}</TR>\n"
+    for first in range(0, len(devices), _DEVICES_IN_A_ROW):
+        yield f"<TR>{''.join(devices[first : first + _DEVICES_IN_A_ROW])}</TR>\n"
     yield f'<TR><TD {wide}><FONT POINT-SIZE="10">{_html(_caption(view))}</FONT></TD></TR>\n</TABLE>>\n'
 
 
@@ -315,9 +318,9 @@ def _device(view: _View, device: int, name: str) -> str:
     most = max(loads)
     text = number_text(loads[device]) if device in view.placement.devices else "unused"
     shown = f"<B>{_html(name)}</B>" if loads[device] == most else _html(name)
-    bar = max(round(LOAD_BAR * loads[device] / most), 1) if most else 1
+    bar = max(round(_LOAD_BAR * loads[device] / most), 1) if most else 1
     fill = view.fill(device, is_backward=True)
-    widths = ((bar, f' BGCOLOR="{fill}"'), (LOAD_BAR + 1 - bar, ""))
+    widths = ((bar, f' BGCOLOR="{fill}"'), (_LOAD_BAR + 1 - bar, ""))
     cells = (f'<TD FIXEDSIZE="TRUE" WIDTH="{width}" HEIGHT="8"{colour}></TD>' for width, colour in widths)
     load = f'<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="0"><TR>{"".join(cells)}</TR></TABLE>'
     return (
@@ -352,7 +355,7 @@ def _boxes(view: _View) -> Iterator[str]:
     for number, cell in enumerate(view.graph.cells):
         rows = []
         for part in cell.parts:
-            height = min(max(MOST_HEIGHT * part.time / full_time, LEAST_HEIGHT), MOST_HEIGHT)
+            height = min(max(_MOST_HEIGHT * part.time / full_time, _LEAST_HEIGHT), _MOST_HEIGHT)
             has_name = not part.is_backward or part is cell.parts[0]
             ink = view.ink(part.device, is_backward=part.is_backward)
             label = f'<FONT COLOR="{ink}">{_html(_label(view, part))}</FONT>' if has_name else ""
@@ -372,7 +375,7 @@ def _lines(view: _View) -> Iterator[str]:
             yield f'n{number} -> n{target} [color="{moved if is_moved else stays}"]\n'
 
 
-def _label(view: _View, part: CellPart) -> str:
+def _label(view: _View, part: _CellPart) -> str:
     if len(part.places) > 1:
         return f"{len(part.places)} nodes"
     node = view.workload.nodes[part.places[0]]
@@ -383,7 +386,7 @@ def _label(view: _View, part: CellPart) -> str:
     return fitted(tail, 9, WIDTH - 4)
 
 
-def _told(view: _View, part: CellPart) -> str:
+def _told(view: _View, part: _CellPart) -> str:
     """What a reader sees who points at a part."""
     nodes = [view.workload.nodes[place] for place in part.places]
     shown = ", ".join(map(str, nodes[:4])) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")

@@ -62,23 +62,23 @@ def verdict_document(
     }
 
 
-NO_GAP = 1e-6
+_NO_GAP = 1e-6
 """A gap below this is the rounding of sums."""
 
-LEAST_SHOWN = 5e-5
+_LEAST_SHOWN = 5e-5
 """A smaller gap would look like none, in percent."""
 
-BAR = 10
-EIGHTHS = " ▏▎▍▌▋▊▉█"
+_BAR = 10
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
-MEANINGS = {
+_MEANINGS = {
     Objective.THROUGHPUT: "per sample, at the pace of the busiest device",
     Objective.TRAINING: "per sample, forward and backward, at the pace of the busiest device",
     Objective.FLUSH: "the largest forward load and the largest backward load",
     Objective.LATENCY: "until one sample is through",
 }
 
-LIMITED = ("auto", "dp", "dpl", "milp", "anneal")
+_LIMITED = ("auto", "dp", "dpl", "milp", "anneal")
 """The methods that more seconds can help."""
 
 
@@ -87,17 +87,17 @@ def number_text(number: float) -> str:
     return f"{number:,.0f}" if 10_000 <= number < 1e9 else f"{number:.4g}"
 
 
-def is_proven(placement: Placement) -> bool:
+def _is_proven(placement: Placement) -> bool:
     """Whether no placement of the kind asked for is better."""
-    return placement.gap < NO_GAP
+    return placement.gap < _NO_GAP
 
 
 def advice_on(placement: Placement) -> str | None:
     """What to try where a better placement may be left; None where none can be."""
-    if is_proven(placement):
+    if _is_proven(placement):
         return None
     words = []
-    if placement.method in LIMITED:
+    if placement.method in _LIMITED:
         words.append("a longer --time-limit")
     if placement.method not in ("auto", "milp"):
         words.append("--method milp (it proves a bound)")
@@ -114,7 +114,7 @@ def print_placement(workload: Workload, placement: Placement, seconds: float, co
     works = work_of(workload, placement.devices, placement.pieces)
     console.print(_devices(workload, works, placement.loads, placement.pieces, placement.devices))
     console.print()
-    _say(console, f"[bold]{placement.value:.6g}[/bold] {MEANINGS[placement.objective]}.")
+    _say(console, f"[bold]{placement.value:.6g}[/bold] {_MEANINGS[placement.objective]}.")
     ideals = "" if placement.num_ideals is None else f", {placement.num_ideals:,} ideals"
     _say(console, f"{_proof(placement)} Found by {placement.method} in {seconds_text(seconds)}{ideals}.")
     advice = advice_on(placement)
@@ -135,7 +135,7 @@ def print_verdict(
         console.print(_devices(workload, work_of(workload, devices, pieces), verdict.loads, pieces, devices))
         console.print()
     if math.isfinite(verdict.value):
-        _say(console, f"[bold]{verdict.value:.6g}[/bold] {MEANINGS[objective]}.")
+        _say(console, f"[bold]{verdict.value:.6g}[/bold] {_MEANINGS[objective]}.")
     line = "can be put in an order" if verdict.ordered else "cannot be put in an order"
     _say(console, f"{'Contiguous' if verdict.contiguous else 'Not contiguous'}; the devices {line}.")
     for problem in verdict.problems:
@@ -145,11 +145,11 @@ def print_verdict(
 
 
 def _proof(placement: Placement) -> str:
-    if is_proven(placement):
+    if _is_proven(placement):
         return "Proven optimal."
     if placement.lower_bound <= 0:
         return "No bound is known."
-    gap = f"{placement.gap:.2%}" if placement.gap > LEAST_SHOWN else f"{placement.gap:.0e}"
+    gap = f"{placement.gap:.2%}" if placement.gap > _LEAST_SHOWN else f"{placement.gap:.0e}"
     return f"No placement is below {placement.lower_bound:.6g}: a gap of {gap}."
 
 
@@ -186,8 +186,8 @@ def _devices(
 
 
 def _bar(share: float) -> str:
-    eighths = round(share * BAR * 8)
-    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+    eighths = round(share * _BAR * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def _share(size_bytes: float, limit_bytes: float) -> str:

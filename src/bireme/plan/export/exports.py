@@ -190,7 +190,7 @@ class Material:
 # What other frameworks cannot say of a plan, whatever its stages: refused with the reason.
 
 
-def check_pipelined(plan: Plan, framework: str) -> None:
+def _check_pipelined(plan: Plan, framework: str) -> None:
     """Refuse what is no pipeline."""
     if plan.num_stages == 1:
         what = "data parallelism" if plan.width > 1 else "one device"
@@ -200,7 +200,7 @@ def check_pipelined(plan: Plan, framework: str) -> None:
         )
 
 
-def check_synchronous(plan: Plan, framework: str) -> None:
+def _check_synchronous(plan: Plan, framework: str) -> None:
     """Refuse update rules that only Bireme has, and halves of micro-batches."""
     rule = schedule_named(plan.schedule).rule
     if rule is not Rule.SYNCHRONOUS:
@@ -215,7 +215,7 @@ def check_synchronous(plan: Plan, framework: str) -> None:
         )
 
 
-def check_equal_replicas(plan: Plan, framework: str) -> None:
+def _check_equal_replicas(plan: Plan, framework: str) -> None:
     """Refuse replicas that get different numbers of samples."""
     if len(set(plan.micro_batch_sizes)) > 1:
         sizes = " and ".join(map(str, sorted(set(plan.micro_batch_sizes))))
@@ -225,7 +225,7 @@ def check_equal_replicas(plan: Plan, framework: str) -> None:
         )
 
 
-def check_recompute(plan: Plan, framework: str) -> None:
+def _check_recompute(plan: Plan, framework: str) -> None:
     """Refuse forwards that are run again on some stages alone."""
     if plan.recompute_units or 0 < len(plan.recompute) < plan.num_stages:
         where = ", ".join(map(str, plan.recompute)) or "parts of stages"
@@ -241,19 +241,19 @@ def check_recompute(plan: Plan, framework: str) -> None:
 # norm and head before it, and `|` between stages: `Et*2|t*3|t*3|t*2L`. Stages are in the order of the
 # forward, also where a rank has several.
 
-RUNS = ("1f1b", "interleaved")
+_RUNS = ("1f1b", "interleaved")
 """The schedules that Megatron-LM has."""
 
 
-def megatron_arguments(material: Material) -> str:
+def _megatron_arguments(material: Material) -> str:
     """The arguments of a training script of Megatron-LM, one a line."""
     plan, short = material.plan, material.short
-    check_pipelined(plan, "Megatron-LM")
-    check_synchronous(plan, "Megatron-LM")
-    check_equal_replicas(plan, "Megatron-LM")
-    if plan.schedule not in RUNS:
+    _check_pipelined(plan, "Megatron-LM")
+    _check_synchronous(plan, "Megatron-LM")
+    _check_equal_replicas(plan, "Megatron-LM")
+    if plan.schedule not in _RUNS:
         raise BiremeError(
-            f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(RUNS)}: plan with --schedule "
+            f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(_RUNS)}: plan with --schedule "
             "1f1b."
         )
     if plan.lookahead:
@@ -267,7 +267,7 @@ def megatron_arguments(material: Material) -> str:
             f"a multiple of the ranks, here {material.num_ranks}. Plan with another --batch-size or "
             "--micro-batch."
         )
-    check_recompute(plan, "Megatron-LM")
+    _check_recompute(plan, "Megatron-LM")
     lines = [
         f"--pipeline-model-parallel-size {material.num_ranks}",
         f'--pipeline-model-parallel-layout "{layout(plan, material.unit_names)}"',
@@ -354,7 +354,7 @@ def _check_cut(cut: int, layers: _Layers, unit_names: tuple[str, ...]) -> None:
 # torchtitan: `[parallelism]` with `module_fqns_per_model_part` and the schedule by torch's name or as a file.
 # NeMo AutoModel: the arguments of its `PipelineConfig`, `pp_schedule` and the like.
 
-TORCH_NAMES = {
+_TORCH_NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
@@ -362,11 +362,11 @@ TORCH_NAMES = {
 }
 """What torch calls the schedules that it makes itself."""
 
-FROM_FILE = "PipelineScheduleMulti"
+_FROM_FILE = "PipelineScheduleMulti"
 """What torch calls a schedule that comes from a file, and whose stages lie round the ranks."""
 
 
-def torchtitan_toml(material: Material) -> str:
+def _torchtitan_toml(material: Material) -> str:
     """The tables of torchtitan's configuration that say the plan."""
     parts = _parts(material, "torchtitan")
     plan, short = material.plan, material.short
@@ -390,7 +390,7 @@ def torchtitan_toml(material: Material) -> str:
     return "\n".join(lines) + "\n"
 
 
-def nemo_yaml(material: Material) -> str:
+def _nemo_yaml(material: Material) -> str:
     """The `distributed` section of a recipe of NeMo AutoModel that says the plan."""
     parts = _parts(material, "NeMo AutoModel")
     plan, short = material.plan, material.short
@@ -414,10 +414,10 @@ def nemo_yaml(material: Material) -> str:
 
 def _parts(material: Material, framework: str) -> tuple[tuple[str, ...], ...]:
     plan = material.plan
-    check_pipelined(plan, framework)
-    check_synchronous(plan, framework)
-    check_equal_replicas(plan, framework)
-    check_recompute(plan, framework)
+    _check_pipelined(plan, framework)
+    _check_synchronous(plan, framework)
+    _check_equal_replicas(plan, framework)
+    _check_recompute(plan, framework)
     if material.graph is None:
         raise BiremeError(NEEDS_MODEL.format(framework))
     parts = module_parts(plan, material.graph)
@@ -441,10 +441,10 @@ def _check_top_level(parts: Sequence[Sequence[str]]) -> None:
 def _schedule(material: Material, framework: str) -> str:
     """Torch's name of the plan's schedule, if torch would run it."""
     plan = material.plan
-    name = TORCH_NAMES.get(plan.schedule)
+    name = _TORCH_NAMES.get(plan.schedule)
     if material.csv:
         # The name says where stages lie, the file what is done.
-        return "ZBVZeroBubble" if plan.schedule == "zbv" else FROM_FILE
+        return "ZBVZeroBubble" if plan.schedule == "zbv" else _FROM_FILE
     if name is None:
         raise BiremeError(
             f"Torch has no schedule named {plan.schedule}, so {framework} needs it as a file: add "
@@ -490,7 +490,7 @@ class Export:
 
 
 def _torch_csv(material: Material) -> str:
-    check_equal_replicas(material.plan, "A schedule file of torch")
+    _check_equal_replicas(material.plan, "A schedule file of torch")
     return to_csv(material.plan.program(1))
 
 
@@ -498,9 +498,9 @@ EXPORTS = {
     export.name: export
     for export in (
         Export("torch-csv", "the schedule, for torch.distributed.pipelining", False, _torch_csv),
-        Export("torchtitan", "configuration tables, in TOML", True, torchtitan_toml),
-        Export("nemo", "the distributed section of a NeMo AutoModel recipe, in YAML", True, nemo_yaml),
-        Export("megatron", "arguments of Megatron-LM, with its layout", False, megatron_arguments),
+        Export("torchtitan", "configuration tables, in TOML", True, _torchtitan_toml),
+        Export("nemo", "the distributed section of a NeMo AutoModel recipe, in YAML", True, _nemo_yaml),
+        Export("megatron", "arguments of Megatron-LM, with its layout", False, _megatron_arguments),
     )
 }
 """All exports."""

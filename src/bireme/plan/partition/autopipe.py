@@ -36,7 +36,7 @@ from bireme.simulate.costs import Costs
 # there, whatever the stage itself still has to run. Where a late stage is fast that is too early, and too
 # short a batch; here a stage's own forwards hold its first backward up as they do in a run.
 
-SLACK = 1e-9
+_SLACK = 1e-9
 """Relative to a batch: shorter than that nothing waits, it is rounding."""
 
 
@@ -147,7 +147,7 @@ class _Run:
         busy_s = self._forward_s + self._backward_s
         steps = np.maximum(self._num_microbatches - 1 - np.arange(self._num_stages), 0)[:, None]
         waited_s = self._last_s - self._first_s - steps * (busy_s + self._stand_s)
-        never_waits = waited_s <= SLACK * self._backward_end_s[-1]
+        never_waits = waited_s <= _SLACK * self._backward_end_s[-1]
         # Where each stage waits at some time, the busiest comes nearest to it.
         busiest = busy_s >= busy_s.max(axis=0)
         candidates = np.where(never_waits.any(axis=0), never_waits, busiest)
@@ -158,7 +158,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageTimes:
+class _StageTimes:
     """A row per partition and a column per stage; `hop_s` has one column less, for the links between."""
 
     forward_s: Seconds
@@ -189,7 +189,7 @@ class ChainTimes:
         self._bytes_per_s = np.array([link.bytes_per_s for link in line.links])
         self._latency_s = np.array([link.latency_s for link in line.links])
 
-    def times(self, all_cuts: Sequence[Sequence[int]]) -> StageTimes:
+    def times(self, all_cuts: Sequence[Sequence[int]]) -> _StageTimes:
         """Those of the partitions with these cuts, which must leave no stage empty."""
         chain = self._loads.chain
         bounds = np.array([(0, *cuts, chain.num_units) for cuts in all_cuts], np.intp)
@@ -200,7 +200,7 @@ class ChainTimes:
             stages = np.arange(begins.shape[1])
             again = self._again[stages, begins - stages, ends - 1 - stages]
             back_s = np.where(again, again_s[ends] - again_s[begins], back_s)
-        return StageTimes(
+        return _StageTimes(
             forward_s=(forward_s[ends] - forward_s[begins]) / self._speeds,
             backward_s=back_s / self._speeds,
             hop_s=chain.boundary_bytes[ends[:, :-1] - 1] / self._bytes_per_s + self._latency_s,
@@ -230,7 +230,7 @@ def exact(loads: Loads) -> Partition | Misfit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LeastMax:
+class _LeastMax:
     """The least greatest cost of every beginning of the chain in every number of stages.
 
     `least[s][b]` is that of the units up to but without s + 1 + b in s + 1 stages, and `begins[s][b]` where
@@ -262,7 +262,7 @@ class LeastMax:
         return float(self.least[num_stages - 1][end - num_stages])
 
 
-def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> LeastMax:
+def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> _LeastMax:
     """Cut so that the greatest cost is least; entries are those of `Loads`.
 
     `borders[s][b]` is the cost of the cut after stage s at unit s + 1 + b.
@@ -280,7 +280,7 @@ def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> Leas
         first = greatest.argmin(axis=0)
         begins.append(first)
         least.append(greatest[first, np.arange(len(first))])
-    return LeastMax(tuple(least), tuple(begins))
+    return _LeastMax(tuple(least), tuple(begins))
 
 
 def least_sum(costs: Sequence[Seconds], borders: Sequence[Seconds], most: float) -> tuple[int, ...] | None:
@@ -308,24 +308,24 @@ def least_sum(costs: Sequence[Seconds], borders: Sequence[Seconds], most: float)
 
 Cuts = tuple[int, ...]
 
-MOST_WORK = 80_000
+_MOST_WORK = 80_000
 """Stages times micro-batches times partitions that the search goes on from. With few it ends by itself."""
 
-SLOWER = (1.0, 1.2, 2.0)
+_SLOWER = (1.0, 1.2, 2.0)
 """How much slower a partition may be for the sake of a shorter way through."""
 
-MOST_STEPS = 8
+_MOST_STEPS = 8
 """Of the walk at the end."""
 
-MOST_NEIGHBORS = 64
+_MOST_NEIGHBORS = 64
 """About so many are gone through at each of them."""
 
-MOST_AT_ONCE = 2_000
+_MOST_AT_ONCE = 2_000
 """So few partitions are all gone through, which takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPartition:
+class _FoundPartition:
     """The best partition found, and what its batch takes; `start` is the one with the least pace."""
 
     partition: Partition
@@ -335,7 +335,7 @@ class FoundPartition:
     num_tried: int
 
 
-def autopipe(loads: Loads, *, most_at_once: int = MOST_AT_ONCE) -> FoundPartition | None:
+def autopipe(loads: Loads, *, most_at_once: int = _MOST_AT_ONCE) -> _FoundPartition | None:
     """Search from the partition with the least pace; None where no partition fits, and `exact` says why.
 
     The seconds are those of the recurrence, which is 1F1B's. If there are at most `most_at_once` partitions,
@@ -356,7 +356,7 @@ def autopipe(loads: Loads, *, most_at_once: int = MOST_AT_ONCE) -> FoundPartitio
     fastest = min(search.tried.values(), key=lambda trial: trial.batch_s)
     best = _walk(fastest.cuts, search.all_seconds, loads)
     start_s, best_s = search.all_seconds([search.start.cuts, best])
-    return FoundPartition(
+    return _FoundPartition(
         assess(loads, best), best_s, assess(loads, search.start.cuts), start_s, len(search.tried)
     )
 
@@ -375,7 +375,7 @@ class _Trial:
 class _Search:
     """The published search: what was tried, and what is to be tried next."""
 
-    def __init__(self, loads: Loads, table: LeastMax) -> None:
+    def __init__(self, loads: Loads, table: _LeastMax) -> None:
         self._loads = loads
         self._table = table
         self._stopwatch = ChainTimes(loads)
@@ -387,7 +387,7 @@ class _Search:
         """Go on from some partitions and every one found until there is none left."""
         queue = deque(dict.fromkeys(starts))
         seen = set(queue)
-        for _ in range(max(4, MOST_WORK // (self._num_stages * self._loads.setting.num_microbatches))):
+        for _ in range(max(4, _MOST_WORK // (self._num_stages * self._loads.setting.num_microbatches))):
             if not queue:
                 return
             trial = self._try(queue.popleft())
@@ -497,7 +497,7 @@ def _has_short_ways(loads: Loads) -> bool:
 
 def _short_ways(costs: Sequence[Seconds], borders: Sequence[Seconds], pace_s: float) -> Iterable[Cuts]:
     """Of partitions that are a little slower than could be those that a micro-batch is soonest through."""
-    for factor in SLOWER:
+    for factor in _SLOWER:
         cuts = least_sum(costs, borders, factor * pace_s)
         if cuts is not None:
             yield cuts
@@ -506,7 +506,7 @@ def _short_ways(costs: Sequence[Seconds], borders: Sequence[Seconds], pace_s: fl
 def _walk(cuts: Cuts, all_seconds: Callable[[Sequence[Cuts]], list[float]], loads: Loads) -> Cuts:
     """From neighbor to neighbor as long as that is better."""
     best_s = all_seconds([cuts])[0]
-    for _ in range(MOST_STEPS):
+    for _ in range(_MOST_STEPS):
         near = _fitting(loads, _neighbors(cuts))
         found = all_seconds(near)
         least_s = min(found, default=np.inf)
@@ -518,7 +518,7 @@ def _walk(cuts: Cuts, all_seconds: Callable[[Sequence[Cuts]], list[float]], load
 
 def _neighbors(cuts: Cuts) -> Iterable[Cuts]:
     """A few cuts in a row moved by one: a unit goes from one stage to another, those between pass one on."""
-    most = max(1, MOST_NEIGHBORS // (2 * max(len(cuts), 1)))
+    most = max(1, _MOST_NEIGHBORS // (2 * max(len(cuts), 1)))
     for first in range(len(cuts)):
         for end in range(first + 1, min(first + most, len(cuts)) + 1):
             for step in (-1, 1):

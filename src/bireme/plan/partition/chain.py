@@ -62,14 +62,14 @@ class RangeBytes:
         return RangeBytes(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-def range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:
+def _range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:
     """The tables of a profile at a micro-batch size."""
     units = profile.units
     costs = [unit.at(micro_batch) for unit in units]
     parameter, gradient, optimizer, buffer, frozen = (
-        _sums(np.array([getattr(unit, name) for unit in units], np.int64)) for name in STATE
+        _sums(np.array([getattr(unit, name) for unit in units], np.int64)) for name in _STATE
     )
-    for name, table in zip(STATE, (parameter, gradient, optimizer, buffer, frozen), strict=True):
+    for name, table in zip(_STATE, (parameter, gradient, optimizer, buffer, frozen), strict=True):
         _count_tied_once(table, units, name)
     pieces, odd = _pieces(units, costs)
     saved, kept, inputs, peak = _Memory(units, costs, pieces).tables()
@@ -85,7 +85,7 @@ def range_bytes(profile: Profile, micro_batch: int) -> RangeBytes:
     )
 
 
-STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "frozen_bytes")
+_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "frozen_bytes")
 
 
 def _halves(costs: Sequence[UnitCost], gradient: Bytes, workspace: Bytes) -> tuple[Bytes, Bytes]:
@@ -400,7 +400,7 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
         returned_bytes=np.array([cost.back_bytes for cost in costs], np.int64),
-        bytes=range_bytes(profile, micro_batch),
+        bytes=_range_bytes(profile, micro_batch),
         backward_weight_s=np.array(weights) if len(weights) == len(costs) else None,
     )
 
@@ -410,7 +410,7 @@ def layer_bounds(names: Sequence[str]) -> tuple[int, ...]:
 
     A unit without a number in its name is a layer of its own.
     """
-    layers = [(match.group() if (match := LAYER.match(name)) else None) for name in names]
+    layers = [(match.group() if (match := _LAYER.match(name)) else None) for name in names]
     begins = [
         place
         for place, layer in enumerate(layers)
@@ -419,5 +419,5 @@ def layer_bounds(names: Sequence[str]) -> tuple[int, ...]:
     return (*begins, len(names))
 
 
-LAYER = re.compile(r".*?(?:^|\.)\d+(?=\.|$)")
+_LAYER = re.compile(r".*?(?:^|\.)\d+(?=\.|$)")
 """A module's name up to its first number."""

@@ -29,7 +29,7 @@ from bireme.schedule.residency import resident
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Moment:
+class _Moment:
     """What is there at once: each field counts the bytes of the same name in `Sizes`.
 
     `activation` and `gradient_message` are buffers for messages from the stages before and after.
@@ -50,7 +50,7 @@ DEEP = 7
 EVENLY = frozenset({"gpipe", "1f1b", "2bw", "2bw-fresh"})
 """The schedules of which that holds."""
 
-DRAINING, FLOWING = 2, 4
+_DRAINING, _FLOWING = 2, 4
 """Batches of a window in which everything there can be at once is there: the next batch's first message
 before an update, all weight versions."""
 
@@ -64,7 +64,7 @@ def holdings(
     recompute: bool = False,
     updates_early: bool = False,
     has_masters: bool = False,
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[tuple[_Moment, ...], ...]:
     """For each stage, one on each device, the moments that are not surpassed by another in everything.
 
     With `has_masters` the newest weights are the optimizer's master copy, and no version.
@@ -89,7 +89,7 @@ def holdings(
     more = num_microbatches - few
     return tuple(
         tuple(
-            Moment(*(b + more * (b - f) for f, b in zip(astuple(one), astuple(other), strict=True)))
+            _Moment(*(b + more * (b - f) for f, b in zip(astuple(one), astuple(other), strict=True)))
             for one, other in zip(before, after, strict=True)
         )
         for before, after in zip(fewer, base, strict=True)
@@ -99,7 +99,7 @@ def holdings(
 @lru_cache(maxsize=4096)
 def _of_deep(
     schedule: str, num_stages: int, longer: int, recompute: bool, updates_early: bool, has_masters: bool
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[tuple[_Moment, ...], ...]:
     """The moments of a deep pipeline, from what one more stage before or after adds in shallow ones.
 
     A batch has so many micro-batches more than the pipeline has stages, here as there. Counts are those of a
@@ -120,13 +120,13 @@ def _of_deep(
     )
     more = num_stages - DEEP
 
-    def further(one: tuple[Moment, ...], other: tuple[Moment, ...], steps: int) -> list[Moment]:
+    def further(one: tuple[_Moment, ...], other: tuple[_Moment, ...], steps: int) -> list[_Moment]:
         return [
-            Moment(*(b + steps * (b - a) for a, b in zip(astuple(first), astuple(second), strict=True)))
+            _Moment(*(b + steps * (b - a) for a, b in zip(astuple(first), astuple(second), strict=True)))
             for first, second in zip(one, other, strict=True)
         ]
 
-    def between(stage: int) -> list[Moment]:
+    def between(stage: int) -> list[_Moment]:
         """The effect of one more stage before it and one more after it, from the middle."""
         middle = DEEP // 2
         num_after = num_stages - 1 - stage
@@ -134,7 +134,7 @@ def _of_deep(
         later = further(shallow[middle - 1], base, stage - middle)
         earlier = further(shallow[middle], base, num_after - (DEEP - 1 - middle))
         return [
-            Moment(*(a + b - c for a, b, c in zip(astuple(one), astuple(two), astuple(three), strict=True)))
+            _Moment(*(a + b - c for a, b, c in zip(astuple(one), astuple(two), astuple(three), strict=True)))
             for one, two, three in zip(later, earlier, base, strict=True)
         ]
 
@@ -152,25 +152,25 @@ def _counted(
     recompute: bool,
     updates_early: bool,
     has_masters: bool = False,
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[tuple[_Moment, ...], ...]:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
     program = generate(
         schedule,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        num_batches=DRAINING if drains else FLOWING,
+        num_batches=_DRAINING if drains else _FLOWING,
         recompute=range(num_stages) if recompute else (),
         updates_early=updates_early,
     )
-    found: list[tuple[Moment, ...]] = []
+    found: list[tuple[_Moment, ...]] = []
     for rank in range(num_stages):
-        is_large = max(num_stages, num_microbatches) > MOST_DIGITS
+        is_large = max(num_stages, num_microbatches) > _MOST_DIGITS
         count = _one_by_one if is_large else _at_once
         found.append(_unsurpassed(count(program, rank, has_masters)))
     return tuple(found)
 
 
-DIGITS = {
+_DIGITS = {
     "version": 8,
     "gradient": 5,
     "stash": 8,
@@ -181,33 +181,33 @@ DIGITS = {
 }
 """Binary digits for the count of each thing in halves, which together a float holds exactly."""
 
-MOST_DIGITS = 60
+_MOST_DIGITS = 60
 """Stages and micro-batches for which they are more than enough."""
 
 
-def _at_once(program: Program, rank: int, has_masters: bool = False) -> set[Moment]:
+def _at_once(program: Program, rank: int, has_masters: bool = False) -> set[_Moment]:
     """What a rank keeps at each instruction, all counted in one number, each in digits of its own."""
     shift = 0
     shifts: dict[str, int] = {}
-    for name, digits in DIGITS.items():
+    for name, digits in _DIGITS.items():
         shifts[name] = shift
         shift += digits
     weights = [(float(2 << at),) * program.num_stages for at in shifts.values()]
     series = resident(program, rank, _sizes(weights, has_masters), series=True).series or ()
     return {
-        Moment(*(((int(count) >> shifts[name]) & ((1 << DIGITS[name]) - 1)) / 2 for name in DIGITS))
+        _Moment(*(((int(count) >> shifts[name]) & ((1 << _DIGITS[name]) - 1)) / 2 for name in _DIGITS))
         for count in set(series)
     }
 
 
-def _one_by_one(program: Program, rank: int, has_masters: bool = False) -> set[Moment]:
+def _one_by_one(program: Program, rank: int, has_masters: bool = False) -> set[_Moment]:
     """The same, counted for each thing apart."""
     nothing, one = (0.0,) * program.num_stages, (1.0,) * program.num_stages
     series = []
-    for counted in DIGITS:
-        each = [one if name == counted else nothing for name in DIGITS]
+    for counted in _DIGITS:
+        each = [one if name == counted else nothing for name in _DIGITS]
         series.append(resident(program, rank, _sizes(each, has_masters), series=True).series or ())
-    return {Moment(*counts) for counts in set(zip(*series, strict=True))}
+    return {_Moment(*counts) for counts in set(zip(*series, strict=True))}
 
 
 def _sizes(each: Sequence[tuple[float, ...]], has_masters: bool) -> Sizes:
@@ -217,8 +217,8 @@ def _sizes(each: Sequence[tuple[float, ...]], has_masters: bool) -> Sizes:
     return Sizes(version, gradient, nothing, stash, inputs, activation, message, has_masters, waiting=waiting)
 
 
-def _unsurpassed(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    kept: list[Moment] = []
+def _unsurpassed(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
+    kept: list[_Moment] = []
     for moment in sorted(moments, reverse=True):
         counts = astuple(moment)
         if not any(all(a <= b for a, b in zip(counts, astuple(other), strict=True)) for other in kept):
@@ -487,7 +487,7 @@ class _Work:
         way = self._line.links[link]
         return np.asarray(self._boundary / way.bytes_per_s + way.latency_s)
 
-    def _state(self, moment: Moment) -> npt.NDArray[np.float64]:
+    def _state(self, moment: _Moment) -> npt.NDArray[np.float64]:
         """What does not depend on how many micro-batches are kept."""
         key = moment.version, moment.gradient
         found = self._states.get(key)

@@ -12,7 +12,7 @@ from bireme.plan.partition.loads import Loads
 
 
 @dataclass(frozen=True, slots=True)
-class StageLoad:
+class _StageLoad:
     """A stage on its device: the units from `begin` up to but without `end`.
 
     The seconds are the device's, those of a forward that is run again included. `busy_s` is how long a
@@ -39,7 +39,7 @@ class StageLoad:
 class Partition:
     """The stages, and `pace_s`: the busiest device's or link's seconds for a micro-batch."""
 
-    stages: tuple[StageLoad, ...]
+    stages: tuple[_StageLoad, ...]
     pace_s: float
 
     @property
@@ -94,7 +94,7 @@ def assess(loads: Loads, cuts: Sequence[int]) -> Partition:
         seat = line.seats[place]
         again = loads.is_recomputed(place, begin, end)
         backward_s = chain.recompute_backward_s if again else chain.backward_s
-        stage = StageLoad(
+        stage = _StageLoad(
             begin=begin,
             end=end,
             device=seat.name,

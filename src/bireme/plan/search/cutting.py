@@ -22,7 +22,7 @@ from bireme.plan.search.shapes import Outline
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 
-RECKONED_AS = {"1f1b-sliced": "1f1b"}
+_RECKONED_AS = {"1f1b-sliced": "1f1b"}
 """Whose bytes and times are taken for a schedule until it is evaluated."""
 
 
@@ -65,7 +65,7 @@ def _keeps_pins(problem: PlanningProblem, outline: Outline, grid: Grid, cuts: tu
     return True
 
 
-ENOUGH_ROUNDS = 16
+_ENOUGH_ROUNDS = 16
 """So many micro-batches for each rank show where a schedule that drains is best cut."""
 
 
@@ -84,7 +84,7 @@ def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) ->
         return []
     partitions = [found]
     if schedule_named(outline.schedule).rule is Rule.SYNCHRONOUS and outline.num_stages > 1:
-        most = ENOUGH_ROUNDS * outline.num_ranks  # more of them move no cut, and take long to go through
+        most = _ENOUGH_ROUNDS * outline.num_ranks  # more of them move no cut, and take long to go through
         few = replace(loads.setting, num_microbatches=min(loads.setting.num_microbatches, most))
         better = autopipe(replace(loads, setting=few))
         if better is not None and better.partition.cuts != found.cuts:
@@ -108,7 +108,7 @@ class _Group:
 def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
     links = tuple(links_between(problem, grid, range(outline.num_ranks)))
-    schedule = RECKONED_AS.get(outline.schedule, outline.schedule)
+    schedule = _RECKONED_AS.get(outline.schedule, outline.schedule)
     num_microbatches = outline.num_microbatches
     if schedule == "zb-h1" and outline.num_ranks > DEEP:
         # None of its stages keeps more than that many micro-batches, so it takes no more than this.

@@ -20,11 +20,11 @@ Grid = tuple[tuple[int, ...], ...]
 MOST_PASSES = 512
 """Forwards of a batch, over all stages; with more, what a micro-batch more takes is added up."""
 
-DRAINING, FLOWING = 2, 4
+_DRAINING, _FLOWING = 2, 4
 """Batches of the window that is looked at; in its middle the pipeline has come to its pace, and all that is
 ever kept at once has been."""
 
-LOOPED = WRITTEN_OUT + 2
+_LOOPED = WRITTEN_OUT + 2
 """Batches where chunks are paged: what becomes of them is decided for a loop, as in a long run."""
 
 
@@ -135,7 +135,7 @@ def _program(
     is_looped: bool,
 ) -> Program:
     drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
-    num_batches = LOOPED if is_looped else DRAINING if drains else FLOWING
+    num_batches = _LOOPED if is_looped else _DRAINING if drains else _FLOWING
     return generate(
         schedule,
         num_stages=num_stages,

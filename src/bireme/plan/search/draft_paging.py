@@ -217,7 +217,7 @@ class TiedGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class TiedRing:
+class _TiedRing:
     """A sum of tied gradients over all devices of some ranks, which these stages wait for."""
 
     stages: tuple[int, ...]
@@ -227,7 +227,7 @@ class TiedRing:
     """What each device sends on for it."""
 
 
-def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> list[TiedRing]:
+def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> list[_TiedRing]:
     """The sums of tied gradients that go around in addition to those of replicas.
 
     What stages of one rank share, the rank adds up itself; the replicas then sum it with the rest, but where
@@ -245,7 +245,7 @@ def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> 
         devices = [device for rank in ranks for device in draft.grid[rank]]
         stages = sorted({stage for one in own for stage in one.stages})
         found.append(
-            TiedRing(
+            _TiedRing(
                 tuple(stages if len(ranks) > 1 else stages[:1]),
                 ranks,
                 ring_over(problem, devices, num_bytes),
@@ -261,7 +261,7 @@ def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class _Exchanged:
     """The bytes that a replica sends the others in a batch: of weights that it makes or keeps, and of
     gradients.
     """
@@ -349,7 +349,7 @@ def sync_bytes(
     return tuple(one.weights + one.gradients for one in each)
 
 
-def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[Exchanged, ...]:
+def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[_Exchanged, ...]:
     """What each replica sends the others that share with it, stage by stage."""
     share = reduce_share(request, draft.outline.width)
     if draft.whole_weights:
@@ -359,7 +359,7 @@ def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[E
         gathers = (1.0,) * costs.num_stages
         scatters = (2.0 if draft.rule is Rule.FRESH else 1.0,) * costs.num_stages
     return tuple(
-        Exchanged(share * often * weights, share * times * gradients)
+        _Exchanged(share * often * weights, share * times * gradients)
         for often, weights, times, gradients in zip(
             gathers, costs.weight_bytes, scatters, costs.part_gradient_bytes, strict=True
         )
@@ -439,7 +439,7 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
     return (asked == "host",)
 
 
-def tier_forecasts(timeline: Timeline, rings: Sequence[TiedRing] = ()) -> Iterator[TierForecast]:
+def tier_forecasts(timeline: Timeline, rings: Sequence[_TiedRing] = ()) -> Iterator[TierForecast]:
     """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights, with
     those sums of tied gradients.
     """
@@ -474,7 +474,7 @@ def _shared(
     yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0) + tied_bytes)
 
 
-def shared_tiers(timeline: Timeline, exchanged: Sequence[Exchanged]) -> Iterator[TierForecast]:
+def shared_tiers(timeline: Timeline, exchanged: Sequence[_Exchanged]) -> Iterator[TierForecast]:
     """The same of ranks that share an optimizer: the new weights they get, and the gradients they give."""
     for kept in timeline.memory:
         own = [exchanged[stage] for stage in timeline.program.stages_of(kept.rank)]

@@ -32,12 +32,12 @@ from bireme.profile.profile import Profile
 # best plan of all is then gone through border by border: a fast link needs none. Within one server nothing is
 # tried.
 
-CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
+_CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
 """Searches for a request; told that it is the one of that number, of so many."""
 
 
 def with_best_codecs(
-    profile: Profile, cluster: Cluster, request: PlanRequest, search: CodecSearch
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: _CodecSearch
 ) -> Answer | NothingFits:
     """The best answer over all codecs, the best plan without any among its candidates."""
     bare = replace(request, codec="none")
@@ -95,11 +95,11 @@ def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
 # sweeps are, which ranks recompute, and how large micro-batches are. Plans of one replica share nothing and
 # stay what they are.
 
-USUAL = 2
+_USUAL = 2
 """Stages of a rank, or versions of one, whose weights are whole at a time: those of the pass that runs, and
 those of the next one, which are on their way."""
 
-TRIED = (1, 3, 4)
+_TRIED = (1, 3, 4)
 """The others that are tried for the best."""
 
 
@@ -148,7 +148,7 @@ class _GatheredWalk(PagedWalk):
 
     def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
         del host_updates  # nothing pages
-        for most in (USUAL, 1) if draft.outline.width > 1 else (0,):
+        for most in (_USUAL, 1) if draft.outline.width > 1 else (0,):
             shared = replace(draft, whole_weights=most)
             try:
                 found = self._evaluator.forecast(shared)
@@ -167,7 +167,7 @@ class _GatheredWalk(PagedWalk):
         forecast = self._forecast(draft)
         assert forecast is not None, "it fits"
         best = self._fitting[draft]
-        for most in TRIED if best.whole_weights else ():
+        for most in _TRIED if best.whole_weights else ():
             other = replace(best, whole_weights=most)
             promised = self._evaluator.forecast(other)
             if has_room(promised) and promised.batch_s * AS_GOOD < forecast.batch_s:
@@ -175,13 +175,13 @@ class _GatheredWalk(PagedWalk):
         return self._candidate(best)
 
 
-MOST_SHOWN = 16
+_MOST_SHOWN = 16
 """Largest number of candidates in an answer, including the best of every kind."""
 
-SLACK = 1e-9
+_SLACK = 1e-9
 """Relative: so much better is rounding."""
 
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class EvaluatedDrafts:
             outline.schedule, outline.num_stages, outline.num_microbatches, outline.width
         )
         least_s = penalty * least_batch_s / outline.batch_size
-        return least_s * self._problem.least_power(outline.num_devices) < best.cost * (1 - SLACK)
+        return least_s * self._problem.least_power(outline.num_devices) < best.cost * (1 - _SLACK)
 
     def evaluated(self, draft: Draft) -> EvaluatedDraft:
         """What the plan evaluator says; the best are remembered."""
@@ -257,7 +257,7 @@ class EvaluatedDrafts:
         """The best, those of every kind among them, by what they cost."""
         shown = {one.draft: one for one in self._of_kind.values()}
         for one in sorted(self._of_shape.values(), key=lambda one: one.cost):
-            if len(shown) < MOST_SHOWN:
+            if len(shown) < _MOST_SHOWN:
                 shown.setdefault(one.draft, one)
         ordered = sorted(shown.values(), key=lambda one: (one.cost, one.draft.outline.num_devices))
         return tuple(self._candidate(one) for one in ordered)
@@ -272,7 +272,7 @@ def _shape(outline: Outline) -> tuple[str, int, int]:
     return outline.schedule, outline.width, outline.num_ranks
 
 
-def _keep(book: dict[Key, EvaluatedDraft], key: Key, found: EvaluatedDraft) -> None:
+def _keep(book: dict[_Key, EvaluatedDraft], key: _Key, found: EvaluatedDraft) -> None:
     best = book.get(key)
-    if best is None or found.cost < best.cost * (1 - SLACK):
+    if best is None or found.cost < best.cost * (1 - _SLACK):
         book[key] = found

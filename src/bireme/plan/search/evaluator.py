@@ -97,7 +97,7 @@ class ReplicaWork:
 # A replica is simulated on its part of the cores, which is that of its threads among all that compute there.
 
 
-def cores_needed(problem: PlanningProblem, device_s: Mapping[int, float]) -> list[tuple[float, str]]:
+def _cores_needed(problem: PlanningProblem, device_s: Mapping[int, float]) -> list[tuple[float, str]]:
     """For how long a batch keeps the cores of each server busy that its devices share, and their name."""
     work_s: defaultdict[int, float] = defaultdict(float)
     for device, seconds in device_s.items():
@@ -110,7 +110,9 @@ def cores_needed(problem: PlanningProblem, device_s: Mapping[int, float]) -> lis
     ]
 
 
-def processors_of(problem: PlanningProblem, grid: Sequence[Sequence[int]], replica: int) -> Processors | None:
+def _processors_of(
+    problem: PlanningProblem, grid: Sequence[Sequence[int]], replica: int
+) -> Processors | None:
     """The cores that the ranks of a replica share, machines in the order in which ranks come to them.
 
     None where every rank has its own.
@@ -135,12 +137,12 @@ def processors_of(problem: PlanningProblem, grid: Sequence[Sequence[int]], repli
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
 
-MOST_KEPT = 4096
+_MOST_KEPT = 4096
 """Costs of partitions that are not worked out again."""
 
 
 @dataclass(frozen=True, slots=True)
-class LowerBound:
+class _LowerBound:
     """A lower bound on the time of a batch, and the device or lane that causes it."""
 
     seconds: float
@@ -156,16 +158,16 @@ class PlanEvaluator:
         self._problem = problem
         self._tied = TiedGradients(problem.profile)
         self._works: dict[object, ReplicaWork] = {}
-        self._last_floor: tuple[Draft, LowerBound] | None = None
+        self._last_floor: tuple[Draft, _LowerBound] | None = None
         self.num_instructions = 0
 
-    def floor(self, draft: Draft) -> LowerBound:
+    def floor(self, draft: Draft) -> _LowerBound:
         """What the busiest device and the busiest lane need, all else being free."""
         if self._last_floor is None or self._last_floor[0] is not draft:
             self._last_floor = draft, self._floor(draft)
         return self._last_floor[1]
 
-    def _floor(self, draft: Draft) -> LowerBound:
+    def _floor(self, draft: Draft) -> _LowerBound:
         problem, outline = self._problem, draft.outline
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
@@ -177,10 +179,10 @@ class PlanEvaluator:
                 device_s[device] = device_s.get(device, 0.0) + busy_s / problem.speeds[device]
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
-        cores = cores_needed(problem, device_s)
+        cores = _cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
-        return LowerBound(most_s, bottleneck, device_s)
+        return _LowerBound(most_s, bottleneck, device_s)
 
     def least_s(self, draft: Draft) -> float:
         """What a batch takes at the least: its floor and, where it drains, the way there and back.
@@ -297,7 +299,7 @@ class PlanEvaluator:
         sizes = self._work(draft, max(draft.outline.sizes)).costs.sizes()
         return sizes if draft.splits_backward else replace(sizes, waiting=(), halves=())
 
-    def _bottleneck(self, draft: Draft, floor: LowerBound, slowest: Timeline) -> str:
+    def _bottleneck(self, draft: Draft, floor: _LowerBound, slowest: Timeline) -> str:
         seconds, rank, lower = busiest_wire(slowest)
         if seconds <= floor.seconds:
             return floor.bottleneck
@@ -311,7 +313,7 @@ class PlanEvaluator:
         replica = self._slowest_first(draft, self.floor(draft))[0]
         return self._simulate(draft, program, replica, self._traffic(draft, program.rank_of_stage))
 
-    def _slowest_first(self, draft: Draft, floor: LowerBound) -> list[int]:
+    def _slowest_first(self, draft: Draft, floor: _LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
         busiest_s = [
             max(floor.device_s[row[replica]] for row in draft.grid) for replica in range(draft.outline.width)
@@ -386,7 +388,7 @@ class PlanEvaluator:
             costs,
             shared,
             agree=True,
-            processors=processors_of(problem, draft.grid, replica),
+            processors=_processors_of(problem, draft.grid, replica),
             tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
         )
 
@@ -410,7 +412,7 @@ class PlanEvaluator:
                 )
         speeds = tuple(problem.speeds[device] for device in devices)
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
-        cores = processors_of(problem, draft.grid, replica)
+        cores = _processors_of(problem, draft.grid, replica)
         return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires
 
     def _work(self, draft: Draft, size: int) -> ReplicaWork:
@@ -438,7 +440,7 @@ class PlanEvaluator:
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
-            if len(self._works) >= MOST_KEPT:
+            if len(self._works) >= _MOST_KEPT:
                 self._works.clear()
             self._works[key] = ReplicaWork(costs, again_s)
         return self._works[key]

@@ -38,10 +38,10 @@ from bireme.schedule.program import Rule, banks_needed
 # embedding and head count; a device is as fast as it is; messages are under way while stages compute. Nothing
 # is decided by these numbers alone but the order.
 
-OVER = 100.0
+_OVER = 100.0
 """How much worse a shape looks that would not fit if its stages were equal; it may fit all the same."""
 
-HALF_BUBBLE = 2 / 3
+_HALF_BUBBLE = 2 / 3
 """A sliced start-up is half a forward, of a third of the work."""
 
 
@@ -61,7 +61,7 @@ class _Totals:
     workspace_bytes: float
 
 
-class Estimator:
+class _Estimator:
     """Orders shapes by what they would cost."""
 
     def __init__(self, problem: PlanningProblem, outlines: Outlines) -> None:
@@ -80,7 +80,7 @@ class Estimator:
         # Units are not divided: of 10 on 4 ranks one has 3.
         pace_s = self._outlines.least_pace_s(outline) * (p * -(-num_units // p) / num_units)
         if again is None:
-            pace_s *= OVER
+            pace_s *= _OVER
         elif again:
             pace_s *= totals.again_s / totals.work_s if totals.work_s else 1.0
         message_s, ring_s = self._links_s(outline, totals)
@@ -114,7 +114,7 @@ class Estimator:
             case "gpipe" | "1f1b":
                 return fill / m
             case "1f1b-sliced":
-                return fill / m * (1 - HALF_BUBBLE / 4)
+                return fill / m * (1 - _HALF_BUBBLE / 4)
             case "interleaved":
                 return fill / m / outline.stages_per_rank
             case "zb-h1":
@@ -203,43 +203,44 @@ class Estimator:
         return self._totals[size]
 
 
-MOST_PLANS = 6_000
+_MOST_PLANS = 6_000
 """So many plans are all gone through."""
 
-MOST_DEVICES = 8
+_MOST_DEVICES = 8
 """Of clusters whose mappings may all be gone through."""
 
 MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 40_000, 8_000
 """To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
 
-BRIEF_INSTRUCTIONS = 20_000
+_BRIEF_INSTRUCTIONS = 20_000
 """To be simulated where the run is so short that a better plan would save less than it takes to find."""
 
-MOST_GRIDS = 24
+_MOST_GRIDS = 24
 """Mappings of a shape that are compared by their links."""
 
-FEW, MOST_SHARE = 16, 4.0
+_FEW, _MOST_SHARE = 16, 4.0
 """Devices; with more, fewer things are tried, and with fewer more, up to so many times as many."""
 
-MOST_EXCHANGED, MOST_EXCHANGES = 32, 60
+_MOST_EXCHANGED, MOST_EXCHANGES = 32, 60
 """Devices of a cluster in which two are exchanged, and how often that is tried."""
 
-MOST_CUT = 2
+_MOST_CUT = 2
 """Mappings of a shape that are cut."""
 
-MOST_SHAPES, LEAST_SHAPES = 12, 2
+MOST_SHAPES, _LEAST_SHAPES = 12, 2
 """Shapes of a kind that are cut, of those that look best: with few devices, and with many."""
 
-MOST_FRUITLESS = 24
+_MOST_FRUITLESS = 24
 """Of which nothing fits; then the kind is given up."""
 
-MOST_STEPS, SIMPLER = 1024, 10
-"""So many forwards are soon simulated; a shape of twice as many must look better by so many times `ALIKE`."""
+_MOST_STEPS, _SIMPLER = 1024, 10
+"""So many forwards are soon simulated; a shape of twice as many must look better by so many times `_ALIKE`.
+"""
 
-ALIKE = 0.02
+_ALIKE = 0.02
 """Estimates that differ by less are taken for equal."""
 
-AS_GOOD = 1.001
+_AS_GOOD = 1.001
 """A thousandth of a batch is not worth another stashed micro-batch."""
 
 
@@ -254,7 +255,7 @@ class Explorer(Protocol):
 
 def few_enough(problem: PlanningProblem, shapes: Sequence[Outline]) -> bool:
     """Whether all plans can be gone through."""
-    if len(problem.devices) > MOST_DEVICES:
+    if len(problem.devices) > _MOST_DEVICES:
         return False
     num_plans = 0
     grids: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -263,16 +264,16 @@ def few_enough(problem: PlanningProblem, shapes: Sequence[Outline]) -> bool:
             list(_variants(outline, runs_ahead=problem.request.lookahead))
         )
         num_plans += each
-        if num_plans > MOST_PLANS:
+        if num_plans > _MOST_PLANS:
             return False
         key = outline.num_ranks, outline.sizes
         if key not in grids:
-            found = all_grids(problem, outline, MOST_PLANS // each)
+            found = all_grids(problem, outline, _MOST_PLANS // each)
             if found is None:
                 return False
             grids[key] = len(found)
         num_plans += each * (grids[key] - 1)
-    return num_plans <= MOST_PLANS
+    return num_plans <= _MOST_PLANS
 
 
 def _variants(outline: Outline, *, runs_ahead: bool) -> Iterator[tuple[int | None, int]]:
@@ -310,7 +311,7 @@ class ExhaustiveExplorer:
         ordered = sorted(shapes, key=self._least_cost)
         most = math.inf
         if self._is_brief:
-            ordered, most = _in_turns(ordered), BRIEF_INSTRUCTIONS
+            ordered, most = _in_turns(ordered), _BRIEF_INSTRUCTIONS
         num_kinds = len({PlanKind.of(outline) for outline in shapes})
         num_plans = 0
         for place, outline in enumerate(ordered):
@@ -318,7 +319,7 @@ class ExhaustiveExplorer:
             if place >= num_kinds and ledger.evaluator.num_instructions > most and ledger.all_best():
                 self.how = f"the {ledger.num_evaluated:,} most promising plans simulated, as the run is short"
                 return
-            for grid in all_grids(self._problem, outline, MOST_PLANS) or []:
+            for grid in all_grids(self._problem, outline, _MOST_PLANS) or []:
                 for draft in all_drafts(self._problem, outline, grid):
                     for num_sliced, lookahead in _variants(
                         outline, runs_ahead=self._problem.request.lookahead
@@ -357,8 +358,8 @@ class HeuristicExplorer:
         self._problem = problem
         self._outlines = outlines
         self._ledger = ledger
-        self._estimator = Estimator(problem, outlines)
-        self._share = min(MOST_SHARE, FEW / len(problem.devices))
+        self._estimator = _Estimator(problem, outlines)
+        self._share = min(_MOST_SHARE, _FEW / len(problem.devices))
         self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
         self.how = ""
 
@@ -370,9 +371,9 @@ class HeuristicExplorer:
         kinds = self._ranked(shapes)
         for place, (kind, ranked) in enumerate(kinds.items()):
             ledger.progress(0.4 * place / len(kinds))
-            most = max(LEAST_SHAPES, round(MOST_SHAPES * self._share))
+            most = max(_LEAST_SHAPES, round(MOST_SHAPES * self._share))
             found: list[tuple[float, int, Draft]] = []
-            for number, outline in enumerate(ranked[:MOST_FRUITLESS]):
+            for number, outline in enumerate(ranked[:_MOST_FRUITLESS]):
                 if number >= most and found:
                     break
                 num_shapes += 1
@@ -409,11 +410,11 @@ class HeuristicExplorer:
         ranked: defaultdict[PlanKind, list[tuple[int, int, int]]] = defaultdict(list)
         for place, outline in enumerate(shapes):
             # Of shapes that look alike, the one with fewer steps to simulate is the simpler one.
-            looks = round(math.log(self._estimator.cost(outline)) / ALIKE)
+            looks = round(math.log(self._estimator.cost(outline)) / _ALIKE)
             steps = outline.num_stages * min(outline.num_microbatches, 2 * outline.num_stages)
-            looks += SIMPLER * max(steps // MOST_STEPS - 1, 0).bit_length()
+            looks += _SIMPLER * max(steps // _MOST_STEPS - 1, 0).bit_length()
             if (
-                steps > MOST_STEPS
+                steps > _MOST_STEPS
                 and outline.stages_per_rank > 1
                 and self._problem.request.schedule == "auto"
             ):
@@ -432,9 +433,9 @@ class HeuristicExplorer:
 
     def _grids(self, outline: Outline) -> list[Grid]:
         """The mappings whose links carry a batch soonest, those first that come first among equals."""
-        most = max(MOST_CUT, MOST_GRIDS * FEW // max(outline.num_devices, FEW))
+        most = max(_MOST_CUT, _MOST_GRIDS * _FEW // max(outline.num_devices, _FEW))
         grids = list(islice(promising_grids(self._problem, outline), most))
-        if len(grids) <= MOST_CUT:
+        if len(grids) <= _MOST_CUT:
             return grids
         units = self._problem.bounds
         step = (len(units) - 1) / outline.num_stages
@@ -443,7 +444,7 @@ class HeuristicExplorer:
         for place, grid in enumerate(grids):
             floor = self._ledger.evaluator.floor(Draft(outline, grid, cuts))
             scored.append((floor.seconds, place))
-        return [grids[place] for _, place in sorted(scored)[:MOST_CUT]]
+        return [grids[place] for _, place in sorted(scored)[:_MOST_CUT]]
 
     def _walk(self, evaluated: EvaluatedDraft) -> None:
         """From neighbor to neighbor as long as that is better: slices, lookahead, devices, cuts."""
@@ -452,7 +453,7 @@ class HeuristicExplorer:
             is_better = False
             for more in (self._sliced, self._ahead, self._exchanged, self._recut):
                 found = self._best_of(more(best.draft))
-                if found is not None and found.cost * AS_GOOD < best.cost:
+                if found is not None and found.cost * _AS_GOOD < best.cost:
                     best, is_better = found, True
 
     def _best_of(self, drafts: Iterator[Draft]) -> EvaluatedDraft | None:
@@ -483,7 +484,7 @@ class HeuristicExplorer:
                 )
 
     def _exchanged(self, draft: Draft) -> Iterator[Draft]:
-        if len(self._problem.devices) > MOST_EXCHANGED:
+        if len(self._problem.devices) > _MOST_EXCHANGED:
             return
         for grid in islice(exchanged(self._problem, draft.grid), MOST_EXCHANGES):
             for other in promising_drafts(self._problem, draft.outline, grid)[:1]:

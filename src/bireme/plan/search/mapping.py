@@ -35,7 +35,7 @@ def keeps_home(problem: PlanningProblem, outline: Outline, grid: Grid, cuts: Seq
     return problem.owners <= {next(iter(servers)) for servers in reading if len(servers) == 1}
 
 
-def at_home(problem: PlanningProblem, outline: Outline, grids: Iterable[Grid]) -> Iterator[Grid]:
+def _at_home(problem: PlanningProblem, outline: Outline, grids: Iterable[Grid]) -> Iterator[Grid]:
     """The mappings, changed so that each owner has both ends of a replica; without those that cannot be."""
     if not problem.owners:
         yield from grids
@@ -154,23 +154,23 @@ def _has_home(problem: PlanningProblem, outlines: Iterable[Outline]) -> bool:
     return False
 
 
-MOST_ORDERS = 20_000
+_MOST_ORDERS = 20_000
 """Before those that are alike are left out."""
 
-MOST_PINNED = 64
+_MOST_PINNED = 64
 """Ways to deal out ranks to pinned devices that are tried with each order of devices."""
 
-MOST_REPLICAS = 4
+_MOST_REPLICAS = 4
 """With more, mappings are not all gone through."""
 
 
 def all_grids(problem: PlanningProblem, outline: Outline, most: int) -> list[Grid] | None:
     """All mappings but those that exchanging equal devices or replicas makes alike; None if over `most`."""
-    if outline.width > MOST_REPLICAS:
+    if outline.width > _MOST_REPLICAS:
         return None
     found: dict[tuple[tuple[int, ...], ...], Grid] = {}
     for number, order in enumerate(_orders(problem, (), outline.num_devices)):
-        if number > MOST_ORDERS:
+        if number > _MOST_ORDERS:
             return None
         pipelines = _dealt(order, outline)
         key = min(_written(problem, exchange) for exchange in _exchanges(pipelines, outline.sizes))
@@ -221,7 +221,7 @@ def promising_grids(problem: PlanningProblem, outline: Outline) -> Iterator[Grid
     for order in _device_orders(problem, outline):
         for tile in _tiles(outline.width):
             pinned = _with_pins(problem, _tiled(order, outline, tile))
-            for grid in at_home(problem, outline, pinned):
+            for grid in _at_home(problem, outline, pinned):
                 if grid not in seen:
                     seen.add(grid)
                     yield grid
@@ -230,7 +230,7 @@ def promising_grids(problem: PlanningProblem, outline: Outline) -> Iterator[Grid
 def _with_pins(problem: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     """The mappings in which pinned devices have changed places with others, to run any of the ranks."""
     pinned = list(dict.fromkeys(device for _, device in sorted(problem.pins.items())))
-    for ranks in islice(product(range(len(grid)), repeat=len(pinned)), MOST_PINNED):
+    for ranks in islice(product(range(len(grid)), repeat=len(pinned)), _MOST_PINNED):
         rows = [list(row) for row in grid]
         for device, rank in zip(pinned, ranks, strict=True):
             there = {one: (r, c) for r, row in enumerate(rows) for c, one in enumerate(row)}

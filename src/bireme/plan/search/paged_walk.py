@@ -33,21 +33,21 @@ from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 from bireme.schedule.residency import resident
 
-MOST_WALKED, BRIEFLY_WALKED = 16, 6
+_MOST_WALKED, _BRIEFLY_WALKED = 16, 6
 """Drafts that are simulated from one plan, and where a better plan would save less than it takes to find."""
 
-MOST_PARTS = 64
+_MOST_PARTS = 64
 """Of a rank."""
 
-MOST_PASSES = 2048
+_MOST_PASSES = 2048
 """Forwards of a batch, over all stages; with more, a draft takes too long to simulate."""
 
-MOST_TOGGLED = 8
+_MOST_TOGGLED = 8
 """Ranks whose recomputation is decided one by one."""
 
-AHEAD = (0, 1, 4)
+_AHEAD = (0, 1, 4)
 """Instructions ahead that are tried for the best."""
-APART_AHEAD = (1, 4, 16)
+_APART_AHEAD = (1, 4, 16)
 """The same where stages update apart: what an update needs travels during the backwards of other stages."""
 
 
@@ -60,7 +60,7 @@ class PagedWalk:
 
     def __init__(self, problem: PlanningProblem, *, is_brief: bool) -> None:
         self._problem = problem
-        self._most = BRIEFLY_WALKED if is_brief else MOST_WALKED
+        self._most = _BRIEFLY_WALKED if is_brief else _MOST_WALKED
         self._evaluator = PlanEvaluator(problem)
         self._seen: dict[Draft, Forecast | None] = {}
         self._fitting: dict[Draft, Draft] = {}
@@ -166,8 +166,8 @@ class PagedWalk:
         stages = draft.stages(bounds[-1])
         units = [[unit for unit in bounds if begin <= unit < end] for begin, end in stages]
         num_parts = 2
-        while num_parts <= min(MOST_PARTS, *map(len, units)):
-            if outline.num_ranks * num_parts * outline.num_microbatches > MOST_PASSES:
+        while num_parts <= min(_MOST_PARTS, *map(len, units)):
+            if outline.num_ranks * num_parts * outline.num_microbatches > _MOST_PASSES:
                 return
             cuts = [
                 cut
@@ -222,7 +222,7 @@ class PagedWalk:
             return
         rank_of_stage = draft.outline.rank_of_stage
         now, everyone = self._ranks_again(draft), set(rank_of_stage)
-        toggled = [now ^ {rank} for rank in sorted(everyone)] if len(everyone) <= MOST_TOGGLED else []
+        toggled = [now ^ {rank} for rank in sorted(everyone)] if len(everyone) <= _MOST_TOGGLED else []
         for ranks in (everyone, set[int](), *toggled):
             if ranks != now:
                 again = tuple(stage for stage, rank in enumerate(rank_of_stage) if rank in ranks)
@@ -384,8 +384,8 @@ def _waits(forecast: Forecast | None) -> bool:
 
 
 def _variants(paging: Paging, places: Sequence[bool], *, may_be_apart: bool) -> Iterator[Paging]:
-    ways = [(ahead, together, False) for ahead, together in product(AHEAD, (False, True))]
-    ways += [(ahead, False, True) for ahead in APART_AHEAD if may_be_apart]
+    ways = [(ahead, together, False) for ahead, together in product(_AHEAD, (False, True))]
+    ways += [(ahead, False, True) for ahead in _APART_AHEAD if may_be_apart]
     for host_updates, (ahead, together, apart) in product(places, ways):
         other = replace(
             paging, ahead=ahead, updates_together=together, updates_apart=apart, host_updates=host_updates
@@ -416,10 +416,10 @@ class Search(Protocol):
 MOST_SEEDS, BRIEF_SEEDS = 4, 2
 """Plans that would be best with room for everything, which are made to fit; fewer for a run that is short."""
 
-TIERS_FILLED = 0.9
+_TIERS_FILLED = 0.9
 """What stages take of all tiers: chunks leave a part of each empty."""
 
-ROOM_BYTES = 2**60
+_ROOM_BYTES = 2**60
 """What a device has that has room for everything."""
 
 
@@ -488,7 +488,7 @@ def _check_updates(profile: Profile, request: PlanRequest) -> None:
 def with_room(cluster: Cluster) -> Cluster:
     """The cluster with room for everything."""
     servers = (
-        replace(server, devices=tuple(replace(device, memory_bytes=ROOM_BYTES) for device in server.devices))
+        replace(server, devices=tuple(replace(device, memory_bytes=_ROOM_BYTES) for device in server.devices))
         for server in cluster.servers
     )
     return Cluster(tuple(servers), cluster.switch)
@@ -504,9 +504,9 @@ def _with_tiers(problem: PlanningProblem) -> Cluster | None:
     if all(one.host_bytes is None for one in budgets):
         return None
     room = [
-        ROOM_BYTES
+        _ROOM_BYTES
         if own.host_bytes is None
-        else int(TIERS_FILLED * (own.device_bytes + own.host_bytes + own.disk_bytes)) + process_bytes
+        else int(_TIERS_FILLED * (own.device_bytes + own.host_bytes + own.disk_bytes)) + process_bytes
         for own, process_bytes in zip(budgets, problem.process_bytes, strict=True)
     ]
     left = iter(room)

@@ -21,10 +21,10 @@ from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.program import Rule
 
-UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
+_UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
 """Schedules whose updates can come early."""
 
-LEAST_BYTES = 1.0
+_LEAST_BYTES = 1.0
 """What a device has for tensors that a process alone fills."""
 
 
@@ -46,7 +46,7 @@ class PlanningProblem:
         )
         """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
         self.room = tuple(
-            max(device.device.memory_bytes * request.memory_fraction - process, LEAST_BYTES)
+            max(device.device.memory_bytes * request.memory_fraction - process, _LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
         )
         """What each device has for tensors, and `limits` what a plan may use of that."""
@@ -102,7 +102,7 @@ class PlanningProblem:
         That saves memory, and costs no time where what ranks sum at a batch's end takes no longer than a
         forward: a few numbers, and no gradients over replicas or of parameters that units share.
         """
-        if schedule not in UPDATING_EARLY or len(sizes) > 1 or self._shares_parameters:
+        if schedule not in _UPDATING_EARLY or len(sizes) > 1 or self._shares_parameters:
             return False
         fastest = max(self.speeds[device] for device in self.devices)
         forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest

@@ -44,18 +44,18 @@ from bireme.timeline.timeline import Timeline
 #
 # Whether anything fits is asked of the exact partition, which knows the bytes of every stage of every cut.
 
-ADAPTER_SHARE = 0.02
+_ADAPTER_SHARE = 0.02
 """Of the weights: what an adapter of LoRA takes at most, in a model of billions of parameters."""
 
-HOW_TO_OFFLOAD = '--device-memory auto, memory.device = "auto"'
+_HOW_TO_OFFLOAD = '--device-memory auto, memory.device = "auto"'
 
-MOST_ASKED = 40
+_MOST_ASKED = 40
 """Pairs of a shape and a mapping that are asked whether they fit."""
 
-MOST_NAMED = 3
+_MOST_NAMED = 3
 """Devices in a sentence."""
 
-MOST_MORE = 64
+_MOST_MORE = 64
 """Devices more to think of."""
 
 
@@ -78,12 +78,12 @@ class _Near:
         return max(self.missing)
 
 
-def fitting_drafts(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[Draft]:
+def _fitting_drafts(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[Draft]:
     """Drafts that fit by the account of the partition, of the shapes that take the fewest bytes."""
     yield from (found for found in _asked(problem, shapes) if isinstance(found, Draft))
 
 
-def nearest_misfit(
+def _nearest_misfit(
     problem: PlanningProblem, shapes: Sequence[Outline], evaluated: Sequence[EvaluatedDraft]
 ) -> NothingFits:
     """Of all plans the one whose worst device misses least.
@@ -163,11 +163,11 @@ def _asked(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[_Nea
             cuts = tuple(problem.bounds[cut] for cut in found.cuts)
             if keeps_home(problem, outline, grid, cuts):
                 yield Draft(outline, grid, cuts, found.recompute)
-        if num_asked >= MOST_ASKED:
+        if num_asked >= _MOST_ASKED:
             return
 
 
-class Remedies:
+class _Remedies:
     """Changes that would make a plan fit, each tried alone by the cheap test: the exact partition, or where
     chunks may be paged, a walk from two drafts.
 
@@ -200,7 +200,7 @@ class Remedies:
                 self.enough.append(words)
         self._try_offloading()
         if _learns_all(profile):
-            words = f"LoRA (lora-rank) with an adapter of at most {ADAPTER_SHARE:.0%} of the weights"
+            words = f"LoRA (lora-rank) with an adapter of at most {_ADAPTER_SHARE:.0%} of the weights"
             self._record(words, fits=self._fits(profile=_with_adapter(profile)))
         self._try_sharing()
         self._more_memory()
@@ -262,7 +262,7 @@ class Remedies:
         if request.shard != "none":
             return
         if request.memory is None:
-            self._try(f"offloading to the host ({HOW_TO_OFFLOAD})", memory=TierLimits())
+            self._try(f"offloading to the host ({_HOW_TO_OFFLOAD})", memory=TierLimits())
         has_disk = all(server.disk_bytes for server in self._problem.cluster.servers)
         allows_disk = request.memory is not None and request.memory.disk_bytes != 0
         if has_disk and not allows_disk:
@@ -285,7 +285,7 @@ class Remedies:
             if stage.peak_bytes > stage.limit_bytes
         )
         where = f"{'each of ' if len(short) > 1 else ''}{', '.join(short)}"
-        if len(short) > MOST_NAMED:
+        if len(short) > _MOST_NAMED:
             where = f"each of {len(short)} devices"
         self.enough.append(f"{bytes_text(nothing.missing_bytes / request.memory_fraction)} more on {where}")
         more = None if request.depth is not None else _devices_more(self._problem, nothing)
@@ -323,14 +323,14 @@ def _learns_all(profile: Profile) -> bool:
 
 
 def _with_adapter(profile: Profile) -> Profile:
-    """The profile with its weights frozen, beside adapters of at most `ADAPTER_SHARE` of them.
+    """The profile with its weights frozen, beside adapters of at most `_ADAPTER_SHARE` of them.
 
     An adapter's activations, which are of its rank, are left out.
     """
 
     def frozen(unit: UnitProfile) -> UnitProfile:
         share = {
-            name: math.ceil(ADAPTER_SHARE * getattr(unit, name))
+            name: math.ceil(_ADAPTER_SHARE * getattr(unit, name))
             for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
         }
         kept = unit.parameter_bytes
@@ -392,7 +392,7 @@ def _devices_more(problem: PlanningProblem, nothing: NothingFits) -> int | None:
     has_masters = request.has_masters or request.shares_newest(rule, nothing.width)
     chain = problem.merged(nothing.micro_batch, nothing.width, rule)
     num_microbatches = request.batch_size // (nothing.width * nothing.micro_batch)
-    most = min(MOST_MORE, chain.num_units - len(seats))
+    most = min(_MOST_MORE, chain.num_units - len(seats))
 
     def fits(more: int) -> bool:
         depth = len(seats) + more
@@ -463,10 +463,10 @@ def find_plan(
         nearest = find_resident(profile, cluster, request) if advises else None
         if not isinstance(nearest, NothingFits):
             raise
-        advice = Remedies(PlanningProblem(profile, cluster, request), nearest).advice()
+        advice = _Remedies(PlanningProblem(profile, cluster, request), nearest).advice()
         raise NoRoomError(f"{error}{advice}") from error
     if advises and isinstance(found, NothingFits):
-        advice = Remedies(PlanningProblem(profile, cluster, request), found).advice()
+        advice = _Remedies(PlanningProblem(profile, cluster, request), found).advice()
         return replace(found, advice=advice)
     return found
 
@@ -505,10 +505,10 @@ def _found(
     is_exhaustive = isinstance(explorer, ExhaustiveExplorer)
     candidates = ledger.candidates()
     if not candidates:
-        next((draft for draft in fitting_drafts(problem, shapes) if ledger.evaluated(draft).fits), None)
+        next((draft for draft in _fitting_drafts(problem, shapes) if ledger.evaluated(draft).fits), None)
         candidates = ledger.candidates()
     if not candidates:
-        nearest = nearest_misfit(problem, shapes, ledger.misfits())
+        nearest = _nearest_misfit(problem, shapes, ledger.misfits())
         return replace(nearest, is_exhaustive=is_exhaustive)
     origin = Origin(
         graph=profile.graph,

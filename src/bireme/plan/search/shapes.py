@@ -34,13 +34,13 @@ PARTS = {"interleaved": (2, 4), "zbv": (2,)}
 PATH_BOUND = frozenset({"gpipe", "1f1b"})
 """Schedules in which a micro-batch's backward on a stage is whole, and each stage's last comes last."""
 
-MOST_UNLIKE = 8
+_MOST_UNLIKE = 8
 """Up to so many replicas, every number of them may have larger micro-batches than the others."""
 
-MANY = 16
+_MANY = 16
 """Past that not every depth and width is tried, but those of at most three binary digits."""
 
-MOST_BATCHES = 16
+_MOST_BATCHES = 16
 """Sizes of a batch to try, where the user leaves a choice."""
 
 
@@ -108,9 +108,9 @@ class Outlines:
         """Why the last shape that no schedule allows is none."""
         self.is_unequal = bool(self._speeds[0] != self._speeds[-1])
         most = len(self._speeds)
-        few = range(1, min(most, MANY) + 1)
-        self._depths = [*few, *(depth for depth in range(MANY + 1, most + 1) if _is_round(depth))]
-        self._widths = [*few, *(width for width in range(MANY + 1, most + 1) if _is_round(width))]
+        few = range(1, min(most, _MANY) + 1)
+        self._depths = [*few, *(depth for depth in range(_MANY + 1, most + 1) if _is_round(depth))]
+        self._widths = [*few, *(width for width in range(_MANY + 1, most + 1) if _is_round(width))]
 
     def __iter__(self) -> Iterator[Outline]:
         request = self._problem.request
@@ -158,7 +158,7 @@ class Outlines:
         sizes = self._problem.sizes
         for size in sizes:
             yield (size,) * width
-        if not self.is_unequal and len(self._speeds) > MOST_UNLIKE:
+        if not self.is_unequal and len(self._speeds) > _MOST_UNLIKE:
             return
         for small, large in combinations(sizes, 2):
             for num_large in self._numbers(width):
@@ -166,7 +166,7 @@ class Outlines:
 
     def _numbers(self, width: int) -> list[int]:
         """How many replicas may be given larger micro-batches."""
-        if width <= MOST_UNLIKE:
+        if width <= _MOST_UNLIKE:
             return list(range(1, width))
         share = (self._speeds > self._speeds[-1]).mean()
         found = {width // 4, width // 2, 3 * width // 4, int(width * share)}
@@ -175,9 +175,9 @@ class Outlines:
     def _counts(self, samples: int) -> list[int]:
         batches = self._problem.batches
         least, most = -(-batches.start // samples), (batches.stop - 1) // samples
-        if most - least < MOST_BATCHES:
+        if most - least < _MOST_BATCHES:
             return list(range(least, most + 1))
-        return sorted({least, *np.geomspace(least, most, MOST_BATCHES - 1, dtype=int).tolist(), most})
+        return sorted({least, *np.geomspace(least, most, _MOST_BATCHES - 1, dtype=int).tolist(), most})
 
     def least_s(self, outline: Outline) -> float:
         """What a batch takes at the least, whatever the devices and the cuts."""

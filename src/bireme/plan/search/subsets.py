@@ -16,10 +16,10 @@ from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 
-MOST_DEVICES = 8
+_MOST_DEVICES = 8
 """If there are more, subsets are searched only if nothing fits."""
 
-MOST_SUBSETS = 24
+_MOST_SUBSETS = 24
 """Subsets to search; if there are more, those without the slowest, or without the smallest, devices."""
 
 Search = Callable[[PlanRequest, float], Answer | NothingFits]
@@ -65,7 +65,7 @@ def with_subsets(problem: PlanningProblem, search: Search, *, is_brief: bool) ->
 
 def _subsets(problem: PlanningProblem, best: Answer | None, *, is_brief: bool) -> Iterator[tuple[int, ...]]:
     """The subsets of the devices that are worth a search, the largest first."""
-    if best is not None and (is_brief or len(problem.devices) > MOST_DEVICES):
+    if best is not None and (is_brief or len(problem.devices) > _MOST_DEVICES):
         return
     pages = problem.request.memory is not None or problem.request.shares_weights
     found = None if best is not None and not pages else _all_subsets(problem)
@@ -82,13 +82,13 @@ def _subsets(problem: PlanningProblem, best: Answer | None, *, is_brief: bool) -
 def _all_subsets(problem: PlanningProblem) -> set[tuple[int, ...]] | None:
     """All subsets, one of those that are equal; None if there are too many."""
     devices = problem.devices
-    if len(devices) > MOST_DEVICES:
+    if len(devices) > _MOST_DEVICES:
         return None
     found = set[tuple[int, ...]]()
     for count in range(1, len(devices)):
         for some in combinations(sorted(devices), count):
             found.add(tuple(sorted(problem.symmetry.canonical(some))) if problem.is_symmetric else some)
-    return found if len(found) <= MOST_SUBSETS else None
+    return found if len(found) <= _MOST_SUBSETS else None
 
 
 def _without_the_worst(problem: PlanningProblem) -> set[tuple[int, ...]]:
@@ -96,7 +96,7 @@ def _without_the_worst(problem: PlanningProblem) -> set[tuple[int, ...]]:
     found = set[tuple[int, ...]]()
     for figures in (problem.speeds, problem.limits):
         kinds = sorted({figures[device] for device in problem.devices}, reverse=True)
-        for worst in kinds[: MOST_SUBSETS // 2]:
+        for worst in kinds[: _MOST_SUBSETS // 2]:
             found.add(tuple(device for device in problem.devices if figures[device] >= worst))
     found.discard(tuple(problem.devices))
     return found

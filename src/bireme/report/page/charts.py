@@ -28,19 +28,19 @@ from bireme.report.units import counted, seconds_text
 
 # Long curves made short enough to draw, without losing a peak; and smoothed ones to draw with them.
 
-MOST_POINTS = 1000
+_MOST_POINTS = 1000
 """About as many as there are pixels to draw them on."""
 
-SMOOTHING = 50
+_SMOOTHING = 50
 """A smoothed curve looks back and ahead over this part of all points."""
 
-LEAST_EVENED = 5
+_LEAST_EVENED = 5
 """Rates are evened over at least so many points."""
 
-LEAST_RATE = 1e-6
+_LEAST_RATE = 1e-6
 """No rate is taken for less, as one of 0 would be the end of time."""
 
-LEAST_SMOOTHED = 20
+_LEAST_SMOOTHED = 20
 """With fewer points nothing is to be smoothed."""
 
 
@@ -62,7 +62,7 @@ def finite(xs: Sequence[float], ys: Sequence[float]) -> Points:
     return Points(array("d", (xs[i] for i in places)), array("d", (ys[i] for i in places)), places)
 
 
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
     """At most so many of the points, 4 or more.
 
     The range of places is cut into equal parts, and of each part stay the least and the greatest value, so
@@ -83,9 +83,9 @@ def smoothed(points: Points) -> Points | None:
 
     It looks back and ahead alike, so that it does not lag where a curve is steep.
     """
-    if len(points) < LEAST_SMOOTHED:
+    if len(points) < _LEAST_SMOOTHED:
         return None
-    keep = 1 - 1 / max(len(points) / SMOOTHING, 4.0)
+    keep = 1 - 1 / max(len(points) / _SMOOTHING, 4.0)
     back = _means(points.ys, keep)
     ahead = reversed(_means(points.ys[::-1], keep))
     ys = array("d", ((one + other) / 2 for one, other in zip(back, ahead, strict=True)))
@@ -99,8 +99,8 @@ def evened(points: Points) -> Points:
     by itself may be a hundred times what was reached.
     """
     count = len(points)
-    window = min(max(LEAST_EVENED, count // SMOOTHING), count)
-    times = [0.0, *accumulate(1 / max(rate, LEAST_RATE) for rate in points.ys)]
+    window = min(max(_LEAST_EVENED, count // _SMOOTHING), count)
+    times = [0.0, *accumulate(1 / max(rate, _LEAST_RATE) for rate in points.ys)]
     begins = (min(max(i - window // 2, 0), count - window) for i in range(count))
     ys = array("d", (window / (times[begin + window] - times[begin]) for begin in begins))
     return Points(points.xs, ys, points.places)
@@ -139,18 +139,18 @@ def _extremes(points: Points, num_parts: int) -> Iterator[int]:
 MOST_RUNS = 6
 """As many as there are colours that can be told apart."""
 
-MOST_WITH_RAW = 2
+_MOST_WITH_RAW = 2
 """Of more runs only the smoothed curves are drawn."""
 
-SMALL_HEIGHT = 220
-MOST_TICKS = 400
-EVALUATION = 1
+_SMALL_HEIGHT = 220
+_MOST_TICKS = 400
+_EVALUATION = 1
 """The colour of evaluations where there is one run."""
-LANE, LANE_HEAD = 22, 24
+_LANE, _LANE_HEAD = 22, 24
 """The height of a replica's lane, and the room above it for its name."""
-LEAST_LANE = 0.08
+_LEAST_LANE = 0.08
 """So much of a lane is filled by a replica that takes part, however few samples it has."""
-MOST_LANES = 32
+_MOST_LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def loss_figure(runs: Sequence[Run]) -> str:
     """The loss: raw and smoothed, with evaluations, along steps or time, linear or logarithmic."""
     curves: list[Curve] = []
     for place, run in enumerate(runs):
-        curves += _loss_curves(run, place, is_alone=len(runs) == 1, has_raw=len(runs) <= MOST_WITH_RAW)
+        curves += _loss_curves(run, place, is_alone=len(runs) == 1, has_raw=len(runs) <= _MOST_WITH_RAW)
     if not curves:
         return ""
     ticks = tuple(_ticks(runs[0])) if len(runs) == 1 else ()
@@ -235,22 +235,22 @@ def replicas_figure(run: Run) -> str:
     names = _replica_names(run, width)
     still: list[str] = []
     moving: list[str] = []
-    for replica in range(min(width, MOST_LANES)):
-        top = LANE_HEAD + replica * (LANE + LANE_HEAD)
+    for replica in range(min(width, _MOST_LANES)):
+        top = _LANE_HEAD + replica * (_LANE + _LANE_HEAD)
         still.append(tag("text", words(names[replica]), x=0, y=top - 6, class_="mark"))
-        still.append(tag("rect", x=0, y=top, width="100%", height=LANE, class_="bed"))
+        still.append(tag("rect", x=0, y=top, width="100%", height=_LANE, class_="bed"))
         for begin, end, count in _pieces(known, replica, last_step):
             left, right = x.at(begin), x.at(end)
-            height = LANE if count is None else LANE * max(count / most, LEAST_LANE)
+            height = _LANE if count is None else _LANE * max(count / most, _LEAST_LANE)
             what = "away" if count is None else f"{counted(count, 'sample')} of a batch"
             title = titled(f"{names[replica]}: {what} from step {begin:,} to {end:,}")
-            place = {"x": share(left), "width": share(right - left), "y": number(top + LANE - height)}
+            place = {"x": share(left), "width": share(right - left), "y": number(top + _LANE - height)}
             role = "idle" if count is None else f"part c{replica % MOST_RUNS}"
             moving.append(tag("rect", title, **place, height=height, class_=role))
-    bottom = LANE_HEAD + min(width, MOST_LANES) * (LANE + LANE_HEAD) - 8
+    bottom = _LANE_HEAD + min(width, _MOST_LANES) * (_LANE + _LANE_HEAD) - 8
     title = "Samples of a batch, replica by replica"
     picture = framed(title, x, bottom, "".join(still), "".join(moving), role="bare", along=Along.STEPS)
-    more = f" {counted(width - MOST_LANES, 'more replica')} not drawn." if width > MOST_LANES else ""
+    more = f" {counted(width - _MOST_LANES, 'more replica')} not drawn." if width > _MOST_LANES else ""
     lead = tag("p", words(f"Striped: the replica was away. A full lane is {counted(most, 'sample')}.{more}"))
     return (
         tag("h3", words(title), class_="part-title")
@@ -292,7 +292,7 @@ def _away(absence: ReplicaAbsence) -> ChartSpan:
 
 
 def _small(chart: Chart) -> Chart:
-    return replace(chart, height=SMALL_HEIGHT)
+    return replace(chart, height=_SMALL_HEIGHT)
 
 
 def _figure(chart: Chart, keys: Sequence[_Key] = (), *, is_log: bool = False) -> str:
@@ -335,7 +335,7 @@ def _loss_curves(run: Run, place: int, *, is_alone: bool, has_raw: bool) -> Iter
             [one.step for one in evaluated],
             [one.time_s for one in evaluated],
             [one.loss for one in evaluated],
-            EVALUATION if is_alone else place,
+            _EVALUATION if is_alone else place,
             Look.DOTS,
         )
 
@@ -345,12 +345,12 @@ def _ticks(run: Run) -> Iterator[ChartEvent]:
     metrics, lines = run.metrics, run.metrics.training
     for start in metrics.starts[1:]:
         yield ChartEvent(start.step, start.time_s, f"resumed at step {start.step:,}", "resumed")
-    for one in metrics.checkpoints[-MOST_TICKS:]:
+    for one in metrics.checkpoints[-_MOST_TICKS:]:
         stall = f", training paused for {seconds_text(one.stall_s)}" if one.stall_s >= 0 else ""
         text = f"checkpoint at step {one.step:,}: {bytes_text(one.num_bytes)}{stall}"
         yield ChartEvent(one.step, one.time_s, text, "checkpoint")
     skipped = [i for i, count in enumerate(lines.num_skipped) if count > 0]
-    for i in skipped[-MOST_TICKS:]:
+    for i in skipped[-_MOST_TICKS:]:
         text = f"{lines.num_skipped[i]:.0f} skipped up to step {lines.step[i]:,.0f}"
         yield ChartEvent(lines.step[i], lines.time_s[i], text, "skipped")
 

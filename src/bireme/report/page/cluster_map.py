@@ -12,26 +12,26 @@ from bireme.report.page.run import Run
 from bireme.report.shapes import fitted, text_width
 from bireme.report.units import rate_text
 
-SIZES = {"large": 1120, "medium": 700, "small": 330}
+_SIZES = {"large": 1120, "medium": 700, "small": 330}
 """Most pixels of a drawing, by the class with which the style sheet shows the one that fits the page."""
-MOST_COLUMNS = 4
-GAP, NARROW_GAP = 108, 26
+_MOST_COLUMNS = 4
+_GAP, _NARROW_GAP = 108, 26
 """Between servers, with lines between them and without."""
-NARROWEST, WIDEST = 170, 290
+_NARROWEST, _WIDEST = 170, 290
 """Of a server."""
-ONE_LINE = 250
+_ONE_LINE = 250
 """A server so wide has room for a label in one line."""
-HEAD = 34
+_HEAD = 34
 """Room for a server's name."""
-EDGE = 12
-DEVICE, BETWEEN = 66, 34
-BOW, NARROW_BOW = 180, 124
+_EDGE = 12
+DEVICE, _BETWEEN = 66, 34
+_BOW, _NARROW_BOW = 180, 124
 """Room for a line next to a server, and for its label of one line or of two."""
-ROW_GAP = 64
-MOST_DEVICES = 32
+_ROW_GAP = 64
+_MOST_DEVICES = 32
 """With more replicas than that, one represents all."""
-MOST_LABELS = 16
-CROWDED = 0.7
+_MOST_LABELS = 16
+_CROWDED = 0.7
 """From so much of a link in use on it is marked."""
 
 
@@ -40,10 +40,10 @@ def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
     used = posts(run)
     if not used:
         return ""
-    is_cut = len(used) > MOST_DEVICES
+    is_cut = len(used) > _MOST_DEVICES
     drawn = [post for post in used if not is_cut or post.replica == 0]
     shown = [flow for flow in flows(run) if not is_cut or flow.source.replica == 0]
-    pictures = {name: _picture(run, drawn, shown, stages, width) for name, width in SIZES.items()}
+    pictures = {name: _picture(run, drawn, shown, stages, width) for name, width in _SIZES.items()}
     names: dict[str, list[str]] = {}
     for name, picture in pictures.items():
         names.setdefault(picture, []).append(name)
@@ -58,8 +58,8 @@ def _picture(
 ) -> str:
     """The drawing, at most so wide."""
     crosses = any(_server_of(flow.source.device) != _server_of(flow.destination.device) for flow in shown)
-    layout = _Layout.of(run, drawn, shown, GAP if crosses else NARROW_GAP, width)
-    labels = len(shown) <= MOST_LABELS
+    layout = _Layout.of(run, drawn, shown, _GAP if crosses else _NARROW_GAP, width)
+    labels = len(shown) <= _MOST_LABELS
     title = "The plan over the cluster"
     return tag(
         "svg",
@@ -105,15 +105,15 @@ class _Layout:
         by_server: dict[str, list[Post]] = {}
         for post in used:
             by_server.setdefault(_server_of(post.device), []).append(post)
-        most_columns = min(len(by_server), MOST_COLUMNS)
+        most_columns = min(len(by_server), _MOST_COLUMNS)
         for columns in range(most_columns, 0, -1):
-            bow = BOW if most >= 2 * WIDEST else NARROW_BOW
+            bow = _BOW if most >= 2 * _WIDEST else _NARROW_BOW
             room = most - (columns - 1) * gap - 4
-            layout = _Layout._placed(run, by_server, columns, min(WIDEST, room / columns), gap)
+            layout = _Layout._placed(run, by_server, columns, min(_WIDEST, room / columns), gap)
             if not any(layout.is_bow(flow) for flow in shown):
                 bow = 0
-            width = min(WIDEST, (room - bow) / columns)
-            if width >= NARROWEST or columns == 1:
+            width = min(_WIDEST, (room - bow) / columns)
+            if width >= _NARROWEST or columns == 1:
                 layout = _Layout._placed(run, by_server, columns, width, gap)
                 return replace(layout, width=layout.width + bow)
         raise AssertionError("a drawing has a column")
@@ -128,17 +128,17 @@ class _Layout:
         y = lowest = 2.0
         for place, (name, members) in enumerate(by_server.items()):
             if place and place % columns == 0:
-                y = lowest + ROW_GAP
+                y = lowest + _ROW_GAP
             x = 2 + place % columns * (width + gap)
             unused = _num_unused(run, name, members)
-            height = HEAD + len(members) * (DEVICE + BETWEEN) - BETWEEN + EDGE + (20 if unused else 0)
+            height = _HEAD + len(members) * (DEVICE + _BETWEEN) - _BETWEEN + _EDGE + (20 if unused else 0)
             servers.append(_Box(name, x, y, width, height, num_unused=unused))
             devices += [
                 _Box(
                     post.device,
-                    x + EDGE,
-                    y + HEAD + index * (DEVICE + BETWEEN),
-                    width - 2 * EDGE,
+                    x + _EDGE,
+                    y + _HEAD + index * (DEVICE + _BETWEEN),
+                    width - 2 * _EDGE,
                     DEVICE,
                     post,
                 )
@@ -172,12 +172,12 @@ def _num_unused(run: Run, server: str, used: Sequence[Post]) -> int:
 
 def _server(box: _Box) -> Iterator[str]:
     yield tag("rect", x=box.x, y=box.y, width=box.width, height=box.height, rx=10, class_="server")
-    name = fitted(box.name or "devices", 13, box.width - 2 * EDGE - 30)
-    yield tag("text", words(name), x=box.x + EDGE, y=box.y + 21, class_="name")
+    name = fitted(box.name or "devices", 13, box.width - 2 * _EDGE - 30)
+    yield tag("text", words(name), x=box.x + _EDGE, y=box.y + 21, class_="name")
     if box.num_unused:
         ending = "s" if box.num_unused > 1 else ""
         text = f"and {box.num_unused} more device{ending}, not used"
-        yield tag("text", text, x=box.x + EDGE, y=box.y + box.height - 11, class_="mark small")
+        yield tag("text", text, x=box.x + _EDGE, y=box.y + box.height - 11, class_="mark small")
 
 
 def _device(run: Run, box: _Box, stages: Sequence[StageFigures]) -> str:
@@ -254,7 +254,7 @@ def _flow(layout: _Layout, flow: Flow, *, has_label: bool) -> Iterator[str]:
     a, b = layout.box(flow.source), layout.box(flow.destination)
     share = flow.share
     width = 1.5 + (4 * min(share, 1.0) if math.isfinite(share) else 0.0)
-    role = "flow crowded" if math.isfinite(share) and share >= CROWDED else "flow"
+    role = "flow crowded" if math.isfinite(share) and share >= _CROWDED else "flow"
     way = _way(a, b, is_bow=layout.is_bow(flow))
     yield tag("path", titled(_flow_told(flow)), d=way.path, class_=role, stroke_width=width)
     if not has_label or not math.isfinite(flow.used_bytes_per_s):
@@ -263,7 +263,7 @@ def _flow(layout: _Layout, flow: Flow, *, has_label: bool) -> Iterator[str]:
     lines = [used]
     if math.isfinite(share):
         lines.append(f"{_percent(share)} of {rate_text(float(f'{flow.most_bytes_per_s:.3g}'))}")
-    has_room = a.width + 2 * EDGE >= ONE_LINE and (layout.width >= 2 * WIDEST or not layout.is_bow(flow))
+    has_room = a.width + 2 * _EDGE >= _ONE_LINE and (layout.width >= 2 * _WIDEST or not layout.is_bow(flow))
     if way.anchor == "start" and has_room:
         lines = [", ".join(lines)]
     for place, line in enumerate(lines):
@@ -290,7 +290,7 @@ def _way(a: _Box, b: _Box, *, is_bow: bool) -> _Way:
     upper, lower = (a, b) if a.y <= b.y else (b, a)
     if a.x == b.x and not is_bow:
         begin, end = upper.y + upper.height, lower.y
-        is_inside = end - begin <= BETWEEN + 1
+        is_inside = end - begin <= _BETWEEN + 1
         if is_inside:
             x = a.x + 34
             path = f"M{number(x)} {number(begin)}V{number(end)}"
@@ -298,7 +298,7 @@ def _way(a: _Box, b: _Box, *, is_bow: bool) -> _Way:
         # Between servers, to the right of the name of the lower one.
         x = a.x + a.width - 14
         path = f"M{number(x)} {number(begin)}V{number(end)}"
-        return _Way(path, x - 8, (begin + EDGE + end - HEAD) / 2, "end")
+        return _Way(path, x - 8, (begin + _EDGE + end - _HEAD) / 2, "end")
     if a.x == b.x:
         x, top, bottom = a.x + a.width, upper.y + upper.height / 2, lower.y + lower.height / 2
         path = f"M{number(x)} {number(top)}C{number(x + 40)} {number(top)} {number(x + 40)} {number(bottom)} "

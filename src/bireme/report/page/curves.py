@@ -17,12 +17,12 @@ from bireme.report.page.markup import number, tag, titled, words
 
 ACROSS = 1000
 """The width of every plot in the units of its curves."""
-TOP, BOTTOM = 12, 34
+_TOP, _BOTTOM = 12, 34
 """Room above the plot, and below it for the axis."""
-Y_MARKS = 5
-DENSITIES = {"few": 4, "some": 6, "many": 11}
+_Y_MARKS = 5
+_DENSITIES = {"few": 4, "some": 6, "many": 11}
 """Marks along x by the classes of the style sheet."""
-ROOM = 0.06
+_ROOM = 0.06
 """Left free above and below the curves, of their range."""
 
 
@@ -129,11 +129,14 @@ def framed(
 
     Inside both, places along x are percent. `role` are classes, `data` attributes for the script.
     """
-    height = bottom + BOTTOM
+    height = bottom + _BOTTOM
     return tag(
         "svg",
         still,
-        *(tag("g", *_x_axis(x, bottom, count), class_=f"x-axis {name}") for name, count in DENSITIES.items()),
+        *(
+            tag("g", *_x_axis(x, bottom, count), class_=f"x-axis {name}")
+            for name, count in _DENSITIES.items()
+        ),
         tag(
             "svg",
             tag("svg", moving, class_="moving", width="100%", height=bottom + 1),
@@ -178,20 +181,20 @@ def _scales(chart: Chart, along: Along, *, is_log: bool) -> tuple[Scale, Scale]:
     values = [value for curve in chart.curves for value in curve.values]
     places = [place for curve in chart.curves for place in curve.along(along)]
     quantity = Quantity.STEPS if along is Along.STEPS else Quantity.CLOCK
-    bottom = chart.height - BOTTOM
+    bottom = chart.height - _BOTTOM
     x = Scale(min(places, default=0), max(places, default=1), 0, ACROSS, quantity)
     low, high = min(values, default=0), max(values, default=1)
     if is_log:
-        room = (high / low) ** ROOM if high > low else 1.1
-        return x, Scale(low / room, high * room, bottom, TOP, is_log=True)
+        room = (high / low) ** _ROOM if high > low else 1.1
+        return x, Scale(low / room, high * room, bottom, _TOP, is_log=True)
     if chart.from_zero and low >= 0:
-        return x, Scale(0.0, high * (1 + ROOM) or 1.0, bottom, TOP)
-    room = (high - low) * ROOM or abs(high) * ROOM or 1.0
-    return x, Scale(low - room, high + room, bottom, TOP)
+        return x, Scale(0.0, high * (1 + _ROOM) or 1.0, bottom, _TOP)
+    room = (high - low) * _ROOM or abs(high) * _ROOM or 1.0
+    return x, Scale(low - room, high + room, bottom, _TOP)
 
 
 def _y_axis(y: Scale) -> Iterator[str]:
-    for mark in y.marks(Y_MARKS):
+    for mark in y.marks(_Y_MARKS):
         height = y.at(mark)
         yield tag("line", x1=0, x2="100%", y1=height, y2=height, class_="grid")
         text = words(value_text(mark, y.quantity))
@@ -215,7 +218,7 @@ def _ticks(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
     """Short lines at the bottom, or through the whole plot for what changes the run."""
     for tick in chart.ticks:
         place = share(_at(x, tick, along))
-        top = y.start - 9 if tick.role in ("checkpoint", "skipped") else TOP
+        top = y.start - 9 if tick.role in ("checkpoint", "skipped") else _TOP
         yield tag(
             "line", titled(tick.text), x1=place, x2=place, y1=y.start, y2=top, class_=f"tick {tick.role}"
         )

@@ -14,14 +14,14 @@ from bireme.plan.forecast import StageForecast, joules_per_sample
 from bireme.report.page.run import ReportedStage, Run
 from bireme.timeline.timeline import BUSY, Timeline
 
-QUIET_S = 600.0
+_QUIET_S = 600.0
 """A run that wrote nothing for so long, and for twenty of its lines, is not running any more."""
 
-QUIET_LINES = 20
+_QUIET_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class _RunState:
     """Whether a run has ended: a word for it, and the sentence."""
 
     word: str
@@ -85,19 +85,19 @@ class StageFigures:
     parts: tuple[MemoryPart, ...]
 
 
-def state(run: Run, now_s: float) -> RunState:
+def state(run: Run, now_s: float) -> _RunState:
     """Whether the run has ended, at a moment in seconds of the usual epoch."""
     metrics = run.metrics
     if metrics.stop is not None:
         reason = metrics.stop.reason
         if reason == "finished":
-            return RunState("finished", f"finished after {metrics.stop.step:,} steps")
-        return RunState("stopped", f"stopped at step {metrics.stop.step:,}: {reason}")
+            return _RunState("finished", f"finished after {metrics.stop.step:,} steps")
+        return _RunState("stopped", f"stopped at step {metrics.stop.step:,}: {reason}")
     recent = metrics.training.time_s[-2:]
     between_s = recent[-1] - recent[0] if len(recent) == 2 else 0.0
-    if now_s - run.written_s > max(QUIET_S, QUIET_LINES * between_s):
-        return RunState("ended", f"ended without notice after step {metrics.last_step:,}")
-    return RunState("running", f"running, at step {metrics.last_step:,}")
+    if now_s - run.written_s > max(_QUIET_S, _QUIET_LINES * between_s):
+        return _RunState("ended", f"ended without notice after step {metrics.last_step:,}")
+    return _RunState("running", f"running, at step {metrics.last_step:,}")
 
 
 def headline(run: Run) -> Headline:

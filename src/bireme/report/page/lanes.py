@@ -19,13 +19,13 @@ from bireme.report.svg import BASELINE
 from bireme.report.units import counted, seconds_text
 from bireme.timeline.timeline import Timeline
 
-HEADING, HEAD = 26, 18
+_HEADING, _HEAD = 26, 18
 """The heights of a timeline's heading and of a rank's name."""
-MOST_REPLICAS = 8
-WIDTHS = (240, 320, 420, 560, 760, 1000)
+_MOST_REPLICAS = 8
+_WIDTHS = (240, 320, 420, 560, 760, 1000)
 """Widths of a plot from which text is shown, as classes of the style sheet."""
 
-FROM_PAGE = {
+_FROM_PAGE = {
     palette.INK: "var(--ink)",
     palette.PALE_INK: "var(--pale)",
     palette.AXIS: "var(--line)",
@@ -47,7 +47,7 @@ def timeline_figure(predicted: Timeline | None, measured: Timeline | None) -> st
         replicas = [replace(measured, ranks=ranks, others=()) for ranks in measured.others]
         name = "measured, replica 0" if replicas else "measured"
         found += [(name, measured)]
-        found += [(f"replica {place}", one) for place, one in enumerate(replicas[: MOST_REPLICAS - 1], 1)]
+        found += [(f"replica {place}", one) for place, one in enumerate(replicas[: _MOST_REPLICAS - 1], 1)]
     shown = [(name, one) for name, one in found if one is not None]
     if not shown:
         return ""
@@ -60,12 +60,12 @@ def timeline_figure(predicted: Timeline | None, measured: Timeline | None) -> st
     drawn: list[Lanes] = []
     y = 0.0
     for name, timeline in shown:
-        lanes = lanes_of(timeline, num_batches, scale, 0, num_lanes, head=HEAD)
+        lanes = lanes_of(timeline, num_batches, scale, 0, num_lanes, head=_HEAD)
         still.append(tag("text", words(name), x=0, y=y + 17, class_="name"))
-        still.append(themed(lanes.beds(y + HEADING), ACROSS))
-        moving += [*_beyond(lanes, y + HEADING), themed(lanes.work(y + HEADING), ACROSS)]
+        still.append(themed(lanes.beds(y + _HEADING), ACROSS))
+        moving += [*_beyond(lanes, y + _HEADING), themed(lanes.work(y + _HEADING), ACROSS)]
         drawn.append(lanes)
-        y += HEADING + lanes.height
+        y += _HEADING + lanes.height
     title = "The timeline of some batches"
     grid = "".join(
         tag("line", x1=share(scale.at(mark)), x2=share(scale.at(mark)), y1=0, y2=y, class_="grid")
@@ -108,7 +108,7 @@ def _beyond(lanes: Lanes, top: float) -> Iterator[str]:
     """Nothing where the other timeline goes on after this one's end: that is no idleness."""
     left = lanes.scale.at(lanes.timeline.makespan_s)
     for row in lanes.rows(top):
-        height = lanes.height_of(row.rank.rank) - HEAD
+        height = lanes.height_of(row.rank.rank) - _HEAD
         place = {"x": share(left), "y": number(row.y), "width": share(ACROSS - left)}
         yield tag("rect", **place, height=height, class_="beyond")
 
@@ -183,10 +183,10 @@ def _room(shape: Text, width: float | None) -> dict[str, str | float]:
         return {}
     # Numbers of one digit need as much as those of two, so that they come and go together.
     needed = max(text_width(text, shape.size) for text in (shape.text, "00")) / shape.within * width
-    least = next((one for one in WIDTHS if one >= needed), WIDTHS[-1])
+    least = next((one for one in _WIDTHS if one >= needed), _WIDTHS[-1])
     return {"class_": f"from-{least}", "data_needed": number(needed)}
 
 
 def _fill(colour: palette.Colour) -> str:
     """A colour as a value of an attribute."""
-    return FROM_PAGE.get(colour) or palette.hex_of(colour)
+    return _FROM_PAGE.get(colour) or palette.hex_of(colour)

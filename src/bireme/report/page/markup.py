@@ -6,7 +6,7 @@ first.
 
 from html import escape
 
-EMPTY = frozenset({"input", "meta", "br"})
+_EMPTY = frozenset({"input", "meta", "br"})
 """Tags of HTML that have no end."""
 
 
@@ -21,7 +21,7 @@ def tag(name: str, /, *contents: str, **attributes: str | float | bool | None) -
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return f"<{name}{shown}>" if name in EMPTY else f"<{name}{shown}>{''.join(contents)}</{name}>"
+    return f"<{name}{shown}>" if name in _EMPTY else f"<{name}{shown}>{''.join(contents)}</{name}>"
 
 
 def words(text: object) -> str:

@@ -8,10 +8,10 @@ from bireme.report.page.figures import MemoryPart, StageFigures
 from bireme.report.page.markup import tag, words
 from bireme.report.units import against_predicted
 
-LIMIT_SHOWN = 3.0
+_LIMIT_SHOWN = 3.0
 """A limit so many times above the largest bar would leave no room for the bars, and is only said."""
 
-ORDER = (
+_ORDER = (
     "weights",
     "gradients",
     "optimizer",
@@ -21,7 +21,7 @@ ORDER = (
     "buffers",
     "receive buffers",
 )
-COLOURS = {
+_COLOURS = {
     "weights": 0,
     "predicted peak": 0,
     "gradients": 1,
@@ -32,11 +32,11 @@ COLOURS = {
     "buffers": 6,
     "receive buffers": 6,
 }
-WHOLE = "predicted peak"
+_WHOLE = "predicted peak"
 """What a prediction is called of which nobody knows what it consists."""
-REST = "other"
-LEAST_REST = 0.005
-OTHER = 7
+_REST = "other"
+_LEAST_REST = 0.005
+_OTHER = 7
 """The colour of what has no name here."""
 
 
@@ -47,7 +47,7 @@ def memory_figure(stages: Sequence[StageFigures]) -> str:
         return ""
     largest = max(max(stage.predicted_bytes or 0, stage.measured_bytes or 0) for stage in known)
     limits = [stage.limit_bytes for stage in known if stage.limit_bytes]
-    near = [limit for limit in limits if limit <= LIMIT_SHOWN * largest]
+    near = [limit for limit in limits if limit <= _LIMIT_SHOWN * largest]
     whole = max(largest, *near, 1.0) * 1.02
     rows = (tag("div", *_row(stage, whole), class_="bars-row") for stage in known)
     return tag("figure", _legend(known, has_limits=bool(near)), *rows, class_="bars")
@@ -84,7 +84,7 @@ def _row(stage: StageFigures, whole: float) -> Iterator[str]:
 def _segments(stage: StageFigures, whole: float) -> Iterator[str]:
     for part in _parts(stage):
         title = f"{part.name}: {bytes_text(part.num_bytes)} ({part.num_bytes:,.0f} bytes)"
-        colour = COLOURS.get(part.name, OTHER)
+        colour = _COLOURS.get(part.name, _OTHER)
         yield tag("i", style=f"width:{part.num_bytes / whole:.2%}", class_=f"part c{colour}", title=title)
 
 
@@ -103,7 +103,7 @@ def _legend(stages: Sequence[StageFigures], *, has_limits: bool) -> str:
     entries = [
         tag(
             "span",
-            tag("i", class_=f"key-box c{COLOURS.get(name, OTHER)}"),
+            tag("i", class_=f"key-box c{_COLOURS.get(name, _OTHER)}"),
             words(name),
             class_="key",
         )
@@ -120,10 +120,10 @@ def _parts(stage: StageFigures) -> tuple[MemoryPart, ...]:
     whole = stage.predicted_bytes or 0.0
     parts = sorted(stage.parts, key=lambda part: _place(part.name))
     rest = whole - sum(part.num_bytes for part in parts)
-    if rest > LEAST_REST * whole:
-        parts.append(MemoryPart(REST if parts else WHOLE, rest))
+    if rest > _LEAST_REST * whole:
+        parts.append(MemoryPart(_REST if parts else _WHOLE, rest))
     return tuple(parts)
 
 
 def _place(name: str) -> int:
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)

@@ -34,7 +34,7 @@ class LearnsEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class StartEvent:
+class _StartEvent:
     """That a run began or was resumed, after so many batches, and with what."""
 
     step: int
@@ -51,7 +51,7 @@ class StartEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationEvent:
+class _EvaluationEvent:
     """The loss on samples that are not trained on; `bits_per_byte` is nan where it is unknown."""
 
     step: int
@@ -62,7 +62,7 @@ class EvaluationEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointEvent:
+class _CheckpointEvent:
     """A checkpoint: for how long training stood still, how long the writing took, and what came of it."""
 
     step: int
@@ -87,7 +87,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedMoment:
+class _LoggedMoment:
     """A step, and the seconds of running until then."""
 
     step: int
@@ -103,13 +103,13 @@ class ReplicaAbsence:
 
     replicas: tuple[int, ...]
     name: str
-    begin: LoggedMoment
-    end: LoggedMoment | None
-    last: LoggedMoment
+    begin: _LoggedMoment
+    end: _LoggedMoment | None
+    last: _LoggedMoment
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class _Warned:
     """A sentence that the run had to say."""
 
     step: int
@@ -126,7 +126,7 @@ class Stop:
     reason: str
 
 
-COLUMNS = (
+_COLUMNS = (
     "step",
     "time_s",
     "loss",
@@ -165,7 +165,7 @@ class TrainingLines:
 
     def columns(self) -> "Iterator[tuple[str, array[float]]]":
         """Every column with its name in the file."""
-        for name in COLUMNS:
+        for name in _COLUMNS:
             yield name, getattr(self, name)
 
 
@@ -173,11 +173,11 @@ class TrainingLines:
 class Metrics:
     """All that the file says. `peak_bytes` is the most that each rank was seen to hold."""
 
-    starts: tuple[StartEvent, ...]
+    starts: tuple[_StartEvent, ...]
     training: TrainingLines
-    evaluations: tuple[EvaluationEvent, ...]
-    checkpoints: tuple[CheckpointEvent, ...]
-    warnings: tuple[Warned, ...]
+    evaluations: tuple[_EvaluationEvent, ...]
+    checkpoints: tuple[_CheckpointEvent, ...]
+    warnings: tuple[_Warned, ...]
     stop: Stop | None
     peak_bytes: tuple[float, ...]
     shares: tuple[Shared, ...] = ()
@@ -206,11 +206,11 @@ class Metrics:
     def absences(self) -> list[ReplicaAbsence]:
         """The replicas that were lost while the run went on, in the order in which they were lost."""
         found: list[ReplicaAbsence] = []
-        last = LoggedMoment(self.last_step, self.last_time_s)
-        away: dict[int, LoggedMoment] = {}
+        last = _LoggedMoment(self.last_step, self.last_time_s)
+        away: dict[int, _LoggedMoment] = {}
         before: frozenset[int] = frozenset()
         for one in self.shares:
-            now, present = LoggedMoment(one.step, one.time_s), one.present()
+            now, present = _LoggedMoment(one.step, one.time_s), one.present()
             away |= dict.fromkeys(before - present, now)
             found += self._ended({replica: away.pop(replica) for replica in present & set(away)}, now, last)
             before = present
@@ -218,7 +218,7 @@ class Metrics:
         return sorted(found, key=lambda one: (one.begin.step, one.replicas))
 
     def _ended(
-        self, since: dict[int, LoggedMoment], end: LoggedMoment | None, last: LoggedMoment
+        self, since: dict[int, _LoggedMoment], end: _LoggedMoment | None, last: _LoggedMoment
     ) -> Iterator[ReplicaAbsence]:
         """The absences of some replicas that end at the same moment, those that began together as one."""
         for begin in sorted(set(since.values()), key=lambda one: one.step):
@@ -243,7 +243,7 @@ class Metrics:
             return f"host {hosts.pop()} ({numbers})"
         return f"{numbers} ({', '.join(devices)})" if devices else numbers
 
-    def _events(self) -> Iterator[StartEvent | EvaluationEvent | CheckpointEvent | Stop]:
+    def _events(self) -> Iterator[_StartEvent | _EvaluationEvent | _CheckpointEvent | Stop]:
         yield from self.starts
         yield from self.evaluations
         yield from self.checkpoints
@@ -270,12 +270,12 @@ class _Reading:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.starts: list[StartEvent] = []
+        self.starts: list[_StartEvent] = []
         self.training = TrainingLines()
         self.columns = list(self.training.columns())
-        self.evaluations: list[EvaluationEvent] = []
-        self.checkpoints: list[CheckpointEvent] = []
-        self.warnings: list[Warned] = []
+        self.evaluations: list[_EvaluationEvent] = []
+        self.checkpoints: list[_CheckpointEvent] = []
+        self.warnings: list[_Warned] = []
         self.stop: Stop | None = None
         self.peak_bytes: list[float] = []
         self.shares: list[Shared] = []
@@ -292,16 +292,16 @@ class _Reading:
                 case "evaluation":
                     loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
                     bits = _value(record, "bits_per_byte")
-                    self.evaluations.append(EvaluationEvent(step, time_s, loss, num_samples, bits))
+                    self.evaluations.append(_EvaluationEvent(step, time_s, loss, num_samples, bits))
                 case "checkpoint":
                     stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
                     num_bytes = int(record.get("num_bytes", 0))
-                    self.checkpoints.append(CheckpointEvent(step, time_s, stall_s, write_s, num_bytes))
+                    self.checkpoints.append(_CheckpointEvent(step, time_s, stall_s, write_s, num_bytes))
                 case "shares":
                     members = tuple(map(int, record.get("members", ())))
                     self._share(Shared(step, time_s, tuple(map(int, record["shares"])), members))
                 case "warning":
-                    self.warnings.append(Warned(step, time_s, str(record["text"])))
+                    self.warnings.append(_Warned(step, time_s, str(record["text"])))
                 case "stop":
                     self.stop = Stop(step, time_s, str(record["reason"]))
         except KeyError as error:
@@ -346,7 +346,7 @@ class _Reading:
         self._forget(step)
         self.stop = None
         self.starts.append(
-            StartEvent(
+            _StartEvent(
                 step,
                 time_s,
                 str(record.get("version", "")),

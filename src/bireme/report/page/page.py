@@ -24,21 +24,21 @@ from bireme.report.page.memory_bars import memory_figure
 from bireme.report.page.run import Run
 from bireme.report.page.tables import comparison_table, facts, incomparable, stage_table, tiles
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """What the page may load: nothing."""
 
-MOST_WARNINGS = 50
+_MOST_WARNINGS = 50
 
-SLOW = 1.5
+_SLOW = 1.5
 """From so many times the usual on it is said that the recorded batches took long."""
 
-NO_TIMELINE = "No batches of this run were recorded. `bireme train … --set log.trace=true` records a few."
-NO_EVALUATION = (
+_NO_TIMELINE = "No batches of this run were recorded. `bireme train … --set log.trace=true` records a few."
+_NO_EVALUATION = (
     "This run has no evaluation. `bireme train … --set training.evaluate_every=100` does so every 100 steps."
 )
-NO_CURVES = "No step is logged yet. Make the page again after some steps."
-NO_PLAN = "There is no plan.json with devices in the folder of the run, so the plan is not drawn."
-NO_MEMORY = (
+_NO_CURVES = "No step is logged yet. Make the page again after some steps."
+_NO_PLAN = "There is no plan.json with devices in the folder of the run, so the plan is not drawn."
+_NO_MEMORY = (
     "Neither plan.json nor summary.json has memory figures. `bireme train` writes both, the second "
     "when a run ends."
 )
@@ -56,7 +56,7 @@ def page(runs: Sequence[Run], now: datetime, version: str) -> str:
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name="generator", content=f"Bireme {version}"),
         tag("title", words(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} · Bireme")),
         tag("style", _resource("style.css")),
@@ -81,13 +81,13 @@ def _parts(runs: Sequence[Run], now: datetime, version: str) -> Iterator[str]:
         )
     yield _curves(runs)
     timelines = timeline_figure(run.predicted, run.measured)
-    yield _section("Pipeline", _pipeline_lead(run), timelines or _missing(NO_TIMELINE))
+    yield _section("Pipeline", _pipeline_lead(run), timelines or _missing(_NO_TIMELINE))
     yield _section(
-        "Memory of each stage", _memory_lead(run, stages), memory_figure(stages) or _missing(NO_MEMORY)
+        "Memory of each stage", _memory_lead(run, stages), memory_figure(stages) or _missing(_NO_MEMORY)
     )
     why = () if run.summary is None else run.summary.why
     yield _section(
-        "The plan over the cluster", "", cluster_figure(run, stages) or _missing(NO_PLAN), _list(why)
+        "The plan over the cluster", "", cluster_figure(run, stages) or _missing(_NO_PLAN), _list(why)
     )
     if stages:
         yield _section("Stages, predicted and measured", "", tag("div", stage_table(stages), class_="wide"))
@@ -136,7 +136,7 @@ def _curves(runs: Sequence[Run]) -> str:
     run = runs[0]
     loss = loss_figure(runs)
     if not loss:
-        return _section("Loss", "", _missing(NO_CURVES))
+        return _section("Loss", "", _missing(_NO_CURVES))
     is_evaluated = any(one.metrics.evaluations for one in runs)
     whose = f", {run.name}" if len(runs) > 1 else ""
     small = (
@@ -148,7 +148,7 @@ def _curves(runs: Sequence[Run]) -> str:
         tag("h2", "Loss"),
         loss,
         tag("p", words(why), class_="note") if (why := incomparable(runs)) else "",
-        "" if is_evaluated else _missing(NO_EVALUATION),
+        "" if is_evaluated else _missing(_NO_EVALUATION),
         throughput_figure(runs),
         *map(replicas_figure, runs if len(runs) == 1 else ()),
         tag("div", *small, class_="pair"),
@@ -173,7 +173,7 @@ def _pipeline_lead(run: Run) -> str:
 def _slowness(run: Run) -> str:
     """Said where the recorded batches, of a run that had just begun, do not represent the others."""
     usual_s = headline(run).measured_batch_s
-    if run.measured is None or not usual_s or run.measured.steady_batch_s < SLOW * usual_s:
+    if run.measured is None or not usual_s or run.measured.steady_batch_s < _SLOW * usual_s:
         return ""
     factor = f"{run.measured.steady_batch_s / usual_s:.2g}"
     return f" The batches recorded are early ones and took {factor} times as long as most of this run."
@@ -201,12 +201,12 @@ def _warnings(run: Run) -> str:
             tag("span", words(f"step {one.step:,}, {clock_text(one.time_s)}: "), class_="when"),
             words(one.text),
         )
-        for one in said[-MOST_WARNINGS:]
+        for one in said[-_MOST_WARNINGS:]
     ]
     items += [tag("li", words(note)) for note in run.notes]
     if not items:
         return ""
-    lead = f"The last {MOST_WARNINGS} of {len(said):,}." if len(said) > MOST_WARNINGS else ""
+    lead = f"The last {_MOST_WARNINGS} of {len(said):,}." if len(said) > _MOST_WARNINGS else ""
     return _section("Warnings", lead, tag("ul", *items))
 
 

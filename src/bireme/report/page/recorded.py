@@ -20,16 +20,16 @@ from bireme.schedule.program import Program
 from bireme.schedule.residency import Residency
 from bireme.timeline.timeline import RankTimeline, Timeline, Transfers
 
-COLUMNS = {"start_s": "d", "end_s": "d", "num_bytes": "d", "sent_by": "q", "received_by": "q"}
+_COLUMNS = {"start_s": "d", "end_s": "d", "num_bytes": "d", "sent_by": "q", "received_by": "q"}
 """What is known of each message, and how it is kept: as floats or as whole numbers."""
 
 
 def write_recorded(timeline: Timeline, path: Path) -> None:
     """Write a timeline so that `read_recorded` gives it back."""
-    write_text_atomically(path, json.dumps(recorded_document(timeline), allow_nan=False) + "\n")
+    write_text_atomically(path, json.dumps(_recorded_document(timeline), allow_nan=False) + "\n")
 
 
-def recorded_document(timeline: Timeline) -> dict[str, Any]:
+def _recorded_document(timeline: Timeline) -> dict[str, Any]:
     """The document of a timeline with all its moments, in seconds from the begin of the window."""
     document = timeline_document(timeline)
     for row, rank in zip(document["ranks"], timeline.ranks, strict=True):
@@ -41,7 +41,7 @@ def recorded_document(timeline: Timeline) -> dict[str, Any]:
         **({} if timeline.program.average_lag is None else {"average_lag": timeline.program.average_lag}),
         "transfers": [
             {"source": one.source, "destination": one.destination}
-            | {name: list(getattr(one, name)) for name in COLUMNS}
+            | {name: list(getattr(one, name)) for name in _COLUMNS}
             for one in timeline.transfers
         ],
     }
@@ -131,7 +131,7 @@ class _Transfers(_Table):
         if self.source not in ranks or self.destination not in ranks:
             return False
         count = len(self.start_s)
-        columns = [getattr(self, name) for name in COLUMNS]
+        columns = [getattr(self, name) for name in _COLUMNS]
         sent, received = len(program.tracks[self.source]), len(program.tracks[self.destination])
         return (
             all(len(column) == count for column in columns)
@@ -140,7 +140,7 @@ class _Transfers(_Table):
         )
 
     def transfers(self) -> Transfers:
-        columns = {name: array(kind, getattr(self, name)) for name, kind in COLUMNS.items()}
+        columns = {name: array(kind, getattr(self, name)) for name, kind in _COLUMNS.items()}
         return Transfers(self.source, self.destination, **columns)
 
 

@@ -24,11 +24,11 @@ from bireme.report.page.recorded import read_recorded
 from bireme.report.units import counted
 from bireme.timeline.timeline import Timeline
 
-METRICS = "metrics.jsonl"
+_METRICS = "metrics.jsonl"
 
-Read = TypeVar("Read")
+_Read = TypeVar("_Read")
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Table(BaseModel):
@@ -40,11 +40,11 @@ class ReportedStage(_Table):
 
     units: tuple[int, int] = Field(description="its first and its last unit")
     device: str = ""
-    predicted_peak_bytes: Amount | None = None
-    measured_peak_bytes: Amount | None = None
-    busy_share: Amount | None = None
-    predicted_busy_share: Amount | None = None
-    bytes: dict[str, Amount] = Field(default_factory=dict)
+    predicted_peak_bytes: _Amount | None = None
+    measured_peak_bytes: _Amount | None = None
+    busy_share: _Amount | None = None
+    predicted_busy_share: _Amount | None = None
+    bytes: dict[str, _Amount] = Field(default_factory=dict)
 
     @field_validator("device", mode="before")
     @classmethod
@@ -52,22 +52,22 @@ class ReportedStage(_Table):
         return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
-class ReportedShared(_Table):
+class _ReportedShared(_Table):
     """What replicas that share an optimizer or weights have sent each other."""
 
-    gathered_bytes: Amount
-    predicted_gathered_bytes: Amount | None = None
-    summed_bytes: Amount
-    predicted_summed_bytes: Amount | None = None
+    gathered_bytes: _Amount
+    predicted_gathered_bytes: _Amount | None = None
+    summed_bytes: _Amount
+    predicted_summed_bytes: _Amount | None = None
 
 
-class ReportedSync(_Table):
+class _ReportedSync(_Table):
     """What replicas have sent each other, as far as the page uses it."""
 
-    shared: ReportedShared | None = None
+    shared: _ReportedShared | None = None
 
 
-class ReportedSummary(_Table):
+class _ReportedSummary(_Table):
     """What a run says of itself at its end, as far as the page uses it; a loss may have become nan."""
 
     steps: int | None = None
@@ -78,7 +78,7 @@ class ReportedSummary(_Table):
     predicted_batch_s: float | None = None
     measured_batch_s: float | None = None
     stages: tuple[ReportedStage, ...] = ()
-    sync: ReportedSync = ReportedSync()
+    sync: _ReportedSync = _ReportedSync()
     schedule: str | None = None
     why: tuple[str, ...] = ()
     sample: str | None = None
@@ -121,7 +121,7 @@ class Run:
     planned_steps: int | None = None
     plan: SavedPlan | None = None
     cluster: Cluster | None = None
-    summary: ReportedSummary | None = None
+    summary: _ReportedSummary | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
     learns: LearnsEvent = field(default_factory=LearnsEvent)
@@ -137,13 +137,13 @@ def read_run(folder: Path) -> Run:
     """The run in a folder."""
     if not folder.is_dir():
         raise BiremeError(f"{folder} is not a folder. Name the folder of a run, such as runs/my-run.")
-    metrics = folder / METRICS
+    metrics = folder / _METRICS
     if not metrics.is_file():
-        inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{_METRICS}"))
         hint = (
             f"Name one of the runs in it, such as {folder / inside[-1]}." if inside else "Name another one."
         )
-        raise BiremeError(f"{folder} is not the folder of a run: there is no {METRICS} in it. {hint}")
+        raise BiremeError(f"{folder} is not the folder of a run: there is no {_METRICS} in it. {hint}")
     reading = _Reading(folder)
     settings = reading.part("run.toml", _text) or ""
     table = _tables(settings)
@@ -165,7 +165,7 @@ def read_run(folder: Path) -> Run:
         planned_steps=_at(table, "training", "steps", int, 0) or None,
         plan=saved,
         cluster=reading.part("cluster.toml", read_cluster),
-        summary=reading.part("summary.json", lambda path: read_json(path, ReportedSummary)),
+        summary=reading.part("summary.json", lambda path: read_json(path, _ReportedSummary)),
         predicted=predicted,
         measured=measured,
         learns=(log.starts[-1].learns if log.starts else None) or _learns(reading, table),
@@ -186,7 +186,7 @@ def _of_run(reading: "_Reading", saved: SavedPlan | None, log: Metrics) -> Saved
         for stages, width in ((plan.num_stages, plan.width), (start.num_stages, start.width))
     ]
     reading.notes.append(
-        f"{reading.folder / 'plan.json'} is the plan of another run: it has {shapes[0]}, but {METRICS} says "
+        f"{reading.folder / 'plan.json'} is the plan of another run: it has {shapes[0]}, but {_METRICS} says "
         f"{shapes[1]}. The plan and the timelines are left out."
     )
     return None
@@ -236,7 +236,7 @@ class _Reading:
         self.folder = folder
         self.notes: list[str] = []
 
-    def part(self, name: str, read: Callable[[Path], Read]) -> Read | None:
+    def part(self, name: str, read: Callable[[Path], _Read]) -> _Read | None:
         """What is in a file; None where there is none, or nothing that can be read."""
         path = self.folder / name
         if not path.is_file():
@@ -262,7 +262,7 @@ def _tables(text: str) -> dict[str, Any]:
         return {}
 
 
-def _at(tables: dict[str, Any], table: str, key: str, kind: type[Read], default: Read) -> Read:
+def _at(tables: dict[str, Any], table: str, key: str, kind: type[_Read], default: _Read) -> _Read:
     """The value of a key where it is there and of its kind."""
     found = tables.get(table)
     value = found.get(key) if isinstance(found, dict) else None

@@ -13,8 +13,8 @@ from bireme.report.page.metrics import LearnsEvent
 from bireme.report.page.run import Run
 from bireme.report.units import against_predicted, counted, seconds_text
 
-UNKNOWN = "–"
-GROUPS = ("computing, per batch", "busy", "memory")
+_UNKNOWN = "–"
+_GROUPS = ("computing, per batch", "busy", "memory")
 
 
 def tiles(run: Run, figures: Headline) -> str:
@@ -27,10 +27,10 @@ def stage_table(stages: Sequence[StageFigures]) -> str:
     head = tag(
         "tr",
         *(tag("th", words(text), scope="col", rowspan=2) for text in ("stage", "units", "device")),
-        *(tag("th", words(text), scope="colgroup", colspan=2) for text in GROUPS),
+        *(tag("th", words(text), scope="colgroup", colspan=2) for text in _GROUPS),
     )
     sub = tag(
-        "tr", *(tag("th", words(text), scope="col") for text in ("predicted", "measured") * len(GROUPS))
+        "tr", *(tag("th", words(text), scope="col") for text in ("predicted", "measured") * len(_GROUPS))
     )
     body = (tag("tr", *_stage_cells(stage), role="row") for stage in stages)
     return _table(tag("thead", head, sub), body, "stages")
@@ -58,11 +58,11 @@ def comparison_table(runs: Sequence[Run], now_s: float) -> str:
     why = incomparable(runs)
     rows = [
         _words_row("state", [state(run, now_s).word for run in runs], names),
-        _words_row("model", [run.model or UNKNOWN for run in runs], names),
-        _words_row("tokenizer", [run.learns.tokenizer or UNKNOWN for run in runs], names),
-        _words_row("schedule", [schedule_text(run) for run in runs], names),
-        _words_row("devices", [devices_text(run) or UNKNOWN for run in runs], names),
-        *(_numbers_row(row, figures, names, has_best=not (why and row.is_loss)) for row in ROWS),
+        _words_row("model", [run.model or _UNKNOWN for run in runs], names),
+        _words_row("tokenizer", [run.learns.tokenizer or _UNKNOWN for run in runs], names),
+        _words_row("schedule", [_schedule_text(run) for run in runs], names),
+        _words_row("devices", [_devices_text(run) or _UNKNOWN for run in runs], names),
+        *(_numbers_row(row, figures, names, has_best=not (why and row.is_loss)) for row in _ROWS),
     ]
     head = tag("thead", tag("tr", tag("td"), *heads))
     return _table(head, rows, "comparison") + (tag("p", words(why), class_="note") if why else "")
@@ -112,8 +112,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "Loss on", learns.loss_on
     evaluated = learns.num_evaluation_samples
     yield "Evaluated on", "" if evaluated is None else counted(evaluated, "sample")
-    yield "Schedule", schedule_text(run) if run.plan is not None or run.metrics.starts else ""
-    yield "Devices", devices_text(run)
+    yield "Schedule", _schedule_text(run) if run.plan is not None or run.metrics.starts else ""
+    yield "Devices", _devices_text(run)
 
 
 def _planned(run: Run) -> str:
@@ -129,7 +129,7 @@ def _parameters(learns: LearnsEvent) -> str:
     return f"{number_text(whole)}, of which {number_text(learning)} learn"
 
 
-def devices_text(run: Run) -> str:
+def _devices_text(run: Run) -> str:
     """How many devices of which kind the last start had."""
     names = run.metrics.starts[-1].devices if run.metrics.starts else ()
     if not names and run.plan is not None:
@@ -145,12 +145,12 @@ def devices_text(run: Run) -> str:
     return " + ".join(parts)
 
 
-def schedule_text(run: Run) -> str:
+def _schedule_text(run: Run) -> str:
     """Such as `2bw, 4 stages × 2 replicas, 8 micro-batches`."""
     started = run.metrics.starts[-1] if run.metrics.starts else None
     if run.plan is None:
         if started is None or not started.schedule:
-            return UNKNOWN
+            return _UNKNOWN
         return f"{started.schedule}, {counted(started.num_stages, 'stage')}"
     plan = run.plan.plan
     replicas = f" × {plan.width} replicas" if plan.width > 1 else ""
@@ -222,7 +222,7 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
         )
     yield _Tile(
         "Peak memory",
-        UNKNOWN if figures.peak_bytes is None else bytes_text(figures.peak_bytes),
+        _UNKNOWN if figures.peak_bytes is None else bytes_text(figures.peak_bytes),
         "of the fullest device" if figures.peak_bytes is not None else "not measured",
         "" if figures.peak_bytes is None else f"{figures.peak_bytes:,.0f} bytes",
     )
@@ -249,15 +249,15 @@ def _stage_cells(stage: StageFigures) -> Iterator[str]:
     )
     more = tag("span", words(which), class_="dim") if which else ""
     yield _cell(tag("span", tag("span", words(span), class_="whole-word"), more), "units", class_="text")
-    yield _cell(words(device_ranges(stage.devices) if stage.devices else UNKNOWN), "device", class_="text")
+    yield _cell(words(device_ranges(stage.devices) if stage.devices else _UNKNOWN), "device", class_="text")
     for which, seconds in (("predicted", stage.predicted_s), ("measured", stage.measured_s)):
-        yield _cell(words(_time(seconds)), f"{GROUPS[0]}, {which}", title=f"{_exact(seconds)} s")
+        yield _cell(words(_time(seconds)), f"{_GROUPS[0]}, {which}", title=f"{_exact(seconds)} s")
     for which, share in (("predicted", stage.predicted_share), ("measured", stage.measured_share)):
-        yield _share_cell(share, f"{GROUPS[1]}, {which}")
+        yield _share_cell(share, f"{_GROUPS[1]}, {which}")
     limit = f", limit {stage.limit_bytes:,.0f} bytes" if stage.limit_bytes else ""
     for which, num_bytes in (("predicted", stage.predicted_bytes), ("measured", stage.measured_bytes)):
-        text = UNKNOWN if num_bytes is None else bytes_text(num_bytes)
-        yield _cell(words(text), f"{GROUPS[2]}, {which}", title=f"{_exact(num_bytes)} bytes{limit}")
+        text = _UNKNOWN if num_bytes is None else bytes_text(num_bytes)
+        yield _cell(words(text), f"{_GROUPS[2]}, {which}", title=f"{_exact(num_bytes)} bytes{limit}")
 
 
 def _cell(content: str, name: str, **attributes: str | None) -> str:
@@ -267,7 +267,7 @@ def _cell(content: str, name: str, **attributes: str | None) -> str:
 
 def _share_cell(share: float | None, name: str) -> str:
     if share is None:
-        return _cell(UNKNOWN, name)
+        return _cell(_UNKNOWN, name)
     bar = tag("span", tag("i", style=f"width:{min(share, 1):.1%}"), class_="share")
     return _cell(tag("span", bar, words(f"{share:.0%}")), name, title=f"{share:.2%}", class_="with-bar")
 
@@ -283,7 +283,7 @@ class _Row:
     is_loss: bool = False
 
 
-ROWS = (
+_ROWS = (
     _Row("steps", lambda one: one.steps, lambda value: f"{value:,.0f}"),
     _Row("training loss", lambda one: one.train_loss, number_text, min, is_loss=True),
     _Row("evaluation loss", lambda one: one.eval_loss, number_text, min, is_loss=True),
@@ -320,7 +320,7 @@ def _numbers_row(row: _Row, figures: Sequence[Headline], names: Sequence[str], *
         return ""
     cells = (
         _cell(
-            words(UNKNOWN if value is None else row.text(value)),
+            words(_UNKNOWN if value is None else row.text(value)),
             run,
             title=_exact(value),
             class_="best" if value is not None and value == best else None,
@@ -331,11 +331,11 @@ def _numbers_row(row: _Row, figures: Sequence[Headline], names: Sequence[str], *
 
 
 def _plain(value: float | None) -> str:
-    return UNKNOWN if value is None else number_text(value)
+    return _UNKNOWN if value is None else number_text(value)
 
 
 def _time(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else seconds_text(float(f"{seconds:.3g}"))
+    return _UNKNOWN if seconds is None else seconds_text(float(f"{seconds:.3g}"))
 
 
 def _exact(value: float | None) -> str:

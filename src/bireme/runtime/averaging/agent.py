@@ -44,18 +44,18 @@ from bireme.sync.quorum.ring import Contribution, Summed
 
 # The batches of a replica as one of its ranks learns of them: what was dealt, and where its window ends.
 
-LEAST_KEPT = 64
+_LEAST_KEPT = 64
 """Deals that are known of batches before the newest."""
 
-WaitFor = Callable[[Callable[[CoordinatorReply], bool], str], CoordinatorReply]
+_WaitFor = Callable[[Callable[[CoordinatorReply], bool], str], CoordinatorReply]
 
 
-class Deals:
+class _Deals:
     """`wait_for` waits for a word of which something is so, which it is told in words; `say` reports what is
     here.
     """
 
-    def __init__(self, own: RankId, wait_for: WaitFor, say: Callable[[], None]) -> None:
+    def __init__(self, own: RankId, wait_for: _WaitFor, say: Callable[[], None]) -> None:
         self.window = Window(0, 0)
         self.wants = self.asked_to_end = self.ended_at = 0
         """The first batch that is not wanted yet, how many windows were asked to end, and the place at which
@@ -102,7 +102,7 @@ class Deals:
         deal = deal_in(word, self._own, batch)
         assert deal is not None, "it was waited for"
         self._known[batch] = deal
-        self._known.pop(batch - LEAST_KEPT, None)
+        self._known.pop(batch - _LEAST_KEPT, None)
         return deal
 
     def of(self, batch: int) -> Deal:
@@ -181,10 +181,10 @@ class RankRounds:
 
 # What a rank has for those of its stage in other replicas: sums that count, and snapshots to heal from.
 
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 
 
-class ForOthers:
+class _ForOthers:
     """What one rank has; sums are those that its `lines` keep. All share the agent's `changed`."""
 
     def __init__(
@@ -236,7 +236,7 @@ class ForOthers:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _found(self, find: Callable[[], Found | None], is_over: Callable[[], bool]) -> Found | None:
+    def _found(self, find: Callable[[], _Found | None], is_over: Callable[[], bool]) -> _Found | None:
         with self._changed:
             while (found := find()) is None and not self._is_closed and not is_over():
                 self._changed.wait(OFFER_LOOK_S)
@@ -260,8 +260,8 @@ class AveragingAgent(PeerAgent):
         """The last one has the means over all replicas."""
         self._device = device
         self._waits, self._is_pulling = "", False
-        self.deals = Deals(own, self.wait_for, self._say)
-        self._for_others = ForOthers(lambda: self.lines, self._changed, timeout_s)
+        self.deals = _Deals(own, self.wait_for, self._say)
+        self._for_others = _ForOthers(lambda: self.lines, self._changed, timeout_s)
         self._groups = RankGroups(own, self.add_up, device, self._changed, self._say)
 
     # The rank's thread.

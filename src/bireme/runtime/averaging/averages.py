@@ -39,7 +39,7 @@ class _Row:
     dtype: torch.dtype
 
 
-class Moments:
+class _Moments:
     """The flats of one stage; `places` are those of its elements in each arena of weights."""
 
     def __init__(self, banks: WeightBanks) -> None:
@@ -115,7 +115,7 @@ class Averages(ABC):
         self.agent = agent
         self.stage = next(iter(stages.values()))
         self._device = device
-        self._moments = Moments(self.stage.banks) if averages_optimizer else None
+        self._moments = _Moments(self.stage.banks) if averages_optimizer else None
         self.sent = SentBytes()
         """What this rank has sent to others."""
 

@@ -39,7 +39,7 @@ from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 from bireme.sync.quorum.ring import Contribution
 
-MOMENTUM, START = "outer", "outer-start"
+_MOMENTUM, _START = "outer", "outer-start"
 """The sections of snapshots."""
 
 
@@ -81,7 +81,7 @@ class _Fragment:
         return [flat[place] for flat, place in zip(flats, self.places, strict=True)]
 
 
-class OuterAverages(Averages):
+class _OuterAverages(Averages):
     """The averages of one rank; a batch of the run has `batch_size` samples, and `first` is its first."""
 
     def __init__(
@@ -171,11 +171,11 @@ class OuterAverages(Averages):
 
     def sections(self, names: Collection[str]) -> dict[str, Tensor]:
         """The outer momentum."""
-        return _sections(MOMENTUM, self._momentum, names)
+        return _sections(_MOMENTUM, self._momentum, names)
 
     def donated(self) -> dict[str, Tensor]:
         """The momentum and the start."""
-        return _sections(MOMENTUM, self._momentum) | _sections(START, self._start)
+        return _sections(_MOMENTUM, self._momentum) | _sections(_START, self._start)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """The start is what was saved of it, or the weights."""
@@ -184,7 +184,7 @@ class OuterAverages(Averages):
         ):
             momentum.flat.zero_()
             start.flat.copy_(arena.flat)
-            for section, own in ((MOMENTUM, momentum), (START, start)):
+            for section, own in ((_MOMENTUM, momentum), (_START, start)):
                 for name, view in own.views.items():
                     if (found := saved.get(f"{section}/{name}")) is not None:
                         view.copy_(found)
@@ -321,7 +321,7 @@ class Averaging:
         check_untied(layout)
         if self.outer is None:
             return GroupAverages(self.agent, stages, device, averages_optimizer=self.averages_optimizer)
-        return OuterAverages(
+        return _OuterAverages(
             self.agent,
             stages,
             device,

@@ -39,14 +39,14 @@ from bireme.timeline.timeline import Timeline
 # how long it is under way.
 
 WIDTH = 64
-HEAVY = 320
+_HEAVY = 320
 """Rows and columns of a matrix that the last rank multiplies by itself."""
 
-SMALL_BYTES = 4 * 2**10
+_SMALL_BYTES = 4 * 2**10
 NUM_MICROBATCHES = 6
-NUM_SETTLING_MESSAGES, NUM_COUNTED_MESSAGES = 4, 8
+_NUM_SETTLING_MESSAGES, _NUM_COUNTED_MESSAGES = 4, 8
 
-SURELY_S = 2e-4
+_SURELY_S = 2e-4
 """A message that was sent so long before has come, and one that is sent so long after has not."""
 
 
@@ -54,7 +54,7 @@ class _Lopsided(nn.Module):
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)))
-        self.heavy = nn.Parameter(torch.empty(HEAVY, HEAVY))
+        self.heavy = nn.Parameter(torch.empty(_HEAVY, _HEAVY))
 
     def forward(self, given: Tensor, wanted: Tensor) -> dict[str, Tensor]:
         """How far the result is from what is wanted; the heavy part counts as well."""
@@ -77,10 +77,10 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
     costs grow evenly.
     """
     # Large ones first: what a process does for the first time it does slowly.
-    large_bytes = max(large_bytes, 2 * SMALL_BYTES)
+    large_bytes = max(large_bytes, 2 * _SMALL_BYTES)
     large = read_off(_run_messages(world, graph, large_bytes))
-    small = read_off(_run_messages(world, graph, SMALL_BYTES))
-    more = large_bytes - SMALL_BYTES
+    small = read_off(_run_messages(world, graph, _SMALL_BYTES))
+    more = large_bytes - _SMALL_BYTES
     send, take, late = (
         max(one - other, 0.0) / more
         for one, other in (
@@ -91,11 +91,11 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
     )
     return replace(
         small,
-        send_s=max(small.send_s - send * SMALL_BYTES, 0.0),
+        send_s=max(small.send_s - send * _SMALL_BYTES, 0.0),
         send_s_per_byte=send,
-        take_s=max(small.take_s - take * SMALL_BYTES, 0.0),
+        take_s=max(small.take_s - take * _SMALL_BYTES, 0.0),
         take_s_per_byte=take,
-        late_s=max(small.late_s - late * SMALL_BYTES, 0.0),
+        late_s=max(small.late_s - late * _SMALL_BYTES, 0.0),
         late_s_per_byte=late,
     )
 
@@ -119,9 +119,9 @@ def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
         for _ in range(count):
             yield batch
 
-    for _ in pipeline.train(batches(NUM_SETTLING_MESSAGES)):
+    for _ in pipeline.train(batches(_NUM_SETTLING_MESSAGES)):
         pass
-    for _ in pipeline.train(batches(NUM_COUNTED_MESSAGES), record=True):
+    for _ in pipeline.train(batches(_NUM_COUNTED_MESSAGES), record=True):
         pass
     timeline = pipeline.timeline()
     pipeline.close()
@@ -157,9 +157,9 @@ def read_off(timeline: Timeline) -> EngineCost:
                 if rank.track.body:
                     place = (one.index - len(rank.track.head)) % len(rank.track.body)
                     by_place.setdefault(place, []).append(gap_s)
-            elif sent_s[message] < before.end_s - SURELY_S:
+            elif sent_s[message] < before.end_s - _SURELY_S:
                 taken.append(gap_s)
-            elif sent_s[message] > before.end_s + SURELY_S:
+            elif sent_s[message] > before.end_s + _SURELY_S:
                 late.append(one.start_s - sent_s[message])
         turns.append(max((_median(gaps) for gaps in by_place.values()), default=0.0))
     instruction_s, take_s = _median(plain), _median(taken)
@@ -185,9 +185,9 @@ def _median(values: list[float]) -> float:
 # shapes and with the weights that they train, which stay as they are. What comes from a neighbor is made up.
 # A replica is as fast as its slowest rank.
 
-NUM_RUNS, LEAST_S = 5, 0.2
+_NUM_RUNS, _LEAST_S = 5, 0.2
 """So often, and for so long, is each stage run at each size: what is over soon scatters most."""
-NEVER = float("inf")
+_NEVER = float("inf")
 
 Rows = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 """Gives so many samples of some inputs of the model."""
@@ -209,7 +209,7 @@ def replica_times(pipeline: Pipeline, rows: Rows, sizes: Sequence[int], most: Se
         of_ranks = pipeline.gather([own_s])
         for replica, seconds in enumerate(found):
             ranks = of_ranks[replica * per_replica : (replica + 1) * per_replica]
-            seconds.append(max(row[0] for row in ranks) if size <= most[replica] else NEVER)
+            seconds.append(max(row[0] for row in ranks) if size <= most[replica] else _NEVER)
     return [Times(tuple(sizes), tuple(seconds)) for seconds in found]
 
 
@@ -227,7 +227,7 @@ def _seconds(pipeline: Pipeline, stage: Stage, rows: Rows, size: int) -> float:
         spec.name: _made_up(spec.shape, spec.dtype, device) for spec in pipeline.received(stage.index, size)
     }
     laps: list[float] = []
-    while len(laps) <= NUM_RUNS or sum(laps) < LEAST_S:
+    while len(laps) <= _NUM_RUNS or sum(laps) < _LEAST_S:
         synchronize(device)
         begin_s = perf_counter()
         _run(stage, given, received, device)
@@ -264,16 +264,16 @@ def _run(
         torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
 
 
-NUM_SETTLING, NUM_COUNTED = 3, 7
+_NUM_SETTLING, _NUM_COUNTED = 3, 7
 """Batches: an optimizer makes its state in the first ones."""
 
-OTHER_BYTES = 32 * 2**20
+_OTHER_BYTES = 32 * 2**20
 """More than a core's own cache."""
 
 RATE = 1e-6
 
 
-def batch_end_of(graph: Graph, unit: Unit, optimizer: str, num_counted: int = NUM_COUNTED) -> BatchEndTimes:
+def batch_end_of(graph: Graph, unit: Unit, optimizer: str, num_counted: int = _NUM_COUNTED) -> BatchEndTimes:
     """The medians of so many batches for the parameters of a unit; nothing where none of them learns. On the
     CPU.
     """
@@ -289,7 +289,7 @@ def batch_end_of_next_to_nothing(optimizer: str) -> BatchEndTimes:
 
 
 def _batch_end_of(
-    states: Sequence[ModelState], optimizer: str, num_counted: int = NUM_COUNTED
+    states: Sequence[ModelState], optimizer: str, num_counted: int = _NUM_COUNTED
 ) -> BatchEndTimes:
     shortest = min((getattr(torch, state.dtype) for state in states), key=lambda one: one.itemsize)
     laps = _Laps()
@@ -306,10 +306,10 @@ def _batch_end_of(
         on_instruction=laps,
         bank_dtype=shortest if shortest.itemsize < torch.float32.itemsize else None,
     )
-    other = torch.zeros(OTHER_BYTES // 4)
+    other = torch.zeros(_OTHER_BYTES // 4)
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        for _ in range(NUM_SETTLING + num_counted):
+        for _ in range(_NUM_SETTLING + num_counted):
             laps.pause()
             other.add_(1.0)
             yield {"given": torch.ones(2, 1)}

@@ -17,20 +17,20 @@ from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.disk_tier import HostTier
 from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 
-COPY_BYTES = 32 * 2**20
-NUM_COPIES = 5
-CHUNK_BYTES = 2**16
-NUM_SMALL = 99
-BLOCK_BYTES = 4 * 2**20
-FEWEST_BLOCKS, MOST_BLOCKS = 4, 64
-DISK_S = 0.5
+_COPY_BYTES = 32 * 2**20
+_NUM_COPIES = 5
+_CHUNK_BYTES = 2**16
+_NUM_SMALL = 99
+_BLOCK_BYTES = 4 * 2**20
+_FEWEST_BLOCKS, _MOST_BLOCKS = 4, 64
+_DISK_S = 0.5
 """For each direction, about."""
-USABLE = 0.9
+_USABLE = 0.9
 """The share of the free disk space that paging may fill."""
 
 
 @dataclass(frozen=True, slots=True)
-class HostSpeed:
+class _HostSpeed:
     """How fast chunks go between a device and its host, the slower way. On a processor, `copy_s` is what each
     copy takes besides its bytes, and `chunk_s` what mapping a slot beneath a chunk takes, or unmapping it.
     """
@@ -40,20 +40,22 @@ class HostSpeed:
     chunk_s: float = 0.0
 
 
-def measured_host_speed(device: torch.device) -> HostSpeed:
+def measured_host_speed(device: torch.device) -> _HostSpeed:
     """An accelerator copies from and to pinned memory. In a processor's memory a slot is mapped before the
     copy, or unmapped after it, as chunks are.
     """
     if is_accelerator(device):
-        below = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        above = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+        below = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        above = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
         rates = (_copied_bytes_per_s(*both, device) for both in ((above, below), (below, above)))
-        return HostSpeed(min(rates))
-    large = _Laps(device, COPY_BYTES, NUM_COPIES)
-    bytes_per_s = COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
-    small = _Laps(device, CHUNK_BYTES, NUM_SMALL)
+        return _HostSpeed(min(rates))
+    large = _Laps(device, _COPY_BYTES, _NUM_COPIES)
+    bytes_per_s = _COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
+    small = _Laps(device, _CHUNK_BYTES, _NUM_SMALL)
     copied_s = max(median(small.up_s), median(small.down_s))
-    return HostSpeed(bytes_per_s, max(copied_s - CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2)
+    return _HostSpeed(
+        bytes_per_s, max(copied_s - _CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2
+    )
 
 
 class _Laps:
@@ -94,12 +96,12 @@ class _Laps:
 
 def _copied_bytes_per_s(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
     seconds = []
-    for _ in range(NUM_COPIES):
+    for _ in range(_NUM_COPIES):
         begin_s = perf_counter()
         to.copy_(source)
         synchronize(device)
         seconds.append(perf_counter() - begin_s)
-    return COPY_BYTES / min(seconds)
+    return _COPY_BYTES / min(seconds)
 
 
 def check_disk_folder(folder: Path, name: str) -> None:
@@ -113,7 +115,7 @@ def check_disk_folder(folder: Path, name: str) -> None:
 def free_disk_bytes(folder: Path) -> int:
     """What paging may fill of the disk that a folder is on."""
     space = os.statvfs(folder)
-    return int(space.f_bavail * space.f_frsize * USABLE)
+    return int(space.f_bavail * space.f_frsize * _USABLE)
 
 
 def measured_disk_bytes_per_s(folder: Path) -> float:
@@ -121,16 +123,16 @@ def measured_disk_bytes_per_s(folder: Path) -> float:
 
     The file has no name and is gone whatever happens.
     """
-    block = mmap.mmap(-1, BLOCK_BYTES)  # at the begin of a page, as direct files want it
-    block.write(os.urandom(2**16) * (BLOCK_BYTES // 2**16))
+    block = mmap.mmap(-1, _BLOCK_BYTES)  # at the begin of a page, as direct files want it
+    block.write(os.urandom(2**16) * (_BLOCK_BYTES // 2**16))
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()
             _make_direct(number)
             begin_s = perf_counter()
             count = 0
-            while count < FEWEST_BLOCKS or (count < MOST_BLOCKS and perf_counter() - begin_s < DISK_S):
-                os.pwrite(number, block, count * BLOCK_BYTES)
+            while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
+                os.pwrite(number, block, count * _BLOCK_BYTES)
                 count += 1
             os.fsync(number)
             written_s = perf_counter() - begin_s
@@ -138,11 +140,11 @@ def measured_disk_bytes_per_s(folder: Path) -> float:
                 os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
             begin_s = perf_counter()
             for place in range(count):
-                os.preadv(number, [block], place * BLOCK_BYTES)
+                os.preadv(number, [block], place * _BLOCK_BYTES)
             read_s = perf_counter() - begin_s
     except OSError as error:
         raise BiremeError(f"The disk of {folder} cannot be measured: {error.strerror or error}.") from error
-    return count * BLOCK_BYTES / max(written_s, read_s)
+    return count * _BLOCK_BYTES / max(written_s, read_s)
 
 
 def _make_direct(number: int) -> None:

@@ -29,19 +29,19 @@ from bireme.schedule.tiers import SMALL_CHUNK_BYTES, Chunk, RankTiers
 
 # The ranges of addresses of a rank's items: which one an item has now, and which one a tensor lies in.
 
-Key = tuple[Item, int, int]
+_Key = tuple[Item, int, int]
 """An item, its stage and its number, as in `Chunk`."""
 
 
-class Ranges:
+class _Ranges:
     """A bank and an optimizer have a range for good; sums and stashes are lent one while they are there."""
 
     def __init__(self, memory: ChunkMemory, num_chunks: Mapping[tuple[Item, int], int]) -> None:
         self._memory = memory
         self._num_chunks = num_chunks
-        self._of: dict[Key, AddressRange] = {}
+        self._of: dict[_Key, AddressRange] = {}
         self._free_stashes: dict[int, list[AddressRange]] = {}
-        self._left: dict[Key, int] = {}
+        self._left: dict[_Key, int] = {}
         self.most_left_bytes = 0
         """The most bytes that stashes had no room for at a time."""
         self._by_address: dict[int, tuple[AddressRange, Item, int]] = {}
@@ -62,7 +62,7 @@ class Ranges:
         """A range that is not lent yet; torch's allocator where the item is not paged."""
         return self._made(item, stage) if self.has(item, stage) else PLAIN
 
-    def of(self, key: Key) -> AddressRange:
+    def of(self, key: _Key) -> AddressRange:
         """The range of an item, which gets one if it has none."""
         found = self._of.get(key)
         if found is None:
@@ -82,7 +82,7 @@ class Ranges:
             found.clear()
             self._free_stashes.setdefault(stage, []).append(found)
 
-    def leave(self, key: Key, num_bytes: int) -> None:
+    def leave(self, key: _Key, num_bytes: int) -> None:
         """So many bytes of an item stay with torch while the item is there."""
         self._left[key] = self._left.get(key, 0) + num_bytes
         self.most_left_bytes = max(self.most_left_bytes, sum(self._left.values()))
@@ -161,7 +161,7 @@ class CopyJob:
             self.is_done.set()
 
 
-class Mover(Protocol):
+class _Mover(Protocol):
     """Makes jobs."""
 
     def post(self, job: CopyJob) -> None:
@@ -183,7 +183,7 @@ class ThreadMover:
         self._threads: list[threading.Thread] = []
 
     def post(self, job: CopyJob) -> None:
-        """As `Mover` says."""
+        """As `_Mover` says."""
         if job.is_quick and all(other.is_done.is_set() for other in job.needs):
             job.do()
             return
@@ -200,13 +200,13 @@ class ThreadMover:
         own.put(job)
 
     def wait(self, job: CopyJob) -> None:
-        """As `Mover` says."""
+        """As `_Mover` says."""
         job.is_done.wait()
         if job.error is not None:
             raise job.error
 
     def close(self) -> None:
-        """As `Mover` says."""
+        """As `_Mover` says."""
         for own in self._queues.values():
             own.put(None)
         for thread in self._threads:
@@ -290,7 +290,7 @@ class PagingSettings:
     """
 
     folder: Path | None = None
-    mover: Callable[[torch.device], Mover] = ThreadMover
+    mover: Callable[[torch.device], _Mover] = ThreadMover
     poisons: bool = False
 
 
@@ -334,7 +334,7 @@ class ChunkStore:
         for tier, lower, peak in zip(tiers.tiers[1:], self.lower, peaks[1:], strict=True):
             lower.grow(peak)
             self.pools.append(SlotPool(tier.name, peak))
-        self.ranges = Ranges(self.memory, tiers.chunks)
+        self.ranges = _Ranges(self.memory, tiers.chunks)
         self.opened: set[Chunk] = set()
         """The chunks that must be on the device for now, between instructions."""
         self.last_read: Chunk | None = None

@@ -283,11 +283,11 @@ class RankPaging:
             give_back_large_blocks()
         self._store = ChunkStore(settled, rank, tiers, device, settings)
         self._pager = Pager(settled, self._store)
-        self._memory: dict[int, PagedStage] = {}
+        self._memory: dict[int, _PagedStage] = {}
 
-    def stage(self, stage: int) -> "PagedStage":
+    def stage(self, stage: int) -> "_PagedStage":
         """The memory of a stage."""
-        return self._memory.setdefault(stage, PagedStage(self._store, stage, self._program.num_microbatches))
+        return self._memory.setdefault(stage, _PagedStage(self._store, stage, self._program.num_microbatches))
 
     def around(
         self, action: Callable[[Instruction], None], begins: Callable[[], None]
@@ -347,7 +347,7 @@ class RankPaging:
         self._store.close()
 
 
-class PagedStage(StageMemory):
+class _PagedStage(StageMemory):
     """Memory of a stage in ranges of addresses, for the items that are paged."""
 
     is_paged = True

@@ -51,15 +51,15 @@ from bireme.sync.slices import SLICE_BYTES
 KEPT_BYTES = 1 << 30
 """Committed sums that replicas which are late may still ask for take at most this, except for a few."""
 LEAST_KEPT = 4
-MOST_BEHIND = 8
+_MOST_BEHIND = 8
 """A member that lags the others by more batches starts again: to heal, it need not compute."""
-MOST_FOR_MEMBERS = MOST_BEHIND + 4
+MOST_FOR_MEMBERS = _MOST_BEHIND + 4
 """Sums kept for members that are late. A member that lacks an older one starts again; a few more are kept
 because it may have asked a moment ago.
 """
 HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
-MOST_ROUNDS = 8
+_MOST_ROUNDS = 8
 """So many rounds after the one before which a snapshot was due, it will not come any more."""
 OFFER_LOOK_S = 0.5
 
@@ -137,7 +137,7 @@ class Offers:
             words = {"holds": one.holds.hex(), "weight": one.weight, "means": one.means}
             send_tensors(made, {**words, "numbers": one.numbers}, result.flats)
         elif what == SNAPSHOT:
-            snapshot = self._found(made, lambda: self._snapshots.get(batch), last=batch + MOST_ROUNDS)
+            snapshot = self._found(made, lambda: self._snapshots.get(batch), last=batch + _MOST_ROUNDS)
             if snapshot is not None:
                 words = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
                 send_named(made, words, snapshot.tensors, share=HEAL_SHARE)
@@ -169,7 +169,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.nbytes for one in tensors)
 
 
-def summed_in(words: Mapping[str, Any]) -> Summed:
+def _summed_in(words: Mapping[str, Any]) -> Summed:
     """What the text of a parcel with a committed sum says of it."""
     means, numbers = tuple(words["means"]), tuple(words["numbers"])
     return Summed(bytes.fromhex(words["holds"]), words["weight"], means, numbers)
@@ -327,7 +327,7 @@ class Agent(PeerAgent):
         commit = next((one for one in word.commits if (one.line, one.round) == (0, batch)), None)
         if commit is not None:
             num_behind = word.committed[0] - batch
-            if job.prepare is not None and num_behind > MOST_BEHIND:
+            if job.prepare is not None and num_behind > _MOST_BEHIND:
                 raise DroppedError(f"replica {self.own.replica} is {num_behind} batches behind the others.")
             return self._settle(job, commit, word)
         if job.prepare is not None and job.contribution is None:
@@ -410,7 +410,7 @@ class Agent(PeerAgent):
 
         result = self._buffers.take(job.like)
         try:
-            result.summed = summed_in(self._pull(commit, job.batch, word, result.flats))
+            result.summed = _summed_in(self._pull(commit, job.batch, word, result.flats))
         except (SupersededError, LineBroken, OSError) as error:
             self._buffers.give_back(result)
             if not isinstance(error, SupersededError):

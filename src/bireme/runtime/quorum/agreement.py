@@ -28,7 +28,7 @@ from bireme.sync.quorum.line import Digest, digest_of
 # many batches, which are the same for all replicas.
 
 
-class Digests:
+class _Digests:
     """Those of one rank's stages, on a device; they go with the contributions of its reducer. `every` so many
     batches, never for that reason if 0.
     """
@@ -65,8 +65,8 @@ def _kind_of(device: torch.device) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-ClipScale = Callable[[], float]
-BeforeUpdate = Callable[[Stage, int], None]
+_ClipScale = Callable[[], float]
+_BeforeUpdate = Callable[[Stage, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ class QuorumAgreement:
         )
 
     def before_updates(
-        self, reducer: QuorumReducer, stages: Mapping[int, Stage], device: torch.device, scale: ClipScale
-    ) -> BeforeUpdate:
+        self, reducer: QuorumReducer, stages: Mapping[int, Stage], device: torch.device, scale: _ClipScale
+    ) -> _BeforeUpdate:
         """What a rank with these stages does before each of them makes the update of a batch."""
-        digests = Digests(reducer, stages, device, self.compare_every)
-        donations = Donations(self.agent, stages, scale, self.rebuilt)
+        digests = _Digests(reducer, stages, device, self.compare_every)
+        donations = _Donations(self.agent, stages, scale, self.rebuilt)
 
         def before(stage: Stage, batch: int) -> None:
             digests.before_update(stage, batch)
@@ -118,13 +118,13 @@ class QuorumAgreement:
         return before
 
 
-class Donations:
+class _Donations:
     """Takes snapshots for other replicas, of each stage right before the update that they go on with, but not
     of what they have `rebuilt` by themselves.
     """
 
     def __init__(
-        self, agent: Agent, stages: Mapping[int, Stage], clip_scale: ClipScale, rebuilt: frozenset[str]
+        self, agent: Agent, stages: Mapping[int, Stage], clip_scale: _ClipScale, rebuilt: frozenset[str]
     ) -> None:
         self._agent = agent
         self._stages = stages

@@ -106,7 +106,7 @@ class LedgerTail:
 # The ledger of replicas that train batches of their own, as who started the run reads it while it grows.
 
 
-class AveragingTail(LedgerTail):
+class _AveragingTail(LedgerTail):
     """Each line is of one replica's batch, so all whose batches came to count are members."""
 
     def __init__(self, path: Path) -> None:
@@ -153,14 +153,14 @@ class AveragingTail(LedgerTail):
 
 
 LOOK_S = 0.1
-TOKEN_BYTES = 16
-MOST_IN_VAIN = 3
+_TOKEN_BYTES = 16
+_MOST_IN_VAIN = 3
 """Lives of a replica in a row that end before they have trained, or of what is told as a mistake; then it is
 not started again.
 """
-LEAST_ROUNDS = 5
+_LEAST_ROUNDS = 5
 """So many batches count before a life has trained; by then it is known whether its weights are right."""
-PARTING_S = 30.0
+_PARTING_S = 30.0
 """How long replicas that train may take to end after the first one has."""
 
 
@@ -181,7 +181,7 @@ class ReplicaOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class _Launched:
     """What the ranks of each replica returned that came to its end, and what the ledger says."""
 
     results: list[list[Any]]
@@ -199,7 +199,7 @@ def launch_replicas(
     backend: "Backend" = "gloo",
     device: str | None = None,
     site: Site | None = None,
-) -> Launched:
+) -> _Launched:
     """Run `function(world, order, *args)` in new processes for each replica, until one replica is done.
 
     `world` is of the replica's own ranks. `tell` is given a sentence for each death and each return. Raises
@@ -210,7 +210,7 @@ def launch_replicas(
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
+    tail = _AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
     here = site or _only_site(settings, ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
     num_ranks = len(here.replicas) * settings.num_stages
@@ -262,7 +262,7 @@ def launch_replicas(
 
 def _only_site(settings: CoordinatorSettings, ledger: Path) -> Site:
     """This host, if it has all replicas."""
-    token = secrets.token_hex(TOKEN_BYTES)
+    token = secrets.token_hex(_TOKEN_BYTES)
     coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
     coordinator.start()
     hosts = ((own_address(), coordinator.port),)
@@ -368,7 +368,7 @@ class _Supervision:
         self._failed: dict[str, int] = {}
         """The samples that replicas failed with, and which replica that was."""
 
-    def results(self) -> Launched:
+    def results(self) -> _Launched:
         """What the replicas have come to, once one is done and the others that train have ended. It is
         nothing where none of this host trained when the run ended on the others.
         """
@@ -378,7 +378,7 @@ class _Supervision:
             if self._done() or self._is_over_elsewhere or self._has_ended_unheard():
                 self._part()
                 self._tail.read()
-                return Launched(self._done(), self._tail)
+                return _Launched(self._done(), self._tail)
             for one in self._replicas:
                 self._note_death(one)
             time.sleep(LOOK_S)
@@ -455,15 +455,15 @@ class _Supervision:
         if has_ended or (is_mistake and not one.life.life):
             raise cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
-        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + LEAST_ROUNDS
+        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + _LEAST_ROUNDS
         one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
         rank = one.number * one.num_ranks + cause.rank
         what = f"Replica {one.number} ended: rank {rank}, {cause.summary}"
-        if one.num_in_vain >= MOST_IN_VAIN:
+        if one.num_in_vain >= _MOST_IN_VAIN:
             one.is_over = True
             if all(other.is_over for other in self._replicas):
                 raise cause.to_starter() from None
-            self._tell(f"{what} It has ended {MOST_IN_VAIN} times in a row and is not started again.")
+            self._tell(f"{what} It has ended {_MOST_IN_VAIN} times in a row and is not started again.")
             return
         left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
         rest = f"The run continues with {left}" if others else "Nothing is lost"
@@ -500,7 +500,7 @@ class _Supervision:
         for one in self._replicas:
             if not one.was_member or not are_done:
                 one.give_up()
-        ends_s = time.monotonic() + PARTING_S
+        ends_s = time.monotonic() + _PARTING_S
         with suppress(BiremeError):
             while self._is_needed() and time.monotonic() < ends_s:
                 for one in self._replicas:

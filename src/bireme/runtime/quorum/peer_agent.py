@@ -176,7 +176,7 @@ def is_in(own: RankId, grant: Grant) -> bool:
     return any(part.replica == own.replica for part in grant.parts)
 
 
-def member_in(word: CoordinatorReply, replica: int) -> Member:
+def _member_in(word: CoordinatorReply, replica: int) -> Member:
     """A replica that lives. Raises `LineBroken` if it does not."""
     found = next((one for one in word.members if one.replica == replica), None)
     if found is None or not all(found.addresses):
@@ -294,7 +294,7 @@ class PeerAgent(ABC):
             if known is None or (known.donor, known.batch) != (heal.donor, heal.batch):
                 raise LineBroken(heal.donor, "it is the donor no more")
 
-        address = member_in(self.word, heal.donor).addresses[self.own.stage]
+        address = _member_in(self.word, heal.donor).addresses[self.own.stage]
         with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
             yield IncomingTensors(made, look, timeout_s=self._timeout_s)
 
@@ -367,7 +367,7 @@ class PeerAgent(ABC):
                 replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
                 for replica in members
                 if replica != self.own.replica
-                for member in [member_in(word, replica)]
+                for member in [_member_in(word, replica)]
             }
             return sum_over(
                 own,
@@ -403,7 +403,7 @@ class PeerAgent(ABC):
             if source not in map(self._source, known):
                 raise SupersededError
 
-        address = member_in(word, source).addresses[self.own.stage]
+        address = _member_in(word, source).addresses[self.own.stage]
         with self._board.ask(source, address, SUM, place, look) as made:
             parcel = IncomingTensors(made, look, timeout_s=self._timeout_s)
             words = parcel.words()

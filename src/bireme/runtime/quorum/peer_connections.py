@@ -27,10 +27,10 @@ from bireme.sync.quorum.line import LineBroken, PeerLine
 # when nothing moves for its socket's timeout. Who receives waits for the beginning as long as it likes, and
 # gives up when nothing moves after that.
 
-LENGTH = Struct("<Q")
-PIECE_BYTES = 1 << 20
-MOST_WORDS_BYTES = 1 << 28
-PARCEL_LOOK_S = 0.1
+_LENGTH = Struct("<Q")
+_PIECE_BYTES = 1 << 20
+_MOST_WORDS_BYTES = 1 << 28
+_PARCEL_LOOK_S = 0.1
 
 
 def send_tensors(
@@ -38,12 +38,12 @@ def send_tensors(
 ) -> None:
     """Send a text and tensors on the host. They take at most that share of the time of a link."""
     text = json.dumps(words).encode()
-    made.sendall(LENGTH.pack(len(text)) + text)
+    made.sendall(_LENGTH.pack(len(text)) + text)
     for tensor in tensors:
         data = _bytes_of(tensor)
-        for begin in range(0, len(data), PIECE_BYTES):
+        for begin in range(0, len(data), _PIECE_BYTES):
             began_s = time.monotonic()
-            made.sendall(data[begin : begin + PIECE_BYTES])
+            made.sendall(data[begin : begin + _PIECE_BYTES])
             if share < 1.0:
                 time.sleep((time.monotonic() - began_s) * (1.0 / share - 1.0))
 
@@ -64,14 +64,14 @@ class IncomingTensors:
     """
 
     def __init__(self, made: socket.socket, look: Callable[[], None], *, timeout_s: float) -> None:
-        made.settimeout(PARCEL_LOOK_S)
+        made.settimeout(_PARCEL_LOOK_S)
         self._socket, self._look, self._timeout_s = made, look, timeout_s
         self._has_begun = False
 
     def words(self) -> dict[str, Any]:
         """The text."""
-        (size,) = LENGTH.unpack(self._received(LENGTH.size))
-        if size > MOST_WORDS_BYTES:
+        (size,) = _LENGTH.unpack(self._received(_LENGTH.size))
+        if size > _MOST_WORDS_BYTES:
             raise ConnectionError(f"a text of {size} bytes was announced")
         found: dict[str, Any] = json.loads(self._received(size))
         return found
@@ -115,14 +115,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return data
 
 
-TOKEN_BYTES = 16
-GREETING = Struct(f"<{TOKEN_BYTES}sBiiq")
+_TOKEN_BYTES = 16
+_GREETING = Struct(f"<{_TOKEN_BYTES}sBiiq")
 """The token, what for, who calls (replica and life), and the batch that is asked for."""
-GREETING_S = 5.0
+_GREETING_S = 5.0
 LOOK_S = 0.05
-CALL_S = 3.0
+_CALL_S = 3.0
 """How long a call may take before the caller looks whether it is still wanted, and calls again."""
-LINE, SUM, SNAPSHOT = 1, 2, 3
+_LINE, SUM, SNAPSHOT = 1, 2, 3
 
 Answer = Callable[[socket.socket, int, int], None]
 """Answers a request: on that socket, of that kind, for that batch."""
@@ -135,7 +135,7 @@ class PeerConnections:
         self._own = own
         self._answer = answer
         self._timeout_s = timeout_s
-        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._changed = threading.Condition()
         self._called: dict[tuple[int, int], socket.socket] = {}
         """Lines that others have called for and nobody has taken."""
@@ -163,7 +163,9 @@ class PeerConnections:
         self.drop(replica)
         if come is None:
             calls = self._own.replica > replica
-            come = self._call(replica, address, LINE, check) if calls else self._awaited(replica, life, check)
+            come = (
+                self._call(replica, address, _LINE, check) if calls else self._awaited(replica, life, check)
+            )
         line = PeerLine(replica, come)
         self._lines[replica] = life, line
         return line
@@ -213,7 +215,7 @@ class PeerConnections:
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.settimeout(self._timeout_s)
             greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, batch)
-            made.sendall(GREETING.pack(*greeting))
+            made.sendall(_GREETING.pack(*greeting))
         except (OSError, ValueError) as error:
             raise LineBroken(
                 replica, f"it cannot be called at {address.rpartition(' ')[0]}: {error}"
@@ -226,7 +228,7 @@ class PeerConnections:
         ends_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                return socket.create_connection((host, port), timeout=min(CALL_S, self._timeout_s))
+                return socket.create_connection((host, port), timeout=min(_CALL_S, self._timeout_s))
             except TimeoutError:
                 check()
                 if time.monotonic() > ends_s or self._is_closed:
@@ -268,13 +270,13 @@ class PeerConnections:
     def _greet(self, made: socket.socket) -> None:
         """Hear what a caller wants, and do it."""
         with suppress(OSError, LineBroken):
-            made.settimeout(GREETING_S)
-            token, what, replica, life, batch = GREETING.unpack(_exactly(made, GREETING.size))
+            made.settimeout(_GREETING_S)
+            token, what, replica, life, batch = _GREETING.unpack(_exactly(made, _GREETING.size))
             if not secrets.compare_digest(token, self._token):
                 made.close()
                 return
             self._remember(replica, made)
-            if what == LINE:
+            if what == _LINE:
                 self._take_line(made, replica, life)
                 return
             made.settimeout(self._timeout_s)

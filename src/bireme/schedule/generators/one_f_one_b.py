@@ -21,7 +21,7 @@ from bireme.schedule.weave import Orders, every_batch
 #
 # Simple, and hungry: every stage keeps the activations of all m micro-batches.
 
-GPIPE_PICTURE = """
+_GPIPE_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0=== B1=== B2=== B3===|
 rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B0=== B1=== B2=== B3===|.  .
 rank 2: .  .  F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===|.  .  .  .
@@ -44,7 +44,7 @@ GPIPE = Schedule(
     name="gpipe",
     summary="all forwards, then all backwards; stashes every micro-batch",
     rule=Rule.SYNCHRONOUS,
-    picture=GPIPE_PICTURE,
+    picture=_GPIPE_PICTURE,
     orders=_gpipe_orders,
 )
 
@@ -53,7 +53,7 @@ GPIPE = Schedule(
 #
 # The yardstick of every other schedule, and the way to run a model that is merely too large.
 
-SEQUENTIAL_PICTURE = """
+_SEQUENTIAL_PICTURE = """
 rank 0: F0 . . . . . . . . . B0=F1 . . . . . . . . . B1=F2 . . . . . . . . . B2=F3 . . . . . . . . . B3=|
 rank 1:  .F0 . . . . . . B0= . . .F1 . . . . . . B1= . . .F2 . . . . . . B2= . . .F3 . . . . . . B3=|. .
 rank 2:  . .F0 . . . B0= . . . . . .F1 . . . B1= . . . . . .F2 . . . B2= . . . . . .F3 . . . B3=|. . . .
@@ -75,7 +75,7 @@ SEQUENTIAL = Schedule(
     name="sequential",
     summary="no pipelining: one micro-batch at a time",
     rule=Rule.SYNCHRONOUS,
-    picture=SEQUENTIAL_PICTURE,
+    picture=_SEQUENTIAL_PICTURE,
     orders=_sequential_orders,
 )
 
@@ -89,7 +89,7 @@ SEQUENTIAL = Schedule(
 # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
 # 2021.
 
-INTERLEAVED_PICTURE = """
+_INTERLEAVED_PICTURE = """
 rank 0: F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|
 rank 1: .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .
 rank 2: .  .  F0 F1 F2 F3 f0 f1 f2 .  b0=== f3 b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .  .  .
@@ -136,14 +136,14 @@ INTERLEAVED = Schedule(
     name="interleaved",
     summary="1F1B with several stages per rank: a smaller bubble for more messages",
     rule=Rule.SYNCHRONOUS,
-    picture=INTERLEAVED_PICTURE,
+    picture=_INTERLEAVED_PICTURE,
     orders=_interleaved_orders,
     placement=_placement,
     stages_per_rank=2,
 )
 
 
-ONE_F_ONE_B_PICTURE = """
+_ONE_F_ONE_B_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0=== .  B1=== .  B2=== .  B3===|
 rank 1: .  F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===|.  .
 rank 2: .  .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===|.  .  .  .
@@ -153,10 +153,10 @@ F forward   B backward   . idle   | update
 """4 stages, 4 micro-batches, 1 batch."""
 
 
-def forwards_ahead(shape: Shape, stage: int) -> int:
+def _forwards_ahead(shape: Shape, stage: int) -> int:
     """How many forwards a stage runs before its first backward."""
     behind = shape.num_stages - 1 - stage
-    return behind + ceil_div(shape.lookahead * behind, max(shape.num_stages - 1, 1))
+    return behind + _ceil_div(shape.lookahead * behind, max(shape.num_stages - 1, 1))
 
 
 def within_a_batch(shape: Shape) -> int:
@@ -164,7 +164,7 @@ def within_a_batch(shape: Shape) -> int:
     return max(shape.num_microbatches - shape.num_stages + 1, 0) if shape.num_stages > 1 else 0
 
 
-def ceil_div(a: int, b: int) -> int:
+def _ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
 
@@ -172,7 +172,7 @@ def ceil_div(a: int, b: int) -> int:
 def alternate(shape: Shape, stage: int, num_microbatches: int) -> list[Instruction]:
     """One stage's 1F1B order over a run of micro-batches that may span batches."""
     m = shape.num_microbatches
-    ahead = min(forwards_ahead(shape, stage), num_microbatches)
+    ahead = min(_forwards_ahead(shape, stage), num_microbatches)
     order = [forward(stage, k % m, k // m) for k in range(ahead)]
     for k in range(num_microbatches):
         if k + ahead < num_microbatches:
@@ -190,7 +190,7 @@ ONE_F_ONE_B = Schedule(
     name="1f1b",
     summary="PipeDream-Flush: one forward, one backward; drains before each update",
     rule=Rule.SYNCHRONOUS,
-    picture=ONE_F_ONE_B_PICTURE,
+    picture=_ONE_F_ONE_B_PICTURE,
     orders=_one_f_one_b_orders,
     most_lookahead=within_a_batch,
 )
@@ -206,7 +206,7 @@ ONE_F_ONE_B = Schedule(
 # Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partitioning and Micro-batch
 # Slicing", CLUSTER 2022; which messages to aggregate is our derivation.
 
-SLICED_PICTURE = """
+_SLICED_PICTURE = """
 rank 0: 0a0b1a1b F2= F3= . . . . . . . . . B0===== . . B1===== . . B2===== . . B3=====|
 rank 1:  .0a0b1a1b . F2= . . . . . B0===== F3= B1===== . . B2===== . . B3=====|. . . .
 rank 2:  . .0a0b1a1b . . . B0===== F2= B1===== F3= B2===== . . B3=====|. . . . . . . .
@@ -245,7 +245,7 @@ SLICED = Schedule(
     name="1f1b-sliced",
     summary="AutoPipe's 1F1B: slices the first micro-batches, which halves the start-up",
     rule=Rule.SYNCHRONOUS,
-    picture=SLICED_PICTURE,
+    picture=_SLICED_PICTURE,
     orders=_sliced_orders,
     check=_check,
     slices=True,

@@ -9,7 +9,7 @@ from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.weave import Orders, lower
 
-MOST_PASSES = 1_000_000
+_MOST_PASSES = 1_000_000
 """Forwards in a batch, over all stages; more is a slip of the pen."""
 
 
@@ -40,10 +40,10 @@ class Shape:
         ):
             if count < 1:
                 raise BiremeError(f"A schedule needs at least one {what}, not {count}.")
-        if self.num_stages * self.num_microbatches > MOST_PASSES:
+        if self.num_stages * self.num_microbatches > _MOST_PASSES:
             raise BiremeError(
                 f"{self.num_stages} stages and {self.num_microbatches} micro-batches are "
-                f"{self.num_stages * self.num_microbatches:,} forwards a batch; the most is {MOST_PASSES:,}."
+                f"{self.num_stages * self.num_microbatches:,} forwards a batch; the most is {_MOST_PASSES:,}."
             )
         if self.lookahead < 0:
             raise BiremeError(f"The lookahead is {self.lookahead}; it must be 0 or more micro-batches.")

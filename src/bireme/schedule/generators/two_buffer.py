@@ -14,7 +14,7 @@ from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.program import Rule
 from bireme.schedule.weave import Orders
 
-TWO_BUFFER_PICTURE = """
+_TWO_BUFFER_PICTURE = """
 rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0===== F4  B1===== F5  B2===== F6  B3===== F7  B4=
 rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1===== F4  B2===== F5  B3===== F6  B4===== F7
 rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2===== F4  B3===== F5  B4===== F6  B5=====
@@ -35,7 +35,7 @@ def never_drain(shape: Shape) -> Orders:
     return [alternate(shape, stage, num_microbatches) for stage in range(shape.num_stages)]
 
 
-def refuse_short_batches(shape: Shape) -> None:
+def _refuse_short_batches(shape: Shape) -> None:
     """Two versions hold only where a batch is at least as long as the pipeline is deep."""
     if shape.num_microbatches < shape.num_stages:
         raise BiremeError(
@@ -49,9 +49,9 @@ TWO_BUFFER = Schedule(
     name="2bw",
     summary="PipeDream-2BW: no drain, two weight versions, each update one batch late",
     rule=Rule.DELAYED,
-    picture=TWO_BUFFER_PICTURE,
+    picture=_TWO_BUFFER_PICTURE,
     orders=never_drain,
-    check=refuse_short_batches,
+    check=_refuse_short_batches,
     most_lookahead=within_a_batch,
 )
 
@@ -64,7 +64,7 @@ TWO_BUFFER = Schedule(
 # instead of one whole batch, only the (d−1−s)/m of a batch that is still under way is missing. A lookahead
 # (see 1F1B) hides slow links but leaves as many more micro-batches unseen.
 
-FRESH_PICTURE = """
+_FRESH_PICTURE = """
 rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0====='F4  B1===== F5  B2===== F6  B3===== F7  B4=
 rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1====='F4  B2===== F5  B3===== F6  B4===== F7
 rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2====='F4  B3===== F5  B4===== F6  B5=====
@@ -88,9 +88,9 @@ TWO_BUFFER_FRESH = Schedule(
     name="2bw-fresh",
     summary="2BW, but each batch runs on a trial step from the gradients so far",
     rule=Rule.FRESH,
-    picture=FRESH_PICTURE,
+    picture=_FRESH_PICTURE,
     orders=never_drain,
-    check=refuse_short_batches,
+    check=_refuse_short_batches,
     most_lookahead=_with_one_seen,
 )
 
@@ -103,7 +103,7 @@ TWO_BUFFER_FRESH = Schedule(
 #
 # Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019.
 
-PIPEDREAM_PICTURE = """
+_PIPEDREAM_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0===|F4 B1===|F5 B2===|F6 B3===|F7 B4=== .  B5=== .  B6=== .  B7===|
 rank 1: .  F0 F1 F2 .  .  .  .  B0===|F3 B1===|F4 B2===|F5 B3===|F6 B4===|F7 B5=== .  B6=== .  B7===|.  .
 rank 2: .  .  F0 F1 .  .  B0===|F2 B1===|F3 B2===|F4 B3===|F5 B4===|F6 B5===|F7 B6=== .  B7===|.  .  .  .
@@ -116,6 +116,6 @@ PIPEDREAM = Schedule(
     name="pipedream",
     summary="weight stashing: updates after every micro-batch, up to one version per stage",
     rule=Rule.STASHED,
-    picture=PIPEDREAM_PICTURE,
+    picture=_PIPEDREAM_PICTURE,
     orders=never_drain,
 )

@@ -21,7 +21,7 @@ from bireme.schedule.weave import Orders, every_batch
 #
 # Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
 
-ZBV_PICTURE = """
+_ZBV_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3|.  .
 rank 1: .  F0 F1 F2 F3 .  f0 .  f1 i0 w0 f2 i1 w1 f3 i2 w2 I0 i3 I1 W0 I2 W1 I3 W2 w3 W3|.  .
 rank 2: .  .  F0 F1 F2 f0 F3 f1 .  f2 i0 w0 f3 i1 w1 I0 i2 I1 .  i3 I2 W0 I3 W1 w2 W2 w3 W3|.
@@ -31,7 +31,7 @@ F forward   I backward for the inputs   W backward for the weights   small lette
 """
 """8 stages on 4 ranks, 4 micro-batches, 1 batch."""
 
-FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_FORWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 class _Rank:
@@ -40,7 +40,7 @@ class _Rank:
     def __init__(self, shape: Shape, rank: int) -> None:
         self.stages = {"down": rank, "up": shape.num_stages - 1 - rank}
         self.num_microbatches = shape.num_microbatches
-        self.done = {(way, kind): 0 for way in self.stages for kind in (FORWARD, INPUT, WEIGHT)}
+        self.done = {(way, kind): 0 for way in self.stages for kind in (_FORWARD, _INPUT, _WEIGHT)}
         self.order: list[Instruction] = []
 
     def run(self, way: str, *kinds: Kind) -> None:
@@ -48,9 +48,9 @@ class _Rank:
         for kind in kinds:
             k = self.done[way, kind]
             earlier = {
-                FORWARD: self.num_microbatches,
-                INPUT: self.done[way, FORWARD],
-                WEIGHT: self.done[way, INPUT],
+                _FORWARD: self.num_microbatches,
+                _INPUT: self.done[way, _FORWARD],
+                _WEIGHT: self.done[way, _INPUT],
             }
             if k < earlier[kind]:
                 self.order.append(Instruction(kind, self.stages[way], 0, k))
@@ -64,24 +64,24 @@ def _zbv_order(shape: Shape, rank: int) -> list[Instruction]:
     p = shape.num_ranks
     me = _Rank(shape, rank)
     for _ in range(2 * (p - rank) - 1):
-        me.run("down", FORWARD)
+        me.run("down", _FORWARD)
     for _ in range(rank):
-        me.run("up", FORWARD)
-        me.run("down", FORWARD)
+        me.run("up", _FORWARD)
+        me.run("down", _FORWARD)
     for _ in range(p - rank):
-        me.run("up", FORWARD, INPUT, WEIGHT)
-    while me.left(FORWARD):
-        me.run("down", FORWARD, INPUT, WEIGHT)
-        me.run("up", FORWARD, INPUT, WEIGHT)
-    while me.left(INPUT):
-        if me.done["up", INPUT] < shape.num_microbatches:
-            me.run("down", INPUT)
-            me.run("up", INPUT)
+        me.run("up", _FORWARD, _INPUT, _WEIGHT)
+    while me.left(_FORWARD):
+        me.run("down", _FORWARD, _INPUT, _WEIGHT)
+        me.run("up", _FORWARD, _INPUT, _WEIGHT)
+    while me.left(_INPUT):
+        if me.done["up", _INPUT] < shape.num_microbatches:
+            me.run("down", _INPUT)
+            me.run("up", _INPUT)
         else:
-            me.run("down", INPUT, WEIGHT)
-    while me.left(WEIGHT):
-        me.run("up", WEIGHT)
-        me.run("down", WEIGHT)
+            me.run("down", _INPUT, _WEIGHT)
+    while me.left(_WEIGHT):
+        me.run("up", _WEIGHT)
+        me.run("down", _WEIGHT)
     return me.order
 
 
@@ -105,7 +105,7 @@ ZERO_BUBBLE_V = Schedule(
     name="zbv",
     summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
     rule=Rule.SYNCHRONOUS,
-    picture=ZBV_PICTURE,
+    picture=_ZBV_PICTURE,
     orders=_zbv_orders,
     splits_backward=True,
     placement=_placement,
@@ -114,7 +114,7 @@ ZERO_BUBBLE_V = Schedule(
 )
 
 
-ZB_H1_PICTURE = """
+_ZB_H1_PICTURE = """
 rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3|
 rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3|
 rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3|
@@ -146,7 +146,7 @@ ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
     rule=Rule.SYNCHRONOUS,
-    picture=ZB_H1_PICTURE,
+    picture=_ZB_H1_PICTURE,
     orders=_zb_h1_orders,
     splits_backward=True,
 )

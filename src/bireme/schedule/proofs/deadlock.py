@@ -26,7 +26,7 @@ from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, K
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.messages import channel_of
 
-TWO = 2
+_TWO = 2
 """Replicas that are enough to show a circle between replicas that run alike."""
 
 
@@ -39,7 +39,7 @@ class AverageGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
+class _Standstill:
     """Ranks that wait for ever: in a circle, or for what nobody does.
 
     With several replicas the ranks of the second are counted on after those of the first.
@@ -57,12 +57,12 @@ def run_to_end(
     synchronous_sends: bool,
     num_replicas: int | None = None,
     grants: Iterable[AverageGrant] | None = None,
-) -> Standstill | None:
+) -> _Standstill | None:
     """None where the program ends, else the ranks that wait for ever.
 
     Replicas are simulated together where they average weights: two, or as many as the `grants` are for.
     """
-    num = num_replicas or (1 if program.average_lag is None else TWO)
+    num = num_replicas or (1 if program.average_lag is None else _TWO)
     meetings = _Meetings(num, grants)
     sums: dict[tuple[int, int], _Sum] = {}
     ranks = [
@@ -77,7 +77,7 @@ def run_to_end(
     stuck = {rank.number: rank for rank in ranks if rank.waits_for is not None}
     if not stuck:
         return None
-    return Standstill(
+    return _Standstill(
         {number: rank.describe() for number, rank in stuck.items()},
         circle({number: rank.waits_for for number, rank in stuck.items() if rank.waits_for is not None}),
     )

@@ -18,7 +18,7 @@ from bireme.schedule.program import Program, Rule
 # version, steps from it or tries a step from it while a mean that belongs to it is still missing.
 
 
-class StageAverages:
+class _StageAverages:
     """The averages of one stage while its instructions go by. `newest` is the newest version made so far."""
 
     def __init__(self, program: Program, stage: int) -> None:
@@ -75,7 +75,7 @@ class StageAverages:
         self.num_ended += 1
 
 
-WHOLE = frozenset({0, 1})
+_WHOLE = frozenset({0, 1})
 
 
 def stage_problems(program: Program) -> Iterator[str]:
@@ -111,7 +111,7 @@ class _StageProof:
         self.newest_reduced = program.first_batch - 1
         self.reduced: set[tuple[int, int | None]] = set()
         self.updated: set[tuple[int, int | None]] = set()
-        self.averages = StageAverages(program, stage)
+        self.averages = _StageAverages(program, stage)
 
     def step(self, instruction: Instruction) -> Iterator[str]:
         """Take one instruction in; say what is wrong with it."""
@@ -159,7 +159,7 @@ class _StageProof:
     def _forward(self, step: Instruction) -> Iterator[str]:
         key = _key(step)
         done = self.halves.get(key, frozenset())
-        adds = WHOLE if step.half is None else frozenset({step.half})
+        adds = _WHOLE if step.half is None else frozenset({step.half})
         if done & adds or key[1] in self.finished.get(key[0], ()) or self._is_updated(key):
             yield f"{step} runs a second time."
             return
@@ -173,7 +173,7 @@ class _StageProof:
     def _recompute(self, step: Instruction) -> Iterator[str]:
         key = _key(step)
         yield from self._wrong_version(step)
-        if self.halves.get(key) != WHOLE:
+        if self.halves.get(key) != _WHOLE:
             yield f"{step} comes before the forward that it repeats, or after the backward that needs it."
         elif Kind.RECOMPUTE in self.past[key] or Kind.BACKWARD_INPUT in self.past[key]:
             yield f"{step} runs a second time, or after the backward that needs it."
@@ -183,7 +183,7 @@ class _StageProof:
     def _backward(self, step: Instruction) -> Iterator[str]:
         key = _key(step)
         yield from self._wrong_version(step)
-        if self.halves.get(key) != WHOLE:
+        if self.halves.get(key) != _WHOLE:
             yield f"{step} comes before its forward, or a second time."
         elif Kind.BACKWARD_INPUT in self.past[key]:
             yield f"{step} runs a second time."

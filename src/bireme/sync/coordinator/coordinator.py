@@ -50,7 +50,7 @@ from bireme.sync.coordinator.windows import progress_of, with_trained
 Lines = list[Began | Committed]
 
 
-def with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> CoordinatorState:
+def _with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> CoordinatorState:
     """With the groups that the last reports of all members lead to."""
     membership = state.membership
     if not membership.is_installed:
@@ -72,12 +72,12 @@ def with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> Coordina
     return with_trained(state, state.settings.num_stages, lines)
 
 
-def with_group_of(state: CoordinatorState, report: Report, now_s: float, lines: Lines) -> CoordinatorState:
+def _with_group_of(state: CoordinatorState, report: Report, now_s: float, lines: Lines) -> CoordinatorState:
     """With the groups that the report of a rank leads to, where nothing else is left that would lead to any,
     and no wait is over.
     """
     if state.groups is None:
-        return with_groups(state, now_s, lines)
+        return _with_groups(state, now_s, lines)
     state = _with_report(state, report, now_s)
     return with_trained(state, state.settings.num_stages, lines)
 
@@ -147,21 +147,21 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
 # computes, writes or reads does not wait.
 
 
-def with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> CoordinatorState:
+def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> CoordinatorState:
     """With the time since when all wait; news starts it again."""
     if not state.settings.timeout_s or not _all_wait(state):
         return state if state.still_s is None else replace(state, still_s=None)
     return replace(state, still_s=now_s) if is_news or state.still_s is None else state
 
 
-def still_until_s(state: CoordinatorState) -> float | None:
+def _still_until_s(state: CoordinatorState) -> float | None:
     """When it counts as a standstill, if nothing happens before."""
     return None if state.still_s is None else state.still_s + _limit_s(state)
 
 
 def standstill(state: CoordinatorState, now_s: float) -> str:
     """The sentence that ends the run; empty as long as it need not end."""
-    until_s = still_until_s(state)
+    until_s = _still_until_s(state)
     if until_s is None or now_s < until_s:
         return ""
     waits: dict[str, list[str]] = {}
@@ -188,8 +188,8 @@ def _all_wait(state: CoordinatorState) -> bool:
     return bool(reports) and all(own and all(one.waits for one in own) for own in reports)
 
 
-NO_REPLICA = -1
-MOST_COMMITS = 32
+_NO_REPLICA = -1
+_MOST_COMMITS = 32
 """In one word; who lacks more gets the others later."""
 
 
@@ -222,7 +222,7 @@ def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep
             return CoordinatorStep(state, ((event.rank, word_for(state, event.rank)),))
         if last is not None and _is_of_groups(state, event, last):
             state = replace(state, membership=state.membership.with_report(event, now_s))
-            state = with_deals(with_group_of(state, event, now_s, lines), now_s)
+            state = with_deals(_with_group_of(state, event, now_s, lines), now_s)
             return _told(before, state, event, now_s, lines, is_of_groups=True)
         membership = state.membership.with_report(event, now_s)
         if is_behind(state, event) and membership.is_installed:
@@ -249,7 +249,7 @@ def _told(
         told = {*before.membership.heard, *state.membership.heard}  # also whoever is let go
     elif is_news:
         told = _concerned(before, state)
-    state = with_stillness(state, now_s, is_news=is_news)
+    state = _with_stillness(state, now_s, is_news=is_news)
     if not state.standstill and (found := standstill(state, now_s)):
         state, is_news = replace(state, standstill=found), True
         told = set(state.membership.heard)
@@ -316,7 +316,7 @@ def wake_s(state: CoordinatorState, now_s: float) -> float:
         times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
-    if (until_s := still_until_s(state)) is not None and not state.standstill:
+    if (until_s := _still_until_s(state)) is not None and not state.standstill:
         times.append(until_s)
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
@@ -343,7 +343,7 @@ def word_for(state: CoordinatorState, rank: RankId, kept: tuple[int, ...] | None
         is_installed=membership.is_installed,
         after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
-        commits=tuple(commits[:MOST_COMMITS]) if membership.is_installed else (),
+        commits=tuple(commits[:_MOST_COMMITS]) if membership.is_installed else (),
         deals=state.pool.listed(),
         ends=state.ends,
         progress=progress_of(state),
@@ -370,7 +370,7 @@ def _settled(state: CoordinatorState, now_s: float, lines: list[Began | Committe
             state = with_entries(state)
         if state.membership.is_installed:
             if state.settings.mode is SyncMode.GROUPS:
-                state = with_groups(state, now_s, lines)
+                state = _with_groups(state, now_s, lines)
             state = with_rounds(with_deals(state, now_s), now_s, lines)
         state = with_sources(state)
         picture = _of_all(state), _of_replicas(state)
@@ -411,7 +411,7 @@ def _of_all(state: CoordinatorState) -> tuple[object, ...]:
         state.membership.members,
         state.membership.voters,
         state.lines and tuple((line.committed, line.grant) for line in state.lines),
-        None if is_quorum else committed_rounds(state, donor=NO_REPLICA),
+        None if is_quorum else committed_rounds(state, donor=_NO_REPLICA),
         state.commits,
         state.heals,
         state.membership.dropped,

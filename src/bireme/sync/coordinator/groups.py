@@ -138,10 +138,10 @@ class SettledGroup:
 def is_connected(replicas: Collection[int], pairs: Iterable[tuple[int, int]]) -> bool:
     """Whether each replica can be reached from each other one over the pairs; those of others count not."""
     first = next(iter(replicas), None)
-    return first is None or len(connected_to(first, replicas, pairs)) == len(set(replicas))
+    return first is None or len(_connected_to(first, replicas, pairs)) == len(set(replicas))
 
 
-def connected_to(one: int, replicas: Collection[int], pairs: Iterable[tuple[int, int]]) -> set[int]:
+def _connected_to(one: int, replicas: Collection[int], pairs: Iterable[tuple[int, int]]) -> set[int]:
     """The replicas that can be reached from one over the pairs, itself among them."""
     beside: dict[int, list[int]] = {replica: [] for replica in replicas}
     for left, right in pairs:
@@ -161,23 +161,23 @@ def connected_to(one: int, replicas: Collection[int], pairs: Iterable[tuple[int,
 # A group that is not forced closes when all are there or when the wait of its opener is over. A forced one
 # closes when the groups since the last forced one, and itself, connect all replicas: it has no time limit.
 
-LEAST_WAIT_S, FIRST_WAIT_S, MOST_WAIT_S = 1e-5, 1e-3, 1e-2
-LATECOMERS = 0.1
+_LEAST_WAIT_S, _FIRST_WAIT_S, _MOST_WAIT_S = 1e-5, 1e-3, 1e-2
+_LATECOMERS = 0.1
 """Of its patience, what an opener waits on for latecomers when it has met most of the others."""
 
 
 def first_wait_s() -> float:
     """How long a replica waits for others in its first group."""
-    return FIRST_WAIT_S
+    return _FIRST_WAIT_S
 
 
 def next_wait_s(wait_s: float, size: int) -> float:
     """How long a replica waits next, after a group of that size: longer if it was alone in it."""
-    return min(2 * wait_s, MOST_WAIT_S) if size < 2 else max(0.9 * wait_s, LEAST_WAIT_S)
+    return min(2 * wait_s, _MOST_WAIT_S) if size < 2 else max(0.9 * wait_s, _LEAST_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
+class _Former:
     """One stage. `ready` wait in the order in which they came; the first is the opener, whose wait is over
     at `deadline_s`.
 
@@ -204,7 +204,7 @@ class Former:
         patient_s: float,
         members: Collection[int],
         may_force: bool,
-    ) -> "Former":
+    ) -> "_Former":
         """With one more that waits. An opener forces a group if one is wanted, and it `may_force` it.
 
         An opener that is not yet connected to more than half of the members waits for `patient_s`, if that is
@@ -218,12 +218,12 @@ class Former:
         present = self.present | {one.replica}
         if self.ready:
             ready, deadline_s = (*self.ready, one), self.deadline_s
-            met = connected_to(ready[0].replica, members, (*self.pairs, *_pairs(ready)))
+            met = _connected_to(ready[0].replica, members, (*self.pairs, *_pairs(ready)))
             if 2 * len(met) > len(members):
-                deadline_s = min(deadline_s, now_s + max(wait_s, LATECOMERS * patient_s))
+                deadline_s = min(deadline_s, now_s + max(wait_s, _LATECOMERS * patient_s))
             return replace(self, ready=ready, present=present, deadline_s=deadline_s)
         former = self
-        is_with_most = 2 * len(connected_to(one.replica, members, self.pairs)) > len(members)
+        is_with_most = 2 * len(_connected_to(one.replica, members, self.pairs)) > len(members)
         if may_force and self.wants_forced and is_connected(members, self.pairs):
             former = replace(self, pairs=frozenset(), wants_forced=False)
         return replace(
@@ -259,7 +259,7 @@ class Former:
         groups: Sequence[Sequence[GroupMember]],
         num_members: int,
         settings: GroupSettings,
-    ) -> "Former":
+    ) -> "_Former":
         """After those who waited have formed these groups."""
         pairs = frozenset() if self.is_forced else self.pairs | {p for one in groups for p in _pairs(one)}
         updates = self.updates + len(self.ready)
@@ -273,7 +273,7 @@ class Former:
             wants_forced=(self.wants_forced and not self.is_forced) or updates >= period,
         )
 
-    def without(self, replica: int) -> "Former":
+    def without(self, replica: int) -> "_Former":
         """After a replica has died: what went through it connects nobody any more."""
         ready = tuple(one for one in self.ready if one.replica != replica)
         return replace(
@@ -285,7 +285,7 @@ class Former:
             latest={one: batch for one, batch in self.latest.items() if one != replica},
         )
 
-    def drained(self, replica: int, members: Collection[int]) -> "Former":
+    def drained(self, replica: int, members: Collection[int]) -> "_Former":
         """After a replica has come to the end of its batches. Where all of the members have, the mean over
         all comes next: everyone is connected, as by a forced group.
         """
@@ -307,7 +307,7 @@ class GroupState:
 
     settings: GroupSettings
     members: frozenset[int]
-    formers: tuple[Former, ...]
+    formers: tuple[_Former, ...]
     open: dict[tuple[int, int], AveragingGroup] = field(default_factory=dict)
     """Groups whose mean does not count yet, by stage and number."""
     num_groups: int = 0
@@ -321,7 +321,7 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStep:
+class _GroupStep:
     """What an event leads to."""
 
     state: GroupState
@@ -331,7 +331,7 @@ class GroupStep:
 def groups_begun(settings: GroupSettings, num_stages: int, members: Iterable[int]) -> GroupState:
     """Nobody waits."""
     present = frozenset(members)
-    return GroupState(settings, present, tuple(Former(present=present) for _ in range(num_stages)))
+    return GroupState(settings, present, tuple(_Former(present=present) for _ in range(num_stages)))
 
 
 def next_deadline_s(state: GroupState) -> float | None:
@@ -339,7 +339,7 @@ def next_deadline_s(state: GroupState) -> float | None:
     return min((one.deadline_s for one in state.formers if one.ready and not one.is_forced), default=None)
 
 
-def groups_step(state: GroupState, event: GroupEvent, now_s: float) -> GroupStep:
+def groups_step(state: GroupState, event: GroupEvent, now_s: float) -> _GroupStep:
     """What follows from an event. One that says nothing new changes nothing."""
     replies: list[Formed | SettledGroup] = []
     match event:
@@ -365,7 +365,7 @@ def groups_step(state: GroupState, event: GroupEvent, now_s: float) -> GroupStep
             pass
     for stage in range(len(state.formers)):
         state = _closed_if_due(state, stage, now_s, replies)
-    return GroupStep(state, tuple(replies))
+    return _GroupStep(state, tuple(replies))
 
 
 def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
@@ -491,7 +491,7 @@ def _gone(state: GroupState, replica: int, replies: list[Formed | SettledGroup])
     return state
 
 
-def _with_former(state: GroupState, stage: int, former: Former) -> GroupState:
+def _with_former(state: GroupState, stage: int, former: _Former) -> GroupState:
     formers = list(state.formers)
     formers[stage] = former
     return replace(state, formers=tuple(formers))

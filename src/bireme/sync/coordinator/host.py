@@ -44,11 +44,11 @@ from bireme.sync.coordinator.windows import with_own_batches
 # all members that call hold it or have gone on, it may have counted, and so it does. If one of them does not,
 # it has not counted, and those who call wait for a group again.
 
-Reports = Mapping[tuple[int, int], Report]
+_Reports = Mapping[tuple[int, int], Report]
 """By stage and replica."""
 
 
-def with_known_groups(state: CoordinatorState, callers: Collection[Incarnation]) -> CoordinatorState:
+def _with_known_groups(state: CoordinatorState, callers: Collection[Incarnation]) -> CoordinatorState:
     """With the groups that these replicas know of as they are now."""
     heard: dict[tuple[int, int], Report] = {
         (rank.stage, rank.replica): each.report
@@ -90,7 +90,7 @@ def _known(report: Report) -> GroupReply | None:
     return group if GroupMember(report.rank.replica, at.arrived) in group.members else None
 
 
-def _may_count(group: GroupReply, stage: int, heard: Reports) -> bool:
+def _may_count(group: GroupReply, stage: int, heard: _Reports) -> bool:
     if group.is_settled:
         return True
     return all(
@@ -123,7 +123,7 @@ def _has(report: Report, one: GroupMember, group: GroupReply) -> bool:
 # Where replicas average weights, words say what was dealt to each and how much of it counts. What the other
 # coordinator wrote down that nobody here has heard of does not count, and will: the samples are in weights.
 
-UNKNOWN = -1
+_UNKNOWN = -1
 """The attempt of a round that counts, where no caller tells of it. Who lacks its sum gets it from another."""
 
 
@@ -204,7 +204,7 @@ def taken_up(
     state = replace(state, membership=replace(state.membership, epoch=epoch))
     state = _with_summed(state, [one.own_life for one in callers], lines)
     if settings.mode is SyncMode.GROUPS:
-        state = with_known_groups(state, [one.own_life for one in callers])
+        state = _with_known_groups(state, [one.own_life for one in callers])
     if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
     pool = state.pool
@@ -268,11 +268,11 @@ def _commits(
     """
     told = [one.last for report in reports for one in report.rounds if one.last is not None]
     known = [*told, *(one for word in held for one in word.commits)]
-    found = {(one.line, one.round): replace(one, sources=()) for one in known if one.attempt != UNKNOWN}
+    found = {(one.line, one.round): replace(one, sources=()) for one in known if one.attempt != _UNKNOWN}
     for line, committed in enumerate(last.committed):
         places = [one.rounds[line].committed for one in reports if line < len(one.rounds)]
         for number in range(min(places, default=committed), committed):
-            found.setdefault((line, number), Commit(line, number, UNKNOWN, ()))
+            found.setdefault((line, number), Commit(line, number, _UNKNOWN, ()))
     return tuple(found[key] for key in sorted(found))
 
 
@@ -289,7 +289,7 @@ def _with_summed(
     return replace(state, lines=tuple(one.with_epoch() for one in state.lines))
 
 
-LATENESS = 0.5
+_LATENESS = 0.5
 """Leases for which a host waits for all members to call, once enough have."""
 
 
@@ -308,7 +308,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class HostStep:
+class _HostStep:
     """What an event leads to. The lines must be written before the words are sent, and on the disk if they
     are `is_lasting`. One that `resigns` closes all connections.
     """
@@ -335,10 +335,10 @@ def host_wake_s(host: Host, now_s: float) -> float:
     """The next time at which a `Tick` could change something."""
     if host.state is not None:
         return wake_s(host.state, now_s)
-    return now_s + LATENESS * host.settings.lease_s
+    return now_s + _LATENESS * host.settings.lease_s
 
 
-def host_step(host: Host, event: Event, now_s: float) -> HostStep:
+def host_step(host: Host, event: Event, now_s: float) -> _HostStep:
     """What follows from an event at that time."""
     if host.state is None:
         return _gathered(host, event, now_s)
@@ -347,11 +347,11 @@ def host_step(host: Host, event: Event, now_s: float) -> HostStep:
     may_be_replaced = not host.settings.averages or host.candidate.num_candidates > 1
     if _is_replaced(host.state, event, now_s, may_be_replaced=may_be_replaced):
         candidate = replace(host.candidate, recorded=None)
-        return HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
+        return _HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
     done = coordinator_step(host.state, event, now_s)
     # What ranks are told another host may take up, which then reads the lines.
     is_lasting = done.is_lasting or host.candidate.num_candidates > 1
-    return HostStep(replace(host, state=done.state), done.words, done.lines, is_lasting)
+    return _HostStep(replace(host, state=done.state), done.words, done.lines, is_lasting)
 
 
 def _is_replaced(state: CoordinatorState, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
@@ -362,7 +362,7 @@ def _is_replaced(state: CoordinatorState, event: Event, now_s: float, *, may_be_
     return may_be_replaced and isinstance(event, Tick) and is_cut_off(state, now_s)
 
 
-def _gathered(host: Host, event: Event, now_s: float) -> HostStep:
+def _gathered(host: Host, event: Event, now_s: float) -> _HostStep:
     """Learn who calls, and take up if enough do."""
     alive_s = now_s - host.settings.lease_s
     heard = {rank: one for rank, one in host.heard.items() if one.at_s >= alive_s}
@@ -374,17 +374,17 @@ def _gathered(host: Host, event: Event, now_s: float) -> HostStep:
     ended = host.ended | {event.life} if isinstance(event, Ended) else host.ended
     heard = {rank: one for rank, one in heard.items() if rank.own_life not in ended}
     host = replace(host, heard=heard, ended=ended, since_s=since_s)
-    is_late = now_s >= host.since_s + LATENESS * host.settings.lease_s
+    is_late = now_s >= host.since_s + _LATENESS * host.settings.lease_s
     taken = taken_up(host.settings, host.candidate, heard, ended=ended, is_late=is_late)
     if taken is None:
-        return HostStep(host)
+        return _HostStep(host)
     return _begun(host, taken, now_s)
 
 
-def _begun(host: Host, taken: CoordinatorStep, now_s: float) -> HostStep:
+def _begun(host: Host, taken: CoordinatorStep, now_s: float) -> _HostStep:
     done = coordinator_step(taken.state, Tick(), now_s)
     state = done.state
     candidate = replace(host.candidate, used=state.membership.epoch // TERM)
     words = tuple((rank, word_for(state, rank)) for rank in sorted(state.membership.heard))
     host = replace(host, candidate=candidate, state=state, heard={}, ended=frozenset())
-    return HostStep(host, words, (*taken.lines, *done.lines))
+    return _HostStep(host, words, (*taken.lines, *done.lines))

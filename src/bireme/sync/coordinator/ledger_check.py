@@ -21,7 +21,7 @@ from bireme.sync.coordinator.samples import in_force, united
 
 
 @dataclass(frozen=True, slots=True)
-class MembersFrom:
+class _MembersFrom:
     """From a batch on these replicas had a part in the rounds; in that membership epoch, if each line is of
     one replica's batch.
     """
@@ -46,7 +46,7 @@ class CheckedLedger:
     doubled: tuple[SamplePlaces, ...] = ()
     damaged: tuple[int, ...] = ()
     """The numbers of lines that nobody can read."""
-    members: list[MembersFrom] = field(default_factory=list)
+    members: list[_MembersFrom] = field(default_factory=list)
     is_of_single_replicas: bool = False
     committed: tuple[SamplePlaces, ...] = ()
     next_batch: int | None = None
@@ -161,11 +161,11 @@ def _note_members(found: CheckedLedger, batch: int, members: tuple[int, ...], ep
     last = found.members[-1] if found.members else None
     if not found.is_of_single_replicas:
         if last is None or last.members != members:
-            found.members.append(MembersFrom(batch, members))
+            found.members.append(_MembersFrom(batch, members))
     elif last is None or last.epoch != epoch:
-        found.members.append(MembersFrom(batch, members, epoch))
+        found.members.append(_MembersFrom(batch, members, epoch))
     else:
-        found.members[-1] = MembersFrom(last.batch, tuple(sorted({*last.members, *members})), epoch)
+        found.members[-1] = _MembersFrom(last.batch, tuple(sorted({*last.members, *members})), epoch)
 
 
 def _read(pairs: Sequence[Sequence[int]], fresh: int) -> tuple[SamplePlaces, ...]:

@@ -174,11 +174,11 @@ def _pairs(samples: tuple[SamplePlaces, ...]) -> list[list[int]]:
 # While they do, `bireme.balance.shares` says when shares change. When others share the next batch, they begin
 # with the shares that fit the paces known so far.
 
-POLICY = Policy()
+_POLICY = Policy()
 
-SILENT_TIMES = 1e6
+_SILENT_TIMES = 1e6
 """As how many times slower a silent replica counts: it gets as few samples as it may have."""
-RECOVERY = 0.95
+_RECOVERY = 0.95
 """What is left of a lateness after each round that its replica had a part in."""
 
 
@@ -210,7 +210,8 @@ class Dealing:
         batch_size = min(max(self.batch_size, sum(limits.least)), sum(limits.most))
         paces = [self.paces.get(one, usual) * self.late.get(one, 1.0) for one in replicas]
         paces = [
-            pace * (SILENT_TIMES if one in silent else 1.0) for one, pace in zip(replicas, paces, strict=True)
+            pace * (_SILENT_TIMES if one in silent else 1.0)
+            for one, pace in zip(replicas, paces, strict=True)
         ]
         shares = fair_shares(batch_size, paces, limits)
         return replace(self, replicas=replicas, silent=silent, balance=begun(shares, batch))
@@ -236,7 +237,7 @@ class Dealing:
             batch,
             busy,
             limits=self._own_limits(self.replicas),
-            policy=POLICY,
+            policy=_POLICY,
             takes_effect=takes_effect,
         )
         return replace(self, balance=balance, paces=paces, late=late)
@@ -259,7 +260,7 @@ class Dealing:
         """After a round that nobody measured: who came in time is given more again, little by little."""
         if not self.late.keys() & set(replicas):
             return self
-        eased = {one: slow * RECOVERY if one in replicas else slow for one, slow in self.late.items()}
+        eased = {one: slow * _RECOVERY if one in replicas else slow for one, slow in self.late.items()}
         return replace(self, late={one: slow for one, slow in eased.items() if slow > 1.0}, replicas=())
 
     def _own_limits(self, replicas: tuple[int, ...]) -> ShareLimits:

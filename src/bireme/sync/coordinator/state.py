@@ -29,11 +29,11 @@ from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSetting
 # What an opener of a group waits for follows from it: a replica that is connected to few waits for about as
 # long as the others take for a batch, and one that is connected to most not much of that.
 
-MEMORY = 0.8
+_MEMORY = 0.8
 """How much of the known seconds of a batch stays when another one was timed."""
-MOST_WAIT = 0.1
+_MOST_WAIT = 0.1
 """Of a batch of the others, for a replica that is connected to most of them."""
-LEAST_S = 1e-6
+_LEAST_S = 1e-6
 """Of a batch."""
 
 
@@ -49,7 +49,7 @@ class Paces:
         key, known = (stage, replica), self.batch_s
         if key in self.last_s:
             took_s = now_s - self.last_s[key]
-            known = known | {key: MEMORY * known.get(key, took_s) + (1 - MEMORY) * took_s}
+            known = known | {key: _MEMORY * known.get(key, took_s) + (1 - _MEMORY) * took_s}
         return Paces(self.last_s | {key: now_s}, known)
 
     def begun(self, replica: int, now_s: float) -> "Paces":
@@ -80,8 +80,8 @@ class Paces:
         if not others_s:
             return Arrived(stage, replica, batch, wait_s)
         patient_s = median(others_s)
-        until_next = inf if own_s is None else sum(own_s / max(one, LEAST_S) for one in known.values())
-        return Arrived(stage, replica, batch, min(wait_s, MOST_WAIT * patient_s), patient_s, until_next)
+        until_next = inf if own_s is None else sum(own_s / max(one, _LEAST_S) for one in known.values())
+        return Arrived(stage, replica, batch, min(wait_s, _MOST_WAIT * patient_s), patient_s, until_next)
 
 
 # Who is a member: leases, epochs, and how many must know an epoch before anything counts in it.

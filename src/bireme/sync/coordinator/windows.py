@@ -55,7 +55,7 @@ def done_without(others: Iterable[Trainer], num_samples: int, before_s: float) -
     return last_s
 
 
-NO_END = Window(0, 1 << 62)
+_NO_END = Window(0, 1 << 62)
 """Of ranks that name no window."""
 
 
@@ -76,7 +76,7 @@ def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> Coord
     dealing = state.dealing.among(state.membership.replicas, batch)
     pool, ends, until = state.pool, state.ends, _until(state, window)
     # Who came back into a window that the others have left has nothing to do in it.
-    is_over = window is not NO_END and window.number < state.lines[-1].committed
+    is_over = window is not _NO_END and window.number < state.lines[-1].committed
     while batch < wants:
         left = 0 if is_over else pool.num_left(until)
         count = _count(state, replica, dealing.counts(batch)[replica], left)
@@ -139,7 +139,7 @@ def _window(reports: list[Report]) -> Window:
     without any place: another rank of its replica, which wants a batch, may have entered it before.
     """
     found = [one.window for one in reports if one.window is not None]
-    return max(found, key=lambda one: (one.number, one.until), default=NO_END)
+    return max(found, key=lambda one: (one.number, one.until), default=_NO_END)
 
 
 def _until(state: CoordinatorState, window: Window) -> int:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HEADER = Struct("<4sBxxxqqiIQ")
-MAGIC = b"BQ01"
+_HEADER = Struct("<4sBxxxqqiIQ")
+_MAGIC = b"BQ01"
 
 
 class LineBroken(Exception):  # noqa: N818 (it is an event, which others act on)
@@ -83,7 +83,7 @@ class PeerLine:
         self._frames: deque[_Frame] = deque()
         self._expected: dict[Tag, memoryview] = {}
         self._stamp = Stamp(-1, -1, -1)
-        self._header = bytearray(HEADER.size)
+        self._header = bytearray(_HEADER.size)
         self._num_header = 0
         self._tag: Tag | None = None
         """Of the frame that is being read, once its header is there."""
@@ -108,7 +108,7 @@ class PeerLine:
     def send(self, tag: Tag, payload: memoryview) -> None:
         """Send a frame. The payload must stay as it is until the frame has gone, or until `begin`."""
         (epoch, batch, attempt), kind, piece = tag
-        header = HEADER.pack(MAGIC, kind, epoch, batch, attempt, piece, payload.nbytes)
+        header = _HEADER.pack(_MAGIC, kind, epoch, batch, attempt, piece, payload.nbytes)
         self._frames.append(_Frame([memoryview(header), payload.cast("B")]))
 
     def expect(self, tag: Tag, into: memoryview) -> None:
@@ -181,14 +181,14 @@ class PeerLine:
         return arrived
 
     def _read_header(self) -> bool:
-        while self._num_header < HEADER.size:
+        while self._num_header < _HEADER.size:
             num_bytes = self._receive(memoryview(self._header)[self._num_header :])
             if not num_bytes:
                 return False
             self._num_header += num_bytes
         self._num_header = 0
-        magic, kind, epoch, batch, attempt, piece, size = HEADER.unpack(self._header)
-        if magic != MAGIC:
+        magic, kind, epoch, batch, attempt, piece, size = _HEADER.unpack(self._header)
+        if magic != _MAGIC:
             raise ConnectionError("what came is no frame of this version of Bireme")
         self._tag, self._missing = Tag(Stamp(epoch, batch, attempt), kind, piece), size
         self._is_held = True
@@ -236,9 +236,9 @@ class PeerLine:
 # one that has trained for longest where neither side has more.
 
 SLICE = 1 << 20
-FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number, so that no bit of what it multiplies is lost."""
-INTEGERS = {1: torch.uint8, 2: torch.int16}
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What elements of so many bytes count as. Longer ones count as fours, so that no product is cut short."""
 
 
@@ -271,13 +271,13 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
     total = 0
     for name in sorted(tensors):
         flat = tensors[name].detach().reshape(-1)
-        flat = flat.view(INTEGERS.get(flat.itemsize, torch.int32))
+        flat = flat.view(_INTEGERS.get(flat.itemsize, torch.int32))
         factors = torch.arange(1, min(flat.numel(), SLICE) + 1, device=flat.device)
-        factors.mul_(FACTOR).bitwise_or_(1)
+        factors.mul_(_FACTOR).bitwise_or_(1)
         found = torch.zeros((), dtype=torch.int64, device=flat.device)
         for piece in torch.split(flat, SLICE) if flat.numel() else ():
-            found = found * FACTOR + (piece.to(torch.int64) * factors[: piece.numel()]).sum()
-        total = _signed(total * FACTOR + int(found))
+            found = found * _FACTOR + (piece.to(torch.int64) * factors[: piece.numel()]).sum()
+        total = _signed(total * _FACTOR + int(found))
     return total
 
 

@@ -29,7 +29,7 @@ SMALL_BYTES = 64 * 1024
 LOOK_S = 0.05
 """How often a wait looks whether the attempt is still wanted."""
 
-NUMBERS, PART, TOTAL = 1, 2, 3
+_NUMBERS, _PART, _TOTAL = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _told(
     flats = own.flats if with_flats else ()
     gradients = b"".join(_bytes_of(flat) for flat in flats)
     message = memoryview(plain.tobytes() + digest.tobytes() + gradients + own.holds)
-    tag = Tag(stamp, NUMBERS, 0)
+    tag = Tag(stamp, _NUMBERS, 0)
     come = {member: bytearray(len(message)) for member in traffic.lines}
     missing = set(come)
     for member, line in traffic.lines.items():
@@ -257,26 +257,26 @@ class _Ring:
     def _begin(self, number: int) -> None:
         piece, place = self._pieces[number], self._offset(number)
         if self._size == 2:
-            self._send(PART, number, piece.scaled(self._factor))
-            self._expect(PART, number)
+            self._send(_PART, number, piece.scaled(self._factor))
+            self._expect(_PART, number)
             return
         if place == 0:
-            self._send(PART, number, piece.scaled(self._factor))
+            self._send(_PART, number, piece.scaled(self._factor))
         else:
-            self._expect(PART, number)
+            self._expect(_PART, number)
         if place != self._size - 1:
-            self._expect(TOTAL, number)
+            self._expect(_TOTAL, number)
 
     def _come(self, _member: int, tag: Tag) -> None:
         piece, place = self._pieces[tag.piece], self._offset(tag.piece)
         is_last = place == self._size - 1
-        if tag.kind == PART:
+        if tag.kind == _PART:
             piece.into.add_(piece.scaled(self._factor))
             if self._size > 2:
-                self._send(TOTAL if is_last else PART, tag.piece, piece.into)
+                self._send(_TOTAL if is_last else _PART, tag.piece, piece.into)
         elif place + 1 < self._size - 1:
-            self._send(TOTAL, tag.piece, piece.into)
-        if tag.kind == TOTAL or is_last or self._size == 2:
+            self._send(_TOTAL, tag.piece, piece.into)
+        if tag.kind == _TOTAL or is_last or self._size == 2:
             self._num_open -= 1
 
     def _offset(self, number: int) -> int:

@@ -29,12 +29,12 @@ from bireme.train.checkpoint.shard import SavedTensors
 # Hidden names are nobody's checkpoints: `.in-use` is locked by the one run that writes, `.draft-…` is being
 # written, `.gone-…` is being deleted. The last two are leftovers when no run holds the lock.
 
-LOCK = ".in-use"
-DRAFT, GONE = ".draft-", ".gone-"
+_LOCK = ".in-use"
+_DRAFT, _GONE = ".draft-", ".gone-"
 GRACE_S = 5.0
 """How long a run that was killed may hold the lock on, and another machine may not see what was written."""
-POLL_S = 0.05
-HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+_POLL_S = 0.05
+_HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
 
 class Hold:
@@ -48,7 +48,7 @@ class Hold:
         self.token = secrets.token_hex(8)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(folder / LOCK, "a+b")
+            self._file = FileIO(folder / _LOCK, "a+b")
             try:
                 self._lock(folder, on_doubt)
                 self._sign()
@@ -74,9 +74,9 @@ class Hold:
                         f"{folder} is in use: {_holder(folder)} writes checkpoints there, and two runs would "
                         "delete each other's. Stop that run first, or name another folder."
                     )
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
         except OSError as error:
-            if error.errno not in HAS_NO_LOCKS:
+            if error.errno not in _HAS_NO_LOCKS:
                 raise
             on_doubt(f"Files cannot be locked in {folder}: make sure that no other run writes there.")
 
@@ -96,24 +96,24 @@ def wait_for_token(folder: Path, token: str) -> None:
                 f"{folder} on {platform.node()} is not the same folder as on rank 0, but a checkpoint is "
                 "complete only if all ranks write into one folder. Name a folder that all machines share."
             )
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def draft_folder(folder: Path, name: str) -> Path:
     """Where a checkpoint is written before it is one; `name` is its own."""
-    return folder / f"{DRAFT}{name}"
+    return folder / f"{_DRAFT}{name}"
 
 
 def retire(path: Path) -> None:
     """Delete a checkpoint. Its name goes first, so that half of one is never found."""
-    disk.rename(path, path.parent / f"{GONE}{path.name}-{secrets.token_hex(4)}")
-    _remove(path.parent, GONE)  # others too that could not be deleted when it was their turn
+    disk.rename(path, path.parent / f"{_GONE}{path.name}-{secrets.token_hex(4)}")
+    _remove(path.parent, _GONE)  # others too that could not be deleted when it was their turn
 
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what an earlier run left half written or half deleted. Only for who holds the folder."""
-    _remove(folder, DRAFT)
-    _remove(folder, GONE)
+    _remove(folder, _DRAFT)
+    _remove(folder, _GONE)
 
 
 def _remove(folder: Path, prefix: str) -> None:
@@ -146,14 +146,14 @@ def _holder(folder: Path) -> str:
 def _note(folder: Path) -> dict[str, object]:
     """What who holds the folder has written into the file that it locks."""
     try:
-        note = json.loads((folder / LOCK).read_bytes())
+        note = json.loads((folder / _LOCK).read_bytes())
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
 
 
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
-MOST_THREADS = 8
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_MOST_THREADS = 8
 """That read files at the same time: more only make a disk jump between them."""
 
 
@@ -180,7 +180,7 @@ class Checkpoint:
         files: list[FileEntry | RecordEntry] = [*self.manifest.files]
         if self.manifest.record is not None:
             files.append(self.manifest.record)
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(files))) as threads:
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(files))) as threads:
             found = threads.map(lambda entry: _damage(self.folder / entry.name, entry), files)
             return tuple(sentence for sentence in found if sentence is not None)
 
@@ -201,7 +201,7 @@ def find_checkpoints(folder: Path) -> tuple[Path, ...]:
     What is being written, or was left half written, has another name and is not among them.
     """
     try:
-        found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     except FileNotFoundError:
         return ()
     except OSError as error:
@@ -214,7 +214,7 @@ def find_checkpoints(folder: Path) -> tuple[Path, ...]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`; its manifest is checked, its files are not read."""
     manifest = read_manifest(path)
-    if STEP_FOLDER.fullmatch(path.name) and manifest.step != step_of(path):
+    if _STEP_FOLDER.fullmatch(path.name) and manifest.step != step_of(path):
         raise BiremeError(
             f"{path} holds the checkpoint of step {manifest.step}: it was renamed. Restore its name."
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 CHUNK_BYTES = 4 << 20
 """Read and written at once: much for a disk, and little compared with what a rank holds."""
-REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
+_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
 """What file systems say that have no syncing of folders."""
 
 
@@ -47,7 +47,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in REFUSALS:
+        if error.errno not in _REFUSALS:
             raise
     finally:
         os.close(descriptor)

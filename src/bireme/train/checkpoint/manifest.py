@@ -22,17 +22,17 @@ FORMAT = 1
 SHARES = "shares"
 """Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
 
-MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"
 RECORD: Final = "run-files.json"
 """The copies of the files of a run that a resume reads, in the folder of the run and in each checkpoint."""
-LARGEST_EXTRA_BYTES = 1 << 20
+_LARGEST_EXTRA_BYTES = 1 << 20
 
 KEY = "manifest_sha256"
-NO_DIGEST = "0" * 64
+_NO_DIGEST = "0" * 64
 
 Count = Annotated[int, Field(ge=1)]
 Place = Annotated[int, Field(ge=0)]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class FileEntry(_Document):
 
     name: str = Field(pattern=r"^rank-\d{4,}\.safetensors$")
     num_bytes: Place
-    sha256: Sha256
+    sha256: _Sha256
     tensors: list[TensorEntry]
 
 
@@ -77,7 +77,7 @@ class RecordEntry(_Document):
 
     name: Literal["run-files.json"] = RECORD
     num_bytes: Place
-    sha256: Sha256
+    sha256: _Sha256
 
 
 class Manifest(_Document):
@@ -110,10 +110,10 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
         text = json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BiremeError(f"Extra data in a checkpoint must be JSON: {error}.") from error
-    if len(text) > LARGEST_EXTRA_BYTES:
+    if len(text) > _LARGEST_EXTRA_BYTES:
         raise BiremeError(
             f"Extra data in a checkpoint takes {bytes_text(len(text))} of JSON, but at most "
-            f"{bytes_text(LARGEST_EXTRA_BYTES)} are allowed. Put large data into tensors or separate files."
+            f"{bytes_text(_LARGEST_EXTRA_BYTES)} are allowed. Put large data into tensors or separate files."
         )
     copied: dict[str, JsonValue] = json.loads(text)
     return copied
@@ -121,7 +121,7 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder that has none yet; return when it is on the disk."""
-    write_new(folder / MANIFEST, sealed(manifest.model_dump(mode="json"), KEY))
+    write_new(folder / _MANIFEST, sealed(manifest.model_dump(mode="json"), KEY))
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -133,7 +133,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder; a `BiremeError` if it is not there, or not as it was written."""
-    path = folder / MANIFEST
+    path = folder / _MANIFEST
     try:
         signed = path.read_bytes()
     except FileNotFoundError:
@@ -146,7 +146,7 @@ def read_manifest(folder: Path) -> Manifest:
 def sealed(document: dict[str, Any], key: str) -> bytes:
     """A document as JSON whose last line has, under `key`, the SHA-256 of all of it."""
     text = json.dumps(document, allow_nan=False, indent=1).removesuffix("\n}")
-    unsigned = f'{text},\n "{key}": "{NO_DIGEST}"\n}}\n'.encode()
+    unsigned = f'{text},\n "{key}": "{_NO_DIGEST}"\n}}\n'.encode()
     digest = hashlib.sha256(unsigned).hexdigest()
     return _last_line(key).sub(f',\n "{key}": "{digest}"\n}}\n'.encode(), unsigned)
 
@@ -156,7 +156,7 @@ def unsealed(signed: bytes, key: str, path: Path) -> dict[str, Any]:
     last = _last_line(key).search(signed)
     if last is None:
         raise BiremeError(f"{path} is damaged or truncated: it does not end with its own checksum.")
-    unsigned = signed[: last.start(1)] + NO_DIGEST.encode() + signed[last.end(1) :]
+    unsigned = signed[: last.start(1)] + _NO_DIGEST.encode() + signed[last.end(1) :]
     if hashlib.sha256(unsigned).hexdigest().encode() != last[1]:
         raise BiremeError(f"{path} is damaged: its bytes do not match the checksum in its last line.")
     document: dict[str, Any] = json.loads(signed)

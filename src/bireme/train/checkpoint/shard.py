@@ -39,9 +39,9 @@ CODES = {
     torch.bool: "BOOL",
 }
 """The names of types in the format. Tensors of any other are bytes there; the manifest says which."""
-HEAD_BYTES = 8
+_HEAD_BYTES = 8
 """The length of the header, at the front of a file."""
-LONGEST_HEADER_BYTES = 100_000_000
+_LONGEST_HEADER_BYTES = 100_000_000
 """What the safetensors package reads at most."""
 
 
@@ -103,8 +103,8 @@ def _header(entries: Sequence[TensorEntry], about: Mapping[str, str]) -> bytes:
         places[entry.name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(places, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % HEAD_BYTES)
-    return len(text).to_bytes(HEAD_BYTES, "little") + text
+    text += b" " * (-len(text) % _HEAD_BYTES)
+    return len(text).to_bytes(_HEAD_BYTES, "little") + text
 
 
 def element_bytes(entry: TensorEntry) -> int:
@@ -188,14 +188,14 @@ class SavedTensors(Mapping[str, Tensor]):
 def _begins(file: FileIO, path: Path) -> dict[str, int]:
     """Where the tensors of a file begin, as its header says."""
     file.seek(0)
-    num_bytes = int.from_bytes(_next_bytes(file, HEAD_BYTES), "little")
-    if num_bytes > LONGEST_HEADER_BYTES:
+    num_bytes = int.from_bytes(_next_bytes(file, _HEAD_BYTES), "little")
+    if num_bytes > _LONGEST_HEADER_BYTES:
         raise BiremeError(f"{path} has a header that cannot be read (it is too long). It is damaged.")
     try:
         header: dict[str, Any] = json.loads(_next_bytes(file, num_bytes))
         header.pop("__metadata__", None)
         return {
-            name: HEAD_BYTES + num_bytes + int(place["data_offsets"][0]) for name, place in header.items()
+            name: _HEAD_BYTES + num_bytes + int(place["data_offsets"][0]) for name, place in header.items()
         }
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise BiremeError(f"{path} has a header that cannot be read ({error}). It is damaged.") from error

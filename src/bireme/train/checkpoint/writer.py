@@ -62,7 +62,7 @@ from bireme.train.checkpoint.shard import write_shard
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointDraft:
+class _CheckpointDraft:
     """A checkpoint on its way. `name` is its own among all of a run's, failed ones too; `record` is the
     content of the record of the run's files, of which it has a copy.
     """
@@ -75,7 +75,7 @@ class CheckpointDraft:
     record: bytes | None = None
 
 
-def refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[Path]) -> None:
+def _refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[Path]) -> None:
     """Refuse a folder with checkpoints that a run does not go on from: two runs' would be mixed."""
     found = [path for path in find_checkpoints(folder) if path not in damaged]
     newest = step_of(found[-1]) if found else -1
@@ -92,7 +92,7 @@ def refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[P
 
 
 def publish(
-    draft: CheckpointDraft, reports: Sequence[PartReport], folder: Path, damaged: Collection[Path]
+    draft: _CheckpointDraft, reports: Sequence[PartReport], folder: Path, damaged: Collection[Path]
 ) -> Manifest:
     """Make a checkpoint in `folder` of a draft whose parts were all written; its manifest.
 
@@ -117,7 +117,7 @@ def publish(
     return manifest
 
 
-def keepable(
+def _keepable(
     folder: Path, newest: int, keep: int, damaged: Collection[Path], is_over: Callable[[], bool]
 ) -> list[int]:
     """Steps of the `keep` most recent whole checkpoints up to `newest`, which is known to be whole, rising.
@@ -144,7 +144,7 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path]) -> None:
+def _delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path]) -> None:
     """Delete damaged checkpoints and those older than the kept ones, which are verified and enough."""
     for path in find_checkpoints(folder):
         step = step_of(path)
@@ -152,7 +152,7 @@ def delete_old(folder: Path, kept_steps: Sequence[int], damaged: Collection[Path
             retire(path)
 
 
-def _manifest(draft: CheckpointDraft, files: list[FileEntry]) -> Manifest:
+def _manifest(draft: _CheckpointDraft, files: list[FileEntry]) -> Manifest:
     record = None
     if draft.record is not None:
         record = RecordEntry(num_bytes=len(draft.record), sha256=hashlib.sha256(draft.record).hexdigest())
@@ -173,7 +173,7 @@ def _manifest(draft: CheckpointDraft, files: list[FileEntry]) -> Manifest:
     )
 
 
-def _matching_files(draft: CheckpointDraft, reports: Sequence[PartReport]) -> list[FileEntry]:
+def _matching_files(draft: _CheckpointDraft, reports: Sequence[PartReport]) -> list[FileEntry]:
     """The files of all ranks, which must be of one moment, lie in the draft, and hold every name once."""
     files = [report.file for report in reports if report.file is not None]
     for report, file in zip(reports, files, strict=True):
@@ -222,7 +222,7 @@ CheckpointEvent = CheckpointSaved | CheckpointWarning
 
 LEAST_KEPT = 2
 """One may turn out to be damaged when it is needed."""
-PARTING_S = 5.0
+_PARTING_S = 5.0
 """How long a thread that was told to give up may take to do so."""
 
 
@@ -318,7 +318,7 @@ class CheckpointWriter:
         attempt = self._num_attempts[step] = self._num_attempts.get(step, 0) + 1
         name = f"{step}-{attempt}"
         path = draft_folder(self.folder, f"{name}-{self._token}")
-        draft = CheckpointDraft(step, snapshot.clip_scale, name, path, meta, self._record)
+        draft = _CheckpointDraft(step, snapshot.clip_scale, name, path, meta, self._record)
         self._tensors = snapshot.tensors
         stall_s = copied_s + time.monotonic() - called_s
         self._start(lambda: self._work(draft, stall_s), "checkpoint")
@@ -342,7 +342,7 @@ class CheckpointWriter:
         try:
             if not self.wait(timeout_s):
                 self._agreement.give_up()
-                self.wait(PARTING_S)
+                self.wait(_PARTING_S)
         finally:
             # With a thread that hangs in the disk the folder stays this process's, until that ends.
             if self._hold is not None and self._thread is None:
@@ -355,7 +355,7 @@ class CheckpointWriter:
         step = None if resumed_from is None else resumed_from.manifest.step
         try:
             hold = self._hold = Hold(self.folder, self._doubt)
-            refuse_foreign(self.folder, step, self._damaged)
+            _refuse_foreign(self.folder, step, self._damaged)
             remove_leftovers(self.folder)
             self._good = [] if step is None else [step]
             self._agreement.open(Opening(token=hold.token, good_steps=self._good))
@@ -398,7 +398,7 @@ class CheckpointWriter:
         are no more than that, nothing is read.
         """
         try:
-            good = keepable(self.folder, self._good[-1], self.keep, self._damaged, lambda: self._is_closed)
+            good = _keepable(self.folder, self._good[-1], self.keep, self._damaged, lambda: self._is_closed)
             if len(good) == self.keep:
                 self._good = good
                 self._delete_old(good[-1])
@@ -407,7 +407,7 @@ class CheckpointWriter:
         except BaseException as error:
             self._event_error = error
 
-    def _work(self, draft: CheckpointDraft, stall_s: float) -> None:
+    def _work(self, draft: _CheckpointDraft, stall_s: float) -> None:
         try:
             began_s = time.monotonic()
             verdict = self._agree(draft, self._write_own(draft))
@@ -426,7 +426,7 @@ class CheckpointWriter:
         except BaseException as error:
             self._event_error = error
 
-    def _write_own(self, draft: CheckpointDraft) -> PartReport:
+    def _write_own(self, draft: _CheckpointDraft) -> PartReport:
         """Write and verify this rank's part. Whatever goes wrong is in the report, for all to know."""
         path = draft.folder / f"rank-{self.rank:04d}.safetensors"
         if not math.isfinite(draft.clip_scale):
@@ -453,7 +453,7 @@ class CheckpointWriter:
             )
         return entry
 
-    def _agree(self, draft: CheckpointDraft, own: PartReport) -> CheckpointVerdict | None:
+    def _agree(self, draft: _CheckpointDraft, own: PartReport) -> CheckpointVerdict | None:
         """What became of a draft, for all ranks the same; None, and a warning, where there is no word."""
         if self.rank == 0:
             verdict = self._judge(draft, own)
@@ -468,7 +468,7 @@ class CheckpointWriter:
             self._on_event(CheckpointWarning(draft.step, f"{known}: {error}."))
             return None
 
-    def _judge(self, draft: CheckpointDraft, own: PartReport) -> CheckpointVerdict:
+    def _judge(self, draft: _CheckpointDraft, own: PartReport) -> CheckpointVerdict:
         """Make a checkpoint of the draft if all parts are there."""
         others = self._agreement.reports(draft.name)
         reports = [own, *(report for report in others if isinstance(report, PartReport))]
@@ -485,7 +485,7 @@ class CheckpointWriter:
 
     def _delete_old(self, step: int) -> None:
         try:
-            delete_old(self.folder, self._good, self._damaged)
+            _delete_old(self.folder, self._good, self._damaged)
         except (OSError, BiremeError) as error:
             text = f"Old checkpoints in {self.folder} could not be deleted: {_reason(error)}."
             self._on_event(CheckpointWarning(step, text))

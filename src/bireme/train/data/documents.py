@@ -38,7 +38,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentPieces:
+class _DocumentPieces:
     """Pieces of documents, each from the token `begins` up to but without `ends`, sample after sample.
 
     `sample_ends[s]` is the number of pieces up to and with the last one of sample s.
@@ -58,12 +58,12 @@ class DocumentPieces:
         return list(zip(self.begins[first:last].tolist(), self.ends[first:last].tolist(), strict=True))
 
 
-def cut_off(begins: Places, ends: Places, length: int) -> DocumentPieces:
+def _cut_off(begins: Places, ends: Places, length: int) -> _DocumentPieces:
     """A sample for each document; what is longer than `length` is cut off."""
-    return DocumentPieces(begins, np.minimum(ends, begins + length), np.arange(1, len(ends) + 1))
+    return _DocumentPieces(begins, np.minimum(ends, begins + length), np.arange(1, len(ends) + 1))
 
 
-def best_fit(begins: Places, ends: Places, length: int) -> DocumentPieces:
+def best_fit(begins: Places, ends: Places, length: int) -> _DocumentPieces:
     """Samples of at most `length` tokens, in each as many whole documents as fit.
 
     The longest piece comes first, and each goes where it leaves the least room. Pieces of one length are
@@ -77,7 +77,7 @@ def best_fit(begins: Places, ends: Places, length: int) -> DocumentPieces:
     piece_ends = np.minimum(piece_begins + length, ends[of])
     bins = _bins(piece_ends - piece_begins, length)
     order = np.argsort(bins, kind="stable")
-    return DocumentPieces(piece_begins[order], piece_ends[order], np.cumsum(np.bincount(bins)))
+    return _DocumentPieces(piece_begins[order], piece_ends[order], np.cumsum(np.bincount(bins)))
 
 
 def _bins(sizes: Places, length: int) -> Places:
@@ -142,7 +142,7 @@ class DocumentSamples:
 
     tokens: Tokens
     length: int
-    pieces: DocumentPieces
+    pieces: _DocumentPieces
     padding: int
     is_shared: bool
     vocabulary: int | None = None
@@ -282,7 +282,7 @@ class Cut:
         ends = self._ends(tokens)
         begins = np.concatenate([[0], ends[:-1]])
         inside = (begins < last) & (ends > first)
-        index = best_fit if self.is_shared else cut_off
+        index = best_fit if self.is_shared else _cut_off
         pieces = index(np.maximum(begins[inside], first), np.minimum(ends[inside], last), self.length)
         return DocumentSamples(
             tokens, self.length, pieces, self.padding, self.is_shared, self.vocabulary, last - first

@@ -33,23 +33,23 @@ from bireme.train.data.tokenizer import FolderTokenizer, Ids, Tokenizer
 # what the template adds to the conversation before it: the ids with the answer, less those up to the answer's
 # begin.
 
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_USER, _ASSISTANT, _SYSTEM, _TOOL = "user", "assistant", "system", "tool"
 
-ROLES = {
-    "human": USER,
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bing": ASSISTANT,
-    "bard": ASSISTANT,
-    "model": ASSISTANT,
-    "function_call": ASSISTANT,
-    "observation": TOOL,
-    "function_response": TOOL,
-} | {role: role for role in (USER, ASSISTANT, SYSTEM, TOOL)}
+_ROLES = {
+    "human": _USER,
+    "gpt": _ASSISTANT,
+    "chatgpt": _ASSISTANT,
+    "bing": _ASSISTANT,
+    "bard": _ASSISTANT,
+    "model": _ASSISTANT,
+    "function_call": _ASSISTANT,
+    "observation": _TOOL,
+    "function_response": _TOOL,
+} | {role: role for role in (_USER, _ASSISTANT, _SYSTEM, _TOOL)}
 """The speakers of ShareGPT's conversations, in lower case, and the roles of chat templates that they have."""
 
-FORMAT = 1
+_FORMAT = 1
 """Of the texts that are made here without a template."""
 
 Messages = Sequence[dict[str, Any]]
@@ -76,12 +76,12 @@ class ChatTemplate:
 
     def question(self, text: str) -> list[int]:
         """The ids of a conversation with one message of the user's, up to where the answer begins."""
-        return self._ids([{"role": USER, "content": text}], asks=True)
+        return self._ids([{"role": _USER, "content": text}], asks=True)
 
     def encode(self, messages: Messages, where: str) -> IdRow:
         """The ids of a conversation, of which those of answers count; `where` is what to call it."""
         try:
-            if MARKS.search(self._template):
+            if _MARKS.search(self._template):
                 made = self._backend.apply_chat_template(
                     list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
@@ -102,7 +102,7 @@ class ChatTemplate:
         ids = self._ids(messages)
         counts = np.zeros(len(ids), np.bool_)
         for place, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+            if message["role"] != _ASSISTANT:
                 continue
             begin = self._ids(messages[:place], asks=True) if place else []
             end = self._ids(messages[: place + 1])
@@ -145,7 +145,7 @@ class AnswerRows:
     @property
     def identity(self) -> str:
         """Words that differ when the same row may give other ids."""
-        return f"answers {FORMAT}" if self._template is None else self._template.identity
+        return f"answers {_FORMAT}" if self._template is None else self._template.identity
 
     def encoded(self, skip: Callable[[str], None]) -> Iterator[IdRow]:
         """The ids of all rows, of which those of answers count; `skip` is told of rows without any."""
@@ -205,9 +205,9 @@ class AnswerRows:
         given, system = (self._text(row, name, where) for name in ALPACA[2:])
         if self._template is not None:
             question = f"{instruction}\n\n{given}" if given else instruction
-            before = [{"role": SYSTEM, "content": system}] if system else []
-            asked = {"role": USER, "content": question}
-            return self._template.encode([*before, asked, {"role": ASSISTANT, "content": output}], where)
+            before = [{"role": _SYSTEM, "content": system}] if system else []
+            asked = {"role": _USER, "content": question}
+            return self._template.encode([*before, asked, {"role": _ASSISTANT, "content": output}], where)
         parts = [system, f"### Instruction:\n{instruction}", f"### Input:\n{given}" if given else ""]
         return self._followed("\n\n".join([*filter(None, parts), "### Response:\n"]), output)
 
@@ -228,10 +228,10 @@ def _template(tokenizer: Tokenizer | None) -> str | None:
 
 
 def _role(speaker: object, where: str) -> str:
-    role = ROLES.get(str(speaker).lower())
+    role = _ROLES.get(str(speaker).lower())
     if role is None:
         raise BiremeError(
-            f"In {where} a message is from {speaker!r}. Bireme takes messages from {', '.join(ROLES)}."
+            f"In {where} a message is from {speaker!r}. Bireme takes messages from {', '.join(_ROLES)}."
         )
     return role
 
@@ -243,17 +243,17 @@ def _no_messages(where: str, column: str) -> BiremeError:
     )
 
 
-FIRST_PASSAGES, MOST_PASSAGES = 16, 1 << 12
-MOST_CHARACTERS = 1 << 20
-MOST_UINT16 = 1 << 16
-ID_LIMIT = 1 << 31
+_FIRST_PASSAGES, MOST_PASSAGES = 16, 1 << 12
+_MOST_CHARACTERS = 1 << 20
+_MOST_UINT16 = 1 << 16
+_ID_LIMIT = 1 << 31
 
 Name = Callable[[str], None]
 """Takes the name of a file or a row, such as that of a file that was left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class _Encoded:
     """Ids of one document, the end of it if `ends_document`; `size` of the source went into them."""
 
     ids: Ids
@@ -266,7 +266,7 @@ def encoded(
     tokenizer: Tokenizer | None,
     skip: Name,
     replaced: Name = lambda _name: None,
-) -> Iterator[Encoded]:
+) -> Iterator[_Encoded]:
     """The ids of all documents, each with the end of text after it. Calls `skip` with each file or row
     without text, and `replaced` with each file of which bytes that are not UTF-8 were replaced.
 
@@ -284,14 +284,14 @@ def encoded(
     return _of_text(passages, tokenizer)
 
 
-def dtype_of(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
+def _dtype_of(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
     """The type of number that holds the ids of a source."""
     if isinstance(source, SavedRows) and source.content is not Content.TEXT:
         return "int32" if source.has_labels or source.has_answers else "uint32"
-    return "uint16" if tokenizer is not None and tokenizer.num_tokens <= MOST_UINT16 else "uint32"
+    return "uint16" if tokenizer is not None and tokenizer.num_tokens <= _MOST_UINT16 else "uint32"
 
 
-def encoding_identity(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
+def _encoding_identity(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> str:
     """Words that differ when the ids of a source may differ."""
     words = f"{source.identity} {'ids' if tokenizer is None else tokenizer.identity}"
     if isinstance(source, SavedRows) and source.has_answers:
@@ -299,7 +299,7 @@ def encoding_identity(source: TextFiles | SavedRows, tokenizer: Tokenizer | None
     return words
 
 
-def _of_text(text: Iterator[Passage], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def _of_text(text: Iterator[Passage], tokenizer: Tokenizer) -> Iterator[_Encoded]:
     """The tokens of all text. An empty document has none, not even its end."""
     has_begun = False
     for passages in _gathered(text):
@@ -307,12 +307,12 @@ def _of_text(text: Iterator[Passage], tokenizer: Tokenizer) -> Iterator[Encoded]
         for passage, ids in zip(passages, many, strict=True):
             has_begun = has_begun or len(ids) > 0
             if passage.ends_document:
-                yield Encoded(
+                yield _Encoded(
                     _ended(ids, tokenizer.end_of_text) if has_begun else ids, passage.size, ends_document=True
                 )
                 has_begun = False
             else:
-                yield Encoded(ids, passage.size, ends_document=False)
+                yield _Encoded(ids, passage.size, ends_document=False)
 
 
 def _gathered(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
@@ -321,27 +321,27 @@ def _gathered(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
     The first come in small groups, so that a stream gives something soon.
     """
     gathered: list[Passage] = []
-    length, most = 0, min(FIRST_PASSAGES, MOST_PASSAGES)
+    length, most = 0, min(_FIRST_PASSAGES, MOST_PASSAGES)
     for passage in passages:
         gathered.append(passage)
         length += len(passage.text)
-        if length >= MOST_CHARACTERS or len(gathered) >= most:
+        if length >= _MOST_CHARACTERS or len(gathered) >= most:
             yield gathered
             gathered, length, most = [], 0, min(4 * most, MOST_PASSAGES)
     if gathered:
         yield gathered
 
 
-def _of_rows(rows: Iterator[IdRow], origin: str, tokenizer: Tokenizer | None) -> Iterator[Encoded]:
+def _of_rows(rows: Iterator[IdRow], origin: str, tokenizer: Tokenizer | None) -> Iterator[_Encoded]:
     """The ids of all rows; those that do not count as negative numbers."""
     end = None if tokenizer is None else tokenizer.end_of_text
     for row in rows:
         ids = row.ids
-        if len(ids) and ids.max() >= ID_LIMIT:
-            raise BiremeError(f"{origin} holds the token id {ids.max()}; ids must be below {ID_LIMIT}.")
+        if len(ids) and ids.max() >= _ID_LIMIT:
+            raise BiremeError(f"{origin} holds the token id {ids.max()}; ids must be below {_ID_LIMIT}.")
         signed = np.where(row.counts, ids, -1 - ids)
         is_ended = not len(ids) or end is None or ids[-1] == end
-        yield Encoded(signed if is_ended else _ended(signed, end), 1, ends_document=True)
+        yield _Encoded(signed if is_ended else _ended(signed, end), 1, ends_document=True)
 
 
 def _ended(ids: Ids, end: int | None) -> Ids:
@@ -358,9 +358,9 @@ def _ended(ids: Ids, end: int | None) -> Ids:
 Progress = Callable[[float, str], None]
 """Is told what part is done, from 0 to 1, and what is being done."""
 
-CORPUS_FORMAT = 2
+_CORPUS_FORMAT = 2
 
-MOST_NAMED = 3
+_MOST_NAMED = 3
 """Files or rows without text that are named in a warning."""
 
 
@@ -369,7 +369,7 @@ class _Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: int = Field(ge=CORPUS_FORMAT, le=CORPUS_FORMAT)
+    format: int = Field(ge=_CORPUS_FORMAT, le=_CORPUS_FORMAT)
     dtype: str
     num_tokens: int = Field(ge=1)
     num_documents: int = Field(ge=1)
@@ -416,19 +416,19 @@ def _quietly(done: float, what: str) -> None:
 
 
 def _folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
-    words = f"{CORPUS_FORMAT} {encoding_identity(source, tokenizer)}"
+    words = f"{_CORPUS_FORMAT} {_encoding_identity(source, tokenizer)}"
     return cache_folder() / "tokens" / sha256(words.encode()).hexdigest()[:24]
 
 
-TOKENS, ENDS, RECORD = "tokens.bin", "ends.bin", "corpus.json"
+_TOKENS, _ENDS, _RECORD = "tokens.bin", "ends.bin", "corpus.json"
 
 
 def _kept(folder: Path, source: TextFiles | SavedRows) -> Tokens | None:
     """The tokens in a folder of the cache, None where they are not all there."""
     try:
-        record = read_json(folder / RECORD, _Record)
-        ids = np.memmap(folder / TOKENS, record.dtype, mode="r")
-        ends = np.memmap(folder / ENDS, np.int64, mode="r")
+        record = read_json(folder / _RECORD, _Record)
+        ids = np.memmap(folder / _TOKENS, record.dtype, mode="r")
+        ends = np.memmap(folder / _ENDS, np.int64, mode="r")
     except (BiremeError, OSError, TypeError, ValueError):
         return None
     if (len(ids), len(ends)) != (record.num_tokens, record.num_documents):
@@ -462,22 +462,22 @@ def _write(
 ) -> None:
     skipped: list[str] = []
     replaced: list[str] = []
-    dtype = dtype_of(source, tokenizer)
+    dtype = _dtype_of(source, tokenizer)
     writer = _Writer(source, dtype, progress)
     documents = encoded(source, tokenizer, skipped.append, replaced.append)
-    write_chunks_atomically(folder / TOKENS, writer.chunks(documents, skipped))
-    write_bytes_atomically(folder / ENDS, writer.ends.tobytes())
+    write_chunks_atomically(folder / _TOKENS, writer.chunks(documents, skipped))
+    write_bytes_atomically(folder / _ENDS, writer.ends.tobytes())
     record = _Record(
-        format=CORPUS_FORMAT,
+        format=_CORPUS_FORMAT,
         dtype=dtype,
         num_tokens=writer.num_tokens,
         num_documents=len(writer.ends),
         num_skipped=len(skipped),
-        skipped=tuple(skipped[:MOST_NAMED]),
+        skipped=tuple(skipped[:_MOST_NAMED]),
         num_replaced=len(replaced),
-        replaced=tuple(replaced[:MOST_NAMED]),
+        replaced=tuple(replaced[:_MOST_NAMED]),
     )
-    write_text_atomically(folder / RECORD, record.model_dump_json(indent=2) + "\n")
+    write_text_atomically(folder / _RECORD, record.model_dump_json(indent=2) + "\n")
 
 
 class _Writer:
@@ -490,7 +490,7 @@ class _Writer:
         self.num_tokens = 0
         self.ends: array[Any] = array("q")
 
-    def chunks(self, documents: Iterator[Encoded], skipped: list[str]) -> Iterator[bytes]:
+    def chunks(self, documents: Iterator[_Encoded], skipped: list[str]) -> Iterator[bytes]:
         """The ids as bytes. Raises where there are none at all."""
         done = 0
         for part in documents:

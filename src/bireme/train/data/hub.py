@@ -32,8 +32,8 @@ from bireme.train.data.text_files import PIECE_BYTES, Passage
 # They come from the `datasets` library, which `hub.py` calls, in a folder or over the network one by one; or
 # from a file of JSON lines, which is read here. Only the columns that are learned are read.
 
-IDS, LABELS = "input_ids", "labels"
-LIKELY = (IDS, "text", "messages", "conversations")
+IDS, _LABELS = "input_ids", "labels"
+_LIKELY = (IDS, "text", "messages", "conversations")
 """Columns to take if none is named, the likeliest first."""
 
 ALPACA = ("instruction", "output", "input", "system")
@@ -42,8 +42,8 @@ ALPACA = ("instruction", "output", "input", "system")
 PAIRS = (("prompt", "completion"), ALPACA[:2])
 """Columns of a prompt and of its answer. They come before the others, but for token ids."""
 
-NUM_ROWS_AT_ONCE = 256
-STRINGS = ("string", "large_string")
+_NUM_ROWS_AT_ONCE = 256
+_STRINGS = ("string", "large_string")
 
 Row = Mapping[str, Any]
 
@@ -127,7 +127,7 @@ class SavedRows:
     def _counts(self, row: Row, ids: NDArray[np.int64], number: int) -> NDArray[np.bool_]:
         if not self.has_labels:
             return np.ones(len(ids), np.bool_)
-        labels = np.asarray(row[LABELS])
+        labels = np.asarray(row[_LABELS])
         if labels.shape != ids.shape or ((labels != ids) & (labels != IGNORED)).any():
             raise BiremeError(
                 f"In row {number} of {self.origin} the labels are not the input_ids themselves or -100. "
@@ -138,7 +138,7 @@ class SavedRows:
         return counts
 
 
-def rows_of_dataset(
+def _rows_of_dataset(
     dataset: Any, origin: str, identity: str, column: str | None = None, *, is_stream: bool = False
 ) -> SavedRows:
     """The rows of a dataset that the library has opened.
@@ -190,7 +190,7 @@ def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
     )
 
 
-def broken_line(path: Path) -> BiremeError | None:
+def _broken_line(path: Path) -> BiremeError | None:
     """The mistake in the first line of a file that holds no JSON object; None if all lines hold one."""
     try:
         for _ in _json_lines(path):
@@ -241,7 +241,7 @@ def _layout(
     """`types` are those that a dataset has for its columns; without them the first row shows it."""
 
     def is_text(name: str) -> bool:
-        return isinstance(first and first.get(name), str) if types is None else types[name] in STRINGS
+        return isinstance(first and first.get(name), str) if types is None else types[name] in _STRINGS
 
     pair = None if asked or IDS in columns else next((one for one in PAIRS if set(one) <= set(columns)), None)
     chosen = asked or (pair[0] if pair else _likely_column(origin, columns, is_text))
@@ -257,21 +257,21 @@ def _layout(
         return _Layout(pair or (chosen,), Content.CHATS, has_labels=False)
     if is_text(chosen):
         return _Layout((chosen,), Content.TEXT, has_labels=False)
-    has_labels = chosen == IDS and LABELS in columns
-    return _Layout((chosen, LABELS) if has_labels else (chosen,), Content.IDS, has_labels)
+    has_labels = chosen == IDS and _LABELS in columns
+    return _Layout((chosen, _LABELS) if has_labels else (chosen,), Content.IDS, has_labels)
 
 
 def _sliced(dataset: Any, most: int | None = None) -> Iterator[Row]:
     """The rows of a dataset that lies here, read by the many."""
     end = len(dataset) if most is None else min(most, len(dataset))
-    for begin in range(0, end, NUM_ROWS_AT_ONCE):
-        columns = dataset[begin : min(begin + NUM_ROWS_AT_ONCE, end)]
+    for begin in range(0, end, _NUM_ROWS_AT_ONCE):
+        columns = dataset[begin : min(begin + _NUM_ROWS_AT_ONCE, end)]
         for cells in zip(*columns.values(), strict=True):
             yield dict(zip(columns, cells, strict=True))
 
 
 def _likely_column(origin: str, columns: list[str], is_text: Callable[[str], bool]) -> str:
-    for name in LIKELY:
+    for name in _LIKELY:
         if name in columns:
             return name
     strings = [name for name in columns if is_text(name)]
@@ -281,15 +281,15 @@ def _likely_column(origin: str, columns: list[str], is_text: Callable[[str], boo
         raise BiremeError(f"The dataset in {origin} has no rows, so there is nothing to train on.")
     raise BiremeError(
         f"The dataset in {origin} has the columns {', '.join(columns)}; none is named "
-        f"{' or '.join(LIKELY)}, and there is no prompt with its completion. Say which holds the text: "
+        f"{' or '.join(_LIKELY)}, and there is no prompt with its completion. Say which holds the text: "
         "text_column."
     )
 
 
-PREFIX = "hf:"
-OPTIONS = ("split", "config", "column", "revision", "streaming")
-TRAINING = "train"
-READERS = {
+_PREFIX = "hf:"
+_OPTIONS = ("split", "config", "column", "revision", "streaming")
+_TRAINING = "train"
+_READERS = {
     ".parquet": "parquet",
     ".jsonl": "json",
     ".json": "json",
@@ -299,7 +299,7 @@ READERS = {
 }
 """What reads a single file, by its ending."""
 
-UNREACHED = (
+_UNREACHED = (
     "ConnectionError",
     "ConnectError",
     "ConnectTimeout",
@@ -312,7 +312,7 @@ UNREACHED = (
 
 def is_hub(text: str) -> bool:
     """Whether a source is written like a dataset of the library."""
-    return text.startswith(PREFIX)
+    return text.startswith(_PREFIX)
 
 
 def is_saved_folder(folder: Path) -> bool:
@@ -360,7 +360,7 @@ class _Asked:
 
 
 def _asked(text: str) -> _Asked:
-    name, *parts = text.removeprefix(PREFIX).split(",") if is_hub(text) else (text,)
+    name, *parts = text.removeprefix(_PREFIX).split(",") if is_hub(text) else (text,)
     given: dict[str, str] = {}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -368,8 +368,8 @@ def _asked(text: str) -> _Asked:
             raise BiremeError(
                 f"{text} has {part!r}, which is not of the form key=value, such as split=train."
             )
-        if key not in OPTIONS:
-            raise BiremeError(f"{text} has an unknown key {key!r}. {closest(key, OPTIONS)}")
+        if key not in _OPTIONS:
+            raise BiremeError(f"{text} has an unknown key {key!r}. {closest(key, _OPTIONS)}")
         if key in given:
             raise BiremeError(f"{text} has the key {key!r} twice. Leave one of them out.")
         given[key] = value
@@ -412,9 +412,11 @@ def _saved(datasets: Any, asked: _Asked, folder: Path, column: str | None) -> Sa
             f"{asked.text} has split={asked.split}, and {folder} holds one dataset. Leave it out."
         )
     if asked.streaming:
-        return rows_of_dataset(dataset.to_iterable_dataset(), str(folder), asked.text, column, is_stream=True)
+        return _rows_of_dataset(
+            dataset.to_iterable_dataset(), str(folder), asked.text, column, is_stream=True
+        )
     identity = f"{asked.split} {_identity(path for path in folder.rglob('*') if path.is_file())}"
-    return rows_of_dataset(dataset, str(folder), identity, column)
+    return _rows_of_dataset(dataset, str(folder), identity, column)
 
 
 def _opened(
@@ -426,13 +428,13 @@ def _opened(
     if path is not None:
         where = str(path.resolve())
         if path.is_file():
-            if path.suffix not in READERS:
+            if path.suffix not in _READERS:
                 raise BiremeError(
-                    f"{path} cannot be read as rows: its name ends with none of {', '.join(READERS)}."
+                    f"{path} cannot be read as rows: its name ends with none of {', '.join(_READERS)}."
                 )
-            where, words["data_files"] = READERS[path.suffix], where
+            where, words["data_files"] = _READERS[path.suffix], where
         elif files:
-            where, words["data_files"] = READERS[files[0].suffix], [str(one) for one in files]
+            where, words["data_files"] = _READERS[files[0].suffix], [str(one) for one in files]
     datasets.disable_progress_bars()
     try:
         with _as_the_network_is(datasets):
@@ -440,13 +442,13 @@ def _opened(
         if isinstance(dataset, dict):
             dataset = _one_of(dataset, asked.name, None)
         if asked.streaming:
-            return rows_of_dataset(dataset, asked.name, asked.text, column, is_stream=True)
+            return _rows_of_dataset(dataset, asked.name, asked.text, column, is_stream=True)
     except BiremeError:
         raise
     except Exception as error:  # of the network, of the Hub, of files: each comes as something else
         raise _failure(asked, path, error) from error
     kept = [Path(one["filename"]) for one in dataset.cache_files]
-    return rows_of_dataset(dataset, asked.name, f"{asked.split} {len(dataset)} {_identity(kept)}", column)
+    return _rows_of_dataset(dataset, asked.name, f"{asked.split} {len(dataset)} {_identity(kept)}", column)
 
 
 @contextmanager
@@ -468,12 +470,12 @@ def _as_the_network_is(datasets: Any) -> Iterator[None]:
 def _one_of(found: dict[str, Any], origin: str, split: str | None) -> Any:
     """The split that was asked for, else the one to train on."""
     names = sorted(found)
-    if (split or TRAINING) not in found:
+    if (split or _TRAINING) not in found:
         raise BiremeError(
-            f"{origin} holds the datasets {', '.join(names)} and none named {split or TRAINING}. Say which "
-            f"to take: {PREFIX}{origin},split={names[0]}."
+            f"{origin} holds the datasets {', '.join(names)} and none named {split or _TRAINING}. Say which "
+            f"to take: {_PREFIX}{origin},split={names[0]}."
         )
-    return found[split or TRAINING]
+    return found[split or _TRAINING]
 
 
 def _identity(paths: "Iterator[Path] | list[Path]") -> str:
@@ -486,11 +488,11 @@ def _identity(paths: "Iterator[Path] | list[Path]") -> str:
 
 def _failure(asked: _Asked, path: Path | None, error: BaseException) -> BiremeError:
     if path is not None:
-        wrong = broken_line(path) if path.suffix == ".jsonl" else None
+        wrong = _broken_line(path) if path.suffix == ".jsonl" else None
         return wrong or BiremeError(f"The dataset in {path} cannot be read: {_reason(error)}.")
     chain: BaseException | None = error
     while chain is not None:
-        if type(chain).__name__ in UNREACHED:
+        if type(chain).__name__ in _UNREACHED:
             return BiremeError(
                 f"The dataset {asked.name} has not been loaded on this machine before, and the Hugging "
                 f"Face Hub cannot be reached ({type(chain).__name__}). Run once where there is a network, "

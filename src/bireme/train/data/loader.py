@@ -25,15 +25,15 @@ from bireme.train.data.readable import ELSEWHERE
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.workers import Made, Task, Workers, made
 
-Given = TypeVar("Given")
+_Given = TypeVar("_Given")
 """What a loader gives for each batch."""
 
-JOIN_S = 5.0
+_JOIN_S = 5.0
 SEED_FACTOR = 1_000_003
 SEED_LIMIT = 1 << 62
 
 
-class Loader(Generic[Given]):
+class _Loader(Generic[_Given]):
     """The batches `first_batch` up to but without `first_batch + num_batches`; without end if that is None.
 
     A background thread keeps up to `prefetch` of them ready; with 0, and no workers, each is made when it is
@@ -90,13 +90,13 @@ class Loader(Generic[Given]):
         self._num_workers = num_workers if self._has_workers and self._wanted(first_batch) != () else 0
         self._data = data
         self._workers = Workers(samples, self._num_workers, data, timeout_s)
-        self._ahead: _Ahead[Given] | None = None
+        self._ahead: _Ahead[_Given] | None = None
 
     def state(self) -> int:
         """The number of the next batch that is given."""
         return self._next
 
-    def __iter__(self) -> Iterator[Given]:
+    def __iter__(self) -> Iterator[_Given]:
         self._end_ahead()
         if not self._num_workers and not self._prefetch:
             return self._counted(self._source(lambda: True))
@@ -123,22 +123,22 @@ class Loader(Generic[Given]):
         """What is read of a batch; None is all of it."""
         return None if self._wants is None else self._wants(number, self._batch_size)
 
-    def _given(self, done: Made) -> Given:
+    def _given(self, done: Made) -> _Given:
         """What to give for a batch that was made."""
         raise NotImplementedError
 
-    def _until_closed(self, ahead: "_Ahead[Given]") -> Iterator[Given]:
+    def _until_closed(self, ahead: "_Ahead[_Given]") -> Iterator[_Given]:
         try:
             yield from self._counted(ahead)
         finally:
             ahead.close()
 
-    def _counted(self, batches: Iterator[Given]) -> Iterator[Given]:
+    def _counted(self, batches: Iterator[_Given]) -> Iterator[_Given]:
         for batch in batches:
             self._next += 1
             yield batch
 
-    def _source(self, is_wanted: Callable[[], bool]) -> Iterator[Given]:
+    def _source(self, is_wanted: Callable[[], bool]) -> Iterator[_Given]:
         if not self._num_workers:
             yield from (self._given(made(self._samples, task, self._data)) for task in self._tasks())
             return
@@ -157,20 +157,20 @@ class Loader(Generic[Given]):
             yield Task(number, chosen, seed, self._wanted(number))
 
 
-class WholeBatches(Loader[Batch]):
+class WholeBatches(_Loader[Batch]):
     """Whole batches: dicts of tensors."""
 
     def _given(self, done: Made) -> Batch:
         return done.parts[None]
 
 
-class _Ahead(Generic[Given]):
+class _Ahead(Generic[_Given]):
     """A thread that runs ahead of who iterates. Its errors are raised where its result was due."""
 
-    def __init__(self, source: Callable[[Callable[[], bool]], Iterator[Given]], most_ready: int) -> None:
+    def __init__(self, source: Callable[[Callable[[], bool]], Iterator[_Given]], most_ready: int) -> None:
         self._source = source
         self._most_ready = most_ready
-        self._ready: deque[Given] = deque()
+        self._ready: deque[_Given] = deque()
         self._error: BaseException | None = None
         self._has_ended = False
         self._is_closed = False
@@ -180,10 +180,10 @@ class _Ahead(Generic[Given]):
         atexit.register(self.close)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Given]:
+    def __iter__(self) -> Iterator[_Given]:
         return self
 
-    def __next__(self) -> Given:
+    def __next__(self) -> _Given:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._has_ended or self._is_closed)
             if self._ready and not self._is_closed:
@@ -201,13 +201,13 @@ class _Ahead(Generic[Given]):
             self._is_closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join(JOIN_S)
+        self._thread.join(_JOIN_S)
 
     def _is_wanted(self) -> bool:
         return not self._is_closed
 
     def _run(self) -> None:
-        batches: Iterator[Given] | None = None
+        batches: Iterator[_Given] | None = None
         try:
             batches = self._source(self._is_wanted)
             for batch in batches:
@@ -223,7 +223,7 @@ class _Ahead(Generic[Given]):
                 self._has_ended = True
                 self._changed.notify_all()
 
-    def _keep(self, batch: Given) -> bool:
+    def _keep(self, batch: _Given) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._most_ready or self._is_closed)
             self._ready.append(batch)
@@ -254,7 +254,7 @@ class PartlyRead:
         return self.parts[wanted]
 
 
-class RankBatches(Loader[PartlyRead]):
+class RankBatches(_Loader[PartlyRead]):
     """Like `Batches`, of which there is what is wanted and no more."""
 
     def _given(self, done: Made) -> PartlyRead:

@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.train.data.samples import Batch, only
 from bireme.user_code import reason_of, user_function
 
-LAYOUT = (
+_LAYOUT = (
     "It must return a dataset with a length whose items are dicts of tensors, named like the "
     "model's inputs, or one dict of tensors whose first axis is the samples."
 )
@@ -143,7 +143,7 @@ def _length_of(origin: str, dataset: Any) -> int:
     ):
         kind = "nothing" if dataset is None else f"a {type(dataset).__name__}"
         endless = " An iterator cannot be shuffled or resumed." if isinstance(dataset, Iterator) else ""
-        raise BiremeError(f"{origin} returns {kind}. {LAYOUT}{endless}")
+        raise BiremeError(f"{origin} returns {kind}. {_LAYOUT}{endless}")
     try:
         length = len(dataset)
     except Exception as error:

@@ -28,9 +28,9 @@ from bireme.errors import BiremeError
 # any number of ranks and workers, and after an interruption, and no list of all samples is ever made.
 
 Numbers = NDArray[np.int64]
-Words = NDArray[np.uint64]
+_Words = NDArray[np.uint64]
 
-NUM_ROUNDS = 8
+_NUM_ROUNDS = 8
 """Fewer than four rounds show patterns; more than these change nothing that could be seen."""
 
 NUM_PROBES = 4
@@ -118,7 +118,7 @@ class StreamOrder:
         return np.arange(first, first + count, dtype=np.int64)
 
 
-def _shuffled(numbers: Numbers, size: int, keys: Words) -> Numbers:
+def _shuffled(numbers: Numbers, size: int, keys: _Words) -> Numbers:
     """Where permutations of 0 … size-1 take the numbers, for each the one of its key.
 
     It is a Feistel network over pairs (l, r) with l < a and r < b, where a·b is at least `size` and hardly
@@ -134,19 +134,19 @@ def _shuffled(numbers: Numbers, size: int, keys: Words) -> Numbers:
     return found.astype(np.int64)
 
 
-def _through_rounds(numbers: Words, a: int, b: int, keys: Words) -> Words:
+def _through_rounds(numbers: _Words, a: int, b: int, keys: _Words) -> _Words:
     left, right = numbers // np.uint64(b), numbers % np.uint64(b)
-    for round_number in range(NUM_ROUNDS):
+    for round_number in range(_NUM_ROUNDS):
         round_keys = hashed(keys + np.uint64(round_number))
         if round_number % 2:
             right = (right + hashed(left ^ round_keys) % np.uint64(b)) % np.uint64(b)
         else:
             left = (left + hashed(right ^ round_keys) % np.uint64(a)) % np.uint64(a)
-    mixed: Words = left * np.uint64(b) + right
+    mixed: _Words = left * np.uint64(b) + right
     return mixed
 
 
-def hashed(words: Words) -> Words:
+def hashed(words: _Words) -> _Words:
     """A hash of 64 bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

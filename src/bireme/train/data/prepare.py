@@ -57,7 +57,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
     return None
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
     """All that a tokenizer can give must be tokens of the model."""
     if vocabulary is not None and tokenizer.num_tokens > vocabulary:
         raise BiremeError(
@@ -67,7 +67,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
         )
 
 
-def check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
+def _check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
     """The ids that somebody made must be tokens of the model."""
     if vocabulary is None:
         return
@@ -80,7 +80,7 @@ def check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
         )
 
 
-def check_batch(samples: Samples, batch_size: int, what: str) -> None:
+def _check_batch(samples: Samples, batch_size: int, what: str) -> None:
     """There must be a batch of samples; `what` is what to call them."""
     if len(samples) < batch_size:
         raise BiremeError(
@@ -89,7 +89,7 @@ def check_batch(samples: Samples, batch_size: int, what: str) -> None:
         )
 
 
-def check_inputs(samples: Samples, inputs: Mapping[str, Tensor], what: str) -> None:
+def _check_inputs(samples: Samples, inputs: Mapping[str, Tensor], what: str) -> None:
     """A sample must hold what the model is called with: all names, with tensors of their kind.
 
     `inputs` are the model's example inputs. Sizes may differ from theirs; types and numbers of axes may not.
@@ -146,7 +146,7 @@ def _short(tensor: Tensor) -> str:
 # the same. Tokens are digested whole up to 64 million, and in blocks spread over them beyond. Of a stream its
 # first sample is, of other samples some: the first, the last and others between them.
 
-NUM_READ, NUM_MADE = 1024, 8
+_NUM_READ, _NUM_MADE = 1024, 8
 """How many samples are looked at: of those that only have to be read, and of those that take work."""
 
 
@@ -166,7 +166,7 @@ def samples_digest(samples: Samples) -> str:
             first = samples.take([0])["input_ids"].numpy().tobytes()
             return sha256(f"{samples.order}".encode() + first).hexdigest()
     words = sha256(str(len(samples)).encode())
-    most = NUM_READ if samples.is_quick or samples.is_columnar else NUM_MADE
+    most = _NUM_READ if samples.is_quick or samples.is_columnar else _NUM_MADE
     with _draws_put_back():
         for number in _spread(len(samples), most):
             # A draw begins with the sample's seed, as it does in training.
@@ -315,9 +315,9 @@ def prepare_data(
         evaluation = maker.all_to_evaluate(held)
     for purpose, samples in ((what, training), ("evaluation", evaluation)):
         if samples is not None:
-            check_batch(samples, batch_size, purpose)
+            _check_batch(samples, batch_size, purpose)
             for one in sources_of(samples).values():
-                check_inputs(one, model.inputs, purpose)
+                _check_inputs(one, model.inputs, purpose)
     corpora = [one.data for one in made if isinstance(one.data, Tokens)]
     ends = [one.document_ends for one in corpora if one.document_ends is not None]
     files = [_num_files(source) for source in sources]
@@ -386,7 +386,7 @@ def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) ->
         request.tokenizer, model_folder=model.folder, model_vocabulary=model.vocabulary
     )
     if holds_text:
-        check_tokenizer(tokenizer, model.vocabulary)
+        _check_tokenizer(tokenizer, model.vocabulary)
     return tokenizer
 
 
@@ -419,7 +419,7 @@ class _Maker:
             return _Made(source, packing)
         tokens = source if isinstance(source, Tokens) else tokenized(source, self.tokenizer, self.progress)
         if not _holds_text(source):
-            check_token_ids(tokens, self.model.vocabulary)
+            _check_token_ids(tokens, self.model.vocabulary)
         return _Made(tokens, packing)
 
     def split(self, made: _Made, fraction: float, *, least: int) -> Split:
@@ -473,10 +473,10 @@ class _Maker:
 
 # What people should know of the data before they are trained on: sentences for the log of a run.
 
-BUILT_IN = "stdlib"
+_BUILT_IN = "stdlib"
 """The source whose files nobody chose, so that nobody needs to hear of those that are left out."""
 
-MOST_PADDING = 0.5
+_MOST_PADDING = 0.5
 """Share of padding in samples above which packing is suggested."""
 
 
@@ -512,7 +512,7 @@ def _losses(samples: Samples) -> Iterator[str]:
 
 def _unread(tokens: Tokens) -> Iterator[str]:
     """A sentence on files that are not text, wholly or in part, and on rows without text."""
-    if tokens.origin == BUILT_IN or not (tokens.num_unread or tokens.num_replaced):
+    if tokens.origin == _BUILT_IN or not (tokens.num_unread or tokens.num_replaced):
         return
     named = _names(tokens.unread, tokens.num_unread)
     if named.startswith("row "):
@@ -540,7 +540,7 @@ def _padding(samples: Samples) -> Iterator[str]:
     if not isinstance(samples, DocumentSamples) or samples.is_shared or not len(samples):
         return
     share = 1 - samples.num_tokens / (len(samples) * samples.length)
-    if share <= MOST_PADDING:
+    if share <= _MOST_PADDING:
         return
     longest = -(-samples.longest // 8) * 8
     shorter = f", or data.length = {longest}, which is enough for all" if longest < samples.length else ""
@@ -553,7 +553,7 @@ def _padding(samples: Samples) -> Iterator[str]:
 
 # The place of a resumed run in its streams: found by reading what came before, and skipping it.
 
-TOLD_EVERY_S = 5.0
+_TOLD_EVERY_S = 5.0
 
 
 def find_place(data: RunData, seed: int, num_taken: int, *, is_shown: bool) -> None:
@@ -562,7 +562,7 @@ def find_place(data: RunData, seed: int, num_taken: int, *, is_shown: bool) -> N
     All ranks do it before their pipeline is made, for one that waits for another does not wait long.
     """
     first = 0
-    numbers = data.order(seed).numbers(num_taken, NUM_NEXT)
+    numbers = data.order(seed).numbers(num_taken, _NUM_NEXT)
     for samples in sources_of(data.training).values():
         own = numbers[(numbers >= first) & (numbers < first + len(samples))]
         if isinstance(samples, StreamSamples) and len(own):
@@ -572,7 +572,7 @@ def find_place(data: RunData, seed: int, num_taken: int, *, is_shown: bool) -> N
         first += len(samples)
 
 
-NUM_NEXT = 1 << 14
+_NUM_NEXT = 1 << 14
 """Places to look at for the next sample of each source."""
 
 
@@ -583,7 +583,7 @@ class _Told:
         self._origin, self._number, self._told_s = origin, number, monotonic()
 
     def __call__(self, done: int) -> None:
-        if monotonic() - self._told_s < TOLD_EVERY_S:
+        if monotonic() - self._told_s < _TOLD_EVERY_S:
             return
         self._told_s = monotonic()
         text = f"finding the place in {self._origin}: {done:,} of {self._number:,} samples read and left out"

@@ -24,9 +24,9 @@ from bireme.runtime.microbatches import Rows
 IGNORED = -100
 """A label that does not count in the loss."""
 
-IntArray = NDArray[np.integer[Any]]
+_IntArray = NDArray[np.integer[Any]]
 
-RAW_TYPES = ("uint16", "uint32")
+_RAW_TYPES = ("uint16", "uint32")
 
 CHECKED_AT_ONCE = 1 << 20
 MOST_CHECKED = 1 << 26
@@ -45,7 +45,7 @@ class Tokens:
     """
 
     origin: str
-    ids: IntArray
+    ids: _IntArray
     document_ends: NDArray[np.int64] | None = None
     has_uncounted: bool = False
     num_skipped: int = 0
@@ -90,7 +90,7 @@ class Tokens:
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _looked_at(ids: IntArray) -> Iterator[IntArray]:
+def _looked_at(ids: _IntArray) -> Iterator[_IntArray]:
     """All ids in blocks, or blocks spread over a very long array; its last one is always among them."""
     num_blocks = -(-len(ids) // CHECKED_AT_ONCE)
     step = max(num_blocks * CHECKED_AT_ONCE // MOST_CHECKED, 1)
@@ -123,9 +123,9 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
     return Tokens(str(path), ids)
 
 
-def _raw(path: Path, dtype: str) -> IntArray:
-    if dtype not in RAW_TYPES:
-        raise BiremeError(f"There is no type {dtype!r} for tokens in {path}. {closest(dtype, RAW_TYPES)}")
+def _raw(path: Path, dtype: str) -> _IntArray:
+    if dtype not in _RAW_TYPES:
+        raise BiremeError(f"There is no type {dtype!r} for tokens in {path}. {closest(dtype, _RAW_TYPES)}")
     num_bytes = path.stat().st_size
     if not num_bytes:
         return np.zeros(0, dtype)

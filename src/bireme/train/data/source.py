@@ -16,7 +16,7 @@ from bireme.train.data.samples import Tokens, load_tokens
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.user_code import names_function
 
-NOTATIONS = (
+_NOTATIONS = (
     "stdlib",
     "book.txt",
     "rows.jsonl",
@@ -32,11 +32,11 @@ NOTATIONS = (
 
 Source = TextFiles | SavedRows | Tokens | OwnSamples
 
-ARRAYS = (".npy", ".bin")
+_ARRAYS = (".npy", ".bin")
 
-LINES = ".jsonl"
-ROWS = (LINES, ".json", ".parquet", ".csv")
-NEVER_TEXT = (LINES, ".parquet")
+_LINES = ".jsonl"
+_ROWS = (_LINES, ".json", ".parquet", ".csv")
+_NEVER_TEXT = (_LINES, ".parquet")
 """Files of rows that nobody means as text; the others may lie among texts."""
 
 
@@ -62,22 +62,22 @@ def open_source(
     if not path.exists():
         raise BiremeError(
             f"There is no file or folder {text!r} to take data from. A source is one of: "
-            f"{', '.join(NOTATIONS)}."
+            f"{', '.join(_NOTATIONS)}."
         )
-    if path.suffix == LINES:
+    if path.suffix == _LINES:
         return rows_of_json_lines(path, text_column)
-    if path.suffix in ROWS:
+    if path.suffix in _ROWS:
         return library_rows(text, text_column)
-    return load_tokens(path, dtype) if path.suffix in ARRAYS else one_file(path)
+    return load_tokens(path, dtype) if path.suffix in _ARRAYS else one_file(path)
 
 
 def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
     """The files of a folder that match the pattern: texts, or files of rows of one kind."""
     found = text_folder(folder, pattern)
     paths = [file.path for file in found.files]
-    rows = [path for path in paths if path.suffix in ROWS]
+    rows = [path for path in paths if path.suffix in _ROWS]
     if len(rows) < len(paths):
-        wrong = [path for path in rows if path.suffix in NEVER_TEXT]
+        wrong = [path for path in rows if path.suffix in _NEVER_TEXT]
         if not wrong:
             return found
         raise BiremeError(
@@ -91,7 +91,7 @@ def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
             f"The folder {folder} holds files of rows of several kinds: {', '.join(kinds)}. Say which to "
             f'read with data.pattern, such as "*{kinds[0]}".'
         )
-    if len(rows) == 1 and kinds[0] == LINES:
+    if len(rows) == 1 and kinds[0] == _LINES:
         return rows_of_json_lines(rows[0], text_column)
     # The library knows the splits of a whole folder by the names of its files.
     return library_rows(str(folder), text_column, () if pattern == "*" else paths)

@@ -21,13 +21,13 @@ from bireme.train.data.placing import StreamOrder
 from bireme.train.data.samples import Batch, check_ids, only
 from bireme.train.data.tokenizer import Ids, Tokenizer
 
-NUM_SAMPLES = 1 << 40
+_NUM_SAMPLES = 1 << 40
 """What a stream says that it has: more than any run reads."""
 
-HELD_AT_ONCE = 64
+_HELD_AT_ONCE = 64
 """Rows to keep apart before looking whether they are enough."""
 
-TOLD_EVERY = 1 << 10
+_TOLD_EVERY = 1 << 10
 
 Sample = list[Ids]
 """The pieces of a sample, as signed ids (see `Tokens`)."""
@@ -105,7 +105,7 @@ class StreamSamples:
         num_apart: int = 0,
     ) -> None:
         self.origin = rows.origin
-        self.order = StreamOrder(NUM_SAMPLES, seed, shuffle_buffer)
+        self.order = StreamOrder(_NUM_SAMPLES, seed, shuffle_buffer)
         self._rows, self._tokenizer, self._cut = rows, tokenizer, cut
         self._num_apart = num_apart
         self._next = 0
@@ -113,7 +113,7 @@ class StreamSamples:
         self._first: Sample | None = None
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return _NUM_SAMPLES
 
     def take(
         self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
@@ -130,7 +130,7 @@ class StreamSamples:
         while self._next < number:
             next(self._samples)
             self._next += 1
-            if tell is not None and self._next % TOLD_EVERY == 0:
+            if tell is not None and self._next % _TOLD_EVERY == 0:
                 tell(self._next)
 
     def _sample(self, number: int) -> Sample:
@@ -151,7 +151,7 @@ class StreamSamples:
         for epoch in count():
             has_any = False
             rows = replace(self._rows, rows=partial(self._shuffled, epoch))
-            for document in documents_of(rows, self._tokenizer):
+            for document in _documents_of(rows, self._tokenizer):
                 has_any = True
                 yield document
             if not has_any:
@@ -171,7 +171,7 @@ class StreamSamples:
         yield from buffer
 
 
-def documents_of(rows: SavedRows, tokenizer: Tokenizer | None) -> Iterator[Ids]:
+def _documents_of(rows: SavedRows, tokenizer: Tokenizer | None) -> Iterator[Ids]:
     """The signed ids of all documents that have any."""
     parts: list[Ids] = []
     for part in encoded(rows, tokenizer, lambda _place: None):
@@ -196,9 +196,9 @@ def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num
     stream = iter(rows.rows())
     held: list[Row] = []
     apart = replace(rows, rows=lambda: held)
-    while chunk := list(islice(stream, max(HELD_AT_ONCE, len(held)))):
+    while chunk := list(islice(stream, max(_HELD_AT_ONCE, len(held)))):
         held += chunk
-        samples = list(cut.samples(documents_of(apart, tokenizer)))
+        samples = list(cut.samples(_documents_of(apart, tokenizer)))
         if len(samples) >= num_samples:
             return HeldRows(cut.stacked(samples), len(held))
     raise BiremeError(

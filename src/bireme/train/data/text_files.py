@@ -20,10 +20,10 @@ from bireme.errors import BiremeError
 PIECE_BYTES = 1 << 17
 """A document longer than this is read, and tokenized, in passages that end with a line where they can."""
 
-STDLIB_BYTES = 20_000_000
+_STDLIB_BYTES = 20_000_000
 """Of Python's own sources no more than this is taken, so that the first run starts soon."""
 
-NO_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NO_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """Folders of the standard library that hold what others wrote, or tests, which are mostly data."""
 
 
@@ -40,7 +40,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class TextFile:
+class _TextFile:
     """A file as it was when it was listed; `path` is absolute."""
 
     path: Path
@@ -57,7 +57,7 @@ class TextFiles:
     """
 
     origin: str
-    files: tuple[TextFile, ...]
+    files: tuple[_TextFile, ...]
     skipped: tuple[str, ...] = ()
     must_read: bool = False
 
@@ -104,7 +104,7 @@ def one_file(path: Path) -> TextFiles:
             f"{path} is not an ordinary file, and every process of the run reads the data. Write the data to "
             "one."
         )
-    file = TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
+    file = _TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
     return TextFiles(str(path), (file,), must_read=True)
 
 
@@ -129,18 +129,18 @@ def text_folder(folder: Path, pattern: str = "*") -> TextFiles:
     return TextFiles(str(folder), listed, tuple(skipped))
 
 
-def python_sources(most_bytes: int = STDLIB_BYTES) -> TextFiles:
+def python_sources(most_bytes: int = _STDLIB_BYTES) -> TextFiles:
     """The sources of the running Python's standard library, without its tests, `most_bytes` at most.
 
     Their order mixes them: it depends on their names alone, and any part of it is like the whole.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped: list[str] = []
-    found = {_below(path, folder): path for path in _walked(folder, skipped, NO_SOURCES)}
+    found = {_below(path, folder): path for path in _walked(folder, skipped, _NO_SOURCES)}
     mixed = sorted(
         (name for name in found if name.endswith(".py")), key=lambda name: (crc32(name.encode()), name)
     )
-    files: list[TextFile] = []
+    files: list[_TextFile] = []
     total = 0
     for file in (_listed(found[name], skipped) for name in mixed):
         if file is not None and total + file.num_bytes <= most_bytes:
@@ -182,11 +182,11 @@ def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Itera
                 yield Path(root, name)
 
 
-def _listed(path: Path, skipped: list[str]) -> TextFile | None:
+def _listed(path: Path, skipped: list[str]) -> _TextFile | None:
     try:
         status = path.stat()
         if path.is_file() and os.access(path, os.R_OK):
-            return TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
+            return _TextFile(path.resolve(), status.st_size, status.st_mtime_ns)
     except OSError:
         pass
     skipped.append(str(path))

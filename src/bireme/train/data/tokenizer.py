@@ -24,10 +24,10 @@ from bireme.errors import BiremeError
 # known where a token stands for text of its own: byte-level tokenizers, and those that write spaces as
 # letters.
 
-SPACE = "\u2581"
+_SPACE = "\u2581"
 """How the tokenizers of sentencepiece write a space."""
 
-ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def byte_lengths(description: Mapping[str, Any], num_tokens: int) -> NDArray[np.int64] | None:
@@ -65,12 +65,12 @@ def _vocabulary(vocabulary: Any) -> Iterator[tuple[str, int]]:
 
 
 def _length(token: str) -> int:
-    return 1 if ONE_BYTE.fullmatch(token) else len(token.replace(SPACE, " ").encode())
+    return 1 if _ONE_BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
 
 
 Ids = NDArray[np.int64]
 
-NUM_BYTES = 256
+_NUM_BYTES = 256
 
 
 class Tokenizer(Protocol):
@@ -110,12 +110,12 @@ class ByteTokenizer:
     @property
     def num_tokens(self) -> int:
         """256, or 257."""
-        return NUM_BYTES + self.has_end_of_text
+        return _NUM_BYTES + self.has_end_of_text
 
     @property
     def end_of_text(self) -> int | None:
         """The id after those of the bytes."""
-        return NUM_BYTES if self.has_end_of_text else None
+        return _NUM_BYTES if self.has_end_of_text else None
 
     @property
     def identity(self) -> str:
@@ -132,11 +132,11 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are none in UTF-8 show as U+FFFD."""
-        return bytes(number for number in ids if 0 <= number < NUM_BYTES).decode(errors="replace")
+        return bytes(number for number in ids if 0 <= number < _NUM_BYTES).decode(errors="replace")
 
     def byte_lengths(self) -> Ids:
         """One each, and none for the end of a text."""
-        return (np.arange(self.num_tokens) < NUM_BYTES).astype(np.int64)
+        return (np.arange(self.num_tokens) < _NUM_BYTES).astype(np.int64)
 
 
 class FolderTokenizer:
@@ -222,11 +222,11 @@ def load_tokenizer(
             return FolderTokenizer(model_folder)
         name = "bytes"
     if name == "bytes":
-        return ByteTokenizer(has_end_of_text=model_vocabulary != NUM_BYTES)
+        return ByteTokenizer(has_end_of_text=model_vocabulary != _NUM_BYTES)
     return FolderTokenizer(Path(name))
 
 
-FILES = (
+_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -239,7 +239,7 @@ LARGEST_BYTES = 1 << 26
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of transformers."""
-    return any((folder / name).is_file() for name in FILES)
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def _may_tell(path: Path) -> bool:
@@ -255,7 +255,7 @@ def _loaded(folder: Path) -> Any:
         )
     if not has_tokenizer(folder):
         raise BiremeError(
-            f"The folder {folder} has no tokenizer: it has none of {', '.join(FILES)}. Save one there, "
+            f"The folder {folder} has no tokenizer: it has none of {', '.join(_FILES)}. Save one there, "
             "or use bytes."
         )
     try:

@@ -26,24 +26,24 @@ from bireme.runtime.microbatches import Rows
 from bireme.runtime.processes import UNREPORTED, start_process
 from bireme.train.data.samples import Batch, Samples, take_rows
 
-LOOK_S = 0.2
+_LOOK_S = 0.2
 """How long to wait for a worker before looking whether the batches are still wanted."""
 
-MOST_NAMED = 8
+_MOST_NAMED = 8
 """Samples that a message lists."""
 
-ENDS = "If memory ran out, lower data.num_workers; otherwise see the messages of the dataset above."
-HANGS = "If a sample does take that long, raise cluster.timeout_s."
+_ENDS = "If memory ran out, lower data.num_workers; otherwise see the messages of the dataset above."
+_HANGS = "If a sample does take that long, raise cluster.timeout_s."
 
-GRACE_S = 1.0
+_GRACE_S = 1.0
 """So long may a worker go on with what it is at before it is killed."""
 
-MOST_TIMEOUTS, MOST_TIMES, FIRST_TIMEOUTS = 1 / 3, 10, 10
+_MOST_TIMEOUTS, _MOST_TIMES, _FIRST_TIMEOUTS = 1 / 3, 10, 10
 """A worker hangs if it takes longer for a batch than this part of the timeout and so many times as long as
 any batch so far. The first batch may take so many timeouts.
 """
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _names(singles: Sequence[Task], data: str) -> tuple[str, ...]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (", …" if len(names) > MOST_NAMED else "")
+    return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
 
 
 class Workers:
@@ -195,8 +195,8 @@ class _Patience:
         if self.timeout_s is None:
             return math.inf
         if self.longest_s is None:
-            return FIRST_TIMEOUTS * self.timeout_s
-        return max(MOST_TIMEOUTS * self.timeout_s, MOST_TIMES * self.longest_s)
+            return _FIRST_TIMEOUTS * self.timeout_s
+        return max(_MOST_TIMEOUTS * self.timeout_s, _MOST_TIMES * self.longest_s)
 
     def note(self, seconds: float) -> None:
         """A batch took so long."""
@@ -274,14 +274,14 @@ class _Worker:
     def _receive(self, task: Task, is_wanted: Callable[[], bool]) -> Made | None:
         """What the process makes of a task; None when it is no longer wanted."""
         try:
-            while not self.connection.poll(LOOK_S):
+            while not self.connection.poll(_LOOK_S):
                 if not is_wanted():
                     return None
                 if (took_s := time.monotonic() - self._began_s) > self._patience.limit_s:
-                    raise _LostError(f"took more than {took_s:.0f} s", HANGS)
+                    raise _LostError(f"took more than {took_s:.0f} s", _HANGS)
             answer, seconds = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            raise _LostError(self._ending(), ENDS) from None
+            raise _LostError(self._ending(), _ENDS) from None
         if isinstance(answer, _Failure):
             error: Exception = RuntimeError(answer.sentence)
             if answer.samples is not None:
@@ -298,7 +298,7 @@ class _Worker:
 
     def _ending(self) -> str:
         """How the process has ended."""
-        self.process.join(GRACE_S)
+        self.process.join(_GRACE_S)
         status = self.process.status
         if status is None or status == UNREPORTED:
             return "has ended"
@@ -309,7 +309,7 @@ def _end(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.connection.close()
     for worker in workers:
-        worker.process.join(GRACE_S / len(workers))
+        worker.process.join(_GRACE_S / len(workers))
         worker.process.close()
 
 
@@ -319,7 +319,7 @@ def _signals_waiting() -> Iterator[None]:
     if sys.platform == "win32":
         yield  # It has neither.
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
@@ -328,10 +328,10 @@ def _signals_waiting() -> Iterator[None]:
 
 def _work(connection: Connection, pickled: bytes, data: str) -> None:
     """What a worker does: the tasks that come, until no more can come."""
-    for number in SIGNALS:
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     torch.set_num_threads(1)
     samples: Samples | None = None
     while True:
