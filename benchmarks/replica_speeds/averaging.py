@@ -17,7 +17,7 @@ from time import perf_counter
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.bench.effort import EmulatedModel, StagePace, emulated_model
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent

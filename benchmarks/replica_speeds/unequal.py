@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bireme.balance.shares import Policy, ShareLimits, Shares, limits_of
+from bireme.balance import Policy, ShareLimits, Shares, limits_of
 from bireme.bench.contenders import say
 from bireme.bench.effort import sharpen_sleeps, square_loss
 from bireme.model.chain import chain, chain_resolver

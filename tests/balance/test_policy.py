@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.balance.shares import Balance, Policy, ShareLimits, StageWatch, begun, limits_of, rebalance
+from bireme.balance import Balance, Policy, ShareLimits, StageWatch, begun, limits_of, rebalance
 from bireme.errors import BiremeError
 from bireme.simulate.balance import BalancedRun, Fixed, Following, Informed, ReplicaCost, balanced_run
 from tests.support.extent import draws, examples

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bireme.balance.shares import (
+from bireme.balance import (
     ShareLimits,
     Times,
     batch_seconds,

@@ -18,7 +18,7 @@ from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
-from bireme.plan.export.exports import EXPORTS, Material, export_named, layout, module_parts
+from bireme.plan.export import EXPORTS, Material, export_named, layout, module_parts
 from bireme.plan.plan import Plan
 from bireme.schedule.torch_csv import parse
 from tests.support.graphs import captured_once

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bireme.balance.shares import Policy, Shares, limits_of, split
+from bireme.balance import Policy, Shares, limits_of, split
 from bireme.errors import BiremeError
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.measuring import batch_end as measuring

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas

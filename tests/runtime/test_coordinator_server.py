@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.errors import BiremeError
 from bireme.runtime import coordinator_process as coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.runtime.board import Failure, RunFailed
 from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess

@@ -17,7 +17,7 @@ import torch
 
 import bireme.runtime.quorum.peer_agent
 import bireme.train.replica
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent, RankRounds
 from bireme.runtime.averaging.outer import join_averaging

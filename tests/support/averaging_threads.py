@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.outer import Averaging, OuterSettings
 from bireme.runtime.pipeline import Pipeline

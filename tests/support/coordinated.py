@@ -12,7 +12,7 @@ from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.messages import (
     TERM,

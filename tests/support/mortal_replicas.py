@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agent import Agent

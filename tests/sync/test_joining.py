@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.sync.coordinator.committing import with_heals
 from bireme.sync.coordinator.coordinator import begun
 from bireme.sync.coordinator.messages import Member, RankId, Report, RoundAt

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.sync.coordinator.committing import with_gone
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.messages import (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.messages import (
     CoordinatorReply,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bireme.balance import shares as slow_stage
-from bireme.balance.shares import SlowStage
+from bireme import balance as slow_stage
+from bireme.balance import SlowStage
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError

@@ -129,7 +129,7 @@ class Exporting:
 
 def exports_of(texts: Iterable[str], *, has_model: bool) -> list[Exporting]:
     """Reads `torch-csv:schedule.csv`, or `megatron` to print it."""
-    from bireme.plan.export.exports import NEEDS_MODEL, export_named
+    from bireme.plan.export import NEEDS_MODEL, export_named
 
     found = []
     for text in texts:

@@ -210,7 +210,7 @@ class PlanRun:
 
     def _exports(self, answer: "Answer", exports: list[Exporting]) -> dict[str, str]:
         """Make all texts before writing any file, so that a refused export leaves no files."""
-        from bireme.plan.export.exports import Material, export_named
+        from bireme.plan.export import Material, export_named
 
         if not exports:
             return {}

@@ -314,6 +314,7 @@ class Clock:
         self._computed_s, self._before_s = thread_time(), perf_counter()
 
     def lap(self) -> float:
+        """The seconds since the last lap, without those in which others had the core."""
         synchronize(self.device)
         now_s, computed_s, all_waited_s = perf_counter(), thread_time(), waited_s()
         took_s = computed_s - self._computed_s

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bireme.balance.shares import Balance, Policy, ShareLimits, Shares, begun, rebalance
+from bireme.balance import Balance, Policy, ShareLimits, Shares, begun, rebalance
 from bireme.devices import is_accelerator, mark
 from bireme.documents import as_dataclass
 from bireme.errors import BiremeError

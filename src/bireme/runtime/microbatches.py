@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from bireme.balance.shares import split
+from bireme.balance import split
 from bireme.errors import BiremeError
 from bireme.model.counting import Count
 from bireme.model.graph import Value, evaluate

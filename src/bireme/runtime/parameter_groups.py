@@ -50,7 +50,7 @@ def parameter_groups_of(
 
 
 def without(parameter_groups: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
-    """The parameter groups as they are if parameters of these names have no place; empty ones are left out."""
+    """The parameter groups without the parameters of these names; empty groups are left out."""
     left = (
         ParameterGroup(
             Slots({name: slot.shape for name, slot in parameter_group.slots.items() if name not in names}),

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from bireme.balance.shares import Shares
+from bireme.balance import Shares
 from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.codec.sum_description import DENSE, GradientForm, SumCodec, parse_gradient, parse_sum_codec
 from bireme.devices import check_supported

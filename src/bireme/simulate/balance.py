@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from bireme.balance.shares import Balance, Policy, ShareLimits, Shares, begun, fair_shares, rebalance
+from bireme.balance import Balance, Policy, ShareLimits, Shares, begun, fair_shares, rebalance
 from bireme.errors import BiremeError
 
 

@@ -8,7 +8,7 @@ known after `noticed_s`: its launcher says so, or its lease ends. Before that it
 from collections.abc import Iterable
 from functools import partial
 
-from bireme.balance.shares import ShareLimits
+from bireme.balance import ShareLimits
 from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.messages import Grant
 from bireme.sync.coordinator.samples import Dealing, Pool

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bireme.balance.shares import SlowStage
+from bireme.balance import SlowStage
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_text, read_cluster
 from bireme.cluster.machine import host_name, num_cores

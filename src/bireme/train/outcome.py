@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from bireme.balance.shares import SlowStage
+from bireme.balance import SlowStage
 from bireme.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak
 from bireme.memory.system_memory import give_back_heap
 from bireme.runtime.paging.rank_paging import TierMoves

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Literal
 
-from bireme.balance.shares import Policy, ShareLimits, Shares, SlowStage, StageWatch, in_proportion, limits_of
+from bireme.balance import Policy, ShareLimits, Shares, SlowStage, StageWatch, in_proportion, limits_of
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.forecast import StageForecast

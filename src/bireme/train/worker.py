@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.balance.shares import Shares, StageWatch, grown_shares, shares_by_times
+from bireme.balance import Shares, StageWatch, grown_shares, shares_by_times
 from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import get_ready
 from bireme.errors import BiremeError

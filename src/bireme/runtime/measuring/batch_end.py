@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from bireme.balance.shares import Times
+from bireme.balance import Times
 from bireme.cluster.device import EngineCost
 from bireme.devices import synchronize
 from bireme.model.capture import capture

@@ -11,7 +11,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
-from bireme.balance.shares import Balance, Policy, ShareLimits, begun, fair_shares, rebalance
+from bireme.balance import Balance, Policy, ShareLimits, begun, fair_shares, rebalance
 from bireme.sync.coordinator.messages import TERM, Deal, SamplePlaces
 
 # What a coordinator is told before it begins: the same on all machines, so that any of them can take up.
@@ -171,7 +171,7 @@ def _pairs(samples: tuple[SamplePlaces, ...]) -> list[list[int]]:
 
 # How many samples of a batch each replica gets: by its speed, as long as the same replicas share a batch.
 #
-# While they do, `bireme.balance.shares` says when shares change. When others share the next batch, they begin
+# While they do, `bireme.balance` says when shares change. When others share the next batch, they begin
 # with the shares that fit the paces known so far.
 
 _POLICY = Policy()

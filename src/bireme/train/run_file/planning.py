@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from bireme.balance.shares import Policy
+from bireme.balance import Policy
 from bireme.bounds import bytes_of
 from bireme.codec.description import BorderCodecs, parse_codec
 from bireme.errors import BiremeError

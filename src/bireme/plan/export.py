@@ -253,8 +253,8 @@ def _megatron_arguments(material: Material) -> str:
     _check_equal_replicas(plan, "Megatron-LM")
     if plan.schedule not in _RUNS:
         raise BiremeError(
-            f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(_RUNS)}: plan with --schedule "
-            "1f1b."
+            f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(_RUNS)}: plan with "
+            "--schedule 1f1b."
         )
     if plan.lookahead:
         raise BiremeError(

@@ -1,1 +1,0 @@
-"""Balance: how many samples of each batch every replica trains, so that none waits for a slower one."""

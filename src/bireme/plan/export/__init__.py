@@ -1,1 +1,0 @@
-"""Plans in the words of other frameworks, and why some cannot be said in them."""
