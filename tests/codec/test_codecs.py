@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.codec import Blocks, Codec, Keep, codec_of, parse_codec
+from bireme.codec import BlockCodec, Codec, Keep, codec_of, parse_codec
 from bireme.codec.codec import Masking, pack_mask
 from bireme.codec.description import encoded_bytes, kept_of_row, mask_bytes, place_bytes
 from bireme.codec.keep import read_places, write_places
@@ -68,7 +68,7 @@ def test_a_tensor_takes_the_bytes_that_its_shape_says(
 def test_rounding_errs_by_no_more_than_a_step(
     shape: tuple[int, ...], bits: int, is_rotated: bool, is_stochastic: bool, seed: int
 ) -> None:
-    codec = Blocks(bits, is_rotated=is_rotated, is_stochastic=is_stochastic)
+    codec = BlockCodec(bits, is_rotated=is_rotated, is_stochastic=is_stochastic)
     given_ = normal(shape, seed=seed)
     error = torch.nn.functional.pad(
         (sent(codec, given_, seed=seed) - given_).flatten(), (0, -given_.numel() % 32)
@@ -83,7 +83,7 @@ def test_rounding_errs_by_no_more_than_a_step(
 
 def test_stochastic_rounding_has_the_mean_of_what_was_given() -> None:
     for bits, is_rotated in ((8, False), (4, True), (1, True)):
-        codec = Blocks(bits, is_rotated=is_rotated, is_stochastic=True)
+        codec = BlockCodec(bits, is_rotated=is_rotated, is_stochastic=True)
         given_ = normal((64,))
         tries = torch.stack([sent(codec, given_, seed=seed) for seed in range(400)])
         deviation = tries.std(0) / math.sqrt(len(tries))

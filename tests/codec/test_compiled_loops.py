@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.codec import Blocks, Codec, Masking, codec_of, parse_codec
+from bireme.codec import BlockCodec, Codec, Masking, codec_of, parse_codec
 from bireme.codec.blocks import PART_VALUES
 
 pytestmark = [
@@ -18,7 +18,7 @@ WORDS = ("keep:0.25", "keep:0.25:8", "keep:0.4:4", "keep:0.02:8", "keep:0.25:8:4
 CODECS = {
     **{word: codec_of(parse_codec(word)) for word in WORDS},
     **{f"int{bits}": codec_of(parse_codec(f"int{bits}")) for bits in (8, 7, 4, 3)},
-    **{f"drawn int{bits}": Blocks(bits, is_rotated=bits < 8, is_stochastic=True) for bits in (8, 4)},
+    **{f"drawn int{bits}": BlockCodec(bits, is_rotated=bits < 8, is_stochastic=True) for bits in (8, 4)},
 }
 KINDS = ("normal", "tied", "mostly zero", "uneven", "not finite")
 

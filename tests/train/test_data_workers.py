@@ -181,13 +181,13 @@ def test_every_rank_of_a_launch_gets_the_same_batches_from_workers_of_its_own() 
 
 PARENT = """
 import sys
-from bireme.train.data.loader import Batches
+from bireme.train.data.loader import WholeBatches
 from bireme.train.data.placing import Order
 from bireme.train.data.own import own_samples
 
 if __name__ == "__main__":
     samples = own_samples("tests.support.slow_samples:noting")
-    running = iter(Batches(samples, Order(len(samples), shuffled=False), 2, num_workers=2))
+    running = iter(WholeBatches(samples, Order(len(samples), shuffled=False), 2, num_workers=2))
     for _ in range(3):
         next(running)
     print("running", flush=True)

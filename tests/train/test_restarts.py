@@ -100,7 +100,7 @@ def test_a_run_survives_being_suspended_and_the_death_of_all_its_replicas_at_onc
                 os.kill(pid, number)
             time.sleep(5.0 if number is signal.SIGSTOP else 0.0)  # longer than the lease
         gate.let_in(24)
-        train.wait_for_step(8)
+        train.wait_for_words("checkpoint, ")
         for pid in train.ranks:
             os.kill(pid, signal.SIGKILL)
         train.wait_for_words("The run continues after step")

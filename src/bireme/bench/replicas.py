@@ -176,7 +176,7 @@ def measure_replicas() -> Replicas:
     return Replicas(None, _MEGABITS_PER_S, sum_s, tuple(rows))
 
 
-def _run_replica_rank(folder: Path) -> None:
+def run_replica_rank(folder: Path) -> None:
     """Be one rank, the one that the environment names, and leave what it found in the folder."""
     torch.set_num_threads(1)
     with World.from_environment() as world:

@@ -52,12 +52,12 @@ __all__ = [
 ]
 
 PLACES = {
-    "Blocks": "bireme.codec.blocks",
+    "BlockCodec": "bireme.codec.blocks",
     "Cast": "bireme.codec.codec",
     "Codec": "bireme.codec.codec",
     "Keep": "bireme.codec.keep",
     "KeepAbove": "bireme.codec.above",
-    "Kept": "bireme.codec.keep",
+    "KeptEntries": "bireme.codec.keep",
     "Masking": "bireme.codec.codec",
     "codec_of": "bireme.codec.choice",
     "through": "bireme.codec.choice",

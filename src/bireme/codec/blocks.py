@@ -6,7 +6,7 @@ A message is the scales (bfloat16, one a block) and then the codes. All is done 
 on parts that fit into a cache, chosen one by one as measured: of two that do the same one may take
 ten times as long. On one core with AVX-512 they encode about 1 GB/s of float32 in 8 bits and 0.8 in 4
 (`benchmarks/codec_speed.py`), and need no compiler where Bireme runs. Where numba is installed, its loops
-(`block_loops`) do the same a few times as fast.
+(`loops.py`) do the same a few times as fast.
 
 The rotation is by a Hadamard matrix, of ones and minus ones: it spreads what is large over its block, so that
 few bits serve all values alike. When it is taken back, whole numbers are summed before they are scaled, which
@@ -123,7 +123,7 @@ class BlockCodec:
 
     def _encode_compiled(self, flat: Tensor, scales: Tensor, packed: Tensor, seed: int) -> None:
         """Write the same by loops that numba compiles."""
-        from bireme.codec import loops as block_loops
+        from bireme.codec import loops
 
         given = flat if flat.dtype in _LOOP_INTEGERS else flat.float()
         missing = len(scales) * self._block - len(given)
@@ -133,7 +133,7 @@ class BlockCodec:
             noise_start(scattered(seed) + begin) for begin, _ in self._parts(flat) if self._is_stochastic
         ]
         written = torch.empty(len(scales))
-        block_loops.encode_blocks(
+        loops.encode_blocks(
             given.view(_LOOP_INTEGERS[given.dtype]).numpy(),
             self._block,
             self._bits,
@@ -180,10 +180,10 @@ class BlockCodec:
 
     def _decode_compiled(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
         """Write the same by loops that numba compiles."""
-        from bireme.codec import loops as block_loops
+        from bireme.codec import loops
 
         scale = scales.float() / self._block if self._is_rotated else scales.float()
-        block_loops.decode_blocks(
+        loops.decode_blocks(
             packed.numpy(),
             self._block,
             self._bits,
@@ -255,9 +255,9 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 @cache
 def _rotates_alike() -> bool:
     """Whether this machine's product of matrices adds in the order of the loops, to the last bit."""
-    from bireme.codec import loops as block_loops
+    from bireme.codec import loops
 
     given = torch.randn(PART_VALUES // BLOCK, BLOCK, generator=torch.Generator().manual_seed(0))
     signs, found = _hadamard(BLOCK, CPU), torch.empty_like(given)
-    block_loops.rotate_blocks(given.view(-1).numpy(), signs.view(-1).numpy(), found.view(-1).numpy())
+    loops.rotate_blocks(given.view(-1).numpy(), signs.view(-1).numpy(), found.view(-1).numpy())
     return all(torch.equal(_rotated(given[:num]), found[:num]) for num in (1, 2, 7, 100, len(given)))

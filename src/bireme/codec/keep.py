@@ -28,7 +28,7 @@ from bireme.compiled import pays_off
 
 # The largest entries of rows, taken out of a tensor and put back.
 #
-# On a CPU loops do it that numba compiles (`row_loops`). Where that is not installed, or not worth its
+# On a CPU loops do it that numba compiles (`loops.py`). Where that is not installed, or not worth its
 # import, numpy finds the same: its selection, its search for what is true and its gathering take a tenth to a
 # fifth of the time of torch's (`benchmarks/codec_speed.py`). On an accelerator rows are sorted, because all
 # else would have to wait for it.
@@ -128,9 +128,9 @@ def _loops(tensor: Tensor) -> ModuleType | None:
     """The compiled loops, where they are faster."""
     if not tensor.is_cpu or not pays_off(tensor.numel()):
         return None
-    from bireme.codec import loops as row_loops
+    from bireme.codec import loops
 
-    return row_loops
+    return loops
 
 
 def _chosen(bits: np.ndarray, kept: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -240,9 +240,9 @@ def _place_loops(tensor: Tensor, count: int, low: int) -> ModuleType | None:
     """The compiled loops, where they are faster."""
     if not tensor.is_cpu or not pays_off(count):
         return None
-    from bireme.codec import loops as place_loops
+    from bireme.codec import loops
 
-    return place_loops if low <= place_loops.MOST_LOW_BITS and count < 1 << 32 else None
+    return loops if low <= loops.MOST_LOW_BITS and count < 1 << 32 else None
 
 
 def _set_places(mask: Tensor, num_set: int) -> Tensor:

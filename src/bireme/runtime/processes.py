@@ -143,7 +143,7 @@ def serve_from_here(*modules: str) -> None:
     _server = _Server(here, _at_load(), pid)
 
 
-def _be_server(file: int, owner_pid: int) -> None:
+def be_server(file: int, owner_pid: int) -> None:
     """What a new Python process does that is to be the server; it answers once it has imported all."""
     with kept_for_good():
         importlib.import_module(_ALWAYS)

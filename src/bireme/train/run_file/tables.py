@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from bireme.codec.sum_description import parse_sum_codec
-from bireme.model.part import ALL_LINEAR, TrainedPart
-from bireme.model.part import LoraPart as LoraPart
+from bireme.model.part import ALL_LINEAR, LoraPart, TrainedPart
 from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Penalties, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
 from bireme.train.run_file.training import Data, Mixed, Training
