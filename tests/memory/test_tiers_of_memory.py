@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.memory import chunk_memory as host_chunks
+from bireme.memory import chunk_memory
 from bireme.memory.chunk_memory import POISON, HostChunks, page_bytes
 from bireme.memory.disk_tier import DiskTier
 from bireme.memory.system_memory import PAGE_BYTES, AddressRange
@@ -105,7 +105,7 @@ def test_a_plan_made_elsewhere_has_chunks_of_whole_pages_where_it_runs() -> None
 def test_chunks_that_are_no_whole_pages_are_refused_with_the_page_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_chunks, "PAGE_BYTES", 16384)
+    monkeypatch.setattr(chunk_memory, "PAGE_BYTES", 16384)
     with pytest.raises(BiremeError, match="multiple of 16384 bytes"):
         HostChunks(1, 4096)
-    assert page_bytes(torch.device("cpu")) == PAGE_BYTES
+    assert page_bytes(torch.device("cpu")) == 16384

@@ -243,7 +243,7 @@ class RankWorld(Turns):
 
 
 class _Client:
-    """A rank's way to the coordinator, in the place of `Talk`."""
+    """A rank's way to the coordinator, in the place of `LazyCoordinatorClient`."""
 
     def __init__(self, hosts: Any, _token: str, rank: RankId, *, lease_s: float, is_empty: bool) -> None:
         del is_empty
@@ -620,5 +620,5 @@ class SimulatedRank:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
     monkeypatch.setattr(bireme.train.replica, "AveragingAgent", SimulatedAgent)
-    monkeypatch.setattr(bireme.train.replica, "Talk", _Client)
+    monkeypatch.setattr(bireme.train.replica, "LazyCoordinatorClient", _Client)
     monkeypatch.setattr(bireme.runtime.quorum.peer_agent, "Switchboard", _Board)

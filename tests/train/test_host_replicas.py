@@ -101,7 +101,7 @@ def test_a_rank_that_loses_rank_0_says_so_in_one_line_without_frames_of_cpp(
         raise dist.DistNetworkError("recvValue failed.\nException raised from x.cpp:\nframe #0: y")
 
     monkeypatch.setattr(launched_rank, "rendezvous", lambda _environment: SimpleNamespace())
-    monkeypatch.setattr(launched_rank, "Talk", lambda _store: None)
+    monkeypatch.setattr(launched_rank, "Announcements", lambda _store: None)
     monkeypatch.setattr(launched_rank._Joined, "go", lost)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
