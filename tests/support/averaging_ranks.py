@@ -621,4 +621,4 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
     monkeypatch.setattr(bireme.train.replica, "AveragingAgent", SimulatedAgent)
     monkeypatch.setattr(bireme.train.replica, "LazyCoordinatorClient", _Client)
-    monkeypatch.setattr(bireme.runtime.quorum.peer_agent, "Switchboard", _Board)
+    monkeypatch.setattr(bireme.runtime.quorum.peer_agent, "PeerConnections", _Board)
