@@ -16,7 +16,7 @@ from bireme.runtime.board import RankFailed
 from bireme.train import launching
 from bireme.train.data.placing import NUM_PROBES
 from bireme.train.folder import RunFolder
-from tests.support.training import Gate, metrics, running, settings, write_run
+from tests.support.training import Gate, running, settings, write_run
 
 KILLED = RankFailed(1, None, "its process was killed by signal 9 (SIGKILL).")
 
@@ -106,5 +106,6 @@ def test_a_run_survives_being_suspended_and_the_death_of_all_its_replicas_at_onc
         train.wait_for_words("The run continues after step")
         gate.let_in(10**6)
         ended = train.ended()
-    assert ended.document["steps"] == 24
-    assert max(line["step"] for line in metrics(run, "train")) == 24
+    assert ended.status == 0
+    assert ended.document["steps"] == 24  # of both replicas; the log has those of the replica that leads
+    assert (run / "model" / "model.safetensors").is_file()
