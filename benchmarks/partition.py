@@ -24,10 +24,10 @@ from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES
 from bireme.bench.effort import Verdict, at_least, at_most
-from bireme.plan.partition.autopipe import autopipe, exact, iterate
+from bireme.plan.partition.autopipe import autopipe, iterate
 from bireme.plan.partition.chain import Chain, layer_bounds
 from bireme.plan.partition.loads import DeviceRow, Loads, Recompute, RowLink, StageSetting, loads_of
-from bireme.plan.partition.partition import Partition, assess
+from bireme.plan.partition.partition import Partition, assess, exact
 
 WORDS, TOKENS = 50_304, 1_024
 MOST_MS = 50.0

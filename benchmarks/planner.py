@@ -33,7 +33,7 @@ from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
-from bireme.plan.partition.autopipe import Cuts, autopipe, exact
+from bireme.plan.partition.autopipe import Cuts, autopipe
 from bireme.plan.partition.chain import chain_of
 from bireme.plan.partition.loads import (
     DeviceRow,
@@ -44,7 +44,7 @@ from bireme.plan.partition.loads import (
     StageSetting,
     loads_of,
 )
-from bireme.plan.partition.partition import Partition, assess
+from bireme.plan.partition.partition import Partition, assess, exact
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of

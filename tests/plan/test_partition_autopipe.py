@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
-from bireme.plan.partition.autopipe import ChainTimes, Cuts, autopipe, exact, iterate
+from bireme.plan.partition.autopipe import ChainTimes, Cuts, autopipe, iterate
 from bireme.plan.partition.loads import (
     DeviceRow,
     DeviceSlot,
@@ -19,7 +19,7 @@ from bireme.plan.partition.loads import (
     StageSetting,
     loads_of,
 )
-from bireme.plan.partition.partition import Misfit, assess
+from bireme.plan.partition.partition import Misfit, assess, exact
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
 from bireme.simulate.costs import Costs

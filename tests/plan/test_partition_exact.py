@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
-from bireme.plan.partition.autopipe import exact, least_sum
 from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.loads import (
     DeviceRow,
@@ -21,7 +20,7 @@ from bireme.plan.partition.loads import (
     StageSetting,
     loads_of,
 )
-from bireme.plan.partition.partition import Misfit, Partition, assess
+from bireme.plan.partition.partition import Misfit, Partition, assess, exact, least_sum
 from bireme.simulate.costs import Costs
 from tests.support.extent import examples
 from tests.support.partitions import costs_of, predict

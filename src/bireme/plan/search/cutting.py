@@ -11,9 +11,9 @@ from itertools import combinations
 
 import numpy as np
 
-from bireme.plan.partition.autopipe import autopipe, exact, least_max
+from bireme.plan.partition.autopipe import autopipe
 from bireme.plan.partition.loads import DEEP, DeviceRow, DeviceSlot, Loads, Recompute, StageSetting, loads_of
-from bireme.plan.partition.partition import Misfit
+from bireme.plan.partition.partition import Misfit, exact, least_max
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.mapping import keeps_home

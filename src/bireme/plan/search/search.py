@@ -19,9 +19,8 @@ from bireme.cluster.cluster_file import cluster_hash
 from bireme.codec.sum_description import DENSE_SUMS
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, NoRoomError, NothingFits, Origin, StageForecast
-from bireme.plan.partition.autopipe import exact
 from bireme.plan.partition.loads import DeviceRow, DeviceSlot, Recompute, RowLink, StageSetting, loads_of
-from bireme.plan.partition.partition import Misfit, Partition
+from bireme.plan.partition.partition import Misfit, Partition, exact
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import profile_hash
 from bireme.plan.plan_request import AUTO, PlanRequest, TierLimits
