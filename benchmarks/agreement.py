@@ -41,9 +41,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.killing.goodput import Kills, goodput_row
 from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
-from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.simulate.agreements import (

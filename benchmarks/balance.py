@@ -24,9 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.common.verdicts import Spread, Verdict, at_least
 from benchmarks.replica_speeds.unequal import Trained, Trial, possible_s, train_unequal
 from bireme.balance import Policy, limits_of
-from bireme.bench.effort import Spread, Verdict, at_least
 from bireme.plan.forecast import joules_per_sample, total_watts
 from bireme.simulate.balance import Fixed, Following, Informed, ReplicaCost, balanced_run
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process, log
-from bireme.bench.effort import Spread, Verdict, at_most, exactly, ratios
+from benchmarks.common.verdicts import Spread, Verdict, at_most, exactly, ratios
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source

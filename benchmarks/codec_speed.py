@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.common.verdicts import Verdict, at_least
 from bireme import compiled
-from bireme.bench.effort import Verdict, at_least
 from bireme.codec import Codec, Keep, KeepAbove, codec_of, parse_codec
 
 SHAPE = (8, 512, 768)

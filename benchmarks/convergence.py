@@ -24,6 +24,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.verdicts import print_verdicts
 from benchmarks.delay_study.codec_cells import codec_lines, codec_picture, codec_sweeps
 from benchmarks.delay_study.delay_tables import delay_lines, law_lines, short_lines, time_lines
 from benchmarks.delay_study.picture import curves
@@ -35,7 +36,6 @@ from benchmarks.delay_study.study import Cell, Known, Setting, run
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps
 from benchmarks.delay_study.sweeps import delay_sweeps
 from benchmarks.delay_study.table import Row, rows
-from bireme.bench.effort import print_verdicts
 from bireme.report.svg import svg
 
 SMOKE_STEPS = 10

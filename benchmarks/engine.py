@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--quick] [--json] [--hosts]
 
-The same as `bireme bench engine`, but as wide in a file as in a terminal. Progress goes to standard error.
+`bireme bench engine` runs it. It is as wide in a file as in a terminal. Progress goes to standard error.
 All contenders take turns in one run; figures are medians, with the least and the greatest.
 """
 
@@ -17,9 +17,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import benchmark
-from bireme.bench.effort import FULL, QUICK
-from bireme.bench.engine import EngineReport, bench_engine
-from bireme.bench.table import engine_document, print_engine_report
+from benchmarks.engine_bench.effort import FULL, QUICK
+from benchmarks.engine_bench.report import EngineReport, bench_engine
+from benchmarks.engine_bench.table import engine_document, print_engine_report
 
 
 @dataclass(frozen=True, slots=True)

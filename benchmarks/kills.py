@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.verdicts import Verdict, at_most, exactly
 from benchmarks.killing.injector import SAVING
 from benchmarks.killing.mortal_run import Ended, MortalRun, losses_of_one_process, mortal_run
-from bireme.bench.effort import Verdict, at_most, exactly
 from bireme.documents import read_json_lines
 from bireme.sync.coordinator.ledger_check import check_ledger
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
-from bireme.bench.effort import Verdict, at_least
+from benchmarks.common.verdicts import Verdict, at_least
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source

@@ -25,10 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.made_up.models import profile_of
 from benchmarks.rehearsal.rehearsal import Effort, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
-from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.cluster.cluster import Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.codec import BorderCodecs

@@ -20,10 +20,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.made_up.chains import chain_of_numbers
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES
-from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.plan.partition.autopipe import autopipe, iterate
 from bireme.plan.partition.chain import Chain, layer_bounds
 from bireme.plan.partition.loads import DeviceRow, Loads, Recompute, RowLink, StageSetting, loads_of

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process
+from benchmarks.common.verdicts import Verdict, at_most, resident_bytes
 from benchmarks.made_up.graphs import (
     Setting,
     inception_like,
@@ -24,7 +25,6 @@ from benchmarks.made_up.graphs import (
     resnet_like,
     transformer_like,
 )
-from bireme.bench.effort import Verdict, at_most, resident_bytes
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import Anywhere
 from bireme.placement.contiguous.dynamic import DynamicProgram

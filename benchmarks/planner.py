@@ -23,11 +23,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.verdicts import Spread, Verdict, at_least, at_most, ratios
 from benchmarks.made_up.models import unequal_units
 from benchmarks.partitioners.baselines import BASELINES
 from benchmarks.rehearsal.rehearsal import Effort, Rehearsal, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
-from bireme.bench.effort import Spread, Verdict, at_least, at_most, ratios
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.symmetry import Symmetry

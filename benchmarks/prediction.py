@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
-from bireme.bench.effort import Spread, Verdict, at_most
+from benchmarks.common.verdicts import Spread, Verdict, at_most
 from bireme.train.folder import RunFolder
 from bireme.train.launching import start
 from bireme.train.prepare import PreparedRun, prepare, write_prepared

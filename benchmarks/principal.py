@@ -27,8 +27,8 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.principal_components.first_component import FirstComponent
-from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.codec.lowrank import PrincipalStream, first_components, merged
 from bireme.codec.sum_description import parse_gradient
 from bireme.errors import BiremeError

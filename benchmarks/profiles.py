@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process
-from bireme.bench.effort import Spread, Verdict, at_most, exactly, resident_bytes
+from benchmarks.common.verdicts import Spread, Verdict, at_most, exactly, resident_bytes
 from bireme.cluster.device import KNOWN
 from bireme.model.capture import capture
 from bireme.model.graph import Graph, learned_values

@@ -34,7 +34,7 @@ from examples.recommender import (
 
 import bireme
 from benchmarks.common.command import Findings, Section, benchmark, log
-from bireme.bench.effort import Verdict, at_least
+from benchmarks.common.verdicts import Verdict, at_least
 
 KEEP_A_QUARTER, FOUR_BITS = "keep:0.25:8", "int4"
 PUBLISHED_KEEP, PUBLISHED_THRESHOLD = "keep:0.05:8", "threshold:0.01:50"

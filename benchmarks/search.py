@@ -16,9 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
+from benchmarks.common.verdicts import at_most
 from benchmarks.made_up.models import profile_of
 from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
-from bireme.bench.effort import at_most
 from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.plan.forecast import Answer

@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Row, Section, benchmark, log
+from benchmarks.common.verdicts import Verdict, at_most
 from benchmarks.prediction import short, trained
-from bireme.bench.effort import Verdict, at_most
 from bireme.plan.plan import Plan
 from bireme.plan.search.search import forecast_of
 from bireme.train.plan_search import plan_request_of

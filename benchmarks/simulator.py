@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process
-from bireme.bench.effort import Spread, at_least, at_most, exactly, ratios, resident_bytes
+from benchmarks.common.verdicts import Spread, at_least, at_most, exactly, ratios, resident_bytes
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.program import Program
@@ -83,7 +83,7 @@ def simulated_s(program: Program, links: Links) -> float:
 
 
 def compared_with_torch(repeats: int) -> Section:
-    from bireme.bench.contenders import torch_dry_run  # here, so that the rest runs without torch
+    from benchmarks.engine_bench.contenders import torch_dry_run  # here, so that the rest runs without torch
 
     rows = []
     for name, m in (("1f1b", 64), ("gpipe", 64), ("interleaved", 64), ("zb-h1", 64)):

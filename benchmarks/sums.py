@@ -27,8 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
+from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.sum_codecs.contender import TORCH_DENSE, TORCH_POWER_SGD
-from bireme.bench.effort import Verdict, at_least, at_most
 from bireme.errors import BiremeError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,13 +29,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process, log
+from benchmarks.common.verdicts import Verdict, at_least, at_most, exactly
 from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.machines import CASES, row_of
 from benchmarks.paging.measured import BATCHES, Case, Trained, on_disk, over_a_wire, without_paging
 from benchmarks.paging.rivals import fixed_places, least_recently_used, patrickstar
 from benchmarks.paging.traces import program_trace, small_trace
 from benchmarks.paging.trained import RUNS, row_of_run, verdicts_of_runs
-from bireme.bench.effort import Verdict, at_least, at_most, exactly
 from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 
 MOST_OVER_FEWEST = 1.05

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from bireme.bench.effort import Verdict, print_verdicts, shown, verdict_documents
+from benchmarks.common.verdicts import Verdict, print_verdicts, shown, verdict_documents
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.common.verdicts import Verdict, at_most
 from benchmarks.delay_study.codec_cells import MOST_EXCESS, bits_of, is_judged
 from benchmarks.delay_study.law import LAWS, law
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.table import Row
-from bireme.bench.effort import Verdict, at_most
 from bireme.plan.penalties import MEASURED
 
 __all__ = ["verdicts"]

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from bireme.bench.effort import resident_bytes
+from benchmarks.common.verdicts import resident_bytes
 from bireme.cluster.device import EngineCost
 from bireme.memory.disk_tier import DiskTier
 from bireme.memory.system_memory import pages

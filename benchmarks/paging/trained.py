@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from benchmarks.common.verdicts import Spread, Verdict, at_most, exactly
 from benchmarks.prediction import short, trained
-from bireme.bench.effort import Spread, Verdict, at_most, exactly
 from bireme.errors import BiremeError
 from bireme.train.prepare import PreparedRun, prepare
 from bireme.train.run_file import load_run_file

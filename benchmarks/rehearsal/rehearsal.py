@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.verdicts import Spread
+from benchmarks.engine_bench.contenders import Contender, Ours, closing, say, take_turns
 from benchmarks.rehearsal.lanes import SharedLanes
 from benchmarks.rehearsal.rehearsed import Rehearsed, rehearsed, simulated_s, sleeping_sgd, stage_model
 from benchmarks.rehearsal.shaped import ShapedFabric, Wiring, wiring_of
-from bireme.bench.contenders import Contender, Ours, closing, say, take_turns
-from bireme.bench.effort import Spread
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from bireme.bench.effort import FEATURES, INPUT, EmulatedModel, EmulatedStage, StagePace, square_loss
+from benchmarks.engine_bench.emulated import (
+    FEATURES,
+    INPUT,
+    EmulatedModel,
+    EmulatedStage,
+    StagePace,
+    square_loss,
+)
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver

@@ -17,8 +17,8 @@ from time import perf_counter
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.engine_bench.emulated import EmulatedModel, StagePace, emulated_model
 from bireme.balance import ShareLimits
-from bireme.bench.effort import EmulatedModel, StagePace, emulated_model
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.outer import Averaging

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.engine_bench.contenders import say
+from benchmarks.engine_bench.emulated import sharpen_sleeps, square_loss
 from bireme.balance import Policy, ShareLimits, Shares, limits_of
-from bireme.bench.contenders import say
-from bireme.bench.effort import sharpen_sleeps, square_loss
 from bireme.model.chain import chain, chain_resolver
 from bireme.plan.plan import Plan
 from bireme.runtime.balancer import Sharing

@@ -4,13 +4,24 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 
-from bireme.bench import replicas as hosts
-from bireme.bench.effort import BenchEffort, BenchShape, Cause, Spread, StagePace, at_most, exactly
-from bireme.bench.emulation import SCHEDULES, EmulationRow, EngineOverhead, limit_s, own_cost, predicted_s
-from bireme.bench.engine import (
+from benchmarks.common.verdicts import Cause, Spread, at_most, exactly
+from benchmarks.engine_bench import replicas as hosts
+from benchmarks.engine_bench.effort import BenchEffort, BenchShape
+from benchmarks.engine_bench.emulated import StagePace
+from benchmarks.engine_bench.emulation import (
+    SCHEDULES,
+    EmulationRow,
+    EngineOverhead,
+    limit_s,
+    own_cost,
+    predicted_s,
+)
+from benchmarks.engine_bench.replicas import Replicas, measure_replicas
+from benchmarks.engine_bench.report import (
     EngineReport,
     MemoryCounts,
     Overhead,
@@ -19,9 +30,9 @@ from bireme.bench.engine import (
     overhead_of,
     verdicts,
 )
-from bireme.bench.replicas import Replicas, measure_replicas
-from bireme.bench.small_gpt import GptRow
-from bireme.bench.table import engine_document, print_engine_report
+from benchmarks.engine_bench.small_gpt import GptRow
+from benchmarks.engine_bench.table import engine_document, print_engine_report
+from bireme.cli.bench import run_program
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.simulate.network import Network
@@ -194,6 +205,42 @@ def test_the_tables_show_all_that_was_measured(capsys: pytest.CaptureFixture[str
     assert "2.00" in out
     assert "400 B" in out
     assert "left out, because making network namespaces needs root" in out
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_runs_the_benchmark_beside_its_source_with_the_same_options_and_status(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("bireme.cli.bench.__file__", str(tmp_path / "src/bireme/cli/bench.py"))
+    program = tmp_path / "benchmarks/engine.py"
+    program.parent.mkdir()
+    program.write_text("import json, sys\nprint(json.dumps({'words': sys.argv[1:]}))\nsys.exit(3)\n")
+    found = bireme(capfd, "bench", "engine", "--json", "--quick", "--hosts")
+    assert found.status == 3
+    assert found.document == {"words": ["--quick", "--hosts", "--json"]}
+    assert bireme(capfd, "bench", "engine").document == {"words": []}
+
+
+@pytest.mark.slow
+def test_the_command_finds_the_benchmark_of_this_checkout(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_program("engine", ["--help"]) == 0
+    assert "--hosts" in capfd.readouterr().out
+
+
+def test_an_installation_without_the_source_says_in_one_sentence_where_the_benchmarks_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("bireme.cli.bench.__file__", str(tmp_path / "site-packages/bireme/cli/bench.py"))
+    found = bireme(capfd, "bench", "engine", "--quick")
+    assert (found.status, found.out) == (2, "")
+    assert found.err.count("\n") == 1
+    assert "The benchmarks are in Bireme's source" in found.err
+    assert "pip install -e ." in found.err
 
 
 # --- what may be missing or wrong --------------------------------------------------------------------------

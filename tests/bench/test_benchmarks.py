@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.command import Findings, Section, benchmark
-from bireme.bench.effort import Spread, at_least, at_most, exactly
+from benchmarks.common.verdicts import Spread, at_least, at_most, exactly
 from bireme.errors import BiremeError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

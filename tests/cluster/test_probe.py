@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bireme.bench.probe import ProbeSetting, probe_here
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
+from bireme.runtime.measuring.probe import ProbeSetting, probe_here
 from tests.support.command import bireme
 from tests.support.copies import Copy
 from tests.support.patience import patience_s

@@ -1,10 +1,19 @@
-"""`bireme bench`: measure Bireme on this machine and compare it with its limits and peers."""
+"""`bireme bench`: measure Bireme on this machine and compare it with its limits and peers.
 
+What it runs is in `benchmarks/`, which comes with the source and not with an installation.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json
+from bireme.errors import BiremeError
 
 app = typer.Typer(
     add_completion=False,
@@ -36,19 +45,19 @@ def engine(
 
     [dim]bireme bench engine --quick[/dim]
     """
-    from dataclasses import replace
+    words = [*["--quick"] * quick, *["--hosts"] * hosts, *["--json"] * as_json]
+    raise typer.Exit(run_program("engine", words))
 
-    from bireme.bench.effort import FULL, QUICK
-    from bireme.bench.engine import bench_engine
 
-    report = bench_engine(replace(QUICK if quick else FULL, hosts=hosts))
-    if as_json:
-        from bireme.bench.table import engine_document
-
-        print_json(engine_document(report))
-        return
-    from rich.console import Console
-
-    from bireme.bench.table import print_engine_report
-
-    print_engine_report(report, Console())
+def run_program(name: str, words: Sequence[str]) -> int:
+    """Run a program of `benchmarks/` with this Bireme; return its exit status."""
+    source = Path(__file__).resolve().parents[2]
+    program = source.parent / "benchmarks" / f"{name}.py"
+    if not program.is_file():
+        raise BiremeError(
+            "The benchmarks are in Bireme's source, which this installation does not have: get the source, "
+            f"run `pip install -e .` in its folder, then `bireme bench {name}` again."
+        )
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([sys.executable, program, *words], env=environment, check=False).returncode

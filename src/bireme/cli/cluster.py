@@ -130,7 +130,8 @@ def probe(
 
     [dim]torchrun --nnodes 2 --nproc-per-node 4 … --no-python bireme cluster probe -o cluster.toml[/dim]
     """
-    from bireme.bench.probe import ProbeSetting, probe_here, probe_of_environment
+    from bireme.report.progress import progress_bar
+    from bireme.runtime.measuring.probe import ProbeSetting, probe_here, probe_of_environment
 
     is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
@@ -140,9 +141,10 @@ def probe(
         setting = ProbeSetting(batch=batch, seconds=seconds, disk=disk, **({"model": model} if model else {}))
         backend, here = _backend_and_devices(device)
         if is_started:
-            found = probe_of_environment(setting, backend=backend)
+            found = probe_of_environment(setting, backend=backend, progress_bar=progress_bar)
         else:
-            found = probe_here(here if processes is None else processes, setting, backend=backend)
+            num_processes = here if processes is None else processes
+            found = probe_here(num_processes, setting, backend=backend, progress_bar=progress_bar)
     except BiremeError:
         if is_started and os.environ["RANK"] != "0":
             raise typer.Exit(2) from None  # the first rank says it for all

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.bench.effort import Spread, print_verdicts, verdict_documents
-from bireme.bench.emulation import EmulationRow
-from bireme.bench.engine import EngineReport, verdicts
+from benchmarks.common.verdicts import Spread, print_verdicts, verdict_documents
+from benchmarks.engine_bench.emulation import EmulationRow
+from benchmarks.engine_bench.report import EngineReport, verdicts
 from bireme.bounds import bytes_text
 
 # A report of the engine's benchmark as plain data, for --json.

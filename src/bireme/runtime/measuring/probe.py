@@ -1,7 +1,7 @@
 """The probe: measure the devices and links of a run, and make a `Cluster` of them.
 
-It is here and not in `cluster/`, the lowest floor, because it needs processes, the timing of a model's
-units and a progress bar. What the measurements mean is inferred in `cluster/inference.py`, which is pure.
+It is here and not in `cluster/`, the lowest floor, because it needs processes and the timing of a model's
+units. What the measurements mean is inferred in `cluster/inference.py`, which is pure.
 """
 
 import json
@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, exp
 from bireme.devices import synchronize
 from bireme.errors import BiremeError
 from bireme.profile.control import device_here
-from bireme.report.progress import progress_bar
 from bireme.runtime.launch import launch
 from bireme.runtime.measuring.tier_speeds import (
     check_disk_folder,
@@ -212,6 +211,8 @@ _MESSAGES_OF_FLOW = 5
 _MOST_RANKS = 256
 
 Progress = Callable[[float, str], None]
+ProgressBar = Callable[[str], AbstractContextManager[Progress]]
+"""Opens a bar that shows a first text; the block calls it with the part that is done and the next text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,30 +283,44 @@ class _Probe:
         }
 
 
+def _silent(_done: float, _what: str) -> None:
+    """Show nothing."""
+
+
+def _no_bar(_first: str) -> AbstractContextManager[Progress]:
+    """Of the ranks other than the first, and of callers that show no bar."""
+    return nullcontext(_silent)
+
+
 def probe_here(
     num_processes: int,
     setting: ProbeSetting | None = None,
     *,
     backend: "Backend" = "gloo",
     timeout_s: float = 300.0,
+    progress_bar: ProgressBar = _no_bar,
 ) -> _Probe:
-    """Probe this machine with so many processes of its own."""
+    """Probe this machine with so many processes of its own. The first process opens the bar."""
     setting = setting or ProbeSetting()
     _check_setting(setting)
     if not 1 <= num_processes <= _MOST_RANKS:
         raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {_MOST_RANKS}.")
-    found = launch(_probe_in, num_processes, setting, backend=backend, timeout_s=timeout_s)[0]
+    found = launch(_probe_in, num_processes, setting, progress_bar, backend=backend, timeout_s=timeout_s)[0]
     assert found is not None
     return found
 
 
 def probe_of_environment(
-    setting: ProbeSetting, *, backend: "Backend" = "gloo", timeout_s: float = 300.0
+    setting: ProbeSetting,
+    *,
+    backend: "Backend" = "gloo",
+    timeout_s: float = 300.0,
+    progress_bar: ProgressBar = _no_bar,
 ) -> _Probe | None:
     """Probe the ranks that torchrun started, of which this is one; None on all but the first."""
     _check_setting(setting)
     with World.from_environment(timeout_s=timeout_s, backend=backend) as world:
-        return _probe_in(world, setting)
+        return _probe_in(world, setting, progress_bar)
 
 
 def _check_setting(setting: ProbeSetting) -> None:
@@ -317,10 +332,10 @@ def _check_setting(setting: ProbeSetting) -> None:
         check_disk_folder(setting.disk, "--disk")
 
 
-def _probe_in(world: World, setting: ProbeSetting) -> _Probe | None:
+def _probe_in(world: World, setting: ProbeSetting, progress_bar: ProgressBar) -> _Probe | None:
     """On every rank of an open world; the first has the result."""
-    bar = progress_bar("finding the ranks") if world.rank == 0 else nullcontext(_silent)
-    with bar as progress:
+    open_bar = progress_bar if world.rank == 0 else _no_bar
+    with open_bar("finding the ranks") as progress:
         line = _ProbeMember.of(world)
         progress(0.0, "timing the devices")
         hosts, devices = _devices(world, line, setting)
@@ -335,10 +350,6 @@ def _probe_in(world: World, setting: ProbeSetting) -> _Probe | None:
         return None
     measurements = replace(found, devices=tuple(devices), all_reduces=tuple(sums))
     return _Probe(measurements, _with_tiers(infer(measurements), tiers))
-
-
-def _silent(_done: float, _what: str) -> None:
-    """Of all ranks one tells how far they are."""
 
 
 def _group_sizes(num_ranks: int) -> list[int]:

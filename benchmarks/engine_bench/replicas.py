@@ -20,8 +20,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from bireme.bench.contenders import Contender, Ours, closing, say, take_turns
-from bireme.bench.effort import Spread, StagePace, emulated_model
+from benchmarks.common.verdicts import Spread
+from benchmarks.engine_bench.contenders import Contender, Ours, closing, say, take_turns
+from benchmarks.engine_bench.emulated import StagePace, emulated_model
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.pipeline import Pipeline
@@ -34,6 +35,8 @@ from bireme.runtime.world import World
 _CARD = "eth0"
 """The network card of every host."""
 _TOOL_TIMEOUT_S = 20.0
+_ROOT = str(Path(__file__).resolve().parents[2])
+"""The folder that `benchmarks` is imported from."""
 
 
 class NoHosts(Exception):  # noqa: N818 (no error: the benchmark leaves the row out)
@@ -205,10 +208,11 @@ def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
                 "MASTER_PORT": PORT,
                 "GLOO_SOCKET_IFNAME": _CARD,
                 "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH")))),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses have no names
             }
             code = (
-                "from pathlib import Path; from bireme.bench.replicas import run_replica_rank; "
+                "from pathlib import Path; from benchmarks.engine_bench.replicas import run_replica_rank; "
                 f"run_replica_rank(Path({str(folder)!r}))"
             )
             words = [*hosts.prefixes[host], sys.executable, "-c", code]

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bireme.bench.contenders import (
+from benchmarks.common.verdicts import Spread, ratios
+from benchmarks.engine_bench.contenders import (
     LR,
     Contender,
     CountedWindow,
@@ -23,7 +24,7 @@ from bireme.bench.contenders import (
     take_turns,
     torch_run,
 )
-from bireme.bench.effort import BenchEffort, Spread, ratios
+from benchmarks.engine_bench.effort import BenchEffort
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source

@@ -18,17 +18,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bireme.bench.contenders import Contender, Ours, TorchFeed, TorchRun, closing, say, take_turns, torch_run
-from bireme.bench.effort import (
+from benchmarks.common.verdicts import Spread, ratios
+from benchmarks.engine_bench.contenders import (
+    Contender,
+    Ours,
+    TorchFeed,
+    TorchRun,
+    closing,
+    say,
+    take_turns,
+    torch_run,
+)
+from benchmarks.engine_bench.effort import BenchEffort, BenchShape
+from benchmarks.engine_bench.emulated import (
     FEATURES,
     INPUT,
-    BenchEffort,
-    BenchShape,
     EmulatedModel,
-    Spread,
     StagePace,
     emulated_model,
-    ratios,
     square_loss,
 )
 from bireme.plan.plan import Plan

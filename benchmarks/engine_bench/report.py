@@ -10,26 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from bireme.bench.contenders import Contender, Ours, TorchFeed, closing, say, take_turns, torch_run
-from bireme.bench.effort import (
+from benchmarks.common.verdicts import Spread, Verdict, at_least, at_most, exactly, ratios, resident_bytes
+from benchmarks.engine_bench.contenders import Contender, Ours, TorchFeed, closing, say, take_turns, torch_run
+from benchmarks.engine_bench.effort import BenchEffort
+from benchmarks.engine_bench.emulated import (
     FEATURES,
     INPUT,
-    BenchEffort,
     EmulatedModel,
-    Spread,
     StagePace,
-    Verdict,
-    at_least,
-    at_most,
     emulated_model,
-    exactly,
-    ratios,
-    resident_bytes,
     square_loss,
 )
-from bireme.bench.emulation import EmulationRow, measure_emulated
-from bireme.bench.replicas import Replicas, measure_replicas
-from bireme.bench.small_gpt import (
+from benchmarks.engine_bench.emulation import EmulationRow, measure_emulated
+from benchmarks.engine_bench.replicas import Replicas, measure_replicas
+from benchmarks.engine_bench.small_gpt import (
     GPT_RANKS,
     GPT_SAMPLES,
     GptRow,

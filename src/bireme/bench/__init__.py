@@ -1,1 +1,0 @@
-"""Measurements of the engine, compared with its limits and its peer, for `bireme bench`."""
