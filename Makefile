@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 COMPILED := $(VENV)/.compiled
-LOOPS := $(shell find src/bireme/codec src/bireme/placement -name "*.py")
+LOOPS := $(shell find src/bireme/codec src/bireme/placement benchmarks/placers -name "*.py")
 
 .PHONY: help setup train test test-fast test-all lint bench gpu clean
 

@@ -9,7 +9,7 @@ unit of time; what has a limit is shown with it.
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,12 +25,14 @@ from benchmarks.made_up.graphs import (
     resnet_like,
     transformer_like,
 )
+from benchmarks.placers.local_search import local_search
+from benchmarks.placers.simple import pipedream, single
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import Anywhere
 from bireme.placement.contiguous.dynamic import DynamicProgram
 from bireme.placement.contiguous.ideals import lattice_of
 from bireme.placement.contiguous.search import Contiguous, cut_lines
-from bireme.placement.contraction import items_of
+from bireme.placement.contraction import Items, Weightless, items_of
 from bireme.placement.solve import solve
 from bireme.placement.workload import Edge, Method, Node, Objective, Request, Workload
 
@@ -42,6 +44,15 @@ MOST_MILLION_PAIRS = 1_000
 """No time was promised for more."""
 
 Row = dict[str, Any]
+
+METHODS: dict[str, Callable[[Workload], float]] = {
+    "dpl": lambda workload: solve(workload, Request(method=Method.DPL)).value,
+    "greedy": lambda workload: solve(workload, Request(method=Method.GREEDY)).value,
+    "pipedream": lambda workload: pipedream(workload, THROUGHPUT)[0].value,
+    "local-search": lambda workload: local_search(_pieces(workload, contiguous=False), THROUGHPUT).value,
+    "single": lambda workload: single(_pieces(workload, contiguous=True), THROUGHPUT).value,
+}
+"""The values of simpler ways than the exact one."""
 
 
 def branches(num_branches: int, length: int, *, devices: int, moving: float = 1.0) -> Workload:
@@ -150,12 +161,16 @@ def methods_case(case: tuple[str, bool, float]) -> Row:
         "exact": best.value,
         "gap": best.gap,
     }
-    for method in (Method.DPL, Method.GREEDY, Method.PIPEDREAM, Method.LOCAL_SEARCH, Method.SINGLE):
+    for name, found in METHODS.items():
         try:
-            row[method.value] = solve(workload, Request(method=method)).value / best.value
+            row[name] = found(workload) / best.value
         except BiremeError:
-            row[method.value] = None  # does not fit
+            row[name] = None  # does not fit
     return row
+
+
+def _pieces(workload: Workload, *, contiguous: bool) -> Items:
+    return items_of(workload, contiguous=contiguous, weightless=Weightless.STAY)
 
 
 def _warm_up() -> None:

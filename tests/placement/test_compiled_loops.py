@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.placers import local_search
 from bireme.compiled import IS_COMPILED
 from bireme.placement import moves
 from bireme.placement.anywhere import kernel as anywhere
-from bireme.placement.baselines import local_search
 from bireme.placement.contiguous import dynamic as sweep
 from bireme.placement.contiguous import ideals
 from bireme.placement.latency import kernel as latency

@@ -13,13 +13,14 @@ from benchmarks.made_up.graphs import (
     resnet_like,
     transformer_like,
 )
+from benchmarks.placers.local_search import local_search
+from benchmarks.placers.simple import pipedream, single
 from bireme.errors import BiremeError
 from bireme.placement import moves
 from bireme.placement.anywhere.kernel import blocks_of
 from bireme.placement.anywhere.search import improve
-from bireme.placement.baselines.local_search import local_search, random_start
-from bireme.placement.baselines.simple import greedy, pipedream, single
 from bireme.placement.contraction import FoundPlacement, Items, Weightless, fits, items_of, loads_of, value_of
+from bireme.placement.starts import greedy, random_start
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload

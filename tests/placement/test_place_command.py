@@ -77,12 +77,24 @@ def test_the_usual_objective_goes_by_the_workload(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["auto", "dp", "dpl", "local-search", "pipedream", "greedy", "single"])
+@pytest.mark.parametrize("method", ["auto", "dp", "dpl", "anneal", "greedy"])
 def test_every_method_places(capsys: Capture, method: str) -> None:
     for name in ("branches.json", "training.json"):
         result = place(capsys, f"{name} --method {method} --time-limit 1 --json")
         assert result.status == 0, result.err
         assert result.document["value"] >= result.document["lower_bound"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "method"), [("local-search", "anneal"), ("pipedream", "dpl"), ("single", "greedy")]
+)
+def test_a_baseline_is_refused_with_a_method_to_use_instead(
+    capsys: Capture, baseline: str, method: str
+) -> None:
+    result = place(capsys, f"branches.json --method {baseline}")
+    assert (result.status, result.out) == (2, "")
+    assert f"The method {baseline} is a baseline" in result.err
+    assert f"Use --method {method}, or leave out the method." in result.err
 
 
 @pytest.mark.slow
@@ -116,7 +128,7 @@ def test_the_table_has_a_row_for_each_device_and_says_what_is_proven(capsys: Cap
 
 
 def test_a_gap_comes_with_what_to_try(capsys: Capture) -> None:
-    out = " ".join(place(capsys, "branches.json --method single").out.split())
+    out = " ".join(place(capsys, "branches.json --method greedy").out.split())
     assert "a gap of" in out
     assert "A better placement may exist. Try: --method milp" in out
 

@@ -102,7 +102,7 @@ def test_an_experts_split_is_taken_as_it_is() -> None:
 
 def test_methods_that_know_no_contiguity_say_so() -> None:
     workload = Workload(tuple(Node(number, 1.0, 9.0) for number in range(4)), (), 2, 0, 1e9)
-    found = solve(workload, Request(method=Method.LOCAL_SEARCH))
+    found = solve(workload, Request(method=Method.ANNEAL, time_limit_s=0.2))
     assert not found.contiguous
     assert "ignores contiguity" in found.notes[0]
 

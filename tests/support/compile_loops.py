@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.codec_speed import DTYPES, WITH_NUMBA, cases
+from benchmarks.placers.local_search import local_search
 from bireme.placement.anywhere.search import improve
 from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.solve import solve
@@ -31,11 +32,11 @@ def compile_placement() -> None:
     workload = load_workload(WORKLOAD)
     for request in (
         Request(Objective.FLUSH, Method.DP),
-        Request(Objective.THROUGHPUT, Method.LOCAL_SEARCH),
         Request(Objective.LATENCY, Method.ANNEAL, time_limit_s=LIMIT_S),
     ):
         solve(workload, request)
     items = items_of(workload, contiguous=False, weightless=Weightless.JOIN)
+    local_search(items, Objective.THROUGHPUT, restarts=1)
     improve(items, Objective.THROUGHPUT, start=None, time_limit_s=LIMIT_S, num_moves=2)
 
 

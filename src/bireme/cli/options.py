@@ -2,7 +2,9 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,14 +18,19 @@ if TYPE_CHECKING:
 # Options whose value is one of a few words: checked in one sentence, and completed by the shell.
 
 
-def word(what: str, *known: str, metavar: str, text: str) -> dict[str, Any]:
+def word(
+    what: str, *known: str, metavar: str, text: str, gone: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """What makes an option of typer take one of these words, such as an enum's members.
 
-    `what` is what to call it in an error. The words replace `{}` in the help text.
+    `what` is what to call it in an error. The words replace `{}` in the help text. `gone` has words that are
+    no longer taken, each with the sentence that refuses it.
     """
     words = [str(one) for one in known]
 
     def parsed(value: str) -> str:
+        if value in gone:
+            raise BiremeError(gone[value])
         if value not in words:
             raise BiremeError(f"There is no {what} {value!r}. {closest(value, words)}")
         return known[words.index(value)]

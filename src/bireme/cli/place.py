@@ -20,6 +20,17 @@ search_option = partial(typer.Option, rich_help_panel="What to look for")
 output_option = partial(typer.Option, rich_help_panel="Output")
 model_option = partial(typer.Option, rich_help_panel="A model instead of a file")
 
+_BASELINES = {
+    baseline: f"The method {baseline} is a baseline for comparison, and benchmarks/placement.py in Bireme's "
+    f"source measures it. Use --method {method}, or leave out the method."
+    for baseline, method in {
+        "local-search": Method.ANNEAL,
+        "pipedream": Method.DPL,
+        "single": Method.GREEDY,
+    }.items()
+}
+"""Methods that the command no longer has, and how it refuses them."""
+
 OF_A_SEARCH = (
     "method",
     "expert",
@@ -62,7 +73,7 @@ def place(
     method: Annotated[
         Method,
         search_option(
-            **word("method", *Method, metavar="METHOD", text="Search method: {}."),
+            **word("method", *Method, metavar="METHOD", text="Search method: {}.", gone=_BASELINES),
         ),
     ] = Method.AUTO,
     contiguous: Annotated[

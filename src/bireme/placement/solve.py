@@ -8,8 +8,6 @@ from time import monotonic
 
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.search import HAS_SOLVER, Anywhere
-from bireme.placement.baselines.local_search import local_search
-from bireme.placement.baselines.simple import greedy, pipedream, single
 from bireme.placement.check import check
 from bireme.placement.contiguous.chain import NoSplitFoundError
 from bireme.placement.contiguous.search import MOST_IDEALS, Contiguous, ContiguousSplit, carried_over
@@ -18,6 +16,7 @@ from bireme.placement.integer.contiguous import solve_contiguous
 from bireme.placement.latency.latency import LatencyFound, latency_lower_bound, latency_of, pieces_of
 from bireme.placement.latency.program import solve_latency
 from bireme.placement.latency.search import search_latency
+from bireme.placement.starts import greedy
 from bireme.placement.workload import Method, Objective, Placement, Request, Workload
 
 _TIME_LIMIT_S = 60.0
@@ -33,9 +32,6 @@ _MOST_ITEMS_IN_PROGRAM = 5_000
 """Whose order is closed as a square of so many rows."""
 
 _FOR_LATENCY = (Method.AUTO, Method.MILP, Method.ANNEAL)
-
-_ANYWHERE = (Method.ANNEAL, Method.LOCAL_SEARCH)
-"""The methods that know no contiguity."""
 
 
 def solve(
@@ -56,7 +52,7 @@ class _Solving:
         self.objective = request.objective
         self.began = monotonic()
         self.limit_s = _TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s
-        self.is_contiguous = request.contiguous and request.method not in _ANYWHERE
+        self.is_contiguous = request.contiguous and request.method is not Method.ANNEAL
         self.has_too_many_ideals = False
         self.notes: list[str] = []
 
@@ -88,7 +84,7 @@ class _Solving:
                 anywhere = self._anywhere()
                 found = anywhere.annealed(anywhere.start(), self.stop_at - monotonic())
                 return self._of(Method.ANNEAL, anywhere.items, found)
-        return self._baseline()
+        return self._greedy()
 
     def _contiguous(self, *, is_limited: bool = True) -> Contiguous:
         stop_at = self.stop_at if is_limited else math.inf
@@ -158,20 +154,9 @@ class _Solving:
         found = solve_contiguous(items, self.objective, time_limit_s=left, start=start)
         return self._of(Method.MILP, items, found)
 
-    def _baseline(self) -> Placement:
-        method = self.request.method
-        if method is Method.PIPEDREAM:
-            found, items = pipedream(self.workload, self.objective)
-            return self._of(method, items, self._bounded(found))
-        items = items_of(self.workload, contiguous=method not in _ANYWHERE, weightless=Weightless.STAY)
-        match method:
-            case Method.LOCAL_SEARCH:
-                found = local_search(items, self.objective, seed=self.request.seed)
-            case Method.GREEDY:
-                found = greedy(items, self.objective)
-            case _:
-                found = single(items, self.objective)
-        return self._of(method, items, self._bounded(found))
+    def _greedy(self) -> Placement:
+        items = items_of(self.workload, contiguous=True, weightless=Weightless.STAY)
+        return self._of(Method.GREEDY, items, self._bounded(greedy(items, self.objective)))
 
     def _bounded(self, found: FoundPlacement) -> FoundPlacement:
         """The same, bounded by counting work."""

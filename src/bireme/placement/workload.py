@@ -251,10 +251,7 @@ class Method(StrEnum):
     DPL = "dpl"
     MILP = "milp"
     ANNEAL = "anneal"
-    LOCAL_SEARCH = "local-search"
-    PIPEDREAM = "pipedream"
     GREEDY = "greedy"
-    SINGLE = "single"
     EXPERT = "expert"
 
 

@@ -18,8 +18,6 @@ import numpy as np
 
 from bireme.errors import BiremeError
 from bireme.placement.anywhere.kernel import AnnealingScratch, Heat, anneal, blocks_of
-from bireme.placement.baselines.local_search import random_start
-from bireme.placement.baselines.simple import greedy
 from bireme.placement.contiguous.search import ContiguousSplit, carried_over
 from bireme.placement.contraction import (
     FoundPlacement,
@@ -33,6 +31,7 @@ from bireme.placement.contraction import (
 )
 from bireme.placement.integer.anywhere import solve_any
 from bireme.placement.moves import MoveTables, overflow, state_of, tables_of
+from bireme.placement.starts import greedy, random_start
 from bireme.placement.workload import Objective, Workload
 
 # Good placements soon, where any placement will do: simulated annealing from simple starts.

@@ -1,22 +1,16 @@
-"""Baselines: simple ways to place, to start others from and to compare them with.
+"""Placements that searches begin with: a random one, and one that fills device after device.
 
-`greedy` and `single` give splits that are contiguous where the items are numbered topologically. None of them
-proves a bound.
+Neither proves a bound.
 """
 
-from dataclasses import replace
+from random import Random
 
-import networkx
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.errors import BiremeError
-from bireme.placement.baselines.local_search import local_search
-from bireme.placement.contiguous.chain import cut_chain, no_split_found
-from bireme.placement.contraction import Floats, FoundPlacement, Items, fits, items_of, loads_of, value_of
-from bireme.placement.workload import Objective, Workload
-
-__all__ = ["greedy", "local_search", "pipedream", "single"]
+from bireme.placement.contiguous.chain import no_split_found
+from bireme.placement.contraction import Floats, FoundPlacement, Items, loads_of, value_of
+from bireme.placement.workload import Objective
 
 _Places = NDArray[np.int64]
 
@@ -24,11 +18,35 @@ _HALVINGS = 40
 """Of the range in which the lowest level is searched that `greedy` can fill devices up to."""
 
 
+def random_start(items: Items, random: Random) -> tuple[int, ...]:
+    """Each item on an accelerator drawn from those that have room for it, else on a CPU.
+
+    Where there is neither, on the emptiest accelerator, so what comes of it may not fit. Large items draw
+    first.
+    """
+    left = [items.room] * items.num_accelerators
+    cpus = range(items.num_accelerators, items.num_devices)
+    where = [0] * len(items)
+    order = list(range(len(items)))
+    random.shuffle(order)
+    for item in sorted(order, key=lambda item: -items.size[item]):
+        roomy = [device for device, room in enumerate(left) if items.size[item] <= room]
+        if roomy and items.supported[item]:
+            where[item] = random.choice(roomy)
+        elif cpus:
+            where[item] = random.choice(cpus)
+        else:
+            where[item] = left.index(max(left))
+        if where[item] < len(left):
+            left[where[item]] -= items.size[item]
+    return tuple(where)
+
+
 def greedy(items: Items, objective: Objective) -> FoundPlacement:
     """Fill one device after the other, in the order of the items, up to the lowest level that takes them all.
 
     The level counts times only: what moves between devices is paid but not looked at. Raises `BiremeError`
-    where no cut of this order fits.
+    where no cut of this order fits. The split is contiguous where the items are numbered topologically.
     """
     line = _Line(items)
     where = line.fill(np.inf)
@@ -42,37 +60,6 @@ def greedy(items: Items, objective: Objective) -> FoundPlacement:
             low = level
         else:
             where, high = filled, level
-    return _found(items, objective, where)
-
-
-def single(items: Items, objective: Objective) -> FoundPlacement:
-    """Everything on one accelerator, or on one CPU where it does not fit there.
-
-    Raises `BiremeError` where neither takes it all.
-    """
-    firsts = ([0] if items.num_accelerators else []) + ([items.num_accelerators] if items.num_cpus else [])
-    for device in firsts:
-        where = (device,) * len(items)
-        if fits(items, where):
-            return _found(items, objective, where)
-    raise BiremeError(
-        f"No single device takes it all: the operators take {items.size.sum():g} bytes, an accelerator has "
-        f"{items.accelerator_bytes:g}, {int((~items.supported).sum())} of {len(items)} groups of operators "
-        "need a CPU, and there is none. Use a method that splits."
-    )
-
-
-def pipedream(workload: Workload, objective: Objective) -> tuple[FoundPlacement, Items]:
-    """PipeDream's way: make the graph a chain, then cut that in the best way; and the items of the chain.
-
-    Parallel branches become one: of each biconnected component all but the last operators are merged. What
-    is not a chain even so is taken in a topological order. Raises `BiremeError` where no cut fits.
-    """
-    items = items_of(_without_branches(workload, items_of(workload, contiguous=True)), contiguous=True)
-    return cut_chain(items, objective), items
-
-
-def _found(items: Items, objective: Objective, where: tuple[int, ...]) -> FoundPlacement:
     return FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
 
 
@@ -135,31 +122,3 @@ def _ends(sums: Floats, level: float) -> _Places:
     """For every place, how far a device that begins there gets before it is filled."""
     ends: _Places = np.searchsorted(sums, sums + level, "right") - 1
     return ends
-
-
-def _without_branches(workload: Workload, items: Items) -> Workload:
-    """The workload with one colour for all that a chain cannot tell apart."""
-    edges = [(tail, head) for tail in range(len(items)) for head in items.after.row(tail)]
-    together = networkx.empty_graph(len(items))
-    for component in networkx.biconnected_component_edges(networkx.Graph(edges)):
-        # Items are in an order that all edges follow, so the tail is the lesser end.
-        networkx.add_path(together, sorted({min(edge) for edge in component}))
-    nodes = list(workload.nodes)
-    for colour, found in enumerate(networkx.connected_components(together)):
-        group = sorted(found)
-        if not workload.num_cpus:
-            _check_room(items, group)
-        for item in group:
-            for place in items.members[item]:
-                nodes[place] = replace(nodes[place], colour=colour)
-    return replace(workload, nodes=tuple(nodes))
-
-
-def _check_room(items: Items, group: list[int]) -> None:
-    size = items.size[group].sum()
-    if size > items.accelerator_bytes:
-        raise BiremeError(
-            f"PipeDream's chain does not fit: branches that it keeps together take {size:g} bytes, an "
-            f"accelerator has {items.accelerator_bytes:g}, and there is no CPU. Use a method that parts "
-            "branches."
-        )

@@ -22,6 +22,7 @@ from bireme.placement.moves import (
     value_now,
     weigh,
 )
+from bireme.placement.starts import random_start
 from bireme.placement.workload import Objective
 
 _LEAST_GAIN = 1e-7
@@ -50,30 +51,6 @@ def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed
             "or use a method that looks for room."
         )
     return best
-
-
-def random_start(items: Items, random: Random) -> tuple[int, ...]:
-    """Each item on an accelerator drawn from those that have room for it, else on a CPU.
-
-    Where there is neither, on the emptiest accelerator, so what comes of it may not fit. Large items draw
-    first.
-    """
-    left = [items.room] * items.num_accelerators
-    cpus = range(items.num_accelerators, items.num_devices)
-    where = [0] * len(items)
-    order = list(range(len(items)))
-    random.shuffle(order)
-    for item in sorted(order, key=lambda item: -items.size[item]):
-        roomy = [device for device, room in enumerate(left) if items.size[item] <= room]
-        if roomy and items.supported[item]:
-            where[item] = random.choice(roomy)
-        elif cpus:
-            where[item] = random.choice(cpus)
-        else:
-            where[item] = left.index(max(left))
-        if where[item] < len(left):
-            left[where[item]] -= items.size[item]
-    return tuple(where)
 
 
 @compiled

@@ -1,0 +1,1 @@
+"""Simple ways to place operators, which the searches of Bireme are compared with."""

@@ -1,1 +1,0 @@
-"""Simple ways to place, to begin others with and to compare them with."""
