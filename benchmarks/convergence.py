@@ -36,7 +36,7 @@ from benchmarks.delay_study.study import Cell, Known, Setting, run
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps
 from benchmarks.delay_study.sweeps import delay_sweeps
 from benchmarks.delay_study.table import Row, rows
-from bireme.report.svg import svg
+from bireme.report.markup import svg
 
 SMOKE_STEPS = 10
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"

@@ -10,7 +10,7 @@ from benchmarks.delay_study.picture import curves
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting
 from benchmarks.delay_study.table import penalty, rows
 from benchmarks.delay_study.task import SIZES, text
-from bireme.report.svg import svg
+from bireme.report.markup import svg
 
 pytestmark = pytest.mark.slow
 

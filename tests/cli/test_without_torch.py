@@ -28,7 +28,7 @@ MODULES = [
     "bireme.report.memory_document",
     "bireme.report.memory_table",
     "bireme.report.profile_table",
-    "bireme.report.progress",
+    "bireme.report.terminal",
     "bireme.train.rates",
     "bireme.train.run_file",
 ]

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.memory import chunk_memory
-from bireme.memory.chunk_memory import POISON, HostChunks, page_bytes
+from bireme.memory import system_memory
 from bireme.memory.disk_tier import DiskTier
-from bireme.memory.system_memory import PAGE_BYTES, AddressRange
+from bireme.memory.system_memory import PAGE_BYTES, POISON, AddressRange, HostChunks, page_bytes
 from bireme.plan.plan import Paging, Plan
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
@@ -105,7 +104,7 @@ def test_a_plan_made_elsewhere_has_chunks_of_whole_pages_where_it_runs() -> None
 def test_chunks_that_are_no_whole_pages_are_refused_with_the_page_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunk_memory, "PAGE_BYTES", 16384)
+    monkeypatch.setattr(system_memory, "PAGE_BYTES", 16384)
     with pytest.raises(BiremeError, match="multiple of 16384 bytes"):
         HostChunks(1, 4096)
     assert page_bytes(torch.device("cpu")) == 16384

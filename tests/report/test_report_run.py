@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bireme.bounds import against_predicted
 from bireme.errors import BiremeError
 from bireme.plan.plan_file import write_plan
 from bireme.report.axes import Quantity, Scale, clock_text, number_text
@@ -25,7 +26,6 @@ from bireme.report.page.page import page
 from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.page.tables import comparison_table, facts, tiles
-from bireme.report.units import against_predicted
 from bireme.runtime.gathering import timeline_of
 from bireme.train.run_log import MetricsLog
 from tests.support.extent import draws

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from bireme.bounds import rate_text
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
-from bireme.report.units import rate_text
 from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, SlotPool, ThreadMover
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Kind

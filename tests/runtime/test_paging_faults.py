@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bireme.errors import BiremeError
-from bireme.memory.chunk_memory import HostChunks
 from bireme.memory.disk_tier import DiskTier
-from bireme.memory.system_memory import AddressRange
+from bireme.memory.system_memory import AddressRange, HostChunks
 from bireme.model.stage import stage_function
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import PagingSettings

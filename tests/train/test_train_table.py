@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bireme.bounds import counted
 from bireme.report.train_table import print_summary
-from bireme.report.units import counted
 
 STAGE = {"rank": 0, "predicted_busy_share": None, "busy_share": 0.5}
 RANK = {"rank": 0, "predicted_peak_bytes": None, "measured_peak_bytes": 4096}

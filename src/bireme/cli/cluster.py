@@ -130,7 +130,7 @@ def probe(
 
     [dim]torchrun --nnodes 2 --nproc-per-node 4 … --no-python bireme cluster probe -o cluster.toml[/dim]
     """
-    from bireme.report.progress import progress_bar
+    from bireme.report.terminal import progress_bar
     from bireme.runtime.measuring.probe import ProbeSetting, probe_here, probe_of_environment
 
     is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ

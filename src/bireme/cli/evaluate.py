@@ -64,7 +64,7 @@ def evaluate(
 
     [dim]bireme evaluate runs/first-run --data book.txt[/dim]
     """
-    from bireme.report.progress import progress_bar
+    from bireme.report.terminal import progress_bar
     from bireme.runtime.board import RankFailed
     from bireme.train.evaluating import evaluate as evaluated
     from bireme.train.subject import subject_of

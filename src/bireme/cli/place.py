@@ -168,7 +168,7 @@ def place(
 
     [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --to plan.json[/dim]
     """
-    from bireme.cli.place_model import ModelPlacing, OfModel
+    from bireme.cli.place_run import ModelPlacing, OfModel
     from bireme.placement.workload_file import DeviceCounts, ReadWorkload
 
     if expert is not None and method is Method.AUTO:

@@ -2,22 +2,101 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from bireme.cli.measuring import Measuring, captures_of, measure
 from bireme.cli.options import print_json
 from bireme.errors import BiremeError
 from bireme.placement.check import PlacementVerdict, check
 from bireme.placement.workload import Method, Objective, Request, Workload, device_names
 
 if TYPE_CHECKING:
-    from bireme.cli.place_model import OfModel
-    from bireme.placement.workload import Placement
+    from bireme.placement.of_model.from_model import ModelWorkload
+    from bireme.placement.workload import Granularity, Placement
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
+    from bireme.profile.profile import Profile
+
+
+# `bireme place --model`: make a workload from a model, and a plan from its placement.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlacing:
+    """A model to place: its workload and its profile."""
+
+    made: "ModelWorkload"
+    profile: "Profile"
+
+    @classmethod
+    def of(
+        cls,
+        asked: Measuring,
+        cluster: str | None,
+        *,
+        training: bool,
+        granularity: "Granularity",
+        devices: Sequence[str] = (),
+        copies_tied: bool,
+    ) -> "ModelPlacing":
+        """Capture and measure the model, and find the devices."""
+        from bireme.cli.plan_run import cluster_of
+        from bireme.placement.of_model.from_model import workload_of
+        from bireme.report.terminal import progress_bar
+
+        found = cluster_of(cluster)
+        with progress_bar("capturing the model") as progress:
+            profile = measure(asked, progress)
+        micro_batch = asked.batches[0]
+        made = workload_of(
+            captures_of(asked).graph(micro_batch),
+            profile,
+            found,
+            micro_batch=micro_batch,
+            training=training,
+            granularity=granularity,
+            devices=devices,
+            copy_tied=copies_tied,
+        )
+        return cls(made, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class OfModel:
+    """What a model's placement yields besides its document: a plan file, on request."""
+
+    placing: ModelPlacing
+    plan: Path | None
+    schedule: str
+    num_microbatches: int | None
+
+    def write(self, placement: "Placement") -> str:
+        """Write the plan; return a sentence on what moving its cuts to unit borders changed."""
+        if self.plan is None:
+            return ""
+        from bireme.placement.of_model.to_plan import plan_of
+        from bireme.plan.plan_file import planned_units, write_plan
+
+        placed = plan_of(
+            self.placing.made,
+            placement,
+            num_microbatches=self.num_microbatches or 2 * len(set(placement.devices)),
+            schedule=self.schedule,
+            snapped=True,
+        )
+        write_plan(self.plan, placed.plan, planned_units(self.placing.profile))
+        return placed.note
+
+    def documented(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The placement's document, with the cluster's names of its devices and the unit of each node."""
+        made = self.placing.made
+        names = dict(zip(document["loads"], made.device_names, strict=True))
+        units = dict(zip(document["assignment"], (made.unit_names[unit] for unit in made.units), strict=True))
+        return document | {"devices": names, "units": units, "micro_batch": made.micro_batch}
 
 
 NOTHING = 1e-12
@@ -88,7 +167,7 @@ class PlaceRun:
         from time import perf_counter
 
         from bireme.placement.solve import solve
-        from bireme.report.progress import progress_bar
+        from bireme.report.terminal import progress_bar
 
         self.request = replace(self.request, time_limit_s=time_limit_s, seed=seed)
         with progress_bar("placing") as progress:

@@ -87,7 +87,7 @@ def profile_of(path: Path | None, asked: Measuring | None) -> "Profile":
 
         return load_profile(path)
     assert asked is not None
-    from bireme.report.progress import progress_bar
+    from bireme.report.terminal import progress_bar
 
     with progress_bar("capturing the model") as progress:
         return measure(asked, progress)
@@ -171,7 +171,7 @@ class PlanRun:
 
         from bireme.plan.forecast import Answer
         from bireme.plan.search.search import find_plan
-        from bireme.report.progress import progress_bar
+        from bireme.report.terminal import progress_bar
 
         with progress_bar("planning") as progress:
             begin_s = perf_counter()
@@ -186,7 +186,7 @@ class PlanRun:
     def _helps(self, answer: "Answer") -> "tuple[Help, ...]":
         from bireme.plan.explain import explain
         from bireme.plan.search.search import find_plan
-        from bireme.report.progress import progress_bar
+        from bireme.report.terminal import progress_bar
 
         with progress_bar("planning again") as progress:
             search = partial(find_plan, advises=False)

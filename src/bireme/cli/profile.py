@@ -92,7 +92,7 @@ def profile(
         part=part_of(train, freeze, lora_rank, lora_target),
         codecs=[str(parse_codec(word)) for word in codec or ()],
     )
-    from bireme.report.progress import progress_bar
+    from bireme.report.terminal import progress_bar
 
     with progress_bar("capturing the model") as progress:
         found = measure(asked, progress)

@@ -50,7 +50,7 @@ def resume(
     folder = RunFolder.of(run_dir)
     run = folder.load_run(set_ or ())
     begin()
-    from bireme.report.progress import progress_bar
+    from bireme.report.terminal import progress_bar
     from bireme.train.checkpoint.checkpoint import newest_good
     from bireme.train.disk_room import check_room
     from bireme.train.export import has_ended

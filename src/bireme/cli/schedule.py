@@ -126,7 +126,7 @@ def _list(*, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from bireme.report.columns import columns
+    from bireme.report.terminal import columns
 
     table = columns(
         ("schedule", "what it does"), words=("schedule", "what it does"), wrapped=("what it does",)
@@ -178,7 +178,7 @@ def _document(program: "Program", report: "CheckReport | None") -> dict[str, Any
 def _print(program: "Program", report: "CheckReport | None", csv: Path | None) -> None:
     from rich.console import Console
 
-    from bireme.report.grid import print_program
+    from bireme.report.terminal import print_program
 
     console = Console()
     if report is None or report.ok:
@@ -194,7 +194,7 @@ def _print(program: "Program", report: "CheckReport | None", csv: Path | None) -
 def _print_report(program: "Program", report: "CheckReport", console: "Console") -> None:
     from rich.markup import escape
 
-    from bireme.report.columns import columns
+    from bireme.report.terminal import columns
 
     for problem in report.problems:
         console.print(f"[red]✗[/red] {escape(problem)}", highlight=False)

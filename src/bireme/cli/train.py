@@ -72,7 +72,7 @@ def train(
     if not dry_run:
         RunFolder.check_new(run)  # now too, for what comes next may take long
     begin()
-    from bireme.report.progress import progress_bar
+    from bireme.report.terminal import progress_bar
     from bireme.train.disk_room import check_room
     from bireme.train.prepare import prepare, write_prepared
 

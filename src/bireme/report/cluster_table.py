@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, counted, rate_text, seconds_text
 from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Cluster, Link, Mesh, Server
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
 from bireme.cluster.symmetry import Symmetry
-from bireme.report.columns import columns
-from bireme.report.units import counted, rate_text, seconds_text
+from bireme.report.terminal import columns
 
 _DEVICES = (
     *("device", "model", "memory", "speed", "float32", "bfloat16", "cores"),

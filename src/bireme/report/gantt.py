@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.profile.behavior import Behavior, MemoryBlock, Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
 from bireme.report.axes import round_step
+from bireme.report.markup import svg
 from bireme.report.palette import Colour
 from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
-from bireme.report.svg import svg
-from bireme.report.units import seconds_text
 
 # Rows for blocks that come and go: each gets a range of bytes that no other block has while it lives.
 #

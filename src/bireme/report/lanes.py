@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bireme.bounds import seconds_text
 from bireme.report import palette
 from bireme.report.axes import Scale
 from bireme.report.legend import Contents
 from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_width
-from bireme.report.units import seconds_text
 from bireme.schedule.grid import NAMES, number, rank_name
 from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind, moved_item
 from bireme.timeline.timeline import (

@@ -9,11 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, seconds_text
 from bireme.profile.behavior import Behavior, Idle, MemoryBlock, Owner, idle_intervals, percentile
 from bireme.profile.swapping import Bandwidth, BlockPaging, SwapPlan
-from bireme.report.columns import columns
-from bireme.report.units import seconds_text
+from bireme.report.terminal import columns
 
 # Figures of Li et al. (ISPASS 2021) on memory behavior, to compare with those of a traced iteration.
 

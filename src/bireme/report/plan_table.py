@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
@@ -24,8 +24,7 @@ from bireme.plan.penalties import sum_steps
 from bireme.plan.plan import Plan, device_ranges
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
-from bireme.report.columns import GAP, columns
-from bireme.report.units import counted, seconds_text
+from bireme.report.terminal import GAP, columns
 from bireme.schedule.instruction import Item
 
 # Paging in the table of a plan: what each tier of a rank does, and what other ways to save memory take.

@@ -6,11 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, seconds_text
 from bireme.codec.description import CodecRate
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
-from bireme.report.units import seconds_text
 
 GAP = 2
 """Between two columns."""

@@ -1,19 +1,160 @@
-"""Timelines as tables in the terminal."""
+"""What goes to a terminal: tables, a progress bar, the grid of a program, and timelines."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from rich.color import Color
 from rich.console import Console
 from rich.markup import escape
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
-from bireme.bounds import bytes_text
-from bireme.report.columns import columns
-from bireme.report.units import seconds_text
-from bireme.schedule.instruction import Kind
-from bireme.schedule.program import Rule
-from bireme.simulate.comparison import Lookahead, ScheduleOutcome
+from bireme.bounds import bytes_text, seconds_text
+from bireme.report.palette import HUES, Colour, fill, on
+from bireme.schedule.grid import MARKS, Drawing, GridText, drawn, grid, opening
+from bireme.schedule.instruction import Instruction, Kind
+from bireme.schedule.program import Program, Rule
 from bireme.timeline.timeline import Timeline, pace
+
+if TYPE_CHECKING:
+    from bireme.simulate.comparison import Lookahead, ScheduleOutcome
+
+
+# Tables in the terminal: no lines, bold headings, numbers to the right and words to the left.
+
+GAP = 2
+"""Letters between two columns."""
+
+
+def columns(
+    headings: Sequence[str],
+    *,
+    words: Collection[str] = (),
+    wrapped: Collection[str] = (),
+) -> Table:
+    """A table without rows; columns of `words` hold no numbers alone, and those `wrapped` may break."""
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for heading in headings:
+        is_left, may_wrap = heading in words, heading in wrapped
+        table.add_column(heading, justify="left" if is_left else "right", no_wrap=not may_wrap)
+    return table
+
+
+# A progress bar on standard error, so that what a verb prints stays clean.
+
+_REFRESHES_PER_S = 4
+"""Few, as what is measured meanwhile has to wait for them."""
+
+
+@contextmanager
+def progress_bar(first: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar while the block runs; the block tells it which part is done, and what comes next.
+
+    Until it first does, nobody knows how long `first` will take, and the bar only shows that something
+    happens. Where nobody watches, as when standard error is a file, nothing is drawn.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        refresh_per_second=_REFRESHES_PER_S,
+    ) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda done, what: bar.update(task, total=1.0, completed=done, description=what)
+
+
+# A program's grid in the terminal: batches by hue, passes by shade, idle time as dim dots.
+#
+# Without colour it is the ascii picture.
+
+_MOST_BANDS = 4
+_MOST_LINES = 48
+"""Longer programs are cut off at the width of the screen."""
+
+_SIGNS = frozenset(sign for sign, _ in MARKS.values())
+_DIM, _BOLD = Style(dim=True), Style(bold=True)
+
+
+def print_program(program: Program, console: Console) -> None:
+    """Draw who does what in which order, each forward as long as every other."""
+    max_bands = min(max(_MOST_LINES // program.num_ranks, 1), _MOST_BANDS)
+    # A rank needs a column for every forward at least, so what is drawn lies in these batches.
+    enough = -(-console.width * max_bands // (2 * program.num_microbatches))
+    begin = opening(program, enough)
+    cells = grid(begin)
+    picture = drawn(cells, console.width, max_bands)
+    coloured = console.color_system is not None and not console.no_color
+    for number, band in enumerate(picture.bands):
+        if number:
+            console.print()
+        for line in band:
+            _print(console, (_styled(piece, begin.rule, coloured=coloured) for piece in line))
+    _print(console, [Text(picture.legend)])
+    if coloured:
+        _print(console, _colours(picture, begin.rule))
+    if picture.num_columns < cells.num_columns:
+        of = f" of {cells.num_columns}" if begin is program else ""
+        console.print(
+            f"Showing the first {picture.num_columns}{of} columns; widen the terminal for more.",
+            style="yellow",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _print(console: Console, texts: Iterable[Text]) -> None:
+    console.print(Text.assemble(*texts), soft_wrap=True)
+
+
+def _styled(piece: GridText, rule: Rule, *, coloured: bool) -> Text:
+    if not coloured:
+        return Text(piece.text)
+    if piece.cell is None:
+        return Text(piece.text, _BOLD if piece.text in _SIGNS else _DIM)
+    step = piece.cell.instruction
+    return Text(piece.text, _DIM if step is None else _style(step, rule))
+
+
+def _style(step: Instruction, rule: Rule) -> Style:
+    underline = rule is not Rule.SYNCHRONOUS and (step.version or 0) % 2 == 1
+    return _on(fill(step.batch, step.kind), underline=underline)
+
+
+def _on(colour: Colour, *, underline: bool = False) -> Style:
+    return Style(
+        color=Color.from_rgb(*on(colour)), bgcolor=Color.from_rgb(*colour), underline=underline or None
+    )
+
+
+def _colours(picture: Drawing, rule: Rule) -> list[Text]:
+    """A legend of the batches that are seen, and of the underline."""
+    steps = [
+        piece.cell.instruction
+        for band in picture.bands
+        for line in band
+        for piece in line
+        if piece.cell is not None and piece.cell.instruction is not None
+    ]
+    batches = sorted({step.batch for step in steps})
+    legend: list[Text] = []
+    for first in batches[: len(HUES)]:
+        same = ", ".join(str(batch) for batch in batches if batch % len(HUES) == first % len(HUES))
+        legend += [Text(f" batch {same} ", _on(fill(first, Kind.FORWARD))), Text(" ")]
+    if rule is not Rule.SYNCHRONOUS and any((step.version or 0) % 2 for step in steps):
+        legend += [Text(" "), Text("underlined", Style(underline=True)), Text(": on an odd weight version")]
+    return legend
+
+
+# Timelines as tables.
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -34,7 +175,7 @@ _DELAYS = {
 }
 
 
-def print_timeline(timeline: Timeline, console: Console, advice: Lookahead | None = None) -> None:
+def print_timeline(timeline: Timeline, console: Console, advice: "Lookahead | None" = None) -> None:
     """What a window takes, rank by rank, what sets its pace, and what would help."""
     program = timeline.program
     console.print(
@@ -138,7 +279,7 @@ def _pace_sentence(timeline: Timeline) -> str:
     return f"The critical path is {consists}." if consists else "Nothing takes any time."
 
 
-def print_comparison(contenders: Sequence[ScheduleOutcome], console: Console) -> None:
+def print_comparison(contenders: "Sequence[ScheduleOutcome]", console: Console) -> None:
     """All schedules with the same work on the same devices, fastest first."""
     ran = [(c, c.timeline) for c in contenders if c.timeline is not None]
     ran.sort(key=lambda pair: pair[1].steady_batch_s)

@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bireme.bounds import bytes_text
+from bireme.bounds import against_predicted, bytes_text, counted, seconds_text
 from bireme.cluster.cluster import Cluster
 from bireme.plan.forecast import Answer, best_of_kinds, summarize
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.profile.profile import Profile
-from bireme.report.units import against_predicted, counted, seconds_text
 from bireme.schedule.program import Rule
 
 _LONGEST_SAMPLE = 1200

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
-from bireme.memory.chunk_memory import page_bytes
+from bireme.memory.system_memory import page_bytes
 from bireme.model.capture import Inputs, Loss, capture
 from bireme.model.graph import Graph, references
 from bireme.model.stage import torch_operator

@@ -9,11 +9,10 @@ user is not seen unless the file system reports it as its own size.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, counted
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.profile.optimizers import SHORT, optimizer_bytes
-from bireme.report.units import counted
 from bireme.schedule.program import Rule
 from bireme.train.base_weights import has_base, names_in_base
 from bireme.train.checkpoint.checkpoint import find_checkpoints

@@ -28,7 +28,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan
-from bireme.report.progress import progress_bar
+from bireme.report.terminal import progress_bar
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, counted
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, SampleError
 from bireme.files import free_bytes
@@ -28,7 +28,6 @@ from bireme.model.sources import load_source
 from bireme.plan.plan_file import planned_units, saved_plan
 from bireme.plan.search.search import timeline_of
 from bireme.report.page.recorded import write_recorded
-from bireme.report.units import counted
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good

@@ -20,7 +20,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import write_plan
-from bireme.report.progress import progress_bar
+from bireme.report.terminal import progress_bar
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder

@@ -8,10 +8,9 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
-from bireme.report.units import seconds_text
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.updates import BatchResult
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta

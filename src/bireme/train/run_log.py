@@ -20,11 +20,10 @@ from threading import Lock
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, seconds_text
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.report.units import seconds_text
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.run_file import RunFile

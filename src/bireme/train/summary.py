@@ -8,16 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bireme.bounds import bytes_text
-from bireme.cluster.cluster import Cluster
-from bireme.cluster.tiers import tier_share
+from bireme.bounds import bytes_text, rate_text
+from bireme.cluster.cluster import Cluster, tier_share
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.forecast import joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.metrics import Shared, read_metrics
-from bireme.report.units import rate_text
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.simulate.copies import REPLICAS
 from bireme.train.folder import RunFolder

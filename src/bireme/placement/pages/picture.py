@@ -13,13 +13,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.placement.pages.table import number_text
 from bireme.placement.workload import Placement, Workload, device_names
 from bireme.report import palette
 from bireme.report.shapes import fitted
-from bireme.report.units import counted
 from bireme.schedule.instruction import Kind
 
 # A placed graph as the cells of a picture: a forward node and, in the same cell, its backward nodes.

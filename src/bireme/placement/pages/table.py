@@ -7,11 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, seconds_text
 from bireme.placement.check import DeviceWork, PlacementVerdict, work_of
 from bireme.placement.workload import Objective, Placement, Workload, device_names
-from bireme.report.columns import columns
-from bireme.report.units import seconds_text
+from bireme.report.terminal import columns
 
 # Placements and verdicts on them as JSON documents, for programs that read what the command line found.
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.report.axes import Quantity, Scale
+from bireme.report.markup import number, tag, titled, words
 from bireme.report.page.curves import (
     ACROSS,
     Along,
@@ -21,10 +22,8 @@ from bireme.report.page.curves import (
     framed,
     share,
 )
-from bireme.report.page.markup import number, tag, titled, words
 from bireme.report.page.metrics import ReplicaAbsence, Shared, TrainingLines
 from bireme.report.page.run import Run
-from bireme.report.units import counted, seconds_text
 
 # Long curves made short enough to draw, without losing a peak; and smoothed ones to draw with them.
 

@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bireme.bounds import bytes_text
+from bireme.bounds import bytes_text, rate_text
+from bireme.report.markup import number, tag, titled, words
 from bireme.report.page.figures import StageFigures
 from bireme.report.page.flows import Flow, Post, flows, posts
-from bireme.report.page.markup import number, tag, titled, words
 from bireme.report.page.run import Run
 from bireme.report.shapes import fitted, text_width
-from bireme.report.units import rate_text
 
 _SIZES = {"large": 1120, "medium": 700, "small": 330}
 """Most pixels of a drawing, by the class with which the style sheet shows the one that fits the page."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bireme.report.axes import Quantity, Scale, value_text
-from bireme.report.page.markup import number, tag, titled, words
+from bireme.report.markup import number, tag, titled, words
 
 ACROSS = 1000
 """The width of every plot in the units of its curves."""

@@ -7,16 +7,15 @@ time are percent, so text and flags keep their shape. Replicas that were recorde
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from bireme.bounds import counted, seconds_text
 from bireme.report import palette
 from bireme.report.axes import Quantity, Scale
 from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of
 from bireme.report.legend import SWATCH, Entry, entries
+from bireme.report.markup import BASELINE, number, tag, titled, words
 from bireme.report.page.curves import ACROSS, framed, share
 from bireme.report.page.figures import idle_share
-from bireme.report.page.markup import number, tag, titled, words
 from bireme.report.shapes import CLOTH, Flag, Line, Rect, Shape, Text, text_width
-from bireme.report.svg import BASELINE
-from bireme.report.units import counted, seconds_text
 from bireme.timeline.timeline import Timeline
 
 _HEADING, _HEAD = 26, 18

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from bireme.bounds import bytes_text
+from bireme.bounds import against_predicted, bytes_text
 from bireme.plan.plan import device_ranges
+from bireme.report.markup import tag, words
 from bireme.report.page.figures import MemoryPart, StageFigures
-from bireme.report.page.markup import tag, words
-from bireme.report.units import against_predicted
 
 _LIMIT_SHOWN = 3.0
 """A limit so many times above the largest bar would leave no room for the bars, and is only said."""

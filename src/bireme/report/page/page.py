@@ -8,6 +8,7 @@ from datetime import datetime
 from importlib.resources import files
 
 from bireme.report.axes import clock_text
+from bireme.report.markup import tag, words
 from bireme.report.page.charts import (
     MOST_RUNS,
     gradient_figure,
@@ -19,7 +20,6 @@ from bireme.report.page.charts import (
 from bireme.report.page.cluster_map import cluster_figure
 from bireme.report.page.figures import StageFigures, headline, stage_figures, state
 from bireme.report.page.lanes import stripes, timeline_figure
-from bireme.report.page.markup import tag, words
 from bireme.report.page.memory_bars import memory_figure
 from bireme.report.page.run import Run
 from bireme.report.page.tables import comparison_table, facts, incomparable, stage_table, tiles

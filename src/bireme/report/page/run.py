@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from bireme.bounds import counted
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import read_json
@@ -21,7 +22,6 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.report.page.metrics import LearnsEvent, Metrics, read_metrics
 from bireme.report.page.recorded import read_recorded
-from bireme.report.units import counted
 from bireme.timeline.timeline import Timeline
 
 _METRICS = "metrics.jsonl"

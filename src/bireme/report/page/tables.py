@@ -4,14 +4,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bireme.bounds import bytes_text
+from bireme.bounds import against_predicted, bytes_text, counted, seconds_text
 from bireme.plan.plan import device_ranges
 from bireme.report.axes import clock_text, number_text
+from bireme.report.markup import tag, words
 from bireme.report.page.figures import Headline, StageFigures, headline, state
-from bireme.report.page.markup import tag, words
 from bireme.report.page.metrics import LearnsEvent
 from bireme.report.page.run import Run
-from bireme.report.units import against_predicted, counted, seconds_text
 
 _UNKNOWN = "–"
 _GROUPS = ("computing, per batch", "busy", "memory")

@@ -13,8 +13,8 @@ import torch
 
 from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
-from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.disk_tier import HostTier
+from bireme.memory.system_memory import chunk_memory
 from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 
 _COPY_BYTES = 32 * 2**20

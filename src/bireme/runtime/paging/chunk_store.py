@@ -19,9 +19,8 @@ from torch import Tensor
 from bireme.devices import is_accelerator, synchronize, use
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, ArenaAllocator
-from bireme.memory.chunk_memory import chunk_memory
 from bireme.memory.disk_tier import DiskTier, HostTier, LowerTier
-from bireme.memory.system_memory import AddressRange, ChunkMemory, copy_bytes, pages
+from bireme.memory.system_memory import AddressRange, ChunkMemory, chunk_memory, copy_bytes, pages
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program
 from bireme.schedule.residency import Holding

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.model.graph import Value, evaluate
-from bireme.report.units import counted
 from bireme.train.data.documents import Cut, DocumentSamples, Packing
 from bireme.train.data.encoding import AnswerRows, Progress, tokenized
 from bireme.train.data.hub import SavedRows

@@ -8,8 +8,8 @@ function of the user's. What a source names must be there when it is opened; its
 
 from pathlib import Path
 
+from bireme.bounds import counted
 from bireme.errors import BiremeError
-from bireme.report.units import counted
 from bireme.train.data.hub import SavedRows, is_hub, is_saved_folder, library_rows, rows_of_json_lines
 from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.samples import Tokens, load_tokens
