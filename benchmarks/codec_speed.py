@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.common.verdicts import Verdict, at_least
 from bireme import compiled
-from bireme.codec import Codec, Keep, KeepAbove, codec_of, parse_codec
+from bireme.codec import Codec, TopK, TopKAbove, codec_of, parse_codec
 
 SHAPE = (8, 512, 768)
 WORDS = (
@@ -38,14 +38,14 @@ WORDS = (
     "int4",
     "int3",
     "int2",
-    "keep:0.5:4",
-    "keep:0.25:8",
-    "keep:0.25",
-    "keep:0.125:8",
-    "keep:0.05:8",
-    "keep:0.25:8:50",
+    "topk:0.5:4",
+    "topk:0.25:8",
+    "topk:0.25",
+    "topk:0.125:8",
+    "topk:0.05:8",
+    "topk:0.25:8:50",
 )
-LEAST_GB_PER_S = {"int8": 1.0, "keep:0.25:8": 1.0, "keep:0.125:8": 1.0, "int4": 0.5}
+LEAST_GB_PER_S = {"int8": 1.0, "topk:0.25:8": 1.0, "topk:0.125:8": 1.0, "int4": 0.5}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WITH_NUMBA, WITHOUT = "numba", "torch and numpy"
 WAYS = (WITH_NUMBA, WITHOUT) if compiled.IS_COMPILED else (WITHOUT,)
@@ -66,7 +66,7 @@ class Case:
         self.shape = tuple(tensor.shape)
         self.message = torch.empty(codec.most_bytes(self.shape, tensor.dtype), dtype=torch.uint8)
         self.used = len(self.message)
-        self.threshold = codec.threshold_of(tensor) if isinstance(codec, KeepAbove) else None
+        self.threshold = codec.threshold_of(tensor) if isinstance(codec, TopKAbove) else None
         self.encode_s: list[float] = []
         self.decode_s: list[float] = []
         self.copy_s: list[float] = []
@@ -81,7 +81,7 @@ class Case:
 
     def encode(self) -> None:
         """As a border does it: a threshold that lives is there already."""
-        if isinstance(self.codec, KeepAbove):
+        if isinstance(self.codec, TopKAbove):
             self.used = self.codec.encode(self.tensor, self.message, threshold=self.threshold)
         else:
             self.used = self.codec.encode(self.tensor, self.message)
@@ -107,7 +107,7 @@ def cases(tensor: torch.Tensor, way: str) -> list[Case]:
     for word in WORDS:
         codec = codec_of(parse_codec(word))
         found.append(Case(word, codec, tensor, copied, way))
-        if isinstance(codec, Keep | KeepAbove):
+        if isinstance(codec, TopK | TopKAbove):
             codec.encode(tensor, found[-1].message)
             mask = codec.mask_of(found[-1].message, tuple(tensor.shape)).clone()
             found.append(Case(f"{word}, gradient", codec.back(mask), tensor, copied, way))

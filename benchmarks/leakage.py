@@ -45,7 +45,7 @@ KNOWN, UNKNOWN, QUICK_KNOWN, QUICK_UNKNOWN = 128, 48, 24, 8
 """Samples that the probe is fitted on, and those that it is tried on."""
 PROBE_STEPS, QUICK_PROBE_STEPS, PROBE_BATCH, PROBE_RATE = 300, 60, 1024, 1e-2
 TEXT_BYTES = 2_000_000
-CODECS = ("bfloat16", "int8", "int4", "int2", "keep:0.25:8")
+CODECS = ("bfloat16", "int8", "int4", "int2", "topk:0.25:8")
 
 Batch = dict[str, Tensor]
 RoundTrip = Callable[[Tensor], Tensor]

@@ -53,7 +53,7 @@ LOOKAHEADS = (0, 7, 14, 21, MICRO_BATCHES - STAGES)
 ENGINE_STEP_S = 13.5
 """A step of each row that the engine runs: seconds and bytes are scaled until it takes as long."""
 LEAST_GAIN, MOST_ERROR = 5.0, 0.05
-CODECS = ("none", "int8", "int6", "int5", "keep:0.5:4", "keep:0.25:8", "keep:0.125:8")
+CODECS = ("none", "int8", "int6", "int5", "topk:0.5:4", "topk:0.25:8", "topk:0.125:8")
 SCHEDULES = ("1f1b", "zb-h1", "2bw-fresh")
 SOURCE = "convergence.md, codecs.md"
 
@@ -203,7 +203,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
 def measure(asked: Namespace) -> Findings:
     ways = [Way(schedule, codec) for schedule in SCHEDULES for codec in CODECS]
     ways += [
-        Way(schedule, codec, True) for schedule in SCHEDULES for codec in CODECS if codec.startswith("keep")
+        Way(schedule, codec, True) for schedule in SCHEDULES for codec in CODECS if codec.startswith("topk")
     ]
     rows = [row_of(way) for way in ways]
     dense = next(row["T"] for row in rows if row["schedule"] == "1f1b" and row["codec"] == "none")

@@ -5,7 +5,7 @@
 The model and its made-up clicks are those of `examples/recommender.py`: embedding tables in the first stage,
 all pairs of their vectors and a network in the second, two replicas of both, Adagrad. Thresholding was
 published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a border,
-and 100 times fewer of gradients in sums. The last rows ask for just these shares, the first for more. `keep`
+and 100 times fewer of gradients in sums. The last rows ask for just these shares, the first for more. `topk`
 of the example begins after a part with all entries in few bits. `int4` is what longer runs should take.
 
 AUC is the chance that a clicked sample is ranked above one that was not, on samples that nobody trained on.
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples.recommender import (
-    KEEP,
+    TOPK,
     NUM_REPLICAS,
     THRESHOLD,
     Clicks,
@@ -36,23 +36,23 @@ import bireme
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_least
 
-KEEP_A_QUARTER, FOUR_BITS = "keep:0.25:8", "int4"
-PUBLISHED_KEEP, PUBLISHED_THRESHOLD = "keep:0.05:8", "threshold:0.01:50"
+TOPK_A_QUARTER, FOUR_BITS = "topk:0.25:8", "int4"
+PUBLISHED_TOPK, PUBLISHED_THRESHOLD = "topk:0.05:8", "threshold:0.01:50"
 WAYS = (
     ("none", "none"),
-    (KEEP_A_QUARTER, "none"),
+    (TOPK_A_QUARTER, "none"),
     ("none", THRESHOLD),
-    (KEEP_A_QUARTER, THRESHOLD),
-    (KEEP, "none"),
-    (KEEP, THRESHOLD),
+    (TOPK_A_QUARTER, THRESHOLD),
+    (TOPK, "none"),
+    (TOPK, THRESHOLD),
     (FOUR_BITS, "none"),
     (FOUR_BITS, THRESHOLD),
-    (PUBLISHED_KEEP, "none"),
+    (PUBLISHED_TOPK, "none"),
     ("none", PUBLISHED_THRESHOLD),
-    (PUBLISHED_KEEP, PUBLISHED_THRESHOLD),
+    (PUBLISHED_TOPK, PUBLISHED_THRESHOLD),
 )
 """The codecs of the border and of the sums."""
-QUICK_STEPS, QUICK_WAYS = 20, (WAYS[0], (KEEP, THRESHOLD))
+QUICK_STEPS, QUICK_WAYS = 20, (WAYS[0], (TOPK, THRESHOLD))
 MOST_LOST_AUC = 0.01
 
 
@@ -103,11 +103,11 @@ def _verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
     of_border = {row["border"]: row["border_times_fewer"] for row in rows}
     of_sums = {row["sums"]: row["sum_times_fewer"] for row in rows}
     limits = {
-        KEEP_A_QUARTER: 9.0,
+        TOPK_A_QUARTER: 9.0,
         FOUR_BITS: 7.0,
         THRESHOLD: 30.0,
-        KEEP: 20.0,
-        PUBLISHED_KEEP: 20.0,
+        TOPK: 20.0,
+        PUBLISHED_TOPK: 20.0,
         PUBLISHED_THRESHOLD: 60.0,
     }
     for codec, times in (of_border | of_sums).items():

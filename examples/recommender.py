@@ -35,10 +35,10 @@ NUM_REPLICAS, NUM_MICROBATCHES, BATCH = 2, 2, 512
 RATE = 0.05
 FIRST_SIZE = 0.3
 """Of entries of tables: with large ones, products of pairs are noise for long."""
-KEEP, THRESHOLD = "int2, then keep:0.05:4", "threshold:0.02:25"
+TOPK, THRESHOLD = "int2, then topk:0.05:4", "threshold:0.02:25"
 LAST_SHARE = 0.5
 """Of the steps, with the codec that a border has after another one."""
-WAYS = (("none", "none"), (KEEP, "none"), ("none", THRESHOLD), (KEEP, THRESHOLD))
+WAYS = (("none", "none"), (TOPK, "none"), ("none", THRESHOLD), (TOPK, THRESHOLD))
 """The codecs of the border and of the sums.
 
 Vectors of tables need a part of the run in which every entry gets its gradient: the largest ones are the same

@@ -17,20 +17,20 @@ MOST_EXCESS = {6.5: 0.005, 3.0: 0.01, 2.0: 0.02}
 
 CODED = (
     ("int6", 0.0, "int8"),
-    ("keep:0.125:8", 0.35, "int5"),
-    ("keep:0.125:8", 0.09, "int5"),
-    ("keep:0.125:8", 0.0, "int8"),
+    ("topk:0.125:8", 0.35, "int5"),
+    ("topk:0.125:8", 0.09, "int5"),
+    ("topk:0.125:8", 0.0, "int8"),
 )
 """Codecs, the last share of a run with another one, and which: 6.5, 3 and 2 bits a value over the run, and
-`keep` to the end.
+`topk` to the end.
 """
 
 OTHERS_AT_THESE_BITS = (
     ("int8/int4", 0.0, "int8"),
-    ("keep:0.125:8", 0.05, "int8"),
-    ("keep:0.25:8", 0.06, "int8"),
-    ("keep:0.5:4", 0.06, "int8"),
-    ("keep:0.25:4", 0.2, "int8"),
+    ("topk:0.125:8", 0.05, "int8"),
+    ("topk:0.25:8", 0.06, "int8"),
+    ("topk:0.5:4", 0.06, "int8"),
+    ("topk:0.25:4", 0.2, "int8"),
 )
 """With the larger model and AdamW alone, under 2bw-fresh with its start."""
 

@@ -11,7 +11,7 @@ from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import PenaltySteps, unseen_share
 from bireme.schedule.program import Rule
 
-__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "keep_with_muon", "law", "sum_law"]
+__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "topk_with_muon", "law", "sum_law"]
 
 LAWS = {
     (Rule.DELAYED, False): "2bw",
@@ -69,10 +69,10 @@ def codec_law(word: str, rows: Sequence[Row], *, has_ending: bool, optimizer: st
     return None
 
 
-def keep_with_muon(rows: Sequence[Row], *, has_ending: bool) -> float | None:
-    """What `keep` of an eighth adds to the loss with Muon, as times what it adds with AdamW."""
+def topk_with_muon(rows: Sequence[Row], *, has_ending: bool) -> float | None:
+    """What `topk` of an eighth adds to the loss with Muon, as times what it adds with AdamW."""
     muon, adamw = (
-        codec_law("keep:0.125:8", rows, has_ending=has_ending, optimizer=one) for one in ("muon", "adamw")
+        codec_law("topk:0.125:8", rows, has_ending=has_ending, optimizer=one) for one in ("muon", "adamw")
     )
     return None if muon is None or adamw is None else muon.median / adamw.median
 

@@ -38,7 +38,7 @@ def test_each_row_of_links_has_what_its_time_to_the_loss_is_made_of(monkeypatch:
     wanted = {"schedule", "codec", "bits", "steps", "step_s", "T", "T_dense_over_T"}
     assert all(wanted <= row.keys() for row in rows)
     of = {(row["schedule"], row["codec"]): row for row in rows}
-    dense, ended = of["1f1b", "none"], of["1f1b", "keep:0.25:8, then int8"]
+    dense, ended = of["1f1b", "none"], of["1f1b", "topk:0.25:8, then int8"]
     assert (dense["steps"], dense["bits"], dense["T_dense_over_T"]) == (links.STEPS, 16, 1.0)
     assert all(row["T_dense_over_T"] == dense["T"] / row["T"] for row in rows)
     # The ending counts with its own seconds, the delay warm-up with those of 1f1b.

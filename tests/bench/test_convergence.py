@@ -318,7 +318,7 @@ def test_a_switch_waits_for_nothing_that_is_not_done_and_needs_two_banks(
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_codecs_lie_between_the_stages_of_the_simulation(num_stages: int) -> None:
     """Also where a stage ends amid a layer: the same loss and gradients as of stages with cuts between."""
-    codecs = codecs_named("keep:0.5/keep:0.5")
+    codecs = codecs_named("topk:0.5/topk:0.5")
     model, graph, ids = model_of(), gpt("layers=2,tied=false"), batch_of(0, 4)
     cuts = CodedCuts(model, num_stages)
     plain = float(model(ids, ids)["loss"].detach())

@@ -1,18 +1,18 @@
-"""`keep` over a whole tensor by a threshold that lives for some batches."""
+"""`topk` over a whole tensor by a threshold that lives for some batches."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from bireme.codec import BorderCodecs, through
-from bireme.codec.above import KeepAbove, Thresholds
+from bireme.codec.above import TopKAbove, Thresholds
 from bireme.codec.description import encoded_bytes, parse_codec
 from bireme.errors import BiremeError
 
-WORD = "keep:0.25:8:4"
+WORD = "topk:0.25:8:4"
 
 
-def sent(codec: KeepAbove, x: Tensor, threshold: Tensor | None = None) -> tuple[int, Tensor]:
+def sent(codec: TopKAbove, x: Tensor, threshold: Tensor | None = None) -> tuple[int, Tensor]:
     shape = tuple(x.shape)
     message = torch.empty(codec.most_bytes(shape, x.dtype), dtype=torch.uint8)
     used = codec.encode(x, message, threshold=threshold)
@@ -20,7 +20,7 @@ def sent(codec: KeepAbove, x: Tensor, threshold: Tensor | None = None) -> tuple[
 
 
 def test_the_threshold_lets_exactly_the_share_through_and_an_old_one_what_is_above_it() -> None:
-    codec = KeepAbove(0.25, 8, 4)
+    codec = TopKAbove(0.25, 8, 4)
     torch.manual_seed(0)
     x, later = torch.randn(64, 48), 1.2 * torch.randn(64, 48)
     threshold = codec.threshold_of(x)
@@ -35,7 +35,7 @@ def test_the_threshold_lets_exactly_the_share_through_and_an_old_one_what_is_abo
 
 @pytest.mark.parametrize("times", [100.0, 0.001])
 def test_a_threshold_that_has_become_useless_is_not_used(times: float) -> None:
-    codec = KeepAbove(0.25, 8, 4)
+    codec = TopKAbove(0.25, 8, 4)
     x = torch.randn(64, 48)
     _, found = sent(codec, times * x, codec.threshold_of(x))
     assert (found != 0).sum() == x.numel() // 4
@@ -52,7 +52,7 @@ def test_the_gradient_comes_back_for_the_same_entries_and_a_nan_arrives_as_one()
 
 
 def test_a_threshold_lives_from_a_batch_that_its_life_divides_and_can_be_taken_up() -> None:
-    codec, thresholds = KeepAbove(0.25, 8, 4), Thresholds()
+    codec, thresholds = TopKAbove(0.25, 8, 4), Thresholds()
     xs = [torch.randn(16, 32) for _ in range(10)]
     used = [thresholds.of("x", codec, batch, x) for batch, x in enumerate(xs)]
     assert [int(one) for one in used] == [int(codec.threshold_of(xs[batch // 4 * 4])) for batch in range(10)]
@@ -64,7 +64,7 @@ def test_a_threshold_lives_from_a_batch_that_its_life_divides_and_can_be_taken_u
     ]
 
 
-@pytest.mark.parametrize("word", ["keep:0.25:8:0", "keep:0.25:5:3", "keep:0.25:8:3:1"])
+@pytest.mark.parametrize("word", ["topk:0.25:8:0", "topk:0.25:5:3", "topk:0.25:8:3:1"])
 def test_impossible_numbers_are_refused(word: str) -> None:
     with pytest.raises(BiremeError):
         parse_codec(word)
@@ -72,4 +72,4 @@ def test_impossible_numbers_are_refused(word: str) -> None:
 
 def test_both_directions_have_the_same_entries() -> None:
     with pytest.raises(BiremeError, match="the same entries"):
-        BorderCodecs(WORD, "keep:0.25:8")
+        BorderCodecs(WORD, "topk:0.25:8")

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.codec import BlockCodec, Codec, Keep, codec_of, parse_codec
+from bireme.codec import BlockCodec, Codec, TopK, codec_of, parse_codec
 from bireme.codec.codec import Masking, pack_mask
 from bireme.codec.description import encoded_bytes, kept_of_row, mask_bytes, place_bytes
-from bireme.codec.keep import read_places, write_places
+from bireme.codec.topk import read_places, write_places
 from bireme.errors import BiremeError
 
 WORDS = [
@@ -22,11 +22,11 @@ WORDS = [
     "int3",
     "int2",
     "int1",
-    "keep:0.3",
-    "keep:0.25:8",
-    "keep:0.5:4",
+    "topk:0.3",
+    "topk:0.25:8",
+    "topk:0.5:4",
 ]
-SPARSE = ["keep:0.05:8", "keep:0.02"]
+SPARSE = ["topk:0.05:8", "topk:0.02"]
 """Their places take fewer bytes than a mask."""
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -99,11 +99,11 @@ def test_what_is_not_finite_arrives_so(word: str, bad: float) -> None:
     back = sent(codec_of(parse_codec(word)), given_)
     assert not back[2, 5].isfinite()
     assert back[:2].isfinite().all()
-    if word.startswith(("int", "keep:0.25:8")):
+    if word.startswith(("int", "topk:0.25:8")):
         assert back[2, 5].isnan()
 
 
-@pytest.mark.parametrize("word", ["int8", "int4", "keep:0.25:8"])
+@pytest.mark.parametrize("word", ["int8", "int4", "topk:0.25:8"])
 def test_zeros_arrive_as_zeros_and_any_size_of_number_keeps_its_digits(word: str) -> None:
     codec = codec_of(parse_codec(word))
     assert not sent(codec, torch.zeros(5, 40)).any()
@@ -112,13 +112,13 @@ def test_zeros_arrive_as_zeros_and_any_size_of_number_keeps_its_digits(word: str
 
 
 @given(shapes, st.floats(0.01, 1.0), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 99))
-def test_keep_sends_exactly_its_share_of_each_row_and_no_entry_larger_is_left_out(
+def test_topk_sends_exactly_its_share_of_each_row_and_no_entry_larger_is_left_out(
     shape: tuple[int, ...], share: float, is_tied: bool, dtype: torch.dtype, seed: int
 ) -> None:
     given_ = normal(shape, dtype, seed)
     if is_tied:
         given_ = given_.round()
-    codec = Keep(share)
+    codec = TopK(share)
     room = torch.empty(codec.most_bytes(shape, dtype), dtype=torch.uint8)
     codec.encode(given_, room)
     ones = torch.ones_like(given_)
@@ -154,7 +154,7 @@ def test_places_of_a_twentieth_take_a_third_of_a_bit_an_entry() -> None:
     assert place_bytes(100_000, 5_000) * 8 / 100_000 < 1.1 * least
 
 
-@pytest.mark.parametrize("word", ["bfloat16", "int8", "int4", "keep:0.3", "keep:0.05:8", "keep:0.25:8:4"])
+@pytest.mark.parametrize("word", ["bfloat16", "int8", "int4", "topk:0.3", "topk:0.05:8", "topk:0.25:8:4"])
 def test_integers_and_messages_cut_short_are_refused(word: str) -> None:
     codec, given_ = codec_of(parse_codec(word)), normal((4, 128))
     room = torch.empty(codec.most_bytes((4, 128), torch.float32), dtype=torch.uint8)
@@ -171,9 +171,9 @@ def test_integers_and_messages_cut_short_are_refused(word: str) -> None:
 
 def test_of_equal_entries_the_first_are_kept() -> None:
     given_ = torch.tensor([[1.0, -2.0, 2.0, 2.0, 0.0, 2.0, -2.0, 1.0]])
-    assert sent(Keep(0.375), given_).tolist() == [[0, -2, 2, 2, 0, 0, 0, 0]]
+    assert sent(TopK(0.375), given_).tolist() == [[0, -2, 2, 2, 0, 0, 0, 0]]
 
 
-def test_only_keep_ties_the_gradient_to_the_entries_it_sent() -> None:
+def test_only_topk_ties_the_gradient_to_the_entries_it_sent() -> None:
     found = {word: isinstance(codec_of(parse_codec(word)), Masking) for word in WORDS}
-    assert found == {word: word.startswith("keep") for word in WORDS}
+    assert found == {word: word.startswith("topk") for word in WORDS}

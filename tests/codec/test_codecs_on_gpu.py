@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "word", ["none", "bfloat16", "int8", "int4", "int3", "keep:0.3", "keep:0.25:8", "keep:0.05:8"]
+    "word", ["none", "bfloat16", "int8", "int4", "int3", "topk:0.3", "topk:0.25:8", "topk:0.05:8"]
 )
 def test_a_message_of_a_gpu_is_read_on_the_host_and_the_other_way_round(word: str) -> None:
     codec = codec_of(parse_codec(word))

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba"),
 ]
 
-WORDS = ("keep:0.25", "keep:0.25:8", "keep:0.4:4", "keep:0.02:8", "keep:0.25:8:4")
+WORDS = ("topk:0.25", "topk:0.25:8", "topk:0.4:4", "topk:0.02:8", "topk:0.25:8:4")
 CODECS = {
     **{word: codec_of(parse_codec(word)) for word in WORDS},
     **{f"int{bits}": codec_of(parse_codec(f"int{bits}")) for bits in (8, 7, 4, 3)},

@@ -15,8 +15,8 @@ from bireme.errors import BiremeError
         ("bfloat16", CodecChoice("bfloat16")),
         ("int8", CodecChoice("int", 8)),
         ("int3", CodecChoice("int", 3)),
-        ("keep:0.25", CodecChoice("keep", None, 0.25)),
-        ("keep:0.125:4", CodecChoice("keep", 4, 0.125)),
+        ("topk:0.25", CodecChoice("topk", None, 0.25)),
+        ("topk:0.125:4", CodecChoice("topk", 4, 0.125)),
     ],
 )
 def test_a_codec_is_written_as_it_is_read(word: str, choice: CodecChoice) -> None:
@@ -31,11 +31,11 @@ def test_a_codec_is_written_as_it_is_read(word: str, choice: CodecChoice) -> Non
         ("int9", "1 to 8 bits"),
         ("int0", "1 to 8 bits"),
         ("int8:4", "takes no numbers"),
-        ("keep", "needs the share"),
-        ("keep:0", "above 0 and at most 1"),
-        ("keep:1.5", "above 0 and at most 1"),
-        ("keep:much", "are no numbers"),
-        ("keep:0.25:5", "may have 4 or 8"),
+        ("topk", "needs the share"),
+        ("topk:0", "above 0 and at most 1"),
+        ("topk:1.5", "above 0 and at most 1"),
+        ("topk:much", "are no numbers"),
+        ("topk:0.25:5", "may have 4 or 8"),
         ("projection:16", "a part of the model"),
     ],
 )
@@ -51,12 +51,12 @@ def test_bytes_count_scales_and_masks() -> None:
         word: 8 * encoded_bytes(parse_codec(word), shape, 4) / values for word in ("int8", "int4", "int3")
     }
     assert bits == {"int8": 8.5, "int4": 4.5, "int3": 3.5}
-    keep = parse_codec("keep:0.25:8")
-    assert 8 * encoded_bytes(keep, shape, 4) / values == 1 + 2 + 16 / 64
-    assert 8 * encoded_bytes(keep, shape, 4, is_back=True) / values == 2 + 16 / 64
+    topk = parse_codec("topk:0.25:8")
+    assert 8 * encoded_bytes(topk, shape, 4) / values == 1 + 2 + 16 / 64
+    assert 8 * encoded_bytes(topk, shape, 4, is_back=True) / values == 2 + 16 / 64
 
 
-@pytest.mark.parametrize("word", ["int8", "int4", "keep:0.25", "keep:0.25:8", "keep:0.0625:8", "keep:0.02:4"])
+@pytest.mark.parametrize("word", ["int8", "int4", "topk:0.25", "topk:0.25:8", "topk:0.0625:8", "topk:0.02:4"])
 def test_bits_that_plans_count_are_those_of_a_large_tensor(word: str) -> None:
     choice, shape = parse_codec(word), (64, 1024, 64_000)
     for is_back in (False, True):

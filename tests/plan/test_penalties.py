@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, keep_with_muon, law, sum_law
+from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, topk_with_muon, law, sum_law
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
@@ -17,7 +17,7 @@ from bireme.plan.penalties import (
     ENOUGH_STEPS,
     EXCESSES,
     FINER_FORWARD,
-    KEEP_WITH_MUON,
+    TOPK_WITH_MUON,
     MEASURED,
     STUDIED,
     STUDIED_SUMS,
@@ -66,23 +66,23 @@ def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: st
 @pytest.mark.parametrize("word", ["int8/int4", *(word for word, one in EXCESSES.items() if one.is_studied)])
 def test_the_losses_of_codecs_are_what_the_study_says_and_no_less(word: str) -> None:
     counted = FINER_FORWARD[4] if word == "int8/int4" else EXCESSES[word]
-    found = codec_law(word, studied(), has_ending=word.startswith("keep"))
+    found = codec_law(word, studied(), has_ending=word.startswith("topk"))
     assert found is not None
     assert round(found.median, 3) <= counted.ended <= found.median + NOISE
     assert found.num_seeds == counted.num_seeds
 
 
 def test_what_an_eighth_costs_to_the_end_is_what_the_study_says() -> None:
-    found = codec_law("keep:0.125:8", studied(), has_ending=False)
+    found = codec_law("topk:0.125:8", studied(), has_ending=False)
     assert found is not None
-    assert round(found.median, 3) == EXCESSES["keep:0.125:8"].bare
+    assert round(found.median, 3) == EXCESSES["topk:0.125:8"].bare
 
 
 @pytest.mark.parametrize("has_ending", [False, True])
-def test_what_keep_costs_with_muon_is_what_the_study_says(has_ending: bool) -> None:
-    found = keep_with_muon(studied(), has_ending=has_ending)
+def test_what_topk_costs_with_muon_is_what_the_study_says(has_ending: bool) -> None:
+    found = topk_with_muon(studied(), has_ending=has_ending)
     assert found is not None
-    assert round(found, 1) == KEEP_WITH_MUON[has_ending]
+    assert round(found, 1) == TOPK_WITH_MUON[has_ending]
 
 
 @pytest.mark.parametrize("counted", STUDIED)

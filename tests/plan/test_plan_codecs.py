@@ -92,10 +92,10 @@ def test_a_profile_says_how_long_codecs_take() -> None:
     slow = CodecRate("int8", 1.0, 1.0, 1.0, 1.0)
     assert batch_s(CodecRate("int8", 0.0, 0.0, 0.0, 0.0)) < batch_s() < batch_s(slow)
     assert batch_s(replace(slow, codec="int4")) == batch_s()
-    assert replace(asked, borders=((0, BorderCodecs("keep:0.250:8", "keep:0.25:4")),)).codec_words == (
+    assert replace(asked, borders=((0, BorderCodecs("topk:0.250:8", "topk:0.25:4")),)).codec_words == (
         "int8",
-        "keep:0.25:8",
-        "keep:0.25:4",
+        "topk:0.25:8",
+        "topk:0.25:4",
     )
 
 
@@ -104,7 +104,7 @@ def test_masks_are_kept_on_both_sides_of_a_border_for_each_micro_batch() -> None
     bare = Costs.per_stage(
         3, forward_s=1, backward_s=1, message_bytes=(8192, 4096, 0), stash_bytes=10_000, input_bytes=5_000
     )
-    keep, few = BorderCodecs("keep:0.25:8", "keep:0.25:4"), BorderCodecs("int4", "int4")
+    keep, few = BorderCodecs("topk:0.25:8", "topk:0.25:4"), BorderCodecs("int4", "int4")
     kept = coded(bare, (keep, keep), value_bytes=2)
     assert kept.stash_bytes == (10_512, 10_768, 10_256)
     assert kept.input_bytes == (5_512, 5_768, 5_256)  # what a stage has that is recomputed
@@ -113,7 +113,7 @@ def test_masks_are_kept_on_both_sides_of_a_border_for_each_micro_batch() -> None
 
 
 def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
-    fine, few = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
+    fine, few = BorderCodecs("int8", "int8"), BorderCodecs("topk:0.25:8", "topk:0.25:8")
 
     def steps(*borders: BorderCodecs, optimizer: str = "adamw", has_ending: bool = False) -> float:
         return codec_steps(borders, optimizer, has_ending=has_ending)
@@ -129,13 +129,13 @@ def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
 
 def test_codecs_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(BiremeError, match="the same entries"):
-        BorderCodecs("keep:0.25:8", "int8")
+        BorderCodecs("topk:0.25:8", "int8")
     with pytest.raises(BiremeError, match="codecs for 2 borders; 2 stages have 1"):
         Plan((4,), 4, "1f1b", codecs=(BorderCodecs(), BorderCodecs()))
 
 
 def test_the_codec_of_a_batch_follows_from_its_number() -> None:
-    first, later = BorderCodecs("int8", "int8"), BorderCodecs("keep:0.25:8", "keep:0.25:8")
+    first, later = BorderCodecs("int8", "int8"), BorderCodecs("topk:0.25:8", "topk:0.25:8")
     codecs = LinkCodecs((CodecPhase(0, (first, first)), CodecPhase(10, (later, later))))
     assert [codecs.of(1, batch) for batch in (0, 9, 10, 99)] == [first, first, later, later]
     assert codecs.of(5, 0) == BorderCodecs()

@@ -13,7 +13,7 @@ from bireme.profile.profile import load_profile, plain_profile, save_profile
 from tests.support.hand_plans import tiny_profile
 
 CPU = torch.device("cpu")
-WORDS = ("int8", "keep:0.25:8", "keep:0.25:8:50")
+WORDS = ("int8", "topk:0.25:8", "topk:0.25:8:50")
 
 
 def test_codecs_are_measured_once_and_kept_with_a_profile(

@@ -40,17 +40,17 @@ EACH = {
     "bfloat16": everywhere("bfloat16"),
     "int8": everywhere("int8"),
     "int8 there, int4 back": everywhere("int8", "int4"),
-    "keep": everywhere("keep:0.25"),
-    "keep in few bits": everywhere("keep:0.5:8", "keep:0.5:4"),
+    "topk": everywhere("topk:0.25"),
+    "topk in few bits": everywhere("topk:0.5:8", "topk:0.5:4"),
     "each border its own": LinkCodecs.steady(
-        (BorderCodecs("int3", "none"), BorderCodecs("keep:0.3:8", "keep:0.3"))
+        (BorderCodecs("int3", "none"), BorderCodecs("topk:0.3:8", "topk:0.3"))
     ),
-    "keep over the tensor": everywhere("keep:0.25:8:2"),
+    "topk over the tensor": everywhere("topk:0.25:8:2"),
     "a user's own": everywhere("tests.support.own_codecs:Zipped"),
     "another one later": LinkCodecs(
         (
             CodecPhase(0, (BorderCodecs("int8", "int8"),) * 3),
-            CodecPhase(2, (BorderCodecs("keep:0.25:8", "keep:0.25:8"),) * 3),
+            CodecPhase(2, (BorderCodecs("topk:0.25:8", "topk:0.25:8"),) * 3),
         )
     ),
 }
@@ -84,12 +84,12 @@ def test_masks_hold_from_the_forward_to_the_backward_under_every_kind_of_program
 ) -> None:
     """With halves, split backwards, recomputed forwards and replicas."""
     model, data = tiny_text(), token_batches(8 * int(str(more.get("width", 1))), 3)
-    setting = Setting(plan_for(schedule, **more), codecs=everywhere("keep:0.25"))  # type: ignore[arg-type]
+    setting = Setting(plan_for(schedule, **more), codecs=everywhere("topk:0.25"))  # type: ignore[arg-type]
     found = train_on_threads(model, setting, data, rendezvous=True)
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(schedule))
 
 
-@pytest.mark.parametrize("codecs", ["another one later", "keep over the tensor"])
+@pytest.mark.parametrize("codecs", ["another one later", "topk over the tensor"])
 def test_going_on_from_a_snapshot_with_codecs_is_never_having_stopped(codecs: str) -> None:
     """The third batch has the threshold of the second: the run stops in the middle of its life."""
     model, data = tiny_text(), token_batches(8, 5)
@@ -161,7 +161,7 @@ def test_none_sends_the_same_bytes_as_ever_and_others_send_fewer() -> None:
 
 def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
     model, data = tiny_text(evaluates=True), token_batches(8, 2)
-    setting = Setting(plan_for("1f1b"), codecs=everywhere("keep:0.1:4"))
+    setting = Setting(plan_for("1f1b"), codecs=everywhere("topk:0.1:4"))
     bare = Setting(plan_for("1f1b"))
 
     def evaluated(setting: Setting, *, through_codecs: bool) -> float:
@@ -183,7 +183,7 @@ def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
 
 
 def test_several_tensors_of_a_border_are_encoded_each_by_itself_and_others_go_as_they_are() -> None:
-    codecs = BorderCodecs("keep:0.25:8", "keep:0.25:8")
+    codecs = BorderCodecs("topk:0.25:8", "topk:0.25:8")
     choice = codecs.choice(forward=True)
     forward = WireFormat(
         [
@@ -229,7 +229,7 @@ def test_a_codec_that_draws_gets_another_seed_for_each_message_and_the_same_agai
     assert drawn() == drawn()
 
 
-@pytest.mark.parametrize("codec", ["int4", "keep:0.25", "keep:0.25:8:2"])
+@pytest.mark.parametrize("codec", ["int4", "topk:0.25", "topk:0.25:8:2"])
 def test_a_step_that_has_diverged_is_seen_through_codecs_and_skipped(codec: str) -> None:
     data = real_batches(64, 4, WIDTH)  # of a micro-batch 16 samples cross: enough to be encoded
     data[1]["x"][5, 3] = torch.nan

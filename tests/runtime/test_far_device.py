@@ -49,9 +49,9 @@ SETTINGS = {
     "2bw, clipped": Setting(plan_for("2bw", 2), clip_norm=0.05),
     "two replicas, recomputed": Setting(plan_for("2bw-fresh", 2, width=2, recompute="all"), "muon"),
     "halves of micro-batches": Setting(
-        plan_for("1f1b-sliced", recompute="some", codecs=(BorderCodecs("keep:0.5", "keep:0.5"),)), "sgd"
+        plan_for("1f1b-sliced", recompute="some", codecs=(BorderCodecs("topk:0.5", "topk:0.5"),)), "sgd"
     ),
-    "halves of backwards": Setting(plan_for("zbv", codecs=(BorderCodecs("keep:0.25:8", "keep:0.25:4"),))),
+    "halves of backwards": Setting(plan_for("zbv", codecs=(BorderCodecs("topk:0.25:8", "topk:0.25:4"),))),
     "few bits": Setting(
         plan_for("1f1b", codecs=(BorderCodecs("int8", "int4"), BorderCodecs("bfloat16", "int3")))
     ),
@@ -255,7 +255,7 @@ def encodes_without_waiting() -> None:
     shape, dtype = tuple(x.shape), x.dtype
     with pytest.raises(AssertionError, match="waits for the device"), Queueing():
         float(x.sum())
-    for word in ("bfloat16", "int8", "int3", "keep:0.3", "keep:0.25:8", "keep:0.05:4", "keep:0.25:8:50"):
+    for word in ("bfloat16", "int8", "int3", "topk:0.3", "topk:0.25:8", "topk:0.05:4", "topk:0.25:8:50"):
         choice = parse_codec(word)
         codec, spec = codec_of(choice), TensorSpec("x", shape, dtype, choice)
         message = torch.empty(spec.num_bytes, dtype=torch.uint8, device=FAR)

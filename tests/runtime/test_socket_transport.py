@@ -376,7 +376,7 @@ def test_a_message_that_is_shorter_than_its_bound_arrives_whole_and_the_next_one
     both: list[SocketTransport], entries: int
 ) -> None:
     """Over the small socket, whether it was expected before it came or not, and over the large one."""
-    spec = TensorSpec("x", (entries,), torch.float32, parse_codec("keep:0.25:8:4"))
+    spec = TensorSpec("x", (entries,), torch.float32, parse_codec("topk:0.25:8:4"))
     wire = WireFormat([spec])
     rooms = [wire.arrival(key(number), HOST) for number in range(3)]
     first = both[1].receive(key(0), 0, rooms[0].message)

@@ -46,7 +46,7 @@ def value_at(run: RunFile, table: str, key: str) -> Any:
 
 WORDS = st.text(min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
 PLAIN = st.text("abc-_ äß", min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
-CODECS = st.sampled_from(["none", "bfloat16", "int8", "int3", "keep:0.5", "keep:0.25:8"])
+CODECS = st.sampled_from(["none", "bfloat16", "int8", "int3", "topk:0.5", "topk:0.25:8"])
 AMOUNTS = st.sampled_from(["auto", "6GB", "1.5GiB", "5e9", "4096"])
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "model.loss": st.sampled_from(["cross_entropy", "mse", "my.module:function"]),

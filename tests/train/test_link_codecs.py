@@ -16,7 +16,7 @@ from tests.support.command import bireme
 from tests.support.training import settings, write_run
 
 PLAN = Plan((2, 4), 4, "1f1b", codecs=(BorderCodecs("int8", "int4"),))
-KEEP = "keep:0.25:8"
+TOPK = "topk:0.25:8"
 
 
 def codecs(*sets: str) -> LinkCodecs:
@@ -35,7 +35,7 @@ def test_without_links_a_run_has_the_codecs_of_its_plan() -> None:
 def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
     own = '[{border = "1-2", forward = "int8"}]'
     found = codecs(
-        f"links.codec={KEEP}",
+        f"links.codec={TOPK}",
         f"links.borders={own}",
         "links.schedule.first_fraction=0.1",
         "links.schedule.first_codec=bf16",
@@ -47,8 +47,8 @@ def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
     assert words == {
         0: ["bfloat16"] * 2,
         9: ["bfloat16"] * 2,
-        10: [KEEP, "int8"],
-        79: [KEEP, "int8"],
+        10: [TOPK, "int8"],
+        79: [TOPK, "int8"],
         80: ["int8"] * 2,
         99: ["int8"] * 2,
     }
@@ -58,13 +58,13 @@ def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
     ("sets", "why"),
     [
         (["links.codec=itn8"], "Did you mean 'int8'"),
-        (["links.codec=keep:0"], "above 0 and at most 1"),
+        (["links.codec=topk:0"], "above 0 and at most 1"),
         (
             ["links.schedule.first_fraction=0.6", "links.schedule.last_fraction=0.6"],
             "more than the whole run",
         ),
         (['links.borders=[{border = "0-2", forward = "int8"}]'], "two neighboring stages"),
-        ([f'links.borders=[{{border = "0-1", forward = "{KEEP}", backward = "int8"}}]'], "the same entries"),
+        ([f'links.borders=[{{border = "0-1", forward = "{TOPK}", backward = "int8"}}]'], "the same entries"),
     ],
 )
 def test_wrong_links_are_refused_in_a_sentence(sets: list[str], why: str) -> None:
@@ -100,7 +100,7 @@ def test_a_codec_of_ones_own_is_checked_before_a_run_starts() -> None:
 def test_what_a_plan_file_promises_is_left_out_where_the_run_has_other_codecs() -> None:
     saved = SavedPlan(PLAN, forecast=cast(Forecast, object()))
     assert with_own_codecs(saved, load_run_file(None, [])) is saved
-    for word in ("none", KEEP):
+    for word in ("none", TOPK):
         assert with_own_codecs(saved, load_run_file(None, [f"links.codec={word}"])).forecast is None
 
 
@@ -118,8 +118,8 @@ def test_a_run_says_what_it_sent_and_goes_on_with_another_codec(
     assert 0 < link["sent_bytes"] < link["raw_bytes"] / 3
     assert document["eval_loss"] == pytest.approx(document["eval_loss_through_codecs"], rel=1e-2)
     ending = {"links__schedule__last_fraction": 0.3, "links__schedule__last_codec": "int5"}
-    more = settings(training__steps=6, training__schedule_steps=4, links__codec=KEEP, **ending)
+    more = settings(training__steps=6, training__schedule_steps=4, links__codec=TOPK, **ending)
     again = bireme(capsys, "resume", str(tmp_path / "runs" / "run"), *more, "--json")
     assert again.status == 0, again.err
-    assert "from int8 to keep:0.25:8, from step 5 on int5" in again.err
-    assert again.document["links"][0]["forward"] == KEEP
+    assert "from int8 to topk:0.25:8, from step 5 on int5" in again.err
+    assert again.document["links"][0]["forward"] == TOPK

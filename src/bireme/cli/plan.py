@@ -131,7 +131,7 @@ def plan(
         str,
         constraint_option(
             metavar="CODEC|auto",
-            help="How stages send to each other: none, bfloat16, int8, int4, keep:0.25:8, or auto for the "
+            help="How stages send to each other: none, bfloat16, int8, int4, topk:0.25:8, or auto for the "
             "least time to a loss.",
         ),
     ] = "none",

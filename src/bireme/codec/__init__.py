@@ -2,7 +2,7 @@
 
     from bireme.codec import codec_of, parse_codec
 
-    codec = codec_of(parse_codec("keep:0.25:8"))
+    codec = codec_of(parse_codec("topk:0.25:8"))
     message = torch.empty(codec.most_bytes(x.shape, x.dtype), dtype=torch.uint8)
     used = codec.encode(x, message)
     y = codec.decode(message[:used], x.shape, x.dtype)
@@ -26,11 +26,11 @@ from bireme.codec.description import (
 )
 
 if TYPE_CHECKING:
-    from bireme.codec.above import KeepAbove
+    from bireme.codec.above import TopKAbove
     from bireme.codec.blocks import BlockCodec
     from bireme.codec.choice import codec_of, through
     from bireme.codec.codec import Cast, Codec, Masking
-    from bireme.codec.keep import Keep, KeptEntries
+    from bireme.codec.topk import TopK, KeptEntries
 
 __all__ = [
     "NONE",
@@ -41,8 +41,8 @@ __all__ = [
     "Codec",
     "CodecChoice",
     "CodecPhase",
-    "Keep",
-    "KeepAbove",
+    "TopK",
+    "TopKAbove",
     "KeptEntries",
     "LinkCodecs",
     "Masking",
@@ -55,9 +55,9 @@ PLACES = {
     "BlockCodec": "bireme.codec.blocks",
     "Cast": "bireme.codec.codec",
     "Codec": "bireme.codec.codec",
-    "Keep": "bireme.codec.keep",
-    "KeepAbove": "bireme.codec.above",
-    "KeptEntries": "bireme.codec.keep",
+    "TopK": "bireme.codec.topk",
+    "TopKAbove": "bireme.codec.above",
+    "KeptEntries": "bireme.codec.topk",
     "Masking": "bireme.codec.codec",
     "codec_of": "bireme.codec.choice",
     "through": "bireme.codec.choice",

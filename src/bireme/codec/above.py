@@ -19,7 +19,7 @@ from torch import Tensor
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import check_given, check_length, pack_mask, unpack_mask
 from bireme.codec.description import BLOCK, DENSITY_SLACK, blocks_bytes, mask_bytes, most_above
-from bireme.codec.keep import as_magnitudes, largest_of_rows, places_first, selected, spread
+from bireme.codec.topk import as_magnitudes, largest_of_rows, places_first, selected, spread
 from bireme.codec.sum_description import SUM_DENSITY_SLACK
 
 # The largest entries of a tensor, by a threshold that is found once and kept for some steps.
@@ -185,7 +185,7 @@ _MOST_SPANS = 16
 _SCALE_BYTES = 2
 
 
-class KeepAbove:
+class TopKAbove:
     """Sends the entries from a threshold on, in `bits` (4 or 8) and blocks of 32 that share a scale.
 
     `encode` takes the threshold, or finds that for the share `share` of the entries. Where an old one would
@@ -200,7 +200,7 @@ class KeepAbove:
     @property
     def word(self) -> str:
         """What thresholds are for: others have others."""
-        return f"keep:{self._share:g}:{self._bits}:{self.life}"
+        return f"topk:{self._share:g}:{self._bits}:{self.life}"
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """The most that a tensor of that shape takes."""
@@ -259,7 +259,7 @@ class KeepAbove:
 class _KeptAbove:
     """Sends the entries of a mask that both ends know; the others arrive as zeros.
 
-    `mask` is of bools, or of bits as in the message of `KeepAbove`; the numbers are those of `KeepAbove`.
+    `mask` is of bools, or of bits as in the message of `TopKAbove`; the numbers are those of `TopKAbove`.
     """
 
     def __init__(self, mask: Tensor, share: float, bits: int) -> None:
@@ -313,7 +313,7 @@ class Thresholds:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], dict[int, Tensor]] = {}
 
-    def of(self, name: str, codec: KeepAbove, batch: int, tensor: Tensor) -> Tensor:
+    def of(self, name: str, codec: TopKAbove, batch: int, tensor: Tensor) -> Tensor:
         """The threshold for a tensor of that name in a batch."""
         spans = self._kept.setdefault((name, codec.word), {})
         span = batch // codec.life

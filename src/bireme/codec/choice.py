@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.codec.above import KeepAbove, Thresholds
+from bireme.codec.above import TopKAbove, Thresholds
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import Cast, Codec, Masking
 from bireme.codec.description import FEWEST_ENTRIES, BorderCodecs, CodecChoice, aligned
-from bireme.codec.keep import Keep
+from bireme.codec.topk import TopK
 from bireme.errors import BiremeError, closest
 
 # One's own codec, by the module that has it and its name there; checked once in each process.
@@ -125,12 +125,12 @@ def codec_of(choice: CodecChoice) -> Codec:
         case "int":
             assert choice.bits is not None
             return BlockCodec(choice.bits, is_rotated=choice.is_rotated)
-        case "keep":
+        case "topk":
             assert choice.share is not None
             if choice.life is not None:
                 assert choice.bits is not None
-                return KeepAbove(choice.share, choice.bits, choice.life)
-            return Keep(choice.share, choice.bits)
+                return TopKAbove(choice.share, choice.bits, choice.life)
+            return TopK(choice.share, choice.bits)
         case "own":
             assert choice.where is not None
             return _own_codec(choice.where)
@@ -162,7 +162,7 @@ def through(
     there, back = codecs.choice(forward=True), codecs.choice(forward=False)
     codec = codec_of(there)
     threshold = None
-    if thresholds is not None and isinstance(codec, KeepAbove):
+    if thresholds is not None and isinstance(codec, TopKAbove):
         threshold = thresholds.of(name, codec, batch, tensor)
     found: Tensor = _Cut.apply(tensor, codec, back, threshold)  # type: ignore[no-untyped-call]  # torch's own
     return found
@@ -188,7 +188,7 @@ def _sent(codec: Codec, tensor: Tensor, threshold: Tensor | None = None) -> tupl
     """The message, and what arrives."""
     shape = tuple(tensor.shape)
     message = torch.empty(codec.most_bytes(shape, tensor.dtype), dtype=torch.uint8, device=tensor.device)
-    if isinstance(codec, KeepAbove):
+    if isinstance(codec, TopKAbove):
         used = codec.encode(tensor, message, threshold=threshold)
     else:
         used = codec.encode(tensor, message)

@@ -4,9 +4,9 @@
     bfloat16        two bytes a value
     int8            8 bits a value and a scale for each 32 values
     int7 … int1     fewer bits, after a Hadamard rotation of each 32 values
-    keep:0.25       the largest quarter of each row, and which these are: one bit an entry, or less
-    keep:0.25:8     the same, in 8 bits a value and a scale a row
-    keep:0.25:8:50  the largest quarter of the whole tensor, by a threshold that lives 50 batches
+    topk:0.25       the largest quarter of each row, and which these are: one bit an entry, or less
+    topk:0.25:8     the same, in 8 bits a value and a scale a row
+    topk:0.25:8:50  the largest quarter of the whole tensor, by a threshold that lives 50 batches
     my_codecs:mine  one's own: what that module holds under that name
 
 A row is the last axis of a tensor: the numbers of one token.
@@ -27,7 +27,7 @@ from bireme.errors import BiremeError, closest
 
 @dataclass(frozen=True, slots=True)
 class CodecRate:
-    """Seconds for a value of a tensor. `back` is for gradients: `keep` takes the entries that it knows."""
+    """Seconds for a value of a tensor. `back` is for gradients: `topk` takes the entries that it knows."""
 
     codec: str
     encode_s: float
@@ -48,7 +48,7 @@ FEWEST_ENTRIES = 256
 """Smaller tensors are sent as they are."""
 
 _KEPT_BITS = (4, 8)
-"""Bits that the values of `keep` may have; else they stay in the type of the tensor."""
+"""Bits that the values of `topk` may have; else they stay in the type of the tensor."""
 
 LEAST_GAIN = 0.5
 """Places are sent in another way than as a mask if they take at most this share of it."""
@@ -66,7 +66,7 @@ ALIGNMENT_BYTES = 8
 
 _MOST_LIFE = 10**9
 
-_NAMES = ("none", "bfloat16", "int8", "int4", "keep:0.25:8")
+_NAMES = ("none", "bfloat16", "int8", "int4", "topk:0.25:8")
 """Examples of each codec, for errors."""
 
 INTEGERS = re.compile(r"int(\d+)")
@@ -78,13 +78,13 @@ class CodecChoice:
     """A codec and its numbers. `str()` gives the words that `parse_codec` reads."""
 
     name: str = "none"
-    """none, bfloat16, int, keep or own."""
+    """none, bfloat16, int, topk or own."""
     bits: int | None = None
-    """Bits a value, of int and keep; keep without has the values in the tensor's own type."""
+    """Bits a value, of int and topk; topk without has the values in the tensor's own type."""
     share: float | None = None
-    """The share of the entries that keep keeps."""
+    """The share of the entries that topk keeps."""
     life: int | None = None
-    """How many batches a threshold of keep over the whole tensor lives; by rows there is none."""
+    """How many batches a threshold of topk over the whole tensor lives; by rows there is none."""
     where: str | None = None
     """The module of one's own codec, and its name there, with a colon between."""
 
@@ -93,9 +93,9 @@ class CodecChoice:
             return self.where
         if self.name == "int":
             return f"int{self.bits}"
-        if self.name == "keep":
+        if self.name == "topk":
             numbers = [f"{self.share:g}", *(str(one) for one in (self.bits, self.life) if one is not None)]
-            return ":".join(["keep", *numbers])
+            return ":".join(["topk", *numbers])
         return self.name
 
     @property
@@ -125,8 +125,8 @@ def parse_codec(word: str) -> CodecChoice:
         if not 1 <= bits <= 8:
             raise BiremeError(f"{word!r} is no codec: values have 1 to 8 bits. Write int8 or int4.")
         return CodecChoice("int", bits)
-    if name == "keep":
-        return _keep(word, numbers)
+    if name == "topk":
+        return _topk(word, numbers)
     if name == "projection":
         raise BiremeError(
             f"{word!r} is no codec: a projection learns, so it is a part of the model. Put a "
@@ -141,10 +141,10 @@ def parse_codec(word: str) -> CodecChoice:
     )
 
 
-def _keep(word: str, numbers: list[str]) -> CodecChoice:
-    how = "Write keep:SHARE, keep:SHARE:BITS or keep:SHARE:BITS:BATCHES, such as keep:0.25:8"
+def _topk(word: str, numbers: list[str]) -> CodecChoice:
+    how = "Write topk:SHARE, topk:SHARE:BITS or topk:SHARE:BITS:BATCHES, such as topk:0.25:8"
     if not 1 <= len(numbers) <= 3:
-        raise BiremeError(f"{word!r} is no codec: keep needs the share of the entries to keep. {how}.")
+        raise BiremeError(f"{word!r} is no codec: topk needs the share of the entries to keep. {how}.")
     try:
         share = float(numbers[0])
         bits, life = (int(one) for one in (*numbers[1:], "-1", "-1")[:2])
@@ -159,7 +159,7 @@ def _keep(word: str, numbers: list[str]) -> CodecChoice:
         raise BiremeError(
             f"The threshold of {word!r} holds for {life} batches; it must hold for 1 to {_MOST_LIFE}. {how}."
         )
-    return CodecChoice("keep", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None)
+    return CodecChoice("topk", bits if len(numbers) > 1 else None, share, life if len(numbers) > 2 else None)
 
 
 def _take_no_numbers(word: str, numbers: list[str]) -> None:
@@ -179,7 +179,7 @@ def bits_a_value(choice: CodecChoice, value_bytes: int, *, is_back: bool = False
         case "int":
             assert choice.bits is not None
             return choice.bits + scale
-        case "keep":
+        case "topk":
             assert choice.share is not None
             values = choice.share * (raw if choice.bits is None else choice.bits)
             if choice.life is not None:
@@ -197,7 +197,7 @@ def encoded_bytes(
     """The bytes of an encoded tensor whose values have so many bytes; the most of them by a codec whose
     messages are bounded. They follow from its shape alone, except by one's own codec, which is asked itself.
 
-    `is_back` asks for the gradient, which `keep` sends without the mask.
+    `is_back` asks for the gradient, which `topk` sends without the mask.
     """
     assert choice.where is None, "one's own codec says how much it sends"
     count = prod(shape)
@@ -207,7 +207,7 @@ def encoded_bytes(
         case "int":
             assert choice.bits is not None
             return blocks_bytes(count, choice.bits)
-        case "keep":
+        case "topk":
             assert choice.share is not None
             if choice.life is not None:
                 assert choice.bits is not None
@@ -242,7 +242,7 @@ def kept_block(kept: int) -> int:
 
 
 def kept_bytes(count: int, width: int, share: float, bits: int | None, value_bytes: int) -> int:
-    """Bytes of the values that `keep` sends of so many entries in rows of that width."""
+    """Bytes of the values that `topk` sends of so many entries in rows of that width."""
     sent = num_kept(count, width, share)
     if bits is None:
         return sent * value_bytes
@@ -305,7 +305,7 @@ class BorderCodecs:
         if (there.share, there.life) != (back.share, back.life):
             raise BiremeError(
                 f"A border has the codec {self.forward} forward and {self.backward} backward. The gradient "
-                "of what keep sends goes back for the same entries: give both directions keep with the same "
+                "of what topk sends goes back for the same entries: give both directions topk with the same "
                 "share and the same batches, or none of the two."
             )
 

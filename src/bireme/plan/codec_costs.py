@@ -29,7 +29,7 @@ _MEASURED = (
     CodecRate("bfloat16", 0.7e-9, 1.3e-9, 0.7e-9, 1.3e-9),
     CodecRate("int8", 2.9e-9, 2.7e-9, 2.9e-9, 2.7e-9),
     CodecRate("int5", 5.5e-9, 3.9e-9, 5.5e-9, 3.9e-9),
-    CodecRate("keep:0.25:8", 6.7e-9, 3.6e-9, 3.4e-9, 3.6e-9),
+    CodecRate("topk:0.25:8", 6.7e-9, 3.6e-9, 3.4e-9, 3.6e-9),
 )
 """One of each kind: those of fewer than 8 bits are as slow as 5."""
 
@@ -62,7 +62,7 @@ def coded(
         for border, one in enumerate(borders)
     )
     masks = [
-        costs.message_bytes[border] / value_bytes / 8 if one.choice(forward=True).name == "keep" else 0.0
+        costs.message_bytes[border] / value_bytes / 8 if one.choice(forward=True).name == "topk" else 0.0
         for border, one in enumerate(borders)
     ]
     kept = [sum(pair) for pair in zip(masks, (0.0, *masks[:-1]), strict=True)]

@@ -49,14 +49,14 @@ EXCESSES: Mapping[str, Excess] = {
     "int4": Excess(0.019, 0.019, num_seeds=3, is_studied=True),
     "int3": Excess(0.11, 0.11),
     "int2": Excess(0.26, 0.26),
-    "keep:0.5:4": Excess(0.022, 0.022, num_seeds=3, is_studied=True),
-    "keep:0.25:8": Excess(0.022, 0.013, num_seeds=3, is_studied=True),
-    "keep:0.125:8": Excess(0.044, 0.019, num_seeds=3, is_studied=True),
-    "keep:0.0625:8": Excess(0.05, 0.05),
+    "topk:0.5:4": Excess(0.022, 0.022, num_seeds=3, is_studied=True),
+    "topk:0.25:8": Excess(0.022, 0.013, num_seeds=3, is_studied=True),
+    "topk:0.125:8": Excess(0.044, 0.019, num_seeds=3, is_studied=True),
+    "topk:0.0625:8": Excess(0.05, 0.05),
 }
 """By the codec of both directions. Of int8, int6 and int5 the order is chance.
 
-Of keep the study has runs with an ending of 5 to 9 % of the steps. Without one keep:0.125:8 is the study's,
+Of topk the study has runs with an ending of 5 to 9 % of the steps. Without one topk:0.125:8 is the study's,
 the others are the pilot's. A longer ending costs less, but sends more.
 """
 
@@ -64,14 +64,14 @@ FINER_FORWARD = {4: Excess(0.005, 0.005, num_seeds=3, is_studied=True)}
 """By the bits of gradients, where activations have 8 or more."""
 
 _OVER_TENSOR = 0.01
-"""What `keep` over a whole tensor with an old threshold had more than by rows, in the pilot."""
+"""What `topk` over a whole tensor with an old threshold had more than by rows, in the pilot."""
 
-KEEP_WITH_MUON = {False: 2.9, True: 4.8}
-"""What `keep` adds to the loss with Muon, as times what it adds with AdamW, by whether a run has an ending:
+TOPK_WITH_MUON = {False: 2.9, True: 4.8}
+"""What `topk` adds to the loss with Muon, as times what it adds with AdamW, by whether a run has an ending:
 the study's, of an eighth. Rounding costs both the same.
 """
 
-WORDS_TO_TRY = ("int8", "int5", "keep:0.25:8", "keep:0.125:8")
+WORDS_TO_TRY = ("int8", "int5", "topk:0.25:8", "topk:0.125:8")
 """What the planner tries: of equal bytes those with the least loss."""
 
 
@@ -80,12 +80,12 @@ def codec_steps(borders: Iterable[BorderCodecs], optimizer: str, *, has_ending: 
 
     `has_ending` says that the last steps of a run have int8, or none.
     """
-    most, with_muon = 0.0, KEEP_WITH_MUON[has_ending] if optimizer == "muon" else 1.0
+    most, with_muon = 0.0, TOPK_WITH_MUON[has_ending] if optimizer == "muon" else 1.0
     for one in borders:
         there, back = one.choice(forward=True), one.choice(forward=False)
         for choice, found in ((there, _excess(there)), (back, _excess_back(there, back))):
             excess = found.ended if has_ending else found.bare
-            most = max(most, excess * (with_muon if choice.name == "keep" else 1.0))
+            most = max(most, excess * (with_muon if choice.name == "topk" else 1.0))
     return 1.0 + _STEPS_OF_LOSS * most
 
 
@@ -108,7 +108,7 @@ def _excess(choice: CodecChoice) -> Excess:
         known = {int(word[3:]): one for word, one in EXCESSES.items() if word.startswith("int")}
         return known[max([bits for bits in known if bits <= choice.bits], default=min(known))]
     assert choice.share is not None
-    shares = {float(word.split(":")[1]): one for word, one in EXCESSES.items() if word.startswith("keep")}
+    shares = {float(word.split(":")[1]): one for word, one in EXCESSES.items() if word.startswith("topk")}
     found = shares[max([share for share in shares if share <= choice.share], default=min(shares))]
     return found if choice.life is None else Excess(found.bare + _OVER_TENSOR, found.ended + _OVER_TENSOR)
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bireme.codec.above import KeepAbove
+from bireme.codec.above import TopKAbove
 from bireme.codec.choice import codec_of
 from bireme.codec.codec import Codec, Masking
 from bireme.codec.description import CodecRate, parse_codec, sum_name
@@ -91,7 +91,7 @@ def _kept(
 def _measured(word: str, codec: Codec, dtype: torch.dtype, device: torch.device) -> CodecRate:
     tensor = _tensor(device, dtype)
     encode: Callable[[Tensor, Tensor], int] = codec.encode
-    if isinstance(codec, KeepAbove):  # a threshold that lives is there already
+    if isinstance(codec, TopKAbove):  # a threshold that lives is there already
         encode = partial(codec.encode, threshold=codec.threshold_of(tensor))
     there, message = _seconds(encode, codec, tensor)
     back = there

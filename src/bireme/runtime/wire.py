@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from bireme.codec.above import KeepAbove, Thresholds
+from bireme.codec.above import TopKAbove, Thresholds
 from bireme.codec.choice import codec_of
 from bireme.codec.codec import Codec, Masking, unpack_mask
 from bireme.codec.description import (
@@ -123,7 +123,7 @@ class Coding:
         room = out if tensor.device == out.device else torch.empty_like(out, device=tensor.device)
         begin = ALIGNMENT_BYTES if spec.codec.is_bounded else 0
         body = room[begin:]
-        if self.keeps_masks and isinstance(codec, KeepAbove):
+        if self.keeps_masks and isinstance(codec, TopKAbove):
             threshold = self.thresholds.of(f"{key.to_stage}.{spec.name}", codec, key.batch, tensor)
             used = codec.encode(tensor, body, threshold=threshold)
         elif spec.codec.where is not None:
@@ -469,11 +469,11 @@ class Borders:
         return tuple(evaluate(length, num_samples) for length in self._values[name].shape)
 
     def _is_encoded(self, name: str, codec: CodecChoice, dtype: torch.dtype, num_samples: int) -> bool:
-        """Whether a tensor is encoded. Rows, which `keep` takes entries from, must not go over samples."""
+        """Whether a tensor is encoded. Rows, which `topk` takes entries from, must not go over samples."""
         if codec == NONE or name not in self.learned or not dtype.is_floating_point:
             return False
         shape = self._shape(name, num_samples)
-        has_rows = codec.name != "keep" or codec.life is not None or self.batch_axis(name) != len(shape) - 1
+        has_rows = codec.name != "topk" or codec.life is not None or self.batch_axis(name) != len(shape) - 1
         return has_rows and prod(shape) >= FEWEST_ENTRIES
 
 

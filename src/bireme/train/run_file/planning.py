@@ -213,7 +213,7 @@ class LinkSchedule(Table):
     last_fraction: Share = Field(
         default=0.0,
         description="Share of the steps, at the end of the run, with last_codec: a model that was trained "
-        "with keep has adapted to missing entries, and needs some steps without it",
+        "with topk has adapted to missing entries, and needs some steps without it",
     )
     last_codec: Codec = Field(
         default="int8",
@@ -227,8 +227,8 @@ class LinksTable(Table):
     codec: CodecOrAuto | None = Field(
         default=None,
         description="How activations and their gradients are sent between stages: none sends them as they "
-        "are, bfloat16, int8, int7 to int1 (bits a value), keep:SHARE:BITS (the largest entries of each "
-        "token), keep:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that holds for so "
+        "are, bfloat16, int8, int7 to int1 (bits a value), topk:SHARE:BITS (the largest entries of each "
+        "token), topk:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that holds for so "
         "many batches), MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by "
         "the speed of the links. By default the plan decides: none, unless the plan comes from a file",
         examples=["int8"],

@@ -255,7 +255,7 @@ def _numbers(num: int, like: Tensor) -> Tensor:
     return torch.arange(num, device=like.device)
 
 
-class Keep:
+class TopK:
     """Sends the share `share` of every row (last axis) that is largest by magnitude, exactly so many a row.
 
     Of equal entries the first are kept. Values have `bits` (4 or 8) and a scale a row, which rows share where
@@ -306,7 +306,7 @@ class Keep:
 class KeptEntries:
     """Sends the entries of a mask that both ends know; the others arrive as zeros.
 
-    `mask` is of bools, or of bits as in the message of `Keep`; `share` and `bits` are those of `Keep`.
+    `mask` is of bools, or of bits as in the message of `TopK`; `share` and `bits` are those of `TopK`.
     """
 
     def __init__(self, mask: Tensor, share: float, bits: int | None = None) -> None:
