@@ -5,12 +5,12 @@
 All but (e) and a part of (d) is on the simulator's clock, with the coordinator's own rules as event handlers.
 A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and on 8 of 1.
 
-(a) Equal replicas: each mode compared with `all`.
-(b) One replica k times slower: each mode compared with `all` and with the ideal, the sum of all replicas'
+(a) Equal replicas: each mode compared with `allreduce`.
+(b) One replica k times slower: each mode compared with `allreduce` and with the ideal, the sum of all replicas'
     speeds. AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far
     one may be before the slowest, with a server on one link.
 (c) Each forward and each backward is held up for h seconds with a probability of a tenth: each mode compared
-    with `all`, and `groups` with the bounds of a simulation without any cost of messages.
+    with `allreduce`, and `groups` with the bounds of a simulation without any cost of messages.
 (d) A replica is killed every 30 seconds for ten minutes, in `quorum`, on 4 replicas of 2 stages with batches
     of a second: the samples that count, of those without kills; the time from a kill to the next batch of
     the others; the time until all replicas train again. How long a start and a snapshot take is assumed, and
@@ -18,7 +18,7 @@ A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and o
     a machine that is out of reach. The bound is what the devices that are left could train: all others, as
     long as a replica is away. Then the same in the engine, for four minutes, with real processes whose
     samples take as long as on devices so slow.
-(e) `groups` and `all` in the engine: 4 processes with a stage each that sleeps for 240 ms where it would
+(e) `groups` and `allreduce` in the engine: 4 processes with a stage each that sleeps for 240 ms where it would
     compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas. The
     replicas also train `alone`, all at the same time and without any agreement: that is what processes which
     share this machine's cores can reach of the ideal, so the modes are compared with it too. All three take
@@ -51,27 +51,27 @@ from bireme.simulate.agreements import (
     BoundedStaleness,
     Everyone,
     GroupsAgreement,
-    OuterRounds,
+    DilocoRounds,
 )
 from bireme.simulate.quorum_rounds import QuorumRounds
 from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
 from bireme.sync.coordinator.samples import SILENT_LEASES, GroupSettings
 
 BATCH_S = 0.1
-CONNECT_EVERY, OUTER_EVERY, MOST_BEFORE = 10, 50, 10
-"""P of `groups`, H of `outer`, and the bound of the HetPipe-like baseline."""
+CONNECT_EVERY, DILOCO_EVERY, MOST_BEFORE = 10, 50, 10
+"""P of `groups`, H of `diloco`, and the bound of the HetPipe-like baseline."""
 SHARE = 16
 """Samples of a batch for each replica, where shares are equal."""
 EXCHANGE = Exchange(num_bytes=1e6, bytes_per_s=1e9, latency_s=1e-4, control_s=5e-4)
 """A megabyte of weights a stage over ten gigabits a second; half a millisecond to ask the coordinator."""
 GRACE_S, LEASE_S = 1.0, 3.0
-OUTER_GRACE_S = BATCH_S / 2
+DILOCO_GRACE_S = BATCH_S / 2
 """So that the outer step is ready within the batch of overlap."""
 UNTIL_S, QUICK_S, BEGIN = 120.0, 20.0, 0.25
 """Seconds of a run, and the share of them that does not count."""
 SLOWER = (2.0, 5.0, 10.0, 20.0)
 HELD = {0.1: 1.36, 0.5: 2.4, 1.0: 3.1}
-"""Seconds of the hold-ups, and how many times `all` a simulation without costs of messages reaches."""
+"""Seconds of the hold-ups, and how many times `allreduce` a simulation without costs of messages reaches."""
 HELD_CHANCE = 0.1
 ENGINE_REPLICAS, ENGINE_S, ENGINE_QUICK_S, ENGINE_ROUNDS = 4, 20.0, 8.0, 2
 """Processes in the engine, about how long each mode takes in a round, and the rounds."""
@@ -115,10 +115,10 @@ class Shape:
 SHAPES = (Shape(4, 2, "2bw-fresh"), Shape(8, 1, "1f1b"))
 MODES: dict[str, Callable[[Shape], Agreement]] = {
     "ideal": lambda _: Agreement(),
-    "all": lambda _: Everyone(),
+    "allreduce": lambda _: Everyone(),
     "quorum": lambda _: QuorumRounds(grace_s=GRACE_S, noticed_s=LEASE_S),
     "groups": lambda shape: GroupsAgreement(GroupSettings(CONNECT_EVERY), shape.stages),
-    "outer": lambda _: OuterRounds(OUTER_EVERY, OUTER_GRACE_S),
+    "diloco": lambda _: DilocoRounds(DILOCO_EVERY, DILOCO_GRACE_S),
     "AD-PSGD": lambda _: AsynchronousPairs(),
     "HetPipe-like": lambda _: BoundedStaleness(MOST_BEFORE),
 }
@@ -175,7 +175,7 @@ def modes(about: dict[str, Any], found: dict[str, float]) -> Iterator[dict[str, 
             "mode": mode,
             "measured": "simulated",
             "samples_per_s": rate,
-            "times_all": rate / found["all"],
+            "times_allreduce": rate / found["allreduce"],
             "of_ideal": rate / found["ideal"],
         }
 
@@ -200,7 +200,7 @@ def held_up(until_s: float) -> Iterator[dict[str, Any]]:
             speeds = [Speed(held_s=held_s, held_chance=HELD_CHANCE)] * shape.replicas
             about = {"replicas": shape.name, "schedule": shape.schedule, "held_s": held_s}
             for row in modes(about, rates(shape, speeds, until_s)):
-                yield row | {"bound_times_all": bound if shape.stages == 1 else None}
+                yield row | {"bound_times_allreduce": bound if shape.stages == 1 else None}
 
 
 def killed(until_s: float) -> Iterator[dict[str, Any]]:
@@ -266,8 +266,8 @@ def in_engine(seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
                 "mode": mode,
                 "measured": "engine",
                 "samples_per_s": median(rates),
-                "times_all": median(
-                    rate / each["all"].samples_per_s for rate, each in zip(rates, found, strict=True)
+                "times_allreduce": median(
+                    rate / each["allreduce"].samples_per_s for rate, each in zip(rates, found, strict=True)
                 ),
                 "of_ideal": median(row.samples_per_s / row.ideal_per_s for row in own),
                 "of_alone": median(
@@ -304,16 +304,16 @@ def verdicts(
 ) -> Iterator[Verdict]:
     for row in a:
         if row["mode"] in ("quorum", "groups"):
-            what = f"(a) {row['replicas']}, {row['schedule']}: {row['mode']}, of all"
-            yield at_least(what, row["times_all"], LEAST_STEADY)
+            what = f"(a) {row['replicas']}, {row['schedule']}: {row['mode']}, of allreduce"
+            yield at_least(what, row["times_allreduce"], LEAST_STEADY)
     for row in b:
         if row["mode"] == "groups" and row["slower"] <= CONNECT_EVERY:
             what = f"(b) {row['replicas']}, one {row['slower']:g} times slower: groups, of the ideal"
             yield at_least(what, row["of_ideal"], LEAST_OF_IDEAL)
     for row in c:
         if row["mode"] == "groups":
-            what = f"(c) {row['replicas']}, held up for {row['held_s']} s: groups, times all"
-            yield at_least(what, row["times_all"], 1.0)
+            what = f"(c) {row['replicas']}, held up for {row['held_s']} s: groups, times allreduce"
+            yield at_least(what, row["times_allreduce"], 1.0)
     for row in d:
         if row["measured"] == "engine":
             what = f"(d) in the engine, back after {row['median_to_full_strength_s']:.1f} s"
@@ -325,7 +325,7 @@ def verdicts(
         yield at_most(f"{what}: leases from a kill to the next batch, median", leases, MOST_LEASES)
     for row in e:
         if row["mode"] == "groups" and row["slower"] == 1:
-            yield at_least("(e) engine, equal replicas: groups, of all", row["times_all"], LEAST_STEADY)
+            yield at_least("(e) engine, equal replicas: groups, of allreduce", row["times_allreduce"], LEAST_STEADY)
         elif row["mode"] == "groups":
             what = f"(e) engine, one {row['slower']:g} times slower: groups, of"
             yield at_least(f"{what} the ideal", row["of_ideal"], LEAST_OF_IDEAL)

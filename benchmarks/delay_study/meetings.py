@@ -2,7 +2,7 @@
 
 `groups:P` has the groups that the coordinator forms on the simulator's clock, where each forward and
 backward is held up at chance for as long as a batch takes; all are connected at least about every P batches
-of each. `groups:P:k` also has one replica that is k times slower. `outer:H` and `outer:H:RATE:MOMENTUM`
+of each. `groups:P:k` also has one replica that is k times slower. `diloco:H` and `diloco:H:RATE:MOMENTUM`
 have a round of all replicas every H batches, with a step of Nesterov's on their mean.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Agreed", "agreed_named", "meetings"]
 BATCH_S, HELD_CHANCE = 0.1, 0.1
 PARTS = (1 / 3, 2 / 3)
 """Of a batch's time in the forward and in the backward."""
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+DILOCO_RATE, DILOCO_MOMENTUM = 0.7, 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +27,26 @@ class Agreed:
     """How replicas agree: by groups of those that are ready, or by outer steps every so many batches."""
 
     every: int
-    is_outer: bool = False
+    is_diloco: bool = False
     slowness: float = 1.0
     held_s: float = BATCH_S
-    rate: float = OUTER_RATE
-    momentum: float = OUTER_MOMENTUM
+    rate: float = DILOCO_RATE
+    momentum: float = DILOCO_MOMENTUM
 
 
 def agreed_named(word: str) -> Agreed:
-    """Such as `groups:5`, `groups:5:10` or `outer:50:0.7:0.9`."""
+    """Such as `groups:5`, `groups:5:10` or `diloco:50:0.7:0.9`."""
     mode, *values = word.split(":")
     try:
         if mode == "groups" and 1 <= len(values) <= 2:
             return Agreed(int(values[0]), slowness=float(values[1]) if values[1:] else 1.0)
-        if mode == "outer" and len(values) in (1, 3):
-            rate, momentum = map(float, values[1:] or (OUTER_RATE, OUTER_MOMENTUM))
-            return Agreed(int(values[0]), is_outer=True, rate=rate, momentum=momentum)
+        if mode == "diloco" and len(values) in (1, 3):
+            rate, momentum = map(float, values[1:] or (DILOCO_RATE, DILOCO_MOMENTUM))
+            return Agreed(int(values[0]), is_diloco=True, rate=rate, momentum=momentum)
     except ValueError:
         pass
     raise BiremeError(
-        f"{word!r} says no agreement. Write groups:5, groups:5:10, outer:50 or outer:50:0.7:0.9."
+        f"{word!r} says no agreement. Write groups:5, groups:5:10, diloco:50 or diloco:50:0.7:0.9."
     )
 
 

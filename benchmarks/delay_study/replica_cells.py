@@ -15,7 +15,7 @@ SHAPES = {4: (4, 4), 8: (2, 2)}
 """By the number of replicas: stages, and micro-batches of a replica's part of 16 samples."""
 RULES = ("fresh+warm-up", "synchronous")
 GROUPS = ("groups:5", "groups:1", "groups:10", "groups:2")
-OUTER = ("outer:50", "outer:10", "outer:200")
+DILOCO = ("diloco:50", "diloco:10", "diloco:200")
 STRAGGLER = "groups:10:10"
 COUNTED = ("groups:5", "groups:1", "groups:10")
 """Those, and outer steps every 50 batches, are what plans count steps of."""
@@ -27,17 +27,17 @@ def replica_sweeps() -> Iterator[Sweep]:
     """
     for agreement in COUNTED:
         yield _sweep("synchronous", "adamw", 4, agreement, 3, is_searched=False)
-    yield _sweep("synchronous", "adamw", 4, OUTER[0], 1)
+    yield _sweep("synchronous", "adamw", 4, DILOCO[0], 1)
     for rule in RULES:
-        for agreement in (*GROUPS, *OUTER):
+        for agreement in (*GROUPS, *DILOCO):
             yield _sweep(rule, "adamw", 4, agreement, 1, is_searched=False)
     shapes = [*product(FIRST_RUNG, SHAPES, RULES)]
-    for agreement in (GROUPS[0], OUTER[0], GROUPS[2]):
+    for agreement in (GROUPS[0], DILOCO[0], GROUPS[2]):
         for optimizer, replicas, rule in shapes:
             yield _sweep(rule, optimizer, replicas, agreement, 1, is_searched=False)
     for num_seeds in (1, 3):
         for optimizer, replicas, rule in shapes:
-            for agreement in (*OUTER, STRAGGLER, *GROUPS):
+            for agreement in (*DILOCO, STRAGGLER, *GROUPS):
                 yield _sweep(rule, optimizer, replicas, agreement, num_seeds)
 
 
@@ -46,13 +46,13 @@ def _sweep(
 ) -> Sweep:
     cell = Cell(rule, optimizer, *SHAPES[replicas], replicas=replicas, agreement=agreement)
     # Outer steps are best at a lower rate.
-    first_rung = FIRST_RUNG[optimizer] - (agreement in OUTER)
+    first_rung = FIRST_RUNG[optimizer] - (agreement in DILOCO)
     return Sweep(cell, first_rung, num_seeds, is_searched=is_searched)
 
 
 def replica_lines(found: Sequence[Row]) -> Iterator[str]:
     """What agreeing on weights costs in loss at equal samples, and in steps for one."""
-    agreed = sorted((row for row in found if row.cell.agreement != "all"), key=by_agreement)
+    agreed = sorted((row for row in found if row.cell.agreement != "allreduce"), key=by_agreement)
     yield from table_lines(
         ("how replicas agree", "replicas", "rule", "optimizer", "d", "m", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in agreed),
@@ -62,7 +62,7 @@ def replica_lines(found: Sequence[Row]) -> Iterator[str]:
 def by_agreement(row: Row) -> tuple[object, ...]:
     """The order in which tables have them."""
     cell, agreed = row.cell, agreed_named(row.cell.agreement)
-    return cell.optimizer, cell.replicas, agreed.is_outer, agreed.slowness, agreed.every, cell.rule
+    return cell.optimizer, cell.replicas, agreed.is_diloco, agreed.slowness, agreed.every, cell.rule
 
 
 def _shape(cell: Cell) -> tuple[object, ...]:
@@ -72,7 +72,7 @@ def _shape(cell: Cell) -> tuple[object, ...]:
 
 def _told(word: str) -> str:
     agreed = agreed_named(word)
-    if agreed.is_outer:
-        return f"outer, H = {agreed.every}, rate {agreed.rate:g}, momentum {agreed.momentum:g}"
+    if agreed.is_diloco:
+        return f"diloco, H = {agreed.every}, rate {agreed.rate:g}, momentum {agreed.momentum:g}"
     slow = "" if agreed.slowness == 1 else f", one {agreed.slowness:g} times slower"
     return f"groups, P = {agreed.every}{slow}"

@@ -12,7 +12,7 @@ from math import ceil
 from benchmarks.delay_study.meetings import PARTS, agreed_named
 from benchmarks.delay_study.replica_cells import by_agreement
 from benchmarks.delay_study.table import Row, table_lines
-from bireme.simulate.agreements import Everyone, GroupsAgreement, OuterRounds
+from bireme.simulate.agreements import Everyone, GroupsAgreement, DilocoRounds
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
 
@@ -35,14 +35,14 @@ def replica_time_lines(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _times(found: Sequence[Row]) -> Iterator[tuple[object, ...]]:
-    for row in sorted((row for row in found if row.cell.agreement != "all"), key=by_agreement):
+    for row in sorted((row for row in found if row.cell.agreement != "allreduce"), key=by_agreement):
         cell, steps = row.cell, row.penalty
         if cell.rule != "synchronous" or steps is None:
             continue
         agreed = agreed_named(cell.agreement)
-        word = f"{'outer, H' if agreed.is_outer else 'groups, P'} = {agreed.every}"
+        word = f"{'diloco, H' if agreed.is_diloco else 'groups, P'} = {agreed.every}"
         gains = [
-            _rate(cell.agreement, cell.replicas, setting) / _rate("all", cell.replicas, setting)
+            _rate(cell.agreement, cell.replicas, setting) / _rate("allreduce", cell.replicas, setting)
             for setting in (STRAGGLER, SLOW_LINKS)
         ]
         told = [f"{steps / gain:.2f}" for gain in gains]
@@ -54,7 +54,7 @@ def _times(found: Sequence[Row]) -> Iterator[tuple[object, ...]]:
 @cache
 def _rate(word: str, width: int, setting: str) -> float:
     """Samples in a batch's time, over all replicas."""
-    every = 1 if word == "all" else agreed_named(word).every
+    every = 1 if word == "allreduce" else agreed_named(word).every
     agreement = _agreement(word)
     speeds = [Speed()] * width
     exchange = Exchange()
@@ -67,15 +67,15 @@ def _rate(word: str, width: int, setting: str) -> float:
     work = SampleWork((forward,), (backward,))
     run = Together(make, work, speeds, agreement, exchange, batch_size=SHARE * width)
     until_s = ceil(BATCHES / every) * (every + exchange.seconds(width))
-    if setting == STRAGGLER and word == "all":
+    if setting == STRAGGLER and word == "allreduce":
         until_s *= SLOWER
     return run.until(until_s, 4 * BATCHES + round(until_s)).samples_per_s(BEGIN * until_s)
 
 
 def _agreement(word: str) -> Agreement:
-    if word == "all":
+    if word == "allreduce":
         return Everyone()
     agreed = agreed_named(word)
-    if agreed.is_outer:
-        return OuterRounds(agreed.every, sum(PARTS) / 2)
+    if agreed.is_diloco:
+        return DilocoRounds(agreed.every, sum(PARTS) / 2)
     return GroupsAgreement(GroupSettings(agreed.every), 1)

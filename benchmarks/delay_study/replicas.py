@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.delay_study.meetings import Agreed, meetings
 from benchmarks.delay_study.simulation import Simulation
 
-__all__ = ["OuterStep", "Replicas", "mean_of"]
+__all__ = ["DilocoStep", "Replicas", "mean_of"]
 
 BatchOf = Callable[[int, int], Tensor]
 """The samples of a replica in one of its batches."""
@@ -31,7 +31,7 @@ def mean_of(vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(vectors)).mean(dim=0)
 
 
-class OuterStep:
+class DilocoStep:
     """Nesterov's momentum on the weights that all replicas began from."""
 
     def __init__(self, anchor: Tensor, rate: float, momentum: float) -> None:
@@ -64,12 +64,12 @@ class Replicas:
         self.agreed = agreed
         self.batch_of = batch_of
         self.num_updates = 0
-        self.outer = None
+        self.diloco = None
         self.offered: list[Tensor] = []
         """The weights that replicas gave into the round that is under way."""
-        if agreed.is_outer:
+        if agreed.is_diloco:
             first = simulations[0].newest.whole
-            self.outer = OuterStep(first, agreed.rate, agreed.momentum)
+            self.diloco = DilocoStep(first, agreed.rate, agreed.momentum)
             self.groups = self._at_one_pace()
         else:
             self.groups = meetings(agreed, len(simulations), num_batches * len(simulations), seed)
@@ -109,7 +109,7 @@ class Replicas:
 
     @torch.no_grad()
     def _agree(self, group: Mapping[int, int]) -> None:
-        if self.outer is not None:
+        if self.diloco is not None:
             self._step_outside(next(iter(group.values())))
         elif len(group) > 1:
             mean = mean_of([self.simulations[replica].newest.whole for replica in group])
@@ -118,9 +118,9 @@ class Replicas:
 
     def _step_outside(self, batch: int) -> None:
         """Take the result of the round of the batch before, if there was one; begin one if it is due."""
-        assert self.outer is not None, "only outer rounds come here"
+        assert self.diloco is not None, "only diloco rounds come here"
         if self.offered:
-            anchor = self.outer.step(mean_of([self.outer.anchor - one for one in self.offered]))
+            anchor = self.diloco.step(mean_of([self.diloco.anchor - one for one in self.offered]))
             for simulation, offered in zip(self.simulations, self.offered, strict=True):
                 simulation.newest.whole.add_(anchor - offered)
             self.offered = []

@@ -72,7 +72,7 @@ class Cell:
     """The share of the steps, at the end, with another codec."""
     replicas: int = 1
     """Each trains an equal part of every batch."""
-    agreement: str = "all"
+    agreement: str = "allreduce"
     """How replicas agree, in the words of `meetings`; all of them sum gradients as one process does."""
     ending_codec: str = "int8"
     """The codec of the last part, if there is one."""
@@ -82,7 +82,7 @@ class Cell:
     @property
     def has_curve(self) -> bool:
         """Whether its runs are looked at on the way: those of delayed updates are drawn."""
-        return self.codec == self.sums == "none" and self.agreement == "all"
+        return self.codec == self.sums == "none" and self.agreement == "allreduce"
 
     def reference(self) -> "Cell":
         """The synchronous runs that these are compared with."""
@@ -240,7 +240,7 @@ class _Alone:
 def _trained(setting: Setting, model: GPT, source: Text) -> "_Alone | Replicas":
     """The model in training, with copies of it where replicas agree on weights."""
     cell, size, seed = setting.cell, SIZES[setting.cell.size], setting.seed
-    if cell.agreement == "all":
+    if cell.agreement == "allreduce":
         return _Alone(_simulation(setting, model), lambda number: source.batch(size, seed, number))
 
     def part_of(replica: int, batch: int) -> Tensor:

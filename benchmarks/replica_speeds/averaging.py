@@ -21,7 +21,7 @@ from benchmarks.engine_bench.emulated import EmulatedModel, StagePace, emulated_
 from bireme.balance import ShareLimits
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.outer import Averaging
+from bireme.runtime.averaging.diloco import Averaging
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
@@ -82,7 +82,7 @@ def measure_agreement(
 
     num = max(round(seconds / (own_s * slower)), LEAST_BATCHES)
     found = launch(_sum_gradients, num_replicas, paces, num, threads_per_process=1)
-    everyone = _row("all", num * batch_size, ideal_per_s, found)
+    everyone = _row("allreduce", num * batch_size, ideal_per_s, found)
 
     num = max(round(seconds * ideal_per_s / batch_size), LEAST_BATCHES)
     settings = CoordinatorSettings(

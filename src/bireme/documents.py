@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from annotated_types import DocInfo
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import PydanticCustomError
 
 from bireme.errors import BiremeError, closest
 
@@ -198,6 +199,8 @@ def _sentence(
     if error["type"] == "missing":
         meaning = _meaning(_table_at(path[:-1], kind), str(path[-1]))
         return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
+    if error["type"] == _RENAMED:
+        return f"{source}: {place} is {shown(error['input'])}, which is called {shown(error['ctx']['new'])} now."
     if error["type"] in _UNKNOWN:
         known = _types(_table_at(path[:-1], kind))
         hint = advise([str(part) for part in path]) or closest(str(path[-1]), known)
@@ -207,6 +210,13 @@ def _sentence(
         expected = expected.removeprefix(opening)
     return f"{source}: {place} is {shown(error['input'])}; it must be {expected}."
 
+
+def called_now(new: str) -> PydanticCustomError:
+    """What a validator raises for a value that is called `new` now."""
+    return PydanticCustomError(_RENAMED, "called {new} now", {"new": new})
+
+
+_RENAMED = "renamed"
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """What an unknown key is called, in a model and in a dataclass."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.delay_study.meetings import Agreed, agreed_named, meetings
 from benchmarks.delay_study.replica_cells import replica_lines, replica_sweeps
-from benchmarks.delay_study.replicas import OuterStep, Replicas, mean_of
+from benchmarks.delay_study.replicas import DilocoStep, Replicas, mean_of
 from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
 from benchmarks.delay_study.study import Cell, Known, Run, Setting, run
@@ -137,14 +137,14 @@ def test_the_groups_of_any_two_periods_connect_all_replicas(every: int) -> None:
 
 def test_an_outer_step_with_rate_one_and_no_momentum_is_the_mean() -> None:
     anchor, ends = torch.tensor([1.0, 2.0]), [torch.tensor([0.0, 3.0]), torch.tensor([1.0, 5.0])]
-    step = OuterStep(anchor, 1.0, 0.0)
+    step = DilocoStep(anchor, 1.0, 0.0)
     assert torch.equal(step.step(mean_of([anchor - one for one in ends])), mean_of(ends))
 
 
 def test_outer_steps_follow_the_formula_and_come_one_batch_late() -> None:
     """Against a plain loop with SGD: drift, Nesterov, and what was done meanwhile on top."""
     every, rate, momentum = 2, 0.7, 0.9
-    together = replicas_of(Agreed(every, is_outer=True, rate=rate, momentum=momentum))
+    together = replicas_of(Agreed(every, is_diloco=True, rate=rate, momentum=momentum))
     plain = [simulation_of(model_of(), 2, "synchronous") for _ in range(NUM_REPLICAS)]
     anchor = plain[0].newest.whole.clone()
     memory = torch.zeros_like(anchor)
@@ -167,7 +167,7 @@ def test_outer_steps_follow_the_formula_and_come_one_batch_late() -> None:
 
 
 def test_what_says_no_agreement_is_refused() -> None:
-    for word in ("groups", "groups:x", "outer:5:0.7", "pairs:3"):
+    for word in ("groups", "groups:x", "diloco:5:0.7", "pairs:3"):
         with pytest.raises(BiremeError, match="says no agreement"):
             agreed_named(word)
 

@@ -78,8 +78,8 @@ def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: f
 
 @pytest.mark.slow
 def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() -> None:
-    """Times four, and the modes in the order of `all`, groups, outer. The optimizer's state is sent along by
-    all but `all`.
+    """Times four, and the modes in the order of `allreduce`, groups, diloco. The optimizer's state is sent along by
+    all but `allreduce`.
     """
 
     def rates(bytes_per_s: float, spread: float, sums: SumCost = DENSE_SUMS) -> list[float]:
@@ -92,7 +92,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
         answer = find_plan(profile, two(bytes_per_s), request)
         assert isinstance(answer, Answer)
         found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s), request)
-        assert [(one.mode, one.every) for one in found] == [("all", 1), *((p.mode, p.every) for p in STUDIED)]
+        assert [(one.mode, one.every) for one in found] == [("allreduce", 1), *((p.mode, p.every) for p in STUDIED)]
         if sums == DENSE_SUMS:
             assert found[0].samples_per_s == answer.best.forecast.samples_per_s
         assert found[0].gain == 1.0

@@ -12,7 +12,7 @@ import torch
 from bireme.errors import BiremeError
 from bireme.plan.plan import Paging, Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.outer import Averaging, OuterSettings, num_due
+from bireme.runtime.averaging.diloco import Averaging, DilocoSettings, num_due
 from bireme.runtime.layout import Layout
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
@@ -131,7 +131,7 @@ def test_with_sgd_the_average_of_all_in_every_batch_is_a_step_with_the_summed_gr
 def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(
     schedule: str, averages_optimizer: bool
 ) -> None:
-    settings = OuterSettings(2)
+    settings = DilocoSettings(2)
     run = AveragingReplicas(
         regression(),
         setting_of(schedule),
@@ -139,7 +139,7 @@ def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(
         data_for(MARKS[-1]),
         MARKS,
         BATCH,
-        outer=settings,
+        diloco=settings,
         lag=1,
         averages_optimizer=averages_optimizer,
         in_step=True,
@@ -151,9 +151,9 @@ def test_outer_steps_are_those_of_plain_loops_to_the_last_bit(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("outer", [None, OuterSettings(2)])
+@pytest.mark.parametrize("diloco", [None, DilocoSettings(2)])
 def test_averages_stay_the_same_to_the_last_bit_whenever_another_coordinator_takes_up(
-    outer: OuterSettings | None,
+    diloco: DilocoSettings | None,
 ) -> None:
     def take_up(rank: RankId, _batch: int) -> None:
         if rank == RankId(0, 0, 0):
@@ -166,21 +166,21 @@ def test_averages_stay_the_same_to_the_last_bit_whenever_another_coordinator_tak
         data_for(MARKS[-1]),
         MARKS,
         BATCH,
-        outer=outer,
-        lag=0 if outer is None else 1,
+        diloco=diloco,
+        lag=0 if diloco is None else 1,
         in_step=True,
         pace=take_up,
     )
     run.run()
 
     assert run.hub.num_successions
-    assert_as_expected(run, expected_of_groups(run) if outer is None else expected_of_outer_steps(run, outer))
+    assert_as_expected(run, expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outer", [None, OuterSettings(3, fragments=2)])
+@pytest.mark.parametrize("diloco", [None, DilocoSettings(3, fragments=2)])
 def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(
-    outer: OuterSettings | None,
+    diloco: DilocoSettings | None,
 ) -> None:
     run = AveragingReplicas(
         regression(),
@@ -189,8 +189,8 @@ def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(
         data_for(12),
         (9,),
         BATCH + 2,
-        outer=outer,
-        lag=0 if outer is None else 1,
+        diloco=diloco,
+        lag=0 if diloco is None else 1,
         connect_every=8,
         grace_s=0.01,
         pace=lambda rank, _batch: time.sleep(0.2 * (rank.replica == 2)),
@@ -209,7 +209,7 @@ def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(
 
 
 def test_rounds_of_fragments_follow_each_other() -> None:
-    settings = OuterSettings(4, fragments=2)
+    settings = DilocoSettings(4, fragments=2)
     due = {
         f: [p for p in range(1, 13) if num_due(settings, f, p) > num_due(settings, f, p - 1)] for f in (0, 1)
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bireme.runtime.averaging.agent import AveragingAgent, Offer
-from bireme.runtime.averaging.outer import join_averaging
+from bireme.runtime.averaging.diloco import join_averaging
 from bireme.runtime.board import RunFailed
 from bireme.runtime.quorum.peer_connections import SNAPSHOT, IncomingTensors, PeerConnections, send_tensors
 from bireme.runtime.snapshot import Snapshot

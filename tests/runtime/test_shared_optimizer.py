@@ -12,7 +12,7 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.outer import Averaging
+from bireme.runtime.averaging.diloco import Averaging
 from bireme.runtime.banks import BankMemory
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot, joined

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.runtime.averaging.outer import OuterSettings
+from bireme.runtime.averaging.diloco import DilocoSettings
 from bireme.sync.coordinator.messages import GroupMember, RankId
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import oracle
@@ -109,7 +109,7 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
     return _expected(run, after_step)
 
 
-def expected_of_outer_steps(run: AveragingReplicas, settings: OuterSettings) -> list[list[Update]]:
+def expected_of_outer_steps(run: AveragingReplicas, settings: DilocoSettings) -> list[list[Update]]:
     """With one fragment, equal batches, and rounds that come one batch late; one more ends each window. Where
     the optimizers' state is averaged too, it becomes the mean of what was offered.
     """

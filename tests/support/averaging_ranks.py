@@ -20,7 +20,7 @@ import bireme.train.replica
 from bireme.balance import ShareLimits
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent, RankRounds
-from bireme.runtime.averaging.outer import join_averaging
+from bireme.runtime.averaging.diloco import join_averaging
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.quorum.peer_agent import DroppedError, SupersededError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bireme.balance import ShareLimits
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.outer import Averaging, OuterSettings
+from bireme.runtime.averaging.diloco import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, SamplePlaces
@@ -60,7 +60,7 @@ class AveragingReplicas:
         marks: Sequence[int],
         batch_size: int,
         *,
-        outer: OuterSettings | None = None,
+        diloco: DilocoSettings | None = None,
         lag: int = 0,
         connect_every: int = 1,
         grace_s: float = 30.0,
@@ -72,18 +72,18 @@ class AveragingReplicas:
         self.model, self.setting, self.data, self.marks = model, setting, data, marks
         self.num_replicas, self.batch_size = num_replicas, batch_size
         self.depth = setting.plan.source.num_ranks
-        self.outer, self.lag, self.averages_optimizer = outer, lag, averages_optimizer
+        self.diloco, self.lag, self.averages_optimizer = diloco, lag, averages_optimizer
         least = setting.plan.source.num_microbatches
         self.hub = Hub(
             CoordinatorSettings(
-                SyncMode.GROUPS if outer is None else SyncMode.OUTER,
+                SyncMode.GROUPS if diloco is None else SyncMode.DILOCO,
                 num_replicas,
                 self.depth,
                 batch_size,
                 ShareLimits((least,) * num_replicas, (batch_size,) * num_replicas),
                 lease_s=60.0,
                 grace_s=grace_s,
-                num_lines=0 if outer is None else outer.fragments,
+                num_lines=0 if diloco is None else diloco.fragments,
                 groups=GroupSettings(connect_every),
             )
         )
@@ -154,7 +154,7 @@ class AveragingReplicas:
             averaging=Averaging(
                 agent,
                 self.batch_size,
-                self.outer,
+                self.diloco,
                 self.lag,
                 averages_optimizer=self.averages_optimizer,
             ),

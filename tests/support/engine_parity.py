@@ -23,7 +23,7 @@ from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.averaging.outer import Averaging
+from bireme.runtime.averaging.diloco import Averaging
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction

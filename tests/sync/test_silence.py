@@ -138,7 +138,7 @@ def test_where_weights_are_averaged_the_step_is_that_of_the_samples_that_were_de
         CoordinatorReply(2, 2, members=(Member(0, 1, ("a",), first=3),), fresh=80, is_installed=True)
     )
     assert back.step == 10
-    settings = replace(settings_for(2, 1), mode=SyncMode.OUTER)
+    settings = replace(settings_for(2, 1), mode=SyncMode.DILOCO)
     state = begun(settings)
     pool = replace(state.pool, fresh=5 * settings.batch_size)
     state = with_gone(replace(state, pool=pool), Member(1, 0, ("a",)), Absence.ENDED)

@@ -1,4 +1,4 @@
-"""`groups` and `outer` through the coordinator: reports in, words out."""
+"""`groups` and `diloco` through the coordinator: reports in, words out."""
 
 from dataclasses import replace
 from random import Random
@@ -139,7 +139,7 @@ def test_all_members_of_a_group_are_told_the_same_members_under_the_same_number(
 
 def test_messages_of_an_old_epoch_change_nothing() -> None:
     """A rank that does not know yet that another one is gone has said what it says to that one, too."""
-    talk = Talk(SyncMode.OUTER, 3, 1, num_lines=1)
+    talk = Talk(SyncMode.DILOCO, 3, 1, num_lines=1)
     for rank in talk.reports:
         talk.say(rank, wants=1)
     old, of_dead = talk.state.membership.epoch, talk.reports[RankId(2, 0, 0)]
@@ -177,8 +177,8 @@ def test_a_member_of_a_group_that_dies_leaves_its_samples_to_the_others() -> Non
     assert talk.state.pool.waiting == ()
 
 
-def test_in_outer_a_round_of_each_fragment_makes_samples_count_and_a_slow_replica_is_left_out() -> None:
-    talk = Talk(SyncMode.OUTER, 3, 1, num_lines=2, grace_s=0.01)
+def test_in_diloco_a_round_of_each_fragment_makes_samples_count_and_a_slow_replica_is_left_out() -> None:
+    talk = Talk(SyncMode.DILOCO, 3, 1, num_lines=2, grace_s=0.01)
     for rank in talk.reports:
         talk.say(rank, wants=2)
 
@@ -268,7 +268,7 @@ def test_a_window_that_somebody_asks_to_end_ends_with_a_batch_of_the_run() -> No
 
 
 def test_what_a_replica_offered_before_the_last_mean_is_not_meant_any_more() -> None:
-    talk = Talk(SyncMode.OUTER, 2, 1, num_lines=1, grace_s=0.01)
+    talk = Talk(SyncMode.DILOCO, 2, 1, num_lines=1, grace_s=0.01)
     for rank in talk.reports:
         talk.say(rank, rounds=(RoundAt(ready=0), RoundAt(ready=0)), window=Window(0, 12))
     (grant,) = talk.word(RankId(0, 0, 0)).grants

@@ -35,7 +35,7 @@ from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
-RUN = RunFile.model_validate({"format": 1, "sync": {"mode": "outer"}})
+RUN = RunFile.model_validate({"format": 1, "sync": {"mode": "diloco"}})
 FIRST = 100
 
 

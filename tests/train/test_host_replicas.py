@@ -56,7 +56,7 @@ def test_a_replica_is_started_on_the_host_of_its_first_stage() -> None:
 def test_stages_of_a_replica_change_places_with_equal_devices_to_be_on_one_host() -> None:
     by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
     assert within_servers(by_stage, TWO, "quorum").devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))
-    assert within_servers(PLAN, TWO, "outer") == PLAN
+    assert within_servers(PLAN, TWO, "diloco") == PLAN
 
 
 def test_a_replica_on_two_hosts_is_refused_where_its_devices_are_not_equal() -> None:

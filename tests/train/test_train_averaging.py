@@ -1,4 +1,4 @@
-"""`sync.mode = "groups"` and `"outer"` with real processes, from the run file to the document."""
+"""`sync.mode = "groups"` and `"diloco"` with real processes, from the run file to the document."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def write_averaging(
     ("mode", "schedule", "depth", "more"),
     [
         ("groups", "2bw-fresh", 2, {"connect_every": 2, "average_optimizer": "true"}),
-        ("outer", "1f1b", 1, {"outer_every": 2, "outer_fragments": 2}),
+        ("diloco", "1f1b", 1, {"diloco_every": 2, "diloco_fragments": 2}),
     ],
 )
 def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_checkpoint(
@@ -97,7 +97,7 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize(("mode", "depth", "killed"), [("groups", 2, 0), ("outer", 1, 1)])
+@pytest.mark.parametrize(("mode", "depth", "killed"), [("groups", 2, 0), ("diloco", 1, 1)])
 def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(
     mode: str, depth: int, killed: int, tmp_path: Path
 ) -> None:
@@ -129,11 +129,11 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
 ) -> None:
     path = write_averaging(tmp_path, "groups", "1f1b", 1)
     for more, words in (
-        (settings(sync__outer_every=4), "sync.outer_every is 4"),
+        (settings(sync__diloco_every=4), "sync.diloco_every is 4"),
         (settings(sync__grace_s=2), "sync.grace_s is 2"),
         (settings(sync__mode="quorum", sync__average_optimizer="true"), "sync.average_optimizer is True"),
         (settings(balance__mode="measured"), "balance.mode is 'measured'"),
-        (settings(sync__mode="outer", sync__outer_every=2, sync__outer_overlap=3), "sync.outer_overlap is 3"),
+        (settings(sync__mode="diloco", sync__diloco_every=2, sync__diloco_overlap=3), "sync.diloco_overlap is 3"),
     ):
         result = bireme(capsys, "train", str(path), *more)
         assert result.status == 2
@@ -156,7 +156,7 @@ def test_a_run_that_cannot_go_on_ends_with_status_1_and_says_how_to_resume(
     assert f"The coordinator has ended.\nTo resume: bireme resume {tmp_path}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["groups", "outer"])
+@pytest.mark.parametrize("mode", ["groups", "diloco"])
 def test_weights_that_ranks_share_are_refused_before_any_of_them_starts(mode: str) -> None:
     run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})
     graph, plan = gpt("layers=3,tied=true").graph, Plan((3,), 2, "1f1b", width=2)
@@ -166,7 +166,7 @@ def test_weights_that_ranks_share_are_refused_before_any_of_them_starts(mode: st
         PreparedRun(run, nothing, graph, graph, SavedPlan(plan), None, None, data, nothing)
 
 
-@pytest.mark.parametrize("mode", ["quorum", "groups", "outer"])
+@pytest.mark.parametrize("mode", ["quorum", "groups", "diloco"])
 def test_a_plan_that_pages_is_refused_before_anything_starts(mode: str) -> None:
     """It may come from a file."""
     run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})

@@ -162,14 +162,14 @@ def test_a_host_that_is_cut_off_when_the_run_ends_learns_so_and_ends(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["groups", "outer"])
+@pytest.mark.parametrize("mode", ["groups", "diloco"])
 def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies(
     mode: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "run"
     run.parent.mkdir()
     more = settings(training__steps=5000, checkpoint__every_steps=0)
-    more += settings(sync__outer_every=4) if mode == "outer" else []
+    more += settings(sync__diloco_every=4) if mode == "diloco" else []
     words = [str(written(tmp_path, mode)), "--json", *more]
     where = {"master": "127.0.0.1", "port": str(free_port())}
     with ExitStack() as stack:

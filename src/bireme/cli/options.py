@@ -102,7 +102,7 @@ Restarts = Annotated[
         min=0,
         metavar="N",
         help="Restarts from the newest checkpoint after a failure, in a row without a new checkpoint. By "
-        "default 3 with sync.mode quorum, groups and outer, and 0 with all.",
+        "default 3 with sync.mode quorum, groups and diloco, and 0 with allreduce.",
         show_default=False,
     ),
 ]

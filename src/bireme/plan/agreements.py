@@ -18,7 +18,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
-from bireme.simulate.agreements import Everyone, GroupsAgreement, OuterRounds
+from bireme.simulate.agreements import Everyone, GroupsAgreement, DilocoRounds
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
 
@@ -47,7 +47,7 @@ _QUARTERS = 1.349
 
 @dataclass(frozen=True, slots=True)
 class AgreementForecast:
-    """A mode compared with `all`: samples per second, steps for one, and the gain in samples' worth per
+    """A mode compared with `allreduce`: samples per second, steps for one, and the gain in samples' worth per
     second.
     """
 
@@ -62,7 +62,7 @@ class AgreementForecast:
 def agreements(
     best: Candidate, profile: Profile, cluster: Cluster, request: PlanRequest
 ) -> tuple[AgreementForecast, ...]:
-    """Of a plan whose replicas may average weights, on devices that are known, `all` first; of any other
+    """Of a plan whose replicas may average weights, on devices that are known, `allreduce` first; of any other
     nothing.
     """
     plan = best.plan
@@ -95,11 +95,11 @@ def _forecasts(
     all_rate = _rate(Everyone(), width, own_s, deviation, gradients)
     known_rate = all_rate if averages == gradients else _rate(Everyone(), width, own_s, deviation, averages)
     modes: Sequence[tuple[AgreementSteps, Agreement]] = [
-        (AgreementSteps("all", 1, 1.0), Everyone()),
+        (AgreementSteps("allreduce", 1, 1.0), Everyone()),
         *((one, _agreement(one, own_s)) for one in STUDIED),
     ]
     for steps, agreement in modes:
-        exchange = gradients if steps.mode == "all" else averages
+        exchange = gradients if steps.mode == "allreduce" else averages
         rate = _rate(agreement, width, own_s, deviation, exchange)
         yield AgreementForecast(
             mode=steps.mode,
@@ -114,7 +114,7 @@ def _forecasts(
 def _agreement(steps: AgreementSteps, own_s: float) -> Agreement:
     if steps.mode == "groups":
         return GroupsAgreement(GroupSettings(steps.every), 1)
-    return OuterRounds(steps.every, own_s / 2)
+    return DilocoRounds(steps.every, own_s / 2)
 
 
 def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
@@ -140,7 +140,7 @@ def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
 
 
 def _rate(agreement: Agreement, width: int, own_s: float, deviation: float, exchange: Exchange) -> float:
-    every = agreement.every if isinstance(agreement, OuterRounds) else 1
+    every = agreement.every if isinstance(agreement, DilocoRounds) else 1
     make = one_stage(agreement.average_lag)
     work = SampleWork((own_s / SHARE / 3,), (2 * own_s / SHARE / 3,))
     speeds = [Speed(deviation=deviation)] * width

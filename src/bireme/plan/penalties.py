@@ -136,7 +136,7 @@ class AgreementSteps:
 STUDIED = (
     AgreementSteps("groups", 1, 1.17),
     AgreementSteps("groups", 10, 1.15),
-    AgreementSteps("outer", 50, 1.97),
+    AgreementSteps("diloco", 50, 1.97),
 )
 
 

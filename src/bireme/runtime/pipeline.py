@@ -25,7 +25,7 @@ from bireme.model.units import units_of
 from bireme.plan.plan_file import SavedPlan, check_plan_fits
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.averaging.averages import Met
-from bireme.runtime.averaging.outer import Averaging, WeightDonations, join_averaging
+from bireme.runtime.averaging.diloco import Averaging, WeightDonations, join_averaging
 from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
 from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller

@@ -328,7 +328,7 @@ def _run(
         prepared.census,
     )
     with signals_passed_on(), _gpus_as_planned(prepared):
-        if prepared.run.sync.mode != "all":
+        if prepared.run.sync.mode != "allreduce":
             return run_replicas(prepared, folder, checkpoint, begin)
         return launch(
             train_rank,

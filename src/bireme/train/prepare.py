@@ -38,7 +38,7 @@ from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, Effort
 from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
-from bireme.runtime.averaging.outer import check_untied
+from bireme.runtime.averaging.diloco import check_untied
 from bireme.runtime.layout import layout_of
 from bireme.runtime.processes import has_server, start_process
 from bireme.train.base_weights import has_base, keep_base
@@ -213,12 +213,12 @@ def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
 def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
     """Refuse a run whose replicas may die, but could not go on without each other."""
     mode = run.sync.mode
-    if mode == "all":
+    if mode == "allreduce":
         return
     if plan.width < 2:
         raise BiremeError(
             f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
-            'plan.width to 2 or more, or use sync.mode = "all".'
+            'plan.width to 2 or more, or use sync.mode = "allreduce".'
         )
     if isinstance(samples, StreamSamples):
         raise BiremeError(
@@ -229,7 +229,7 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         what = "weights" if run.sync.averages else "gradients"
         raise BiremeError(
             f'sync.mode is "{mode}", in which whole {what} are sent from where they lie, but the plan '
-            'pages. Leave paging out of the plan, or use sync.mode = "all".'
+            'pages. Leave paging out of the plan, or use sync.mode = "allreduce".'
         )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
     if run.sync.averages and most > 1:
@@ -506,7 +506,7 @@ def written_paths(prepared: PreparedRun, folder: RunFolder) -> list[Path]:
         folder.private: bool(prepared.census),
         folder.path / RECORD: True,
         folder.metrics: True,
-        folder.ledger: run.sync.mode != "all",
+        folder.ledger: run.sync.mode != "allreduce",
         folder.path / "tensorboard": log.tensorboard,
         folder.path / "wandb": log.wandb,
         folder.predicted_timeline: is_planned,

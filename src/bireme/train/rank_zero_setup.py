@@ -54,7 +54,7 @@ def check_launchers(nodes: Nodes, mode: str) -> None:
                 f'sync.mode is "{mode}", in which bireme train starts the processes of a host itself, and '
                 f"again if they die, but {len(members)} were started on {name}. Start one on each host, as "
                 "with --nproc-per-node 1, and set cluster.workers or cluster.source; or use sync.mode = "
-                f'"all". If these are {len(members)} hosts that all call themselves {name}, give each of '
+                f'"allreduce". If these are {len(members)} hosts that all call themselves {name}, give each of '
                 "them a name of its own."
             )
 
@@ -116,7 +116,7 @@ def within_servers(plan: Plan, cluster: Cluster, mode: str) -> Plan:
     raise BiremeError(
         f'sync.mode is "{mode}", but the plan has the stages of replica {replica} on several hosts: '
         f"{', '.join(servers)}. A replica lives and dies with one host. Set plan.depth to at most the "
-        'devices of a host, name the devices in plan.file, or use sync.mode = "all".'
+        'devices of a host, name the devices in plan.file, or use sync.mode = "allreduce".'
     )
 
 

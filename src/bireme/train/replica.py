@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.outer import Averaging, OuterSettings
+from bireme.runtime.averaging.diloco import Averaging, DilocoSettings
 from bireme.runtime.board import RunFailed
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.agent import Agent
@@ -356,15 +356,15 @@ class AveragingReplica(MortalReplica):
         self._lives = dict.fromkeys(self._order, 0)
         """Of the replicas that were at the last meeting, the lives in which they were there."""
         sync = run.sync
-        outer = None
-        if sync.mode == "outer":
-            outer = OuterSettings(
-                sync.outer_every, sync.outer_rate, sync.outer_momentum, sync.outer_fragments
+        diloco = None
+        if sync.mode == "diloco":
+            diloco = DilocoSettings(
+                sync.diloco_every, sync.diloco_rate, sync.diloco_momentum, sync.diloco_fragments
             )
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
-        lag = 0 if outer is None else sync.outer_overlap
+        lag = 0 if diloco is None else sync.diloco_overlap
         self.averaging = Averaging(
-            self._agent, self._batch_size, outer, lag, order.first, sync.average_optimizer
+            self._agent, self._batch_size, diloco, lag, order.first, sync.average_optimizer
         )
         self.step = order.first
         """How many batches of the run were trained by the last meeting."""

@@ -63,7 +63,7 @@ def replica_settings(
         fresh=fresh,
         waiting=waiting,
         num_samples=prepared.data.order(run.data.seed).num_samples,
-        num_lines=run.sync.outer_fragments,
+        num_lines=run.sync.diloco_fragments,
         timeout_s=run.cluster.timeout_s if run.sync.averages else 0.0,
         groups=GroupSettings(run.sync.connect_every),
     )

@@ -149,7 +149,7 @@ def _before(record: dict[str, Any], end: int) -> tuple[SamplePlaces, ...]:
 
 def check_none_left(run: RunFile, folder: RunFolder, step: int) -> None:
     """Refuse to go on without a coordinator where only that knows which samples are left before a step."""
-    if run.sync.mode != "all":
+    if run.sync.mode != "allreduce":
         return
     end = step * run.training.batch_size
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)

@@ -180,7 +180,7 @@ class _SyncSummary:
 
     raw_bytes: int
     sent_bytes: int
-    mode: str = "all"
+    mode: str = "allreduce"
     epochs: int | None = None
     rounds: int | None = None
     samples_committed: int | None = None

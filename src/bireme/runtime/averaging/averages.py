@@ -1,7 +1,7 @@
 """What AVERAGE_START and AVERAGE_END do on a rank: its weights go to the agent, and means come back.
 
 `Averages` is what both modes share: the rank has one stage, and at the end of each window all replicas make
-one mean. Here are the averages of groups; those by outer steps are in `outer.py`.
+one mean. Here are the averages of groups; those by outer steps are in `diloco.py`.
 """
 
 from abc import ABC, abstractmethod

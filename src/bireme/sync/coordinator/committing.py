@@ -291,7 +291,7 @@ def _with_line(state: CoordinatorState, number: int, now_s: float, lines: Lines)
         and is_ready(line, membership.reports(one.own_life))
         and (_is_of_means(state, line) or _is_in_window(state, membership.reports(one.own_life)))
     }
-    if state.settings.mode is SyncMode.OUTER and not _is_of_means(state, line) and not any(ready.values()):
+    if state.settings.mode is SyncMode.DILOCO and not _is_of_means(state, line) and not any(ready.values()):
         ready = {}  # those who drain have nothing to add, but hold what others do
     line = next_grant(
         line,

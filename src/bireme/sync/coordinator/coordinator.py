@@ -196,7 +196,7 @@ _MOST_COMMITS = 32
 def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
     """Nobody has come yet."""
     # The last line of those that average weights has the means over all replicas.
-    num_lines = {SyncMode.GROUPS: 1, SyncMode.OUTER: settings.num_lines + 1}.get(
+    num_lines = {SyncMode.GROUPS: 1, SyncMode.DILOCO: settings.num_lines + 1}.get(
         settings.mode, settings.num_lines
     )
     first = settings.first if settings.mode is SyncMode.QUORUM else 0

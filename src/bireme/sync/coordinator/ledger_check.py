@@ -104,7 +104,7 @@ def check_ledger(path: Path) -> CheckedLedger:
     if not path.is_file():
         raise BiremeError(
             f"There is no ledger {path}. A run has one if a coordinator deals its samples: with sync.mode "
-            'set to "quorum", "groups" or "outer".'
+            'set to "quorum", "groups" or "diloco".'
         )
     read = read_json_lines(path, start="start")
     found, damaged = CheckedLedger(), list(read.damaged)

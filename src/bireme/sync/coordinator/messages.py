@@ -24,10 +24,10 @@ whose word has changed.
 up after another begins at a later multiple of `TERM`. What carries an older epoch changes nothing.
 
 **Rounds.** In `quorum` a round is the sum of the gradients of a batch, and there is one line of rounds. In
-`outer` each fragment has a line of its own, and a round is the mean of its drift. Rounds of a line are
+`diloco` each fragment has a line of its own, and a round is the mean of its drift. Rounds of a line are
 numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
 
-**Windows.** In `groups` and `outer` replicas train batches of their own until the places of a window are
+**Windows.** In `groups` and `diloco` replicas train batches of their own until the places of a window are
 dealt. Then they drain, and all of them make one mean: a round of the last line, which all members have a part
 in. The number of that round is the number of the window.
 """
@@ -106,7 +106,7 @@ class RoundAt:
     the round whose contribution it has kept, `summed` the one whose sum it holds, made in `attempt`. `lost`
     are replicas that it could not reach in that attempt, or as the source of a committed sum. `last` is the
     committed round that it took last, without sources. `busy_s` are the seconds that its device was busy with
-    the contribution. In `outer` it says of its contribution how many samples it is of, and that the first
+    the contribution. In `diloco` it says of its contribution how many samples it is of, and that the first
     `trained` batches are in it or in earlier ones.
     """
 
@@ -153,7 +153,7 @@ class Report:
     `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
     It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
     has loaded the snapshot after `healed` batches. It is in a `window`, and has asked for the first `means`
-    windows to end (`groups` and `outer`). `waits` says what it waits for, once nothing has come for a while.
+    windows to end (`groups` and `diloco`). `waits` says what it waits for, once nothing has come for a while.
     One that `is_leaving` will say no more. One that `is_empty` was started after rounds counted: it has no
     weights that the run could go on from, and can only heal.
     `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up

@@ -27,7 +27,7 @@ class SyncMode(StrEnum):
     """Gradients of the living, in every batch."""
     GROUPS = "groups"
     """Weights within the group that is ready."""
-    OUTER = "outer"
+    DILOCO = "diloco"
     """The drift since the last round, a fragment at a time."""
 
 

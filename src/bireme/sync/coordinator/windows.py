@@ -1,10 +1,10 @@
-"""Samples where each replica trains batches of its own: `groups` and `outer`.
+"""Samples where each replica trains batches of its own: `groups` and `diloco`.
 
 A replica is dealt its share of a batch whenever it wants one, as long as its window has places left. So a
 fast one trains more batches, and all are done at about the same time. In `groups`, where the coordinator sees
 how long each takes, a slow one is not dealt a last batch that the others would have to wait for: its window
 ends there, and they take what is left. A sample counts once it is in weights that others have, in all parts
-of the model: stages in `groups`, fragments in `outer`.
+of the model: stages in `groups`, fragments in `diloco`.
 """
 
 from collections.abc import Collection, Iterable
@@ -168,8 +168,8 @@ def _count(state: CoordinatorState, replica: int, share: int, left: int) -> int:
 
 def num_parts_of(state: CoordinatorState) -> int:
     """Of how many parts of the model it is known whether others have a replica's samples in their weights."""
-    is_outer = state.settings.mode is SyncMode.OUTER
-    return len(state.lines) - 1 if is_outer else state.settings.num_stages
+    is_diloco = state.settings.mode is SyncMode.DILOCO
+    return len(state.lines) - 1 if is_diloco else state.settings.num_stages
 
 
 def progress_of(state: CoordinatorState) -> tuple[Progress, ...]:

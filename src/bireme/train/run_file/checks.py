@@ -86,7 +86,7 @@ def _check_shard(tables: Tables) -> None:
         return
     why = {
         "memory.device": (tables.memory.device, None, "what replicas share is not paged"),
-        "sync.mode": (tables.sync.mode, "all", "each replica needs all others in every batch"),
+        "sync.mode": (tables.sync.mode, "allreduce", "each replica needs all others in every batch"),
         "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
         "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),
     }
@@ -112,13 +112,13 @@ DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
 """Two ways to say the same."""
 
 OF_MODES = {
-    "lease_s": ("quorum", "groups", "outer"),
-    "grace_s": ("quorum", "outer"),
+    "lease_s": ("quorum", "groups", "diloco"),
+    "grace_s": ("quorum", "diloco"),
     "compare_every": ("quorum",),
-    "average_optimizer": ("groups", "outer"),
+    "average_optimizer": ("groups", "diloco"),
     "connect_every": ("groups",),
 }
-"""The modes in which a key of `[sync]` has an effect, where these are not all. Keys that begin with `outer_`
+"""The modes in which a key of `[sync]` has an effect, where these are not all. Keys that begin with `diloco_`
 have one in that mode alone.
 """
 
@@ -184,7 +184,7 @@ def _check_model_and_data(tables: Tables) -> None:
 def _check_quorum(tables: Tables) -> None:
     """With replicas that may die the coordinator deals out samples, and sums go over lines of their own."""
     sync, balance, data = tables.sync, tables.balance, tables.data
-    if sync.mode == "all":
+    if sync.mode == "allreduce":
         return
     unused = ("start", "measured") if sync.averages else ("start",)
     refused = {
@@ -201,7 +201,7 @@ def _check_quorum(tables: Tables) -> None:
             what = "weights" if sync.averages else "gradients"
             raise BiremeError(
                 f'{key} is {value!r}, but sync.mode is "{sync.mode}", in which samples are dealt out by '
-                f'speed and {what} are sent as they are. Leave {key} out, or use sync.mode = "all".'
+                f'speed and {what} are sent as they are. Leave {key} out, or use sync.mode = "allreduce".'
             )
 
 
@@ -209,20 +209,20 @@ def _check_modes(sync: Sync) -> None:
     """Keys of one way to agree have no effect in another one."""
     usual = Sync()
     for name in Sync.model_fields:
-        modes = OF_MODES.get(name, ("outer",) if name.startswith("outer_") else (sync.mode,))
+        modes = OF_MODES.get(name, ("diloco",) if name.startswith("diloco_") else (sync.mode,))
         if sync.mode not in modes and getattr(sync, name) != getattr(usual, name):
             others = " or ".join(f'"{mode}"' for mode in modes)
             raise BiremeError(
                 f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}", which does not use '
                 f"it. Leave it out, or set sync.mode = {others}."
             )
-    if sync.mode != "outer":
+    if sync.mode != "diloco":
         return
-    for name, value in (("outer_fragments", sync.outer_fragments), ("outer_overlap", sync.outer_overlap)):
-        if value > sync.outer_every:
+    for name, value in (("diloco_fragments", sync.diloco_fragments), ("diloco_overlap", sync.diloco_overlap)):
+        if value > sync.diloco_every:
             raise BiremeError(
-                f"sync.{name} is {value}, but there are only {sync.outer_every} batches between two averages "
-                f"(sync.outer_every). Make it {sync.outer_every} at most."
+                f"sync.{name} is {value}, but there are only {sync.diloco_every} batches between two averages "
+                f"(sync.diloco_every). Make it {sync.diloco_every} at most."
             )
 
 

@@ -43,7 +43,7 @@ def with_settings(
             continue
         alone: dict[str, Any] = {}
         _put(alone, setting.path, setting.value)
-        validated(alone, model, source=f"--set {text}")
+        validated(alone, model, source=f"--set {text}", advise=advise)
         _put(merged, setting.path, setting.value)
     return merged
 

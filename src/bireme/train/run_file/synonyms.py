@@ -57,10 +57,10 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
     ("data_seed shuffle_seed", "data.seed", ""),
     # [sync]
     ("ssp_bound sync_bound connectivity_period", "sync.connect_every", ""),
-    ("sync_every local_steps inner_steps num_inner_steps diloco_steps h_steps", "sync.outer_every", ""),
-    ("outer_lr outer_learning_rate", "sync.outer_rate", ""),
-    ("num_fragments fragments", "sync.outer_fragments", ""),
-    ("fragment_sync_delay overlap_steps", "sync.outer_overlap", ""),
+    ("sync_every local_steps inner_steps num_inner_steps diloco_steps h_steps", "sync.diloco_every", ""),
+    ("outer_lr outer_learning_rate", "sync.diloco_rate", ""),
+    ("num_fragments fragments", "sync.diloco_fragments", ""),
+    ("fragment_sync_delay overlap_steps", "sync.diloco_overlap", ""),
     # [training]
     ("lr max_lr peak_lr base_lr learning_rate_max", "training.learning_rate", ""),
     (
@@ -208,12 +208,26 @@ SYNONYMS: tuple[tuple[str, str, str], ...] = (
 """Names, the keys that mean the same, and what else there is to know. Names with a table are for it only."""
 
 
+RENAMED = {
+    "links.borders": "links.boundaries",
+    "links.boundaries.border": "boundary",
+    "sync.outer_every": "sync.diloco_every",
+    "sync.outer_rate": "sync.diloco_rate",
+    "sync.outer_momentum": "sync.diloco_momentum",
+    "sync.outer_fragments": "sync.diloco_fragments",
+    "sync.outer_overlap": "sync.diloco_overlap",
+}
+"""Keys of earlier versions, and what they are called now."""
+
+
 def advice(path: Sequence[str]) -> str:
     """A hint for a key that is not known: by its name elsewhere, or in another table; empty if there is none.
 
     `path` is the table, if it is in one, and the name.
     """
-    words = [part.lower().replace("-", "_") for part in path]
+    words = [part.lower().replace("-", "_") for part in path if not part.isdigit()]
+    if (new := RENAMED.get(".".join(words))) is not None:
+        return f"It is called {new!r} now."
     for name in (".".join(words), words[-1], words[0]):
         if name in _by_name():
             keys, more = _by_name()[name]

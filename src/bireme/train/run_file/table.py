@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from bireme.errors import BiremeError
+from bireme.documents import called_now
+from bireme.errors import BiremeError, RenamedError
 
 OTHER_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
@@ -29,6 +30,8 @@ def parsed(value: str, parse: Callable[[str], Found], what: str) -> Found:
     """What `parse` makes of a value; pydantic names the key of one that is not `what` it must be."""
     try:
         return parse(value)
+    except RenamedError as error:
+        raise called_now(error.new) from None
     except BiremeError as error:
         raise ValueError(f"{what}: {str(error).removesuffix('.')}") from None
 

@@ -4,11 +4,12 @@ An empty file is the demonstration, so every key has a default or may be left ou
 alone is checked here, what concerns several in `checks`. Nothing here may look at files, devices or models.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from bireme.codec.sum_description import parse_sum_codec
+from bireme.documents import called_now
 from bireme.model.part import ALL_LINEAR, LoraPart, TrainedPart
 from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Penalties, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
@@ -181,19 +182,19 @@ class ClusterTable(Table):
 class Sync(Table):
     """`[sync]`."""
 
-    mode: Literal["all", "quorum", "groups", "outer"] = Field(
-        default="all",
-        description="How replicas come to the same weights: all and quorum sum gradients in every batch, "
-        "groups and outer average weights. With groups each replica trains batches of its own and averages "
-        "with those that are ready, with outer all average what they have learned every outer_every batches. "
-        "A rank that dies ends the run with all. Otherwise its replica starts again, and the others continue",
+    mode: Literal["allreduce", "quorum", "groups", "diloco"] = Field(
+        default="allreduce",
+        description="How replicas come to the same weights: allreduce and quorum sum gradients in every batch, "
+        "groups and diloco average weights. With groups each replica trains batches of its own and averages "
+        "with those that are ready, with diloco all replicas average what they have learned every diloco_every batches. "
+        "A rank that dies ends the run with allreduce. Otherwise its replica starts again, and the others continue",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
-        default=10.0, description="Except with all, seconds after which a silent replica is taken for dead"
+        default=10.0, description="Except with allreduce, seconds after which a silent replica is taken for dead"
     )
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="With quorum and outer, seconds that a round waits for the others once more than half "
+        description="With quorum and diloco, seconds that a round waits for the others once more than half "
         "are ready",
     )
     compare_every: Annotated[int, Field(ge=0)] = Field(
@@ -203,41 +204,49 @@ class Sync(Table):
     )
     average_optimizer: bool = Field(
         default=False,
-        description="With groups and outer, average what the optimizer remembers of each weight, such as "
+        description="With groups and diloco, average what the optimizer remembers of each weight, such as "
         "momenta, along with the weights",
     )
     connect_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
         default=10, description="With groups, batches of each replica within which groups connect all of them"
     )
-    outer_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        default=50, description="With outer, batches of the run between two averages of a fragment"
+    diloco_every: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        default=50, description="With diloco, batches of the run between two averages of a fragment"
     )
-    outer_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = Field(
-        default=0.7, description="With outer, the learning rate of outer steps"
+    diloco_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = Field(
+        default=0.7, description="With diloco, the learning rate of outer steps"
     )
-    outer_momentum: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        default=0.9, description="With outer, Nesterov's momentum of outer steps"
+    diloco_momentum: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        default=0.9, description="With diloco, Nesterov's momentum of outer steps"
     )
-    outer_fragments: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="With outer, parts that the weights are cut into, which are averaged in turn"
+    diloco_fragments: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="With diloco, parts that the weights are cut into, which are averaged in turn"
     )
-    outer_overlap: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="With outer, batches that a replica trains while an average is made"
+    diloco_overlap: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="With diloco, batches that a replica trains while an average is made"
     )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _not_by_its_old_name(cls, value: Any) -> Any:
+        new = {"all": "allreduce", "outer": "diloco"}.get(value.strip().lower() if isinstance(value, str) else "")
+        if new is not None:
+            raise called_now(new)
+        return value
 
     @property
     def averages(self) -> bool:
         """Whether replicas average weights."""
-        return self.mode in ("groups", "outer")
+        return self.mode in ("groups", "diloco")
 
     @property
     def is_coordinated(self) -> bool:
         """Whether a coordinator says who has a part, so that replicas may die."""
-        return self.mode != "all"
+        return self.mode != "allreduce"
 
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
-        description="With all, what sums of gradients over replicas go through: none, int8 (blocks with a "
+        description="With allreduce, what sums of gradients over replicas go through: none, int8 (blocks with a "
         "scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found "
         "every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST send whole "
         "gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank",

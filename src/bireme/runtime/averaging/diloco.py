@@ -39,12 +39,12 @@ from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 from bireme.sync.quorum.ring import Contribution
 
-_MOMENTUM, _START = "outer", "outer-start"
+_MOMENTUM, _START = "diloco", "diloco-start"
 """The sections of snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
-class OuterSettings:
+class DilocoSettings:
     """Each of so many fragments has a round every `every` batches of the run."""
 
     every: int
@@ -53,7 +53,7 @@ class OuterSettings:
     fragments: int = 1
 
 
-def num_due(settings: OuterSettings, fragment: int, batches: int) -> int:
+def num_due(settings: DilocoSettings, fragment: int, batches: int) -> int:
     """How many rounds of a fragment are due in so many batches of the run, but for a constant.
 
     Those of each fragment follow those of the one before by the same number of batches.
@@ -81,7 +81,7 @@ class _Fragment:
         return [flat[place] for flat, place in zip(flats, self.places, strict=True)]
 
 
-class _OuterAverages(Averages):
+class _DilocoAverages(Averages):
     """The averages of one rank; a batch of the run has `batch_size` samples, and `first` is its first."""
 
     def __init__(
@@ -89,7 +89,7 @@ class _OuterAverages(Averages):
         agent: AveragingAgent,
         stages: Mapping[int, Stage],
         device: torch.device,
-        settings: OuterSettings,
+        settings: DilocoSettings,
         batch_size: int,
         first: int,
         *,
@@ -291,7 +291,7 @@ def _sections(
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How a pipeline averages with others: in groups, or by `outer` steps that come `lag` batches late.
+    """How a pipeline averages with others: in groups, or by `diloco` steps that come `lag` batches late.
 
     A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
     With `averages_optimizer` what optimizers remember of the weights is averaged along with these.
@@ -299,7 +299,7 @@ class Averaging:
 
     agent: AveragingAgent
     batch_size: int
-    outer: OuterSettings | None = None
+    diloco: DilocoSettings | None = None
     lag: int = 0
     first: int = 0
     averages_optimizer: bool = False
@@ -319,13 +319,13 @@ class Averaging:
     def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:
         """The averages of a rank."""
         check_untied(layout)
-        if self.outer is None:
+        if self.diloco is None:
             return GroupAverages(self.agent, stages, device, averages_optimizer=self.averages_optimizer)
-        return _OuterAverages(
+        return _DilocoAverages(
             self.agent,
             stages,
             device,
-            self.outer,
+            self.diloco,
             self.batch_size,
             self.first,
             averages_optimizer=self.averages_optimizer,
