@@ -325,7 +325,9 @@ def verdicts(
         yield at_most(f"{what}: leases from a kill to the next batch, median", leases, MOST_LEASES)
     for row in e:
         if row["mode"] == "groups" and row["slower"] == 1:
-            yield at_least("(e) engine, equal replicas: groups, of allreduce", row["times_allreduce"], LEAST_STEADY)
+            yield at_least(
+                "(e) engine, equal replicas: groups, of allreduce", row["times_allreduce"], LEAST_STEADY
+            )
         elif row["mode"] == "groups":
             what = f"(e) engine, one {row['slower']:g} times slower: groups, of"
             yield at_least(f"{what} the ideal", row["of_ideal"], LEAST_OF_IDEAL)

@@ -80,7 +80,7 @@ class Case:
         )
 
     def encode(self) -> None:
-        """As a border does it: a threshold that lives is there already."""
+        """As a boundary does it: a threshold that lives is there already."""
         if isinstance(self.codec, TopKAbove):
             self.used = self.codec.encode(self.tensor, self.message, threshold=self.threshold)
         else:

@@ -2,7 +2,7 @@
 
     python benchmarks/convergence.py [show] [--quick] [--json]  what the runs come to, in Markdown
     python benchmarks/convergence.py run [--until SECONDS]      train what is left first; stop at any time
-    python benchmarks/convergence.py codecs [--until SECONDS]   train with codecs on borders first
+    python benchmarks/convergence.py codecs [--until SECONDS]   train with codecs on boundaries first
     python benchmarks/convergence.py sums [--until SECONDS]     train with codecs in sums of gradients first
     python benchmarks/convergence.py replicas [--until SECONDS] train replicas that average weights first
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures

@@ -1,11 +1,11 @@
-"""What crosses the first border of a pipeline, and how many tokens a linear probe reads out of it.
+"""What crosses the first boundary of a pipeline, and how many tokens a linear probe reads out of it.
 
     python benchmarks/leakage.py [--quick] [--json]
 
 A small GPT learns Python sources, byte by byte, for a few hundred steps. It is then cut after 1, 2 and 4
-half-layers after its embedding. Whoever has what crosses the border for texts that are known can fit a probe:
+half-layers after its embedding. Whoever has what crosses the boundary for texts that are known can fit a probe:
 one linear layer with a softmax, from the numbers of one token to the token. It is tried on other texts. The
-same is done with the gradients that come back over the border, and with each codec there is between.
+same is done with the gradients that come back over the boundary, and with each codec there is between.
 
 `recovered_share` is the share of tokens that the probe names rightly, `common_share` what the most frequent
 token alone would give. Activations are tried for the token that they stand for, gradients for the next one,
@@ -52,7 +52,7 @@ RoundTrip = Callable[[Tensor], Tensor]
 
 
 def round_trips() -> dict[str, RoundTrip]:
-    """What comes out at the other end of a border, for each codec."""
+    """What comes out at the other end of a boundary, for each codec."""
     found: dict[str, RoundTrip] = {"plain": lambda tensor: tensor}
     if find_spec("bireme.codec") is not None:
         found |= {name: through(name) for name in CODECS}
@@ -113,7 +113,7 @@ def trained(ids: Tensor, steps: int) -> tuple[Graph, Mapping[str, Tensor], Mappi
 def crossing(
     graph: Graph, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], cut: int, batch: Batch
 ) -> dict[str, Tensor]:
-    """What crosses the border before unit `cut`: activations forward, their gradients back."""
+    """What crosses the boundary before unit `cut`: activations forward, their gradients back."""
     units = units_of(graph)
     first = stage_function(graph, units[:cut])
     rest = stage_function(graph, units[cut:], outputs=("loss",))
@@ -176,11 +176,11 @@ def measure(asked: Namespace) -> Findings:
                         "loss": loss,
                     }
                 )
-    return Findings([Section("Tokens that a linear probe reads at the first border", rows)], verdicts(rows))
+    return Findings([Section("Tokens that a linear probe reads at the first boundary", rows)], verdicts(rows))
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
-    """What docs/private-data.md says: plain activations at the first borders tell most of the tokens."""
+    """What docs/private-data.md says: plain activations at the first boundaries tell most of the tokens."""
     return [
         at_least(f"tokens read from activations after {one['half_layers']} half-layers", share, 0.5)
         for one in rows

@@ -31,7 +31,7 @@ from benchmarks.rehearsal.rehearsal import Effort, rehearse
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
 from bireme.cluster.cluster import Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
-from bireme.codec import BorderCodecs
+from bireme.codec import BoundaryCodecs
 from bireme.codec.description import bits_a_value
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP, codec_steps, steps_for_one, unseen_share
 from bireme.plan.plan import Plan
@@ -42,7 +42,7 @@ from bireme.schedule.program import Rule
 STAGES, MICRO_BATCHES = 8, 32
 FORWARD_S, BACKWARD_S, UPDATE_S = 0.04, 0.08, 0.02
 LATENCY_S = 0.05
-BORDER_BYTES, VALUE_BYTES = 2_000_000, 2
+BOUNDARY_BYTES, VALUE_BYTES = 2_000_000, 2
 """Of a micro-batch's activations in bfloat16."""
 BYTES_SHARE = 0.85
 STEPS = 300
@@ -60,7 +60,7 @@ SOURCE = "convergence.md, codecs.md"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train: a schedule, a codec on all borders, and whether the last steps of the run have int8."""
+    """A way to train: a schedule, a codec on all boundaries, and whether the last steps of the run have int8."""
 
     schedule: str
     codec: str
@@ -77,7 +77,7 @@ def profile(share_of_time: float) -> Profile:
     return profile_of(
         [share_of_time * FORWARD_S * one for one in several],
         [share_of_time * BACKWARD_S * one for one in several],
-        boundary_bytes=[round(share_of_time * BORDER_BYTES)] * STAGES,
+        boundary_bytes=[round(share_of_time * BOUNDARY_BYTES)] * STAGES,
         parameter_bytes=[40] * STAGES,
         update_s=[share_of_time * UPDATE_S * one for one in several],
     )
@@ -91,7 +91,7 @@ def cluster(bytes_per_s: float, share_of_time: float = 1.0) -> Cluster:
 
 
 def plan_of(schedule: str, codec: str, lookahead: int = 0) -> Plan:
-    codecs = () if codec == "none" else (BorderCodecs(codec, codec),) * (STAGES - 1)
+    codecs = () if codec == "none" else (BoundaryCodecs(codec, codec),) * (STAGES - 1)
     return Plan(
         tuple(range(1, STAGES)),
         MICRO_BATCHES,
@@ -135,7 +135,7 @@ def row_of(way: Way) -> dict[str, Any]:
     rule = schedule_named(way.schedule).rule
     is_delayed = rule is not Rule.SYNCHRONOUS
     unseen = unseen_share(STAGES, MICRO_BATCHES, lookahead)
-    codecs = BorderCodecs(way.codec, way.codec)
+    codecs = BoundaryCodecs(way.codec, way.codec)
     steps = STEPS * codec_steps([codecs], "adamw", has_ending=way.has_ending)
     steps *= steps_for_one(rule, "adamw", delay_warmup=DEFAULT_DELAY_WARMUP, unseen=unseen)
     start = DEFAULT_DELAY_WARMUP if is_delayed else 0.0

@@ -4,7 +4,7 @@
 
 The model and its made-up clicks are those of `examples/recommender.py`: embedding tables in the first stage,
 all pairs of their vectors and a network in the second, two replicas of both, Adagrad. Thresholding was
-published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a border,
+published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a boundary,
 and 100 times fewer of gradients in sums. The last rows ask for just these shares, the first for more. `topk`
 of the example begins after a part with all entries in few bits. `int4` is what longer runs should take.
 
@@ -51,7 +51,7 @@ WAYS = (
     ("none", PUBLISHED_THRESHOLD),
     (PUBLISHED_TOPK, PUBLISHED_THRESHOLD),
 )
-"""The codecs of the border and of the sums."""
+"""The codecs of the boundary and of the sums."""
 QUICK_STEPS, QUICK_WAYS = 20, (WAYS[0], (TOPK, THRESHOLD))
 MOST_LOST_AUC = 0.01
 
@@ -62,7 +62,7 @@ def measure(asked: Namespace) -> Findings:
     graph = recommender()
     rows = []
     for way in ways:
-        log(f"border {way[0]}, sums {way[1]}")
+        log(f"boundary {way[0]}, sums {way[1]}")
         found = [
             together(
                 bireme.launch(
@@ -81,11 +81,11 @@ def measure(asked: Namespace) -> Findings:
 
 def _row(found: list[Trained]) -> dict[str, Any]:
     return {
-        "border": found[0].border,
+        "boundary": found[0].boundary,
         "sums": found[0].sums,
         "auc": fmean(one.auc for one in found),
-        "border_bytes": round(fmean(one.border_bytes for one in found)),
-        "border_times_fewer": fmean(one.raw_border_bytes / one.border_bytes for one in found),
+        "boundary_bytes": round(fmean(one.boundary_bytes for one in found)),
+        "boundary_times_fewer": fmean(one.raw_boundary_bytes / one.boundary_bytes for one in found),
         "sum_bytes": round(fmean(one.sum_bytes for one in found)),
         "sum_times_fewer": fmean(one.raw_sum_bytes / one.sum_bytes for one in found),
     }
@@ -94,13 +94,13 @@ def _row(found: list[Trained]) -> dict[str, Any]:
 def _verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
     found = [
         at_least(
-            f"AUC with {row['border']} on the border and {row['sums']} in sums, less that of dense",
+            f"AUC with {row['boundary']} on the boundary and {row['sums']} in sums, less that of dense",
             row["auc_over_dense"],
             -MOST_LOST_AUC,
         )
         for row in rows[1:]
     ]
-    of_border = {row["border"]: row["border_times_fewer"] for row in rows}
+    of_boundary = {row["boundary"]: row["boundary_times_fewer"] for row in rows}
     of_sums = {row["sums"]: row["sum_times_fewer"] for row in rows}
     limits = {
         TOPK_A_QUARTER: 9.0,
@@ -110,7 +110,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
         PUBLISHED_TOPK: 20.0,
         PUBLISHED_THRESHOLD: 60.0,
     }
-    for codec, times in (of_border | of_sums).items():
+    for codec, times in (of_boundary | of_sums).items():
         if codec in limits:
             found.append(at_least(f"times fewer bytes of {codec}", times, limits[codec]))
     return found

@@ -5,7 +5,7 @@
 The model is of DLRM's kind: embedding tables for what is known by a number, a small network for what is
 measured, products of all pairs of their vectors, and a second network that says how likely a click is. The
 first stage has the tables, the second one the rest; four processes train on made-up clicks that follow hidden
-tastes. What goes over the border between the stages, and what the replicas sum, is dense at first, then goes
+tastes. What goes over the boundary between the stages, and what the replicas sum, is dense at first, then goes
 through a codec. AUC is the chance that a clicked sample is ranked above one that was not.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bireme
-from bireme.codec.description import BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.description import BoundaryCodecs, CodecPhase, LinkCodecs
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
@@ -37,9 +37,9 @@ FIRST_SIZE = 0.3
 """Of entries of tables: with large ones, products of pairs are noise for long."""
 TOPK, THRESHOLD = "int2, then topk:0.05:4", "threshold:0.02:25"
 LAST_SHARE = 0.5
-"""Of the steps, with the codec that a border has after another one."""
+"""Of the steps, with the codec that a boundary has after another one."""
 WAYS = (("none", "none"), (TOPK, "none"), ("none", THRESHOLD), (TOPK, THRESHOLD))
-"""The codecs of the border and of the sums.
+"""The codecs of the boundary and of the sums.
 
 Vectors of tables need a part of the run in which every entry gets its gradient: the largest ones are the same
 whenever a number comes, and the others would never grow.
@@ -113,13 +113,13 @@ class Clicks:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a run, of all ranks together: bytes on the border there and back, and in the sums."""
+    """What came of a run, of all ranks together: bytes on the boundary there and back, and in the sums."""
 
-    border: str
+    boundary: str
     sums: str
     auc: float
-    border_bytes: int
-    raw_border_bytes: int
+    boundary_bytes: int
+    raw_boundary_bytes: int
     sum_bytes: int
     raw_sum_bytes: int
 
@@ -129,7 +129,9 @@ def recommender() -> Graph:
     return capture(Recommender(), Clicks().batch(0, BATCH // NUM_REPLICAS // NUM_MICROBATCHES))
 
 
-def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: int, seed: int = 0) -> Trained:
+def train(
+    world: World | Fabric, graph: Graph, boundary: str, sums: str, steps: int, seed: int = 0
+) -> Trained:
     """Train as one of four ranks; each says what it has sent, and rank 0 how good the model is."""
     with SEEDING:
         torch.manual_seed(seed)
@@ -150,7 +152,7 @@ def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: in
         weights=lambda names: {name: held[name].detach().clone() for name in names},
         optimizer=lambda named: torch.optim.Adagrad([one for _, one in named], lr=RATE),
         sum_codec=sums,
-        codecs=border_codecs(border, steps),
+        codecs=boundary_codecs(boundary, steps),
     )
     try:
         for _ in pipeline.train(_batches(clicks, steps)):
@@ -164,7 +166,7 @@ def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: in
         model.load_state_dict(weights, strict=False)
         auc = auc_of(model, clicks.batch(-1, 20_000))
     return Trained(
-        border,
+        boundary,
         sums,
         auc,
         sum(one.sent_bytes for one in messages),
@@ -174,12 +176,12 @@ def train(world: World | Fabric, graph: Graph, border: str, sums: str, steps: in
     )
 
 
-def border_codecs(words: str, steps: int) -> LinkCodecs:
+def boundary_codecs(words: str, steps: int) -> LinkCodecs:
     """A codec for all steps, or `CODEC, then CODEC`: another one for the last part."""
     first, _, last = words.partition(", then ")
-    phases = [CodecPhase(0, (BorderCodecs(first, first),))]
+    phases = [CodecPhase(0, (BoundaryCodecs(first, first),))]
     if last:
-        phases.append(CodecPhase(round((1 - LAST_SHARE) * steps), (BorderCodecs(last, last),)))
+        phases.append(CodecPhase(round((1 - LAST_SHARE) * steps), (BoundaryCodecs(last, last),)))
     return LinkCodecs(tuple(phases))
 
 
@@ -187,8 +189,8 @@ def together(ranks: list[Trained]) -> Trained:
     """What all ranks have sent."""
     return replace(
         ranks[0],
-        border_bytes=sum(one.border_bytes for one in ranks),
-        raw_border_bytes=sum(one.raw_border_bytes for one in ranks),
+        boundary_bytes=sum(one.boundary_bytes for one in ranks),
+        raw_boundary_bytes=sum(one.raw_boundary_bytes for one in ranks),
         sum_bytes=sum(one.sum_bytes for one in ranks),
         raw_sum_bytes=sum(one.raw_sum_bytes for one in ranks),
     )
@@ -220,18 +222,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     asked = parser.parse_args()
     graph, found = recommender(), []
-    for border, sums in WAYS:
-        words = graph, border, sums, asked.steps
+    for boundary, sums in WAYS:
+        words = graph, boundary, sums, asked.steps
         ranks = bireme.launch(train, 2 * NUM_REPLICAS, *words, threads_per_process=1)
         found.append(together(ranks))
     if asked.json:
         print(json.dumps({"rows": [asdict(one) for one in found]}))
         return
     for one in found:
-        of_border, of_sums = one.raw_border_bytes / one.border_bytes, one.raw_sum_bytes / one.sum_bytes
+        of_boundary, of_sums = one.raw_boundary_bytes / one.boundary_bytes, one.raw_sum_bytes / one.sum_bytes
         print(
-            f"border {one.border:26} sums {one.sums:18} AUC {one.auc:.4f}   "
-            f"times fewer bytes: border {of_border:5.1f}, sums {of_sums:5.1f}"
+            f"boundary {one.boundary:26} sums {one.sums:18} AUC {one.auc:.4f}   "
+            f"times fewer bytes: boundary {of_boundary:5.1f}, sums {of_sums:5.1f}"
         )
 
 

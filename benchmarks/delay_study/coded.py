@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from benchmarks.delay_study.simulation import stage_of_half
-from bireme.codec import BorderCodecs, through
+from bireme.codec import BoundaryCodecs, through
 from bireme.codec.description import AS_IT_IS, BLOCK, encoded_bytes
 from bireme.model.gpt import GPT
 
@@ -43,10 +43,10 @@ class CodedCuts:
         return fed
 
 
-def codecs_named(word: str) -> BorderCodecs:
+def codecs_named(word: str) -> BoundaryCodecs:
     """Such as `int8`, or `int8/int4` where gradients have another one."""
     forward, _, backward = word.partition("/")
-    return BorderCodecs(forward, backward or forward)
+    return BoundaryCodecs(forward, backward or forward)
 
 
 def mean_bits(word: str, width: int, *, ending: float = 0.0, ending_word: str = "int8") -> float:
@@ -55,7 +55,7 @@ def mean_bits(word: str, width: int, *, ending: float = 0.0, ending_word: str = 
     """
     shape = (BLOCK, width)
 
-    def of(codecs: BorderCodecs) -> float:
+    def of(codecs: BoundaryCodecs) -> float:
         there = encoded_bytes(codecs.choice(forward=True), shape, VALUE_BYTES)
         back = encoded_bytes(codecs.choice(forward=False), shape, VALUE_BYTES, is_back=True)
         return 8 * (there + back) / (2 * prod(shape))

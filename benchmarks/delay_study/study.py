@@ -67,7 +67,7 @@ class Cell:
     steps: int = NUM_STEPS
     lookahead: int = 0
     codec: str = "none"
-    """Of all borders, in the words of `links.codec`; another one for gradients after a slash."""
+    """Of all boundaries, in the words of `links.codec`; another one for gradients after a slash."""
     ending: float = 0.0
     """The share of the steps, at the end, with another codec."""
     replicas: int = 1

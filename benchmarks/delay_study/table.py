@@ -52,7 +52,7 @@ class Row:
     excess: Excess | None
     penalty: float | None
     through: float | None = None
-    """The excess through the codecs of the borders, in the median over the seeds."""
+    """The excess through the codecs of the boundaries, in the median over the seeds."""
 
     @property
     def num_seeds(self) -> int:

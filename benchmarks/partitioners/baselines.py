@@ -65,7 +65,7 @@ def pipedream_2bw(loads: Loads) -> Cuts:
 def piper(loads: Loads) -> Cuts:
     """The least time per sample of the slowest stage, compute and transfers added up.
 
-    Each byte over a border counts twice, for the activation and its gradient. Memory is that of the smallest
+    Each byte over a boundary counts twice, for the activation and its gradient. Memory is that of the smallest
     device; where nothing fits, it does not count.
     """
     chain, line = loads.chain, loads.line
@@ -75,13 +75,13 @@ def piper(loads: Loads) -> Cuts:
     bytes_per_s = min((link.bytes_per_s for link in line.links), default=math.inf)
     crossing_s = 2 * np.concatenate(([0], chain.boundary_bytes[:-1], [0])) / bytes_per_s
     width = chain.num_units - line.num_stages + 1
-    borders_s = [
+    boundaries_s = [
         crossing_s[stage : stage + width, None] + crossing_s[None, stage + 1 : stage + 1 + width]
         for stage in range(line.num_stages)
     ]
-    found = least_max(alike.cost_s(stage) + border_s for stage, border_s in enumerate(borders_s))
+    found = least_max(alike.cost_s(stage) + boundary_s for stage, boundary_s in enumerate(boundaries_s))
     if found.value == np.inf:
-        found = least_max(alike.busy_s[stage] + border_s for stage, border_s in enumerate(borders_s))
+        found = least_max(alike.busy_s[stage] + boundary_s for stage, boundary_s in enumerate(boundaries_s))
     return found.cuts()
 
 

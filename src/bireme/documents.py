@@ -200,7 +200,9 @@ def _sentence(
         meaning = _meaning(_table_at(path[:-1], kind), str(path[-1]))
         return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
     if error["type"] == _RENAMED:
-        return f"{source}: {place} is {shown(error['input'])}, which is called {shown(error['ctx']['new'])} now."
+        return (
+            f"{source}: {place} is {shown(error['input'])}, which is called {shown(error['ctx']['new'])} now."
+        )
     if error["type"] in _UNKNOWN:
         known = _types(_table_at(path[:-1], kind))
         hint = advise([str(part) for part in path]) or closest(str(path[-1]), known)

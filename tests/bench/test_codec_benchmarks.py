@@ -71,9 +71,9 @@ def test_rows_of_the_recommender_say_auc_and_bytes_of_both_links(monkeypatch: py
     monkeypatch.setattr("benchmarks.recommender.bireme.launch", launched)
     monkeypatch.setattr(recommender, "recommender", lambda: None)
     rows = rows_of(recommender.measure(Namespace(quick=False, seeds=2, steps=20)))
-    assert [(row["border"], row["sums"]) for row in rows] == [*recommender.WAYS]
-    assert all(row["border_times_fewer"] == row["sum_times_fewer"] == 10 for row in rows)
-    assert rows[1]["border_bytes"] == 4 * 10
+    assert [(row["boundary"], row["sums"]) for row in rows] == [*recommender.WAYS]
+    assert all(row["boundary_times_fewer"] == row["sum_times_fewer"] == 10 for row in rows)
+    assert rows[1]["boundary_bytes"] == 4 * 10
     assert rows[1]["auc_over_dense"] == 0
 
 

@@ -48,7 +48,7 @@ def test_units_that_run_again_make_the_backward_longer() -> None:
 
 
 def test_the_wiring_shares_lanes_over_all_replicas() -> None:
-    """Two replicas whose borders cross the same two network cards."""
+    """Two replicas whose boundaries cross the same two network cards."""
     devices = (Device("emulated", "emulated", 2**30),) * 2
     servers = tuple(
         Server(f"server{n}", devices, cards=(Card("card0", (0, 1), Link(1e8, 1e-4)),)) for n in range(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.codec import BorderCodecs, through
+from bireme.codec import BoundaryCodecs, through
 from bireme.codec.above import TopKAbove, Thresholds
 from bireme.codec.description import encoded_bytes, parse_codec
 from bireme.errors import BiremeError
@@ -43,12 +43,12 @@ def test_a_threshold_that_has_become_useless_is_not_used(times: float) -> None:
 
 def test_the_gradient_comes_back_for_the_same_entries_and_a_nan_arrives_as_one() -> None:
     x = torch.randn(8, 64, requires_grad=True)
-    found = through(BorderCodecs(WORD, WORD), x)
+    found = through(BoundaryCodecs(WORD, WORD), x)
     (gradient,) = torch.autograd.grad(found, x, torch.ones_like(found))
     assert torch.equal(gradient != 0, found != 0)
     with torch.no_grad():
         x[3, 3] = torch.nan
-    assert through(BorderCodecs(WORD, WORD), x)[3, 3].isnan()
+    assert through(BoundaryCodecs(WORD, WORD), x)[3, 3].isnan()
 
 
 def test_a_threshold_lives_from_a_batch_that_its_life_divides_and_can_be_taken_up() -> None:
@@ -72,4 +72,4 @@ def test_impossible_numbers_are_refused(word: str) -> None:
 
 def test_both_directions_have_the_same_entries() -> None:
     with pytest.raises(BiremeError, match="the same entries"):
-        BorderCodecs(WORD, "topk:0.25:8")
+        BoundaryCodecs(WORD, "topk:0.25:8")

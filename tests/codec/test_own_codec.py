@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bireme.codec import BorderCodecs, Codec, codec_of, parse_codec, through
+from bireme.codec import BoundaryCodecs, Codec, codec_of, parse_codec, through
 from bireme.errors import BiremeError
 
 PLACE = "tests.support.own_codecs"
@@ -16,7 +16,7 @@ def test_a_codec_is_found_by_module_and_name_whether_made_or_to_be_made(name: st
     codec: Codec = codec_of(choice)
     assert codec_of(choice) is codec
     x = torch.randn(8, 64)
-    found = through(BorderCodecs(str(choice), "int8"), x)
+    found = through(BoundaryCodecs(str(choice), "int8"), x)
     assert torch.equal(found, x.half().float())
 
 

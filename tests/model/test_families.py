@@ -133,7 +133,7 @@ FAMILIES = {
 
 
 QUICK = ("gpt2", "llama", "resnet", "t5")
-"""Those that are tried by default: tied weights, grouped queries, buffers, and two streams at a border."""
+"""Those that are tried by default: tied weights, grouped queries, buffers, and two streams at a boundary."""
 
 
 def whole(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

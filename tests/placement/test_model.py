@@ -78,7 +78,7 @@ def test_an_operator_has_the_parameters_that_it_uses() -> None:
 def test_cuts_at_units_cost_the_same_at_both_granularities(name: str, training: bool) -> None:
     """Above all a value that both the next layer and the way around it use comes back as one gradient.
 
-    Links are not late here: where two values cross at a border, each is by itself among operators.
+    Links are not late here: where two values cross at a boundary, each is by itself among operators.
     """
     graph, cluster = GRAPHS[name](), equal_devices(3, latency_s=0.0)
     units, operators = (model_of(graph, cluster, granularity, training=training) for granularity in BOTH)

@@ -64,7 +64,7 @@ def test_a_device_with_two_stretches_is_refused() -> None:
         plan_of(model, placed(model, devices), num_microbatches=2)
 
 
-def test_cuts_are_moved_to_the_nearest_borders_and_the_value_follows() -> None:
+def test_cuts_are_moved_to_the_nearest_boundaries_and_the_value_follows() -> None:
     model = model_of(untied(), equal_devices(2))
     norm = next(
         place for place, node in enumerate(model.workload.nodes) if "layers.1.attention_norm" in node.name

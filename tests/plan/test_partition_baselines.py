@@ -64,16 +64,16 @@ def test_parameters_are_as_equal_as_they_can_be(weights: list[int], data: st.Dat
 
 
 @given(NUMBERS, st.data())
-def test_piper_adds_the_transfers_of_both_borders_to_the_slowest_stage(
+def test_piper_adds_the_transfers_of_both_boundaries_to_the_slowest_stage(
     times: list[int], data: st.DataObject
 ) -> None:
     num_units = len(times)
     num_stages = data.draw(st.integers(1, num_units))
-    borders = data.draw(st.lists(st.integers(0, 9), min_size=num_units, max_size=num_units))
-    chain = chain_of_numbers(times, times, boundary_bytes=borders)
+    boundaries = data.draw(st.lists(st.integers(0, 9), min_size=num_units, max_size=num_units))
+    chain = chain_of_numbers(times, times, boundary_bytes=boundaries)
 
     def per_sample_s(cuts: tuple[int, ...]) -> float:
-        into = [0, *(borders[cut - 1] for cut in cuts), 0]
+        into = [0, *(boundaries[cut - 1] for cut in cuts), 0]
         stages = enumerate(pairwise((0, *cuts, num_units)))
         return max(2 * sum(times[a:b]) + 2 * (into[s] + into[s + 1]) / 4 for s, (a, b) in stages)
 

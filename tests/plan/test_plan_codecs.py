@@ -7,7 +7,7 @@ import pytest
 
 from bireme.cluster.cluster import Card, Cluster, Link, Server, Switch
 from bireme.cluster.device import Device
-from bireme.codec.description import BorderCodecs, CodecPhase, CodecRate, LinkCodecs
+from bireme.codec.description import BoundaryCodecs, CodecPhase, CodecRate, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.codec_costs import coded
 from bireme.plan.forecast import Answer
@@ -69,16 +69,16 @@ def test_a_plan_keeps_its_codecs_in_its_file_and_promises_the_same_again(tmp_pat
     assert forecast_of(again.plan, tiny_profile(2), cluster, replace(WISHES, codec="none")) == best.forecast
 
 
-def test_single_borders_have_codecs_of_their_own_in_predictions() -> None:
+def test_single_boundaries_have_codecs_of_their_own_in_predictions() -> None:
     cluster, bare = two_servers(1e6), replace(WISHES, codec="none")
-    codecs = BorderCodecs("int8", "int4")
-    single = found(cluster, replace(bare, borders=((0, codecs),))).best
+    codecs = BoundaryCodecs("int8", "int4")
+    single = found(cluster, replace(bare, boundaries=((0, codecs),))).best
     plain = found(cluster, bare).best
     assert single.plan.codecs == (codecs,)
     assert not plain.plan.codecs
     assert single.forecast.batch_s < plain.forecast.batch_s / 1.5
     assert single.forecast.codec_penalty == codec_steps([codecs], "adamw", has_ending=False)
-    assert found(cluster, replace(WISHES, borders=((0, codecs),))).best.plan.codecs == (codecs,)
+    assert found(cluster, replace(WISHES, boundaries=((0, codecs),))).best.plan.codecs == (codecs,)
 
 
 def test_a_profile_says_how_long_codecs_take() -> None:
@@ -92,36 +92,36 @@ def test_a_profile_says_how_long_codecs_take() -> None:
     slow = CodecRate("int8", 1.0, 1.0, 1.0, 1.0)
     assert batch_s(CodecRate("int8", 0.0, 0.0, 0.0, 0.0)) < batch_s() < batch_s(slow)
     assert batch_s(replace(slow, codec="int4")) == batch_s()
-    assert replace(asked, borders=((0, BorderCodecs("topk:0.250:8", "topk:0.25:4")),)).codec_words == (
+    assert replace(asked, boundaries=((0, BoundaryCodecs("topk:0.250:8", "topk:0.25:4")),)).codec_words == (
         "int8",
         "topk:0.25:8",
         "topk:0.25:4",
     )
 
 
-def test_masks_are_kept_on_both_sides_of_a_border_for_each_micro_batch() -> None:
-    """One bit a value: 4,096 values of two bytes over the first border, half as many over the second."""
+def test_masks_are_kept_on_both_sides_of_a_boundary_for_each_micro_batch() -> None:
+    """One bit a value: 4,096 values of two bytes over the first boundary, half as many over the second."""
     bare = Costs.per_stage(
         3, forward_s=1, backward_s=1, message_bytes=(8192, 4096, 0), stash_bytes=10_000, input_bytes=5_000
     )
-    keep, few = BorderCodecs("topk:0.25:8", "topk:0.25:4"), BorderCodecs("int4", "int4")
+    keep, few = BoundaryCodecs("topk:0.25:8", "topk:0.25:4"), BoundaryCodecs("int4", "int4")
     kept = coded(bare, (keep, keep), value_bytes=2)
     assert kept.stash_bytes == (10_512, 10_768, 10_256)
     assert kept.input_bytes == (5_512, 5_768, 5_256)  # what a stage has that is recomputed
     assert coded(bare, (few, few), value_bytes=2).stash_bytes == bare.stash_bytes
-    assert coded(bare, (BorderCodecs(), BorderCodecs()), value_bytes=2) is bare
+    assert coded(bare, (BoundaryCodecs(), BoundaryCodecs()), value_bytes=2) is bare
 
 
-def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
-    fine, few = BorderCodecs("int8", "int8"), BorderCodecs("topk:0.25:8", "topk:0.25:8")
+def test_the_worst_boundary_counts_and_codecs_with_less_loss_cost_less() -> None:
+    fine, few = BoundaryCodecs("int8", "int8"), BoundaryCodecs("topk:0.25:8", "topk:0.25:8")
 
-    def steps(*borders: BorderCodecs, optimizer: str = "adamw", has_ending: bool = False) -> float:
-        return codec_steps(borders, optimizer, has_ending=has_ending)
+    def steps(*boundaries: BoundaryCodecs, optimizer: str = "adamw", has_ending: bool = False) -> float:
+        return codec_steps(boundaries, optimizer, has_ending=has_ending)
 
-    assert steps() == steps(BorderCodecs()) == 1.0
+    assert steps() == steps(BoundaryCodecs()) == 1.0
     assert steps(fine, few) == steps(few)
     assert 1 < steps(fine) < steps(few, has_ending=True) < steps(few)
-    assert steps(BorderCodecs("int8", "int4")) < steps(BorderCodecs("int4", "int4"))
+    assert steps(BoundaryCodecs("int8", "int4")) < steps(BoundaryCodecs("int4", "int4"))
     assert steps(few) < steps(few, optimizer="muon")
     assert steps(fine) == steps(fine, optimizer="muon")
     assert all(one.ended <= one.bare for one in EXCESSES.values())
@@ -129,16 +129,16 @@ def test_the_worst_border_counts_and_codecs_with_less_loss_cost_less() -> None:
 
 def test_codecs_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(BiremeError, match="the same entries"):
-        BorderCodecs("topk:0.25:8", "int8")
-    with pytest.raises(BiremeError, match="codecs for 2 borders; 2 stages have 1"):
-        Plan((4,), 4, "1f1b", codecs=(BorderCodecs(), BorderCodecs()))
+        BoundaryCodecs("topk:0.25:8", "int8")
+    with pytest.raises(BiremeError, match="codecs for 2 boundaries; 2 stages have 1"):
+        Plan((4,), 4, "1f1b", codecs=(BoundaryCodecs(), BoundaryCodecs()))
 
 
 def test_the_codec_of_a_batch_follows_from_its_number() -> None:
-    first, later = BorderCodecs("int8", "int8"), BorderCodecs("topk:0.25:8", "topk:0.25:8")
+    first, later = BoundaryCodecs("int8", "int8"), BoundaryCodecs("topk:0.25:8", "topk:0.25:8")
     codecs = LinkCodecs((CodecPhase(0, (first, first)), CodecPhase(10, (later, later))))
     assert [codecs.of(1, batch) for batch in (0, 9, 10, 99)] == [first, first, later, later]
-    assert codecs.of(5, 0) == BorderCodecs()
+    assert codecs.of(5, 0) == BoundaryCodecs()
     assert codecs.held(3) == LinkCodecs.steady((first, first))
-    assert codecs.between((0, 0, 1)).of(0, 0) == BorderCodecs()
+    assert codecs.between((0, 0, 1)).of(0, 0) == BoundaryCodecs()
     assert codecs.between((0, 0, 1)).of(1, 0) == first

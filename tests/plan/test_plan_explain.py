@@ -25,7 +25,7 @@ from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import find_plan_once as find_plan
 
-CODECS_THAT_HELP = {2: "codecs on the borders", 1: "sums of gradients through int4"}
+CODECS_THAT_HELP = {2: "codecs on the boundaries", 1: "sums of gradients through int4"}
 """By the depth of a plan for two devices: where there is one, there is nothing for the other."""
 
 
@@ -92,7 +92,10 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
         answer = find_plan(profile, two(bytes_per_s), request)
         assert isinstance(answer, Answer)
         found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s), request)
-        assert [(one.mode, one.every) for one in found] == [("allreduce", 1), *((p.mode, p.every) for p in STUDIED)]
+        assert [(one.mode, one.every) for one in found] == [
+            ("allreduce", 1),
+            *((p.mode, p.every) for p in STUDIED),
+        ]
         if sums == DENSE_SUMS:
             assert found[0].samples_per_s == answer.best.forecast.samples_per_s
         assert found[0].gain == 1.0

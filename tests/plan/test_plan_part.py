@@ -20,7 +20,7 @@ from bireme.plan.partition.chain import chain_of
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.profile.profile import Profile
-from bireme.runtime.wire import Borders
+from bireme.runtime.wire import Boundaries
 from bireme.schedule.catalogue import generate
 from bireme.simulate.simulator import simulate
 from tests.support.command import bireme
@@ -94,11 +94,11 @@ def test_messages_have_the_bytes_that_the_engine_sends() -> None:
     graph = captured_once(f"the last layer of {text}", make, is_kept=True)
     units, cuts, size = units_of(graph), (2, 4), 3
     costs = costs_between(chain_of(estimated_once(graph, GPU, [size]), size), cuts)
-    borders = Borders(graph, ((), *(units[cut].receives for cut in cuts)))
+    boundaries = Boundaries(graph, ((), *(units[cut].receives for cut in cuts)))
     for stage in range(len(cuts)):
         for there, found in (
-            (borders.forward(stage + 1, size), costs.message_bytes),
-            (borders.backward(stage, size), costs.gradient_message_bytes),
+            (boundaries.forward(stage + 1, size), costs.message_bytes),
+            (boundaries.backward(stage, size), costs.gradient_message_bytes),
         ):
             sent = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in there.specs)
             assert found[stage] == sent

@@ -35,7 +35,7 @@ def test_codecs_are_measured_once_and_kept_with_a_profile(
 
 
 @pytest.mark.parametrize("word", ["int8", "int2", "threshold:0.1:5", "lowrank:2"])
-def test_a_codec_of_sums_is_measured_beside_that_of_borders(
+def test_a_codec_of_sums_is_measured_beside_that_of_boundaries(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BIREME_CACHE", str(tmp_path))

@@ -214,15 +214,15 @@ def check_peak(
     """Foretold is what there is at once or a little more.
 
     It is at most a hundredth less. It is more by at most a tenth of what one micro-batch takes, a tensor that
-    crosses a border inside the stage, and a second gradient of weights that are used twice in it.
+    crosses a boundary inside the stage, and a second gradient of weights that are used twice in it.
     """
     begin, end = ends
     cost = stage_cost(found, begin, end, size)
     foretold = cost.peak_bytes() - cost.optimizer_bytes
     counted = peak_bytes(bench_of(graph, function, size))
     tied = {held.name: held.gradient_bytes for unit in found.units[begin:end] for held in unit.tied}
-    border = max((unit.at(size).boundary_bytes for unit in found.units[begin : end - 1]), default=0)
-    margin = (cost.kept_bytes + cost.workspace_bytes) / 10 + border + sum(tied.values())
+    boundary = max((unit.at(size).boundary_bytes for unit in found.units[begin : end - 1]), default=0)
+    margin = (cost.kept_bytes + cost.workspace_bytes) / 10 + boundary + sum(tied.values())
     assert 0.99 * counted <= foretold <= counted + margin, ends
 
 

@@ -79,8 +79,8 @@ def test_the_document_tells_what_every_unit_costs(document: dict[str, Any]) -> N
         assert isinstance(unit["name"], str)
         assert min(unit["forward_s"], unit["backward_s"]) > 0
         assert min(unit["parameter_bytes"], unit["saved_bytes"]) > 0
-    border = 3 * 8 * 16 * 4
-    assert [unit["boundary_bytes"] for unit in document["units"]] == [border] * 5 + [0]
+    boundary = 3 * 8 * 16 * 4
+    assert [unit["boundary_bytes"] for unit in document["units"]] == [boundary] * 5 + [0]
     assert [unit["same_as"] for unit in document["units"]] == [None, None, None, 1, 2, None]
 
 

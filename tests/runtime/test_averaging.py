@@ -174,7 +174,9 @@ def test_averages_stay_the_same_to_the_last_bit_whenever_another_coordinator_tak
     run.run()
 
     assert run.hub.num_successions
-    assert_as_expected(run, expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco))
+    assert_as_expected(
+        run, expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco)
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Codecs on borders: the engine computes what one process does with `decode∘encode` at the cuts.
+"""Codecs on boundaries: the engine computes what one process does with `decode∘encode` at the cuts.
 
 In float64 and to the last bit: encoding is a fixed function of the tensor, wherever it runs.
 """
@@ -6,7 +6,7 @@ In float64 and to the last bit: encoding is a fixed function of the tensor, wher
 import pytest
 import torch
 
-from bireme.codec import NO_CODECS, BorderCodecs, CodecPhase, LinkCodecs, parse_codec
+from bireme.codec import NO_CODECS, BoundaryCodecs, CodecPhase, LinkCodecs, parse_codec
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
@@ -32,8 +32,8 @@ from tests.support.together import run_threads
 pytestmark = pytest.mark.slow
 
 
-def everywhere(forward: str, backward: str = "", num_borders: int = 3) -> LinkCodecs:
-    return LinkCodecs.steady((BorderCodecs(forward, backward or forward),) * num_borders)
+def everywhere(forward: str, backward: str = "", num_boundaries: int = 3) -> LinkCodecs:
+    return LinkCodecs.steady((BoundaryCodecs(forward, backward or forward),) * num_boundaries)
 
 
 EACH = {
@@ -42,15 +42,15 @@ EACH = {
     "int8 there, int4 back": everywhere("int8", "int4"),
     "topk": everywhere("topk:0.25"),
     "topk in few bits": everywhere("topk:0.5:8", "topk:0.5:4"),
-    "each border its own": LinkCodecs.steady(
-        (BorderCodecs("int3", "none"), BorderCodecs("topk:0.3:8", "topk:0.3"))
+    "each boundary its own": LinkCodecs.steady(
+        (BoundaryCodecs("int3", "none"), BoundaryCodecs("topk:0.3:8", "topk:0.3"))
     ),
     "topk over the tensor": everywhere("topk:0.25:8:2"),
     "a user's own": everywhere("tests.support.own_codecs:Zipped"),
     "another one later": LinkCodecs(
         (
-            CodecPhase(0, (BorderCodecs("int8", "int8"),) * 3),
-            CodecPhase(2, (BorderCodecs("topk:0.25:8", "topk:0.25:8"),) * 3),
+            CodecPhase(0, (BoundaryCodecs("int8", "int8"),) * 3),
+            CodecPhase(2, (BoundaryCodecs("topk:0.25:8", "topk:0.25:8"),) * 3),
         )
     ),
 }
@@ -182,8 +182,8 @@ def test_an_evaluation_goes_through_codecs_where_it_is_asked_to() -> None:
     assert evaluated(setting, through_codecs=True) != as_it_is
 
 
-def test_several_tensors_of_a_border_are_encoded_each_by_itself_and_others_go_as_they_are() -> None:
-    codecs = BorderCodecs("topk:0.25:8", "topk:0.25:8")
+def test_several_tensors_of_a_boundary_are_encoded_each_by_itself_and_others_go_as_they_are() -> None:
+    codecs = BoundaryCodecs("topk:0.25:8", "topk:0.25:8")
     choice = codecs.choice(forward=True)
     forward = WireFormat(
         [
@@ -233,7 +233,7 @@ def test_a_codec_that_draws_gets_another_seed_for_each_message_and_the_same_agai
 def test_a_step_that_has_diverged_is_seen_through_codecs_and_skipped(codec: str) -> None:
     data = real_batches(64, 4, WIDTH)  # of a micro-batch 16 samples cross: enough to be encoded
     data[1]["x"][5, 3] = torch.nan
-    setting = Setting(Plan((1,), 4, "2bw"), optimizer="sgd", codecs=everywhere(codec, num_borders=1))
+    setting = Setting(Plan((1,), 4, "2bw"), optimizer="sgd", codecs=everywhere(codec, num_boundaries=1))
     found = train_on_threads(layers(), setting, data)
     assert found[0].skipped == [False, True, False, False]
     assert_equal(found, oracle(layers(), setting, data))
@@ -251,5 +251,5 @@ def _carried(
 
 
 def test_a_plan_carries_codecs_to_the_engine() -> None:
-    plan = Plan((4,), 4, "1f1b", codecs=(BorderCodecs("int8", "int4"),))
+    plan = Plan((4,), 4, "1f1b", codecs=(BoundaryCodecs("int8", "int4"),))
     assert str(plan.by_program.codecs.of(0, 7).choice(forward=False)) == "int4"

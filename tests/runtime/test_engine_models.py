@@ -1,4 +1,4 @@
-"""What models do to an engine: shared and frozen weights, draws, buffers, many tensors across a border.
+"""What models do to an engine: shared and frozen weights, draws, buffers, many tensors across a boundary.
 
 Ranks are threads; the judge is one process, as in `test_engine`.
 """
@@ -277,7 +277,7 @@ class Scaled(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Whole numbers that depend on weights, and a skip over all layers, cross every border behind it."""
+    """Whole numbers that depend on weights, and a skip over all layers, cross every boundary behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def choosing() -> Model:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("schedule", "width"), [*zip(ALL, cycle([1, 2]), strict=False)])
-def test_several_tensors_and_whole_numbers_cross_a_border(schedule: str, width: int) -> None:
+def test_several_tensors_and_whole_numbers_cross_a_boundary(schedule: str, width: int) -> None:
     model = choosing()
     plan = Plan((2, 3, 4) if schedule in ("interleaved", "zbv") else (2, 4), 4, schedule, width=width)
     dtypes = {v.name: v.dtype for op in model.graph.operators for v in op.outputs if v is not None}
@@ -386,7 +386,7 @@ def test_python_that_looks_at_numbers_runs_as_a_chain(schedule: str, recompute: 
 def test_an_encoder_and_a_decoder_that_share_their_table(
     t5: Model, schedule: str, width: int, recompute: tuple[int, ...]
 ) -> None:
-    """Three tensors cross the last border, one from the encoder; one matrix is used on three stages."""
+    """Three tensors cross the last boundary, one from the encoder; one matrix is used on three stages."""
     cuts = (2, 5, 8) if schedule == "interleaved" else (2, 6)
     setting = Setting(Plan(cuts, 4, schedule, width=width, recompute=recompute), clip_norm=0.5)
     data = [

@@ -211,11 +211,11 @@ def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> Non
         pipeline.close()
         return most
 
-    header_bytes, value_bytes, num_borders = 64, 8, 2
+    header_bytes, value_bytes, num_boundaries = 64, 8, 2
     largest = header_bytes + 64 * -(-max(sizes) // 4 * WIDTH * value_bytes // 64)
     # As many messages on their way as may be, as much room again, and what is about to be sent.
     for most in run_threads(setting.plan.num_ranks, work):
-        assert 0 < most <= num_borders * (2 * MOST_SENDS + 1) * largest
+        assert 0 < most <= num_boundaries * (2 * MOST_SENDS + 1) * largest
 
 
 # --- the module itself, in an ordinary loop

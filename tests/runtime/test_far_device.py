@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bireme import devices
-from bireme.codec import BorderCodecs, Masking, codec_of, parse_codec
+from bireme.codec import BoundaryCodecs, Masking, codec_of, parse_codec
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.model.torch_private import DispatchMode
@@ -49,11 +49,11 @@ SETTINGS = {
     "2bw, clipped": Setting(plan_for("2bw", 2), clip_norm=0.05),
     "two replicas, recomputed": Setting(plan_for("2bw-fresh", 2, width=2, recompute="all"), "muon"),
     "halves of micro-batches": Setting(
-        plan_for("1f1b-sliced", recompute="some", codecs=(BorderCodecs("topk:0.5", "topk:0.5"),)), "sgd"
+        plan_for("1f1b-sliced", recompute="some", codecs=(BoundaryCodecs("topk:0.5", "topk:0.5"),)), "sgd"
     ),
-    "halves of backwards": Setting(plan_for("zbv", codecs=(BorderCodecs("topk:0.25:8", "topk:0.25:4"),))),
+    "halves of backwards": Setting(plan_for("zbv", codecs=(BoundaryCodecs("topk:0.25:8", "topk:0.25:4"),))),
     "few bits": Setting(
-        plan_for("1f1b", codecs=(BorderCodecs("int8", "int4"), BorderCodecs("bfloat16", "int3")))
+        plan_for("1f1b", codecs=(BoundaryCodecs("int8", "int4"), BoundaryCodecs("bfloat16", "int3")))
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A learned projection at a border: few numbers cross it, and training equals one process."""
+"""A learned projection at a boundary: few numbers cross it, and training equals one process."""
 
 import torch
 from torch import Tensor, nn

@@ -66,10 +66,10 @@ def _many_in_flight(rank: int, transport: Transport) -> bool:
     return True
 
 
-def _several_borders(rank: int, transport: Transport) -> bool:
+def _several_boundaries(rank: int, transport: Transport) -> bool:
     """Stages 0, 2, 4 on one rank, 1, 3, 5 on the other: they receive in another order than was sent."""
-    borders = [(True, 1), (True, 3), (True, 5), (False, 1), (False, 3)]
-    keys = [_key(i, forward=forward, to_stage=stage) for forward, stage in borders for i in range(4)]
+    boundaries = [(True, 1), (True, 3), (True, 5), (False, 1), (False, 3)]
+    keys = [_key(i, forward=forward, to_stage=stage) for forward, stage in boundaries for i in range(4)]
     if rank == 0:
         pending = [
             transport.send(
@@ -125,7 +125,7 @@ NOT_COME = (
 SCENARIOS: dict[str, Callable[[int, Transport], Any]] = {
     "dtypes": _dtypes,
     "many in flight": _many_in_flight,
-    "several borders": _several_borders,
+    "several boundaries": _several_boundaries,
 }
 
 
@@ -137,7 +137,7 @@ def test_between_threads_all_arrives_in_order(name: str) -> None:
 
 def test_between_threads_all_arrives_in_order_however_long_it_takes() -> None:
     fabric = ThreadFabric(2, delay=lambda key: 0.01 * ((key.microbatch or 0) % 3))
-    work = lambda rank: _several_borders(rank, fabric.of(rank).transport())  # noqa: E731
+    work = lambda rank: _several_boundaries(rank, fabric.of(rank).transport())  # noqa: E731
     assert run_threads(2, work) == [True, True]
 
 

@@ -132,7 +132,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         unpacked(ACTIVATION, torch.zeros(ACTIVATION.num_bytes, dtype=torch.uint8), KEY)
 
 
-def test_a_tensor_that_does_not_fit_the_border_is_named() -> None:
+def test_a_tensor_that_does_not_fit_the_boundary_is_named() -> None:
     with pytest.raises(BiremeError, match=r"should carry hidden float32 \[4, 16\], but .* float32 \[3, 16\]"):
         packed(ACTIVATION, {"hidden": torch.zeros(3, 16)}, KEY)
 

@@ -193,7 +193,7 @@ class LongestPath:
             begin = max(self.start(pair[0], index), self.start(*self.posts[step.carries()]))
             if number:
                 begin = max(begin, self.channel_through(pair, number - 1))
-            size = self.costs.border_bytes(step)
+            size = self.costs.boundary_bytes(step)
             self.through[pair, number] = begin + size * self.seconds_per_byte
         return self.through[pair, number]
 

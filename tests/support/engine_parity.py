@@ -227,14 +227,14 @@ class _Now:
 
 class _Staged:
     """A stage as the oracle runs it: what it draws depends on the micro-batch, as in the engine, and what it
-    receives from another rank has gone through the codecs of the border before it.
+    receives from another rank has gone through the codecs of the boundary before it.
     """
 
     def __init__(self, model: Model, setting: Setting, stage: int, runs: list[_Now]) -> None:
         self._function = model.stage(setting.plan, stage)
         self.parameters = self._function.parameters
         self._runs = runs
-        self._border = stage - 1
+        self._boundary = stage - 1
         self._codecs = setting.all_codecs.between(setting.plan.source.rank_of_stage)
         self._thresholds: dict[int, Thresholds] = defaultdict(Thresholds)
         """By replica."""
@@ -244,7 +244,7 @@ class _Staged:
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         now = self._runs[-1]
-        codecs = self._codecs.of(self._border, now.batch)
+        codecs = self._codecs.of(self._boundary, now.batch)
         thresholds = self._thresholds[now.replica]
         received = {
             name: through(codecs, inputs[name], thresholds=thresholds, name=name, batch=now.batch)

@@ -65,8 +65,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "memory.host": AMOUNTS,
     "memory.disk_bytes": AMOUNTS,
     "links.codec": CODECS | st.just("auto"),
-    "links.borders": st.lists(
-        st.fixed_dictionaries({"border": st.sampled_from(["0-1", "1-2"]), "forward": CODECS}),
+    "links.boundaries": st.lists(
+        st.fixed_dictionaries({"boundary": st.sampled_from(["0-1", "1-2"]), "forward": CODECS}),
         min_size=1,
         max_size=2,
     ),

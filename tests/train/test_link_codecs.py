@@ -5,17 +5,17 @@ from typing import cast
 
 import pytest
 
-from bireme.codec.description import BorderCodecs, LinkCodecs
+from bireme.codec.description import BoundaryCodecs, LinkCodecs
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.train.link_codecs import check_borders, idle_codec, link_codecs, with_own_codecs
+from bireme.train.link_codecs import check_boundaries, idle_codec, link_codecs, with_own_codecs
 from bireme.train.run_file import load_run_file
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
 
-PLAN = Plan((2, 4), 4, "1f1b", codecs=(BorderCodecs("int8", "int4"),))
+PLAN = Plan((2, 4), 4, "1f1b", codecs=(BoundaryCodecs("int8", "int4"),))
 TOPK = "topk:0.25:8"
 
 
@@ -27,22 +27,22 @@ def test_without_links_a_run_has_the_codecs_of_its_plan() -> None:
     assert (
         codecs()
         == codecs("links.codec=auto")
-        == LinkCodecs.steady((BorderCodecs("int8", "int4"), BorderCodecs()))
+        == LinkCodecs.steady((BoundaryCodecs("int8", "int4"), BoundaryCodecs()))
     )
     assert codecs("links.codec=none") == LinkCodecs()
 
 
-def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
-    own = '[{border = "1-2", forward = "int8"}]'
+def test_single_boundaries_and_parts_of_a_run_have_codecs_of_their_own() -> None:
+    own = '[{boundary = "1-2", forward = "int8"}]'
     found = codecs(
         f"links.codec={TOPK}",
-        f"links.borders={own}",
+        f"links.boundaries={own}",
         "links.schedule.first_fraction=0.1",
         "links.schedule.first_codec=bf16",
         "links.schedule.last_fraction=0.2",
     )
     words = {
-        batch: [found.of(border, batch).forward for border in (0, 1)] for batch in (0, 9, 10, 79, 80, 99)
+        batch: [found.of(boundary, batch).forward for boundary in (0, 1)] for batch in (0, 9, 10, 79, 80, 99)
     }
     assert words == {
         0: ["bfloat16"] * 2,
@@ -63,8 +63,11 @@ def test_single_borders_and_parts_of_a_run_have_codecs_of_their_own() -> None:
             ["links.schedule.first_fraction=0.6", "links.schedule.last_fraction=0.6"],
             "more than the whole run",
         ),
-        (['links.borders=[{border = "0-2", forward = "int8"}]'], "two neighboring stages"),
-        ([f'links.borders=[{{border = "0-1", forward = "{TOPK}", backward = "int8"}}]'], "the same entries"),
+        (['links.boundaries=[{boundary = "0-2", forward = "int8"}]'], "two neighboring stages"),
+        (
+            [f'links.boundaries=[{{boundary = "0-1", forward = "{TOPK}", backward = "int8"}}]'],
+            "the same entries",
+        ),
     ],
 )
 def test_wrong_links_are_refused_in_a_sentence(sets: list[str], why: str) -> None:
@@ -73,13 +76,13 @@ def test_wrong_links_are_refused_in_a_sentence(sets: list[str], why: str) -> Non
     assert why in str(raised.value)
 
 
-def test_a_border_that_the_plan_does_not_have_is_refused() -> None:
-    run = load_run_file(None, ['links.borders=[{border = "2-3", forward = "int8"}]'])
+def test_a_boundary_that_the_plan_does_not_have_is_refused() -> None:
+    run = load_run_file(None, ['links.boundaries=[{boundary = "2-3", forward = "int8"}]'])
     with pytest.raises(BiremeError, match="the plan has 3 stages"):
-        check_borders(run, PLAN)
+        check_boundaries(run, PLAN)
 
 
-def test_a_codec_without_a_border_to_send_over_is_said() -> None:
+def test_a_codec_without_a_boundary_to_send_over_is_said() -> None:
     alone, run = Plan((), 4, "1f1b"), load_run_file(None, ["links.codec=int8"])
     (sentence,) = idle_codec(run, alone)
     assert "links.codec = int8 has no effect" in sentence
@@ -91,10 +94,10 @@ def test_a_codec_without_a_border_to_send_over_is_said() -> None:
 def test_a_codec_of_ones_own_is_checked_before_a_run_starts() -> None:
     own = "tests.support.own_codecs"
     run = load_run_file(None, [f"links.codec={own}:Zipped"])
-    check_borders(run, PLAN)
+    check_boundaries(run, PLAN)
     assert str(link_codecs(run, PLAN).of(0, 0).choice(forward=True)) == f"{own}:Zipped"
     with pytest.raises(BiremeError, match="hides a NaN"):
-        check_borders(load_run_file(None, [f"links.codec={own}:Hiding"]), PLAN)
+        check_boundaries(load_run_file(None, [f"links.codec={own}:Hiding"]), PLAN)
 
 
 def test_what_a_plan_file_promises_is_left_out_where_the_run_has_other_codecs() -> None:

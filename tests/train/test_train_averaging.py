@@ -133,7 +133,10 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
         (settings(sync__grace_s=2), "sync.grace_s is 2"),
         (settings(sync__mode="quorum", sync__average_optimizer="true"), "sync.average_optimizer is True"),
         (settings(balance__mode="measured"), "balance.mode is 'measured'"),
-        (settings(sync__mode="diloco", sync__diloco_every=2, sync__diloco_overlap=3), "sync.diloco_overlap is 3"),
+        (
+            settings(sync__mode="diloco", sync__diloco_every=2, sync__diloco_overlap=3),
+            "sync.diloco_overlap is 3",
+        ),
     ):
         result = bireme(capsys, "train", str(path), *more)
         assert result.status == 2

@@ -109,7 +109,7 @@ class Measuring:
     fresh: bool = False
     part: TrainedPart = WHOLE
     codecs: Sequence[str] = ()
-    """Of borders: how long they take is measured too."""
+    """Of boundaries: how long they take is measured too."""
     sums: SumCodec = DENSE
     """The codec of sums over replicas, likewise."""
 

@@ -59,7 +59,7 @@ def profile(
         list[str] | None,
         typer.Option(
             metavar="CODEC",
-            help="Measure also how long a codec of borders takes, such as topk:0.25:8. Repeat it.",
+            help="Measure also how long a codec of boundaries takes, such as topk:0.25:8. Repeat it.",
             rich_help_panel=PANEL,
         ),
     ] = None,

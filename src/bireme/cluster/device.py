@@ -17,7 +17,7 @@ from bireme.errors import BiremeError, closest
 # What the engine itself takes on a machine, in time and memory, besides the work of a model's stages.
 
 MOST_SENDS = 4
-"""Sends over one border in one direction that may be under way; before another, the oldest is waited for.
+"""Sends over one boundary in one direction that may be under way; before another, the oldest is waited for.
 Each has memory of its own, which later messages use again."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bireme.codec.description import (
     NO_CODECS,
     NONE,
-    BorderCodecs,
+    BoundaryCodecs,
     CodecChoice,
     CodecPhase,
     LinkCodecs,
@@ -36,7 +36,7 @@ __all__ = [
     "NONE",
     "NO_CODECS",
     "BlockCodec",
-    "BorderCodecs",
+    "BoundaryCodecs",
     "Cast",
     "Codec",
     "CodecChoice",

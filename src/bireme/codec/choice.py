@@ -10,7 +10,7 @@ from torch import Tensor
 from bireme.codec.above import TopKAbove, Thresholds
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import Cast, Codec, Masking
-from bireme.codec.description import FEWEST_ENTRIES, BorderCodecs, CodecChoice, aligned
+from bireme.codec.description import FEWEST_ENTRIES, BoundaryCodecs, CodecChoice, aligned
 from bireme.codec.topk import TopK
 from bireme.errors import BiremeError, closest
 
@@ -138,14 +138,14 @@ def codec_of(choice: CodecChoice) -> Codec:
             return Cast()
 
 
-# A border within one process: what crosses it is encoded and decoded, there and back.
+# A boundary within one process: what crosses it is encoded and decoded, there and back.
 #
 # A model with this at its cuts learns as it would over a pipeline with the same codecs. The engine is
 # compared with it, and studies of codecs train with it.
 
 
 def through(
-    codecs: BorderCodecs,
+    codecs: BoundaryCodecs,
     tensor: Tensor,
     *,
     thresholds: Thresholds | None = None,

@@ -37,7 +37,7 @@ class CodecRate:
 
 
 def sum_name(codec: object) -> str:
-    """What a codec of sums over replicas is called among others: a border may have one of the same name."""
+    """What a codec of sums over replicas is called among others: a boundary may have one of the same name."""
     return f"{codec} in sums"
 
 
@@ -59,7 +59,7 @@ _FEWEST_OF_ROW = 8
 """Rows of which fewer entries are kept share a scale with the next ones."""
 
 DENSITY_SLACK = 2
-"""How many times more or fewer entries than asked for an old threshold may send over a border."""
+"""How many times more or fewer entries than asked for an old threshold may send over a boundary."""
 
 ALIGNMENT_BYTES = 8
 """The parts of an encoded tensor begin at multiples of this, so that they can be viewed in any type."""
@@ -289,15 +289,15 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-# Which codecs the borders of a pipeline have, direction by direction and over a run. No torch.
+# Which codecs the boundaries of a pipeline have, direction by direction and over a run. No torch.
 #
-# A codec depends on the number of the batch alone, so that both ends of a border, and a run that is resumed,
+# A codec depends on the number of the batch alone, so that both ends of a boundary, and a run that is resumed,
 # agree on it without a word.
 
 
 @dataclass(frozen=True, slots=True)
-class BorderCodecs:
-    """The codecs of one border: of what crosses it forward, and of the gradients that come back."""
+class BoundaryCodecs:
+    """The codecs of one boundary: of what crosses it forward, and of the gradients that come back."""
 
     forward: str = "none"
     backward: str = "none"
@@ -306,7 +306,7 @@ class BorderCodecs:
         there, back = parse_codec(self.forward), parse_codec(self.backward)
         if (there.share, there.life) != (back.share, back.life):
             raise BiremeError(
-                f"A border has the codec {self.forward} forward and {self.backward} backward. The gradient "
+                f"A boundary has the codec {self.forward} forward and {self.backward} backward. The gradient "
                 "of what topk sends goes back for the same entries: give both directions topk with the same "
                 "share and the same batches, or none of the two."
             )
@@ -322,20 +322,20 @@ class BorderCodecs:
         return self.choice(forward=True) == self.choice(forward=False) == NONE
 
 
-AS_IT_IS = BorderCodecs()
+AS_IT_IS = BoundaryCodecs()
 
 
 @dataclass(frozen=True, slots=True)
 class CodecPhase:
-    """The codecs from batch `first_batch` on: `borders[s]` has those between stage s and s+1."""
+    """The codecs from batch `first_batch` on: `boundaries[s]` has those between stage s and s+1."""
 
     first_batch: int
-    borders: tuple[BorderCodecs, ...]
+    boundaries: tuple[BoundaryCodecs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCodecs:
-    """The codecs of all borders over a run. Without phases, and beyond the borders named, there are none."""
+    """The codecs of all boundaries over a run. Without phases, and beyond the boundaries named, there are none."""
 
     phases: tuple[CodecPhase, ...] = ()
 
@@ -345,25 +345,31 @@ class LinkCodecs:
         assert not begins or begins[0] == 0, "the first phase begins with the run"
 
     @staticmethod
-    def steady(borders: tuple[BorderCodecs, ...]) -> "LinkCodecs":
+    def steady(boundaries: tuple[BoundaryCodecs, ...]) -> "LinkCodecs":
         """The same codecs all the time."""
-        return LinkCodecs((CodecPhase(0, borders),)) if any(not one.is_none for one in borders) else NO_CODECS
+        return (
+            LinkCodecs((CodecPhase(0, boundaries),))
+            if any(not one.is_none for one in boundaries)
+            else NO_CODECS
+        )
 
-    def of(self, border: int, batch: int) -> BorderCodecs:
-        """The codecs of a border for a batch."""
+    def of(self, boundary: int, batch: int) -> BoundaryCodecs:
+        """The codecs of a boundary for a batch."""
         if not self.phases:
             return AS_IT_IS
-        borders = self._phase(batch).borders
-        return borders[border] if border < len(borders) else AS_IT_IS
+        boundaries = self._phase(batch).boundaries
+        return boundaries[boundary] if boundary < len(boundaries) else AS_IT_IS
 
     def held(self, batch: int) -> "LinkCodecs":
         """The codecs of that batch, all the time."""
-        return LinkCodecs.steady(self._phase(batch).borders) if self.phases else self
+        return LinkCodecs.steady(self._phase(batch).boundaries) if self.phases else self
 
     def between(self, rank_of_stage: Sequence[int]) -> "LinkCodecs":
-        """Without those of borders between two stages of a rank, where nothing is sent."""
+        """Without those of boundaries between two stages of a rank, where nothing is sent."""
         far = [one != other for one, other in pairwise(rank_of_stage)]
-        phases = (replace(phase, borders=tuple(map(_where, phase.borders, far))) for phase in self.phases)
+        phases = (
+            replace(phase, boundaries=tuple(map(_where, phase.boundaries, far))) for phase in self.phases
+        )
         return LinkCodecs(tuple(phases))
 
     def _phase(self, batch: int) -> CodecPhase:
@@ -373,5 +379,5 @@ class LinkCodecs:
 NO_CODECS = LinkCodecs()
 
 
-def _where(codecs: BorderCodecs, is_far: bool) -> BorderCodecs:
+def _where(codecs: BoundaryCodecs, is_far: bool) -> BoundaryCodecs:
     return codecs if is_far else AS_IT_IS

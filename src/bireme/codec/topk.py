@@ -1,5 +1,5 @@
 """The largest entries of every row, and which these are: dynamic communication thresholding
-(Gupta et al., "Training Recommender Systems at Scale", KDD 2021) for what crosses a border of a pipeline.
+(Gupta et al., "Training Recommender Systems at Scale", KDD 2021) for what crosses a boundary of a pipeline.
 
 The next stage works on the tensor with zeros in all other entries. The exact gradient of that is zero there
 too, so the gradient is sent for the same entries, without their places (`KeptEntries`).

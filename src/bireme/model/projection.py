@@ -2,7 +2,7 @@
 
     x ──minus the token's anchor, times the basis──▶ few numbers ──times its transpose, plus the anchor──▶
 
-A pipeline is cut where it is narrow, so a border that lies here carries `rank` numbers a token instead of
+A pipeline is cut where it is narrow, so a boundary that lies here carries `rank` numbers a token instead of
 `width`, each way. The tokens' numbers do not travel: every stage reads the inputs that it needs. This is the
 idea of MAPL (arXiv 2606.05484), and a part of the model rather than a codec: basis and anchors are parameters
 that both stages share, with versions, an optimizer's state and a place in checkpoints like any other, and the

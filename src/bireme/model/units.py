@@ -175,7 +175,7 @@ class Unit:
     """The smallest piece the planner may move.
 
     `operators` are the places in the graph of what it runs, those included whose free values it makes for
-    itself. `receives` and `sends` are the names of the tensors that cross its two borders, those that only
+    itself. `receives` and `sends` are the names of the tensors that cross its two boundaries, those that only
     pass through included. Units of the same `structure` do the same work on other weights.
     """
 

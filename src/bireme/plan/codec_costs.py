@@ -1,4 +1,4 @@
-"""What codecs cost and save in a plan: on borders bytes, seconds to encode and decode, and masks that are
+"""What codecs cost and save in a plan: on boundaries bytes, seconds to encode and decode, and masks that are
 kept; in sums over replicas seconds.
 
 The seconds for a value are those of the profile. Where it has none, they are those of one core of an Intel
@@ -14,7 +14,7 @@ import numpy as np
 from bireme.codec.description import (
     AS_IT_IS,
     NONE,
-    BorderCodecs,
+    BoundaryCodecs,
     CodecChoice,
     CodecRate,
     bits_a_value,
@@ -37,33 +37,33 @@ _MEASURED_IN_SUMS = {
     SumKind.THRESHOLD: CodecRate("threshold:0.01:50", 4.9e-9, 0.4e-9, 4.9e-9, 0.4e-9),
     SumKind.LOWRANK: CodecRate("lowrank:4", 6.2e-9, 0.0, 6.2e-9, 0.0),
 }
-"""Of codecs that borders lack: all that a replica does for a sum, on one core of an AMD EPYC."""
+"""Of codecs that boundaries lack: all that a replica does for a sum, on one core of an AMD EPYC."""
 
 
 def coded(
-    costs: Costs, codecs: Sequence[BorderCodecs], value_bytes: int, rates: Sequence[CodecRate] = ()
+    costs: Costs, codecs: Sequence[BoundaryCodecs], value_bytes: int, rates: Sequence[CodecRate] = ()
 ) -> Costs:
-    """The costs of stages with codecs on the borders between them, whose values have so many bytes; with the
+    """The costs of stages with codecs on the boundaries between them, whose values have so many bytes; with the
     rates of a profile, where it has them.
     """
     if all(one.is_none for one in codecs):
         return costs
-    borders = [*codecs, *[AS_IT_IS] * (costs.num_stages - len(codecs))]
+    boundaries = [*codecs, *[AS_IT_IS] * (costs.num_stages - len(codecs))]
     back_bytes = costs.gradient_message_bytes or costs.message_bytes
     known = {one.codec: one for one in rates}
     found = tuple(
         _cost(
             one,
-            costs.message_bytes[border] / value_bytes,
-            back_bytes[border] / value_bytes,
+            costs.message_bytes[boundary] / value_bytes,
+            back_bytes[boundary] / value_bytes,
             value_bytes,
             known,
         )
-        for border, one in enumerate(borders)
+        for boundary, one in enumerate(boundaries)
     )
     masks = [
-        costs.message_bytes[border] / value_bytes / 8 if one.choice(forward=True).name == "topk" else 0.0
-        for border, one in enumerate(borders)
+        costs.message_bytes[boundary] / value_bytes / 8 if one.choice(forward=True).name == "topk" else 0.0
+        for boundary, one in enumerate(boundaries)
     ]
     kept = [sum(pair) for pair in zip(masks, (0.0, *masks[:-1]), strict=True)]
     return replace(
@@ -74,7 +74,7 @@ def coded(
     )
 
 
-def with_fewer_bytes(chain: Chain, codecs: BorderCodecs, value_bytes: int) -> Chain:
+def with_fewer_bytes(chain: Chain, codecs: BoundaryCodecs, value_bytes: int) -> Chain:
     """The chain with the bytes that are sent over each cut by a codec."""
     if codecs.is_none:
         return chain
@@ -102,7 +102,7 @@ def sum_coding_s(
 
 
 def _cost(
-    codecs: BorderCodecs,
+    codecs: BoundaryCodecs,
     num_values: float,
     num_back: float,
     value_bytes: int,

@@ -151,8 +151,8 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         f"a batch of {batch} samples",
         replace(request, batch_size=batch, largest_batch=None if largest is None else max(batch, largest)),
     )
-    if len(cluster.servers) > 1 and request.codec == "none" and not request.borders and request.depth != 1:
-        yield "codecs on the borders", replace(request, codec=AUTO)
+    if len(cluster.servers) > 1 and request.codec == "none" and not request.boundaries and request.depth != 1:
+        yield "codecs on the boundaries", replace(request, codec=AUTO)
     is_summed = request.sums.is_dense and not request.sums.is_on_host and request.shard == "none"
     if is_summed and cluster.num_devices > 1 and request.width != 1:
         sums = sum_cost(parse_sum_codec(_HARMLESS), [(_MANY_ENTRIES,)])

@@ -80,7 +80,7 @@ class Forecast:
     `penalty` is how many steps the update rule takes for one of a synchronous run, so that plans compare by
     `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
     delayed, it counts the bubble of these batches too. `codec_penalty` is the part of it that codecs on
-    borders cost, `sum_penalty` that of a codec of sums over replicas. `busy_share` is the mean over the
+    boundaries cost, `sum_penalty` that of a codec of sums over replicas. `busy_share` is the mean over the
     devices in use. `bottleneck` names the device or link that sets the pace. `watts` is what the devices in
     use draw together, None where it is not known. `tiers` are those of the ranks that page, or share weights
     with replicas.

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bireme.codec.description import BorderCodecs, CodecChoice
+from bireme.codec.description import BoundaryCodecs, CodecChoice
 from bireme.codec.sum_description import SumCodec, SumKind, parse_sum_codec
 from bireme.errors import BiremeError
 from bireme.schedule.program import Rule
 
-# What codecs on borders cost in steps: how many a run takes for one without codecs.
+# What codecs on boundaries cost in steps: how many a run takes for one without codecs.
 #
-# The excess losses are of small GPTs on four stages, with AdamW and 300 steps, every border encoded
+# The excess losses are of small GPTs on four stages, with AdamW and 300 steps, every boundary encoded
 # (docs/codecs.md). Most are of the study (`python benchmarks/convergence.py codecs`): 2bw-fresh with its
 # start, over the loss of the same run without codecs, width 128, or 64 where that alone was run. The others
 # are of a pilot: width 64, 1f1b, an ending of a fifth, one seed, so that differences under 1 % are noise.
@@ -75,13 +75,13 @@ WORDS_TO_TRY = ("int8", "int5", "topk:0.25:8", "topk:0.125:8")
 """What the planner tries: of equal bytes those with the least loss."""
 
 
-def codec_steps(borders: Iterable[BorderCodecs], optimizer: str, *, has_ending: bool) -> float:
-    """Steps with codecs on borders that equal one step without: the worst border counts for all.
+def codec_steps(boundaries: Iterable[BoundaryCodecs], optimizer: str, *, has_ending: bool) -> float:
+    """Steps with codecs on boundaries that equal one step without: the worst boundary counts for all.
 
     `has_ending` says that the last steps of a run have int8, or none.
     """
     most, with_muon = 0.0, TOPK_WITH_MUON[has_ending] if optimizer == "muon" else 1.0
-    for one in borders:
+    for one in boundaries:
         there, back = one.choice(forward=True), one.choice(forward=False)
         for choice, found in ((there, _excess(there)), (back, _excess_back(there, back))):
             excess = found.ended if has_ending else found.bare

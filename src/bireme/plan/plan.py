@@ -15,7 +15,7 @@ from annotated_types import doc
 
 from bireme.bounds import Bytes, Count, Place
 from bireme.cluster.cluster import Cluster
-from bireme.codec.description import BorderCodecs, LinkCodecs
+from bireme.codec.description import BoundaryCodecs, LinkCodecs
 from bireme.errors import BiremeError, closest
 from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.schedule.accesses import Sizes
@@ -176,7 +176,7 @@ class Plan:
     each process, for who starts them. `updates_early` lets 2bw and 2bw-fresh update while the first rank has
     one set of gradients, which costs time where gradients are summed over ranks; left out, it is so where
     there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
-    the borders, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
+    the boundaries, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
     a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
     nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
     share an optimizer. Where they share the weights too, `whole_weights` says how many stages of a rank, or
@@ -195,7 +195,7 @@ class Plan:
     micro_batch_sizes: tuple[Count, ...] = ()
     devices: tuple[tuple[str, ...], ...] = ()
     updates_early: bool | None = None
-    codecs: tuple[BorderCodecs, ...] = ()
+    codecs: tuple[BoundaryCodecs, ...] = ()
     sweep: Count = 1
     paging: Paging | None = None
     updates_halfway: bool = False
@@ -210,7 +210,7 @@ class Plan:
             )
         if len(self.codecs) > self.num_stages - 1:
             raise BiremeError(
-                f"The plan has codecs for {len(self.codecs)} borders; {self.num_stages} stages have "
+                f"The plan has codecs for {len(self.codecs)} boundaries; {self.num_stages} stages have "
                 f"{self.num_stages - 1}."
             )
         if self.paging is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
-from bireme.codec.description import BorderCodecs, parse_codec
+from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.codec.sum_description import DENSE_SUMS, SumCost
 from bireme.errors import BiremeError, closest
 from bireme.plan.partition.chain import layer_bounds
@@ -152,9 +152,9 @@ class PlanRequest:
     `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
     Each of the servers `owners` has private samples: it must be the home of a replica (see `plan.homes`).
     Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks. `codec` is that
-    of the borders, in both directions; auto leaves it to the planner. `borders` are those that have codecs of
+    of the boundaries, in both directions; auto leaves it to the planner. `boundaries` are those that have codecs of
     their own whatever it is, by the stage before them. `has_ending` says that the last fifth
-    of the run has int8 instead. Values that cross borders have `value_bytes`. `sums` is what a codec makes of
+    of the run has int8 instead. Values that cross boundaries have `value_bytes`. `sums` is what a codec makes of
     sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
     a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
     `shard` says what the replicas of a stage share: none, optimizer, or weights, which are the optimizer,
@@ -180,7 +180,7 @@ class PlanRequest:
     owners: tuple[str, ...] = ()
     sums: SumCost = DENSE_SUMS
     codec: str = "none"
-    borders: tuple[tuple[int, BorderCodecs], ...] = ()
+    boundaries: tuple[tuple[int, BoundaryCodecs], ...] = ()
     has_ending: bool = False
     value_bytes: int = 4
     memory: TierLimits | None = None
@@ -246,13 +246,13 @@ class PlanRequest:
 
     @property
     def codec_words(self) -> tuple[str, ...]:
-        """The codecs that borders may have, each once; those of the planner's choice where it chooses."""
+        """The codecs that boundaries may have, each once; those of the planner's choice where it chooses."""
         named = [*(WORDS_TO_TRY if self.codec == AUTO else (self.codec,))]
-        named += [word for _, one in self.borders for word in (one.forward, one.backward)]
+        named += [word for _, one in self.boundaries for word in (one.forward, one.backward)]
         return tuple(dict.fromkeys(str(parse_codec(word)) for word in named if word != "none"))
 
-    def codec_penalty(self, codecs: Iterable[BorderCodecs], optimizer: str) -> float:
-        """Batches with these codecs on borders that equal one without; 1 if the goal is throughput."""
+    def codec_penalty(self, codecs: Iterable[BoundaryCodecs], optimizer: str) -> float:
+        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput."""
         if self.goal is Goal.THROUGHPUT:
             return 1.0
         return codec_steps(codecs, optimizer, has_ending=self.has_ending)

@@ -46,7 +46,7 @@ def with_codec_rates(
     sums: SumCodec = DENSE,
     use_cache: bool = True,
 ) -> Profile:
-    """A profile that was measured on a device of this machine, with the seconds of these codecs of borders,
+    """A profile that was measured on a device of this machine, with the seconds of these codecs of boundaries,
     and of that of sums over replicas.
     """
     before = torch.get_num_threads()
@@ -62,7 +62,7 @@ def with_codec_rates(
 
 
 def _rate(word: str, dtype: torch.dtype, device: torch.device, *, use_cache: bool) -> CodecRate:
-    """Of a codec of borders. One's own may change under its name, and is measured again."""
+    """Of a codec of boundaries. One's own may change under its name, and is measured again."""
     choice = parse_codec(word)
     measure = partial(_measured, word, codec_of(choice), dtype, device)
     return measure() if choice.where is not None else _kept(measure, word, dtype, device, use_cache=use_cache)

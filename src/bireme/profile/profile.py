@@ -85,7 +85,7 @@ class UnitCost:
 class UnitProfile:
     """One unit. `same_as` is the index of the first unit of the same work, None where it is that itself.
 
-    `receives` and `sends` name the tensors that cross its borders, `inputs` those of the model's inputs that
+    `receives` and `sends` name the tensors that cross its boundaries, `inputs` those of the model's inputs that
     it reads. `parameter_bytes` are those of the parameters that learn, of which a stage keeps one copy for
     every weight version; frozen ones count as `buffer_bytes`, which are there once, and are
     its `frozen_bytes`. `optimizer_bytes` are
@@ -128,7 +128,7 @@ class Profile:
 
     `is_measured` tells whether the seconds were measured there, or estimated from its description. `versions`
     says of which software, `num_threads` with how many threads where that matters. `engine` is what the
-    engine takes besides, `codecs` what codecs of borders take, where these were measured too.
+    engine takes besides, `codecs` what codecs of boundaries take, where these were measured too.
     """
 
     model: str

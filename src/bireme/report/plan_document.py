@@ -129,7 +129,7 @@ def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = (
 
 
 def _codecs(plan: Plan) -> list[dict[str, Any]]:
-    """The codecs of each border between two ranks."""
+    """The codecs of each boundary between two ranks."""
     ranks = plan.source.rank_of_stage
     named = (*plan.codecs, *(AS_IT_IS,) * (plan.num_stages - 1 - len(plan.codecs)))
     return [

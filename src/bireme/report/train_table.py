@@ -255,7 +255,7 @@ def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _about_codecs(links: Sequence[Mapping[str, Any]], through: float) -> str:
-    """What codecs on borders saved, and what the evaluation loss is through them."""
+    """What codecs on boundaries saved, and what the evaluation loss is through them."""
     raw, sent = (sum(link[name] for link in links) for name in ("raw_bytes", "sent_bytes"))
     return (
         f"Codecs sent {bytes_text(sent)} between stages instead of {bytes_text(raw)}. The evaluation loss "

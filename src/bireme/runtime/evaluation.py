@@ -31,7 +31,7 @@ from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stage import LOSS, AnyStageFunction, Batches, Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import Updates, UpdateSettings
-from bireme.runtime.wire import Borders
+from bireme.runtime.wire import Boundaries
 from bireme.runtime.world import World
 from bireme.schedule.generators.shape import forward_only
 from bireme.sync.group import Group, SingleRankGroup
@@ -73,7 +73,7 @@ class Evaluator:
         self._interpreter = interpreter
 
     def evaluate(self, batches: Iterable[Batch], codecs: LinkCodecs = NO_CODECS) -> Evaluation:
-        """The loss over some batches, each of any size down to one sample; what crosses borders goes through
+        """The loss over some batches, each of any size down to one sample; what crosses boundaries goes through
         `codecs`.
         """
         lending = _Lending()
@@ -231,7 +231,7 @@ class ForwardPipeline:
         self._fabric = PipelineFabric(fabric_of(world, num_stages, device))
         layout = layout_of(graph, units, plan, self._fabric.rank, self._fabric.size)
         receives = tuple(units[begin].receives for begin in (0, *cuts))
-        borders = Borders(graph, receives)
+        boundaries = Boundaries(graph, receives)
         stages = _stages(graph, layout, weights, device)
         self.cutter = Cutter(
             width=1,
@@ -246,7 +246,7 @@ class ForwardPipeline:
         )
         """What this rank takes of each batch."""
         transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
-        stage_messages = StageMessages(layout.rank_of_stage, borders, transport, device)
+        stage_messages = StageMessages(layout.rank_of_stage, boundaries, transport, device)
         alone = Reducer(SingleRankGroup(), in_background=False)
         updates = Updates({}, Batches(), alone, UpdateSettings())  # a program of forwards has none
         interpreter = Interpreter({}, stage_messages, updates, teller(world))
@@ -311,7 +311,7 @@ class Assembly:
     graph: Graph
     plan: ProgramPlan
     layout: Layout
-    borders: Borders
+    boundaries: Boundaries
     device: torch.device
     resolve: Resolve
     compiles: bool
@@ -432,7 +432,7 @@ class Assembly:
             function,
             banks,
             {name: given[name].clone() for name in function.buffers},
-            self.borders,
+            self.boundaries,
             self.batches,
             device=self.device,
             recomputes=stage in source.recomputed,

@@ -27,7 +27,7 @@ from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, Sing
 #
 # NCCL knows no tags: what two ranks of one communicator exchange is matched by order, and it is done in
 # order, so that a receive posted early delays everything after it. Therefore each channel, one direction over
-# one border, has a process group of its two ranks to itself.
+# one boundary, has a process group of its two ranks to itself.
 
 
 class NcclTransport:
@@ -109,7 +109,7 @@ class _NcclPending:
 
 
 def _channels(rank_of_stage: Sequence[int]) -> Iterator[Channel]:
-    """Every direction over every border between two ranks."""
+    """Every direction over every boundary between two ranks."""
     for stage in range(1, len(rank_of_stage)):
         if rank_of_stage[stage - 1] != rank_of_stage[stage]:
             yield Channel(True, stage)
@@ -295,7 +295,7 @@ class Fabric(Protocol):
     def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
         """Messages between some ranks, which are called 0, 1, 2, … in this order there; this one is of them.
 
-        `rank_of_stage` says, in these numbers, between which of them there are borders.
+        `rank_of_stage` says, in these numbers, between which of them there are boundaries.
         """
 
     def sums(self, transport: Transport, /) -> Sums | None:
@@ -380,7 +380,7 @@ class DistFabric:
 
 
 def neighbors_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
-    """The ranks that a rank has borders with."""
+    """The ranks that a rank has boundaries with."""
     pairs = [pair for pair in pairwise(rank_of_stage) if rank in pair]
     return {other for pair in pairs for other in pair} - {rank}
 

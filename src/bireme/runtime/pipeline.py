@@ -56,7 +56,7 @@ from bireme.runtime.socket_line import Transport
 from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
-from bireme.runtime.wire import Borders, TensorSpec, checked, received_by
+from bireme.runtime.wire import Boundaries, TensorSpec, checked, received_by
 from bireme.runtime.world import World
 from bireme.sync.coded import CodedSums
 from bireme.sync.exchange import SentBytes
@@ -204,7 +204,7 @@ class Pipeline(HeldState):
     name, which takes its own learning rate, or makes optimizers from named parameters; `lr` gives the factor
     on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
     it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
-    borders; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
+    boundaries; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
     `paging` says where a plan that pages keeps what is not on the device.
     `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
     rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
@@ -270,9 +270,9 @@ class Pipeline(HeldState):
             self.plan = unhurried(plan, self.plan)
         sharers = sharers_of(shard, self.layout)
         self.plan = for_sharers(plan, self.plan, shard)
-        self._borders = Borders(graph, received_by(units, self.plan))
+        self._boundaries = Boundaries(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
-            self._borders.check_halves(self.plan.source.name)
+            self._boundaries.check_halves(self.plan.source.name)
         self._paging = paging_of(
             graph,
             self.plan.source,
@@ -288,7 +288,7 @@ class Pipeline(HeldState):
             graph,
             self.plan,
             self.layout,
-            self._borders,
+            self._boundaries,
             self._device,
             resolve,
             compile,
@@ -335,7 +335,7 @@ class Pipeline(HeldState):
                 self._reducer, self.stages, self._device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        self._stage_messages = StageMessages(ranks, self._borders, transport, self._device, self.codecs)
+        self._stage_messages = StageMessages(ranks, self._boundaries, transport, self._device, self.codecs)
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
@@ -415,7 +415,7 @@ class Pipeline(HeldState):
     def evaluate(self, batches: Iterable[Batch], *, through_codecs: bool = False) -> Evaluation:
         """The loss over some batches, on the newest weights; the same on every rank.
 
-        A batch may be of any size, down to one sample. Borders have no codec, or that of the last batch.
+        A batch may be of any size, down to one sample. Boundaries have no codec, or that of the last batch.
         """
         if self._evaluator is None:
             raise BiremeError(
@@ -475,7 +475,7 @@ class Pipeline(HeldState):
 
     def received(self, stage: int, num_samples: int) -> Sequence[TensorSpec]:
         """What a stage receives from the one before it for a micro-batch of so many samples."""
-        return self._borders.forward(stage, num_samples).specs
+        return self._boundaries.forward(stage, num_samples).specs
 
     @property
     def read_ahead(self) -> int:
@@ -513,7 +513,7 @@ class Pipeline(HeldState):
 
     @property
     def traffic(self) -> Mapping[tuple[bool, int], BoundaryTraffic]:
-        """What this rank has sent of training so far, by direction (forward or not) and border."""
+        """What this rank has sent of training so far, by direction (forward or not) and boundary."""
         return self._stage_messages.traffic
 
     def close(self) -> None:

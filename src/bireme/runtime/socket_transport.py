@@ -68,7 +68,7 @@ class Lines:
 
 
 class SocketTransport:
-    """The transport of one rank; `lines` lead to those it has borders with."""
+    """The transport of one rank; `lines` lead to those it has boundaries with."""
 
     is_host = True
 

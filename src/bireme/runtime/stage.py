@@ -19,7 +19,7 @@ from bireme.runtime.gradients import GradientPool, GradientSums
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.optimizers import UNPAGED, StageMemory, Stash
 from bireme.runtime.shared_weights import GradientParts, Sharers
-from bireme.runtime.wire import Borders
+from bireme.runtime.wire import Boundaries
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import Reduced, Reduction
 
@@ -232,7 +232,7 @@ class Stage:
         function: AnyStageFunction,
         banks: WeightBanks,
         buffers: _Tensors,
-        borders: Borders,
+        boundaries: Boundaries,
         batches: Batches,
         *,
         device: torch.device,
@@ -244,7 +244,7 @@ class Stage:
         self.function = function
         self.banks = banks
         self.buffers = buffers
-        self._borders = borders
+        self._boundaries = boundaries
         self._batches = batches
         self._device = device
         self._recomputes = recomputes
@@ -253,8 +253,8 @@ class Stage:
         self._kept: dict[Place, _Kept] = {}
         self._loss_gradients: dict[float, Tensor] = {}
         """The gradients that losses begin their backward with, by their share in the batch."""
-        self._sends_gradients = tuple(name for name in function.receives if name in borders.learned)
-        self._gets_gradients = borders.gradients_into(index)
+        self._sends_gradients = tuple(name for name in function.receives if name in boundaries.learned)
+        self._gets_gradients = boundaries.gradients_into(index)
 
     @property
     def num_kept(self) -> int:
@@ -395,7 +395,7 @@ class Stage:
 
     def _leaves(self, received: Mapping[str, Tensor], stash: Stash) -> _Tensors:
         """What came in as the begin of this stage's own autograd graph."""
-        learned = self._borders.learned
+        learned = self._boundaries.learned
         return {
             name: stash.keep(tensor.detach()).requires_grad_(name in learned)
             for name, tensor in received.items()
@@ -430,7 +430,7 @@ class Stage:
             return [gradients]
         parts: list[dict[str, Tensor]] = [{} for _ in kept.passes]
         for name, gradient in gradients.items():
-            axis = self._borders.batch_axis(name) or 0
+            axis = self._boundaries.batch_axis(name) or 0
             lengths = [one.roots[name].shape[axis] for one in kept.passes]
             for part, piece in zip(parts, torch.split(gradient, lengths, axis), strict=True):
                 part[name] = piece
@@ -445,7 +445,7 @@ class Stage:
                 found = of(one, name)
                 parts.append(torch.zeros_like(one.received[name]) if found is None else found)
             back[name] = (
-                parts[0] if len(parts) == 1 else torch.cat(parts, self._borders.batch_axis(name) or 0)
+                parts[0] if len(parts) == 1 else torch.cat(parts, self._boundaries.batch_axis(name) or 0)
             )
         return back
 

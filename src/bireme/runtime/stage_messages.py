@@ -16,7 +16,7 @@ from bireme.codec.above import Thresholds
 from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.runtime.microbatches import Feed
 from bireme.runtime.socket_line import Transport
-from bireme.runtime.wire import Arrival, Borders, Coding, OutgoingMessage, WireFormat
+from bireme.runtime.wire import Arrival, Boundaries, Coding, OutgoingMessage, WireFormat
 from bireme.schedule.instruction import Instruction, Message
 from bireme.sync.group import Pending
 
@@ -45,7 +45,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class BoundaryTraffic:
-    """The bytes of all messages that went over a border in one direction: as sent, and without a codec."""
+    """The bytes of all messages that went over a boundary in one direction: as sent, and without a codec."""
 
     raw_bytes: int = 0
     sent_bytes: int = 0
@@ -59,14 +59,14 @@ class StageMessages:
     def __init__(
         self,
         rank_of_stage: tuple[int, ...],
-        borders: Borders,
+        boundaries: Boundaries,
         transport: Transport,
         device: torch.device,
         codecs: LinkCodecs = NO_CODECS,
     ) -> None:
         self._rank_of_stage = rank_of_stage
         self._num_stages = len(rank_of_stage)
-        self._borders = borders
+        self._boundaries = boundaries
         self._transport = transport
         self._device = device
         # Sockets cannot read what lies on an accelerator: there messages go through pinned host memory.
@@ -79,11 +79,11 @@ class StageMessages:
         self._ready: dict[Message, OutgoingMessage] = {}
         """Room for messages that are about to be made."""
         self._free: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
-        """Room whose last message has gone, by border and direction; what was used last is last."""
+        """Room whose last message has gone, by boundary and direction; what was used last is last."""
         self._coding = Coding()
         self._own_codecs = self._codecs = codecs
         self.traffic: dict[tuple[bool, int], BoundaryTraffic] = {}
-        """What this rank has sent of training, by direction and border."""
+        """What this rank has sent of training, by direction and boundary."""
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
@@ -110,12 +110,12 @@ class StageMessages:
         tensors = self._here(key)
         if tensors is None:
             raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
-        border = key.forward, key.to_stage
-        channel = self._sent.setdefault(border, deque())
+        boundary = key.forward, key.to_stage
+        channel = self._sent.setdefault(boundary, deque())
         if len(channel) >= MOST_SENDS:
             oldest = channel.popleft()
             oldest.pending.wait()
-            self._free_over(border).append(oldest.parcel)
+            self._free_over(boundary).append(oldest.parcel)
         parcel = self._ready.pop(key, None) or self._parcel(key)
         parcel.pack(tensors, self._coding)
         if self._coding.keeps_masks:
@@ -166,9 +166,9 @@ class StageMessages:
             while channel:
                 channel.popleft().pending.wait()
 
-    def _free_over(self, border: tuple[bool, int]) -> deque[OutgoingMessage]:
-        """The room for more messages over a border, at most for as many as may be under way."""
-        return self._free.setdefault(border, deque(maxlen=MOST_SENDS))
+    def _free_over(self, boundary: tuple[bool, int]) -> deque[OutgoingMessage]:
+        """The room for more messages over a boundary, at most for as many as may be under way."""
+        return self._free.setdefault(boundary, deque(maxlen=MOST_SENDS))
 
     def _stays(self, key: Message) -> bool:
         """Whether a message is for another stage of this rank."""
@@ -196,22 +196,22 @@ class StageMessages:
         if first not in self._made or second not in self._made:
             return None
         one, other = self._made.pop(first), self._made.pop(second)
-        axes = {name: self._borders.batch_axis(name) or 0 for name in one}
+        axes = {name: self._boundaries.batch_axis(name) or 0 for name in one}
         return {name: torch.cat([one[name], other[name]], axes[name]) for name in one}
 
     def _format(self, key: Message, *, is_raw: bool = False) -> WireFormat:
         assert key.microbatch is not None
         whole = self.feed.portion(key.batch).micro_batches[key.microbatch]
         one = whole if key.half is None else whole.halves[key.half]
-        of_border = self._borders.forward if key.forward else self._borders.backward
+        of_boundary = self._boundaries.forward if key.forward else self._boundaries.backward
         if is_raw or not self._codecs.phases:
-            return of_border(key.to_stage, one.num_samples)
+            return of_boundary(key.to_stage, one.num_samples)
         codecs = self._codecs.of(min(key.from_stage, key.to_stage), key.batch)
         codec = codecs.choice(forward=key.forward)
-        return of_border(key.to_stage, one.num_samples, codec, whole.num_samples)
+        return of_boundary(key.to_stage, one.num_samples, codec, whole.num_samples)
 
     def _count(self, key: Message, parcel: OutgoingMessage) -> None:
-        border = key.forward, min(key.from_stage, key.to_stage)
-        counted = self.traffic.setdefault(border, BoundaryTraffic())
+        boundary = key.forward, min(key.from_stage, key.to_stage)
+        counted = self.traffic.setdefault(boundary, BoundaryTraffic())
         counted.raw_bytes += self._format(key, is_raw=True).num_bytes
         counted.sent_bytes += parcel.num_bytes if self._transport.is_host else parcel.message.nbytes

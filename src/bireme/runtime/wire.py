@@ -1,4 +1,4 @@
-"""The message of one micro-batch over one border: all its tensors in one piece of memory, after a header.
+"""The message of one micro-batch over one boundary: all its tensors in one piece of memory, after a header.
 
 One message instead of one for each tensor costs one latency, and its header tells whose it is, so that a
 tensor of another micro-batch, shape or dtype is never taken for the right one. Both ends make the format from
@@ -83,10 +83,10 @@ def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-# What crosses the borders of one rank, encoded and decoded; masks are kept from the forward to the backward.
+# What crosses the boundaries of one rank, encoded and decoded; masks are kept from the forward to the backward.
 #
 # A mask is made with the message of an activation. Both ends keep it, one bit an entry, until the gradient of
-# the same micro-batch has crossed the border: it is sent for the same entries.
+# the same micro-batch has crossed the boundary: it is sent for the same entries.
 #
 # Where only the most bytes of an encoded tensor are known before, their number comes first.
 
@@ -113,7 +113,7 @@ class Coding:
 
     @property
     def num_masks(self) -> int:
-        """How many messages there are whose gradient has not crossed the border yet."""
+        """How many messages there are whose gradient has not crossed the boundary yet."""
         return len(self._masks)
 
     def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> int:
@@ -184,11 +184,11 @@ def _seed(key: Message, name: str) -> int:
 
 def checked(codecs: LinkCodecs) -> LinkCodecs:
     """The codecs, if those of one's own keep the protocol; to be asked before anything is sent."""
-    for one in {one for phase in codecs.phases for one in phase.borders}:
+    for one in {one for phase in codecs.phases for one in phase.boundaries}:
         there, back = (_codec_of(one.choice(forward=forward)) for forward in (True, False))
         if isinstance(there, Masking) != isinstance(back, Masking):
             raise BiremeError(
-                f"A border has the codec {one.forward} forward and {one.backward} backward. The gradient of "
+                f"A boundary has the codec {one.forward} forward and {one.backward} backward. The gradient of "
                 "what a codec with a mask sends goes back for the same entries: give both directions that "
                 "codec, or none of the two."
             )
@@ -215,7 +215,7 @@ class _Place:
 
 
 class WireFormat:
-    """How tensors lie in a message. It never changes; make one for each border and micro-batch size.
+    """How tensors lie in a message. It never changes; make one for each boundary and micro-batch size.
 
     `num_bytes` is the length of a message, a multiple of 64, or the most that it may be if it `is_bounded`;
     `signature` tells formats apart.
@@ -395,7 +395,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
 
 
-# What crosses the borders between stages, tensor by tensor, at any micro-batch size.
+# What crosses the boundaries between stages, tensor by tensor, at any micro-batch size.
 #
 # Forward goes everything that the next stage receives, backward the gradients of those of these tensors that
 # learn. Both ends know this from the graph, so no shapes are sent.
@@ -404,8 +404,8 @@ def _aligned(num_bytes: int) -> int:
 # and what is tiny is sent as it is.
 
 
-class Borders:
-    """The borders of a pipeline. `receives` are, stage by stage, the names of what it receives."""
+class Boundaries:
+    """The boundaries of a pipeline. `receives` are, stage by stage, the names of what it receives."""
 
     def __init__(self, graph: Graph, receives: tuple[tuple[str, ...], ...]) -> None:
         self.receives = receives
@@ -427,7 +427,7 @@ class Borders:
         return next((axis for axis, length in enumerate(shape) if not isinstance(length, int)), None)
 
     def check_halves(self, schedule: str) -> None:
-        """Where micro-batches go in halves, everything that crosses a border must be cut along with them."""
+        """Where micro-batches go in halves, everything that crosses a boundary must be cut along with them."""
         for names in self.receives:
             for name in names:
                 if self.batch_axis(name) is None:

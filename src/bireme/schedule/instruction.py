@@ -67,7 +67,7 @@ HALF_LETTERS = "ab"
 
 
 class Message(NamedTuple):
-    """What crosses the border into `to_stage`; the same for the send, the receive and the use of it."""
+    """What crosses the boundary into `to_stage`; the same for the send, the receive and the use of it."""
 
     forward: bool
     to_stage: int

@@ -254,7 +254,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         return tuple(values[rank] / part for rank, part in zip(rank_of_stage, parts, strict=True))
 
     sent = (*costs.message_bytes[:-1], costs.input_bytes[-1])
-    borders = tuple(sent[rank] for rank in rank_of_stage)
+    boundaries = tuple(sent[rank] for rank in rank_of_stage)
     back = (*(costs.gradient_message_bytes or costs.message_bytes)[:-1], costs.input_bytes[-1])
     return replace(
         costs,
@@ -269,7 +269,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         reduce_s=share(costs.reduce_s),
         reduce_busy_s=share(costs.reduce_busy_s),
         reduce_bytes=share(costs.reduce_bytes),
-        message_bytes=borders,
+        message_bytes=boundaries,
         gradient_message_bytes=tuple(back[rank] for rank in rank_of_stage),
         weight_bytes=share(costs.weight_bytes),
         gradient_bytes=share(costs.gradient_bytes),
@@ -277,7 +277,7 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         buffer_bytes=share(costs.buffer_bytes),
         frozen_bytes=share(costs.frozen_bytes) if costs.frozen_bytes else (),
         stash_bytes=share(costs.stash_bytes),
-        input_bytes=(costs.input_bytes[0], *borders[:-1]),
+        input_bytes=(costs.input_bytes[0], *boundaries[:-1]),
         workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),
         waiting_bytes=share(costs.waiting_bytes) if costs.waiting_bytes else (),
         halves_bytes=share(costs.halves_bytes) if costs.halves_bytes else (),

@@ -20,7 +20,7 @@ _PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class CodecCost:
-    """What codecs change on a border, for one micro-batch: the bytes of its messages, as shares of those
+    """What codecs change on a boundary, for one micro-batch: the bytes of its messages, as shares of those
     without, and the seconds to encode and to decode them, on a device of speed 1.
     """
 
@@ -36,7 +36,7 @@ class CodecCost:
 class Costs:
     """Seconds and bytes per stage, for one micro-batch where that matters.
 
-    `message_bytes[s]` crosses the border from stage s to s+1, `gradient_message_bytes[s]` comes back over it;
+    `message_bytes[s]` crosses the boundary from stage s to s+1, `gradient_message_bytes[s]` comes back over it;
     where none are given that is as much. `codecs[s]`, where there are any, says what is sent of both.
     `reduce_s` is the
     gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
@@ -237,29 +237,29 @@ class Costs:
             case Kind.AVERAGE_START | Kind.AVERAGE_END:
                 return 0.0
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                return self.engine.sending_s(self.border_bytes(step)) + self._encode_s(step)
+                return self.engine.sending_s(self.boundary_bytes(step)) + self._encode_s(step)
             case _:
                 return self.engine.receive_s
         return table[step.stage]
 
-    def border_bytes(self, step: Instruction) -> float:
+    def boundary_bytes(self, step: Instruction) -> float:
         """The bytes a send moves."""
         return self.message_of(step.carries())
 
     def message_of(self, message: Message) -> float:
-        """The bytes that cross a border for a micro-batch, or for half of one."""
-        border = min(message.from_stage, message.to_stage)
+        """The bytes that cross a boundary for a micro-batch, or for half of one."""
+        boundary = min(message.from_stage, message.to_stage)
         table = self.forward_bytes if message.forward else self.backward_bytes
-        return table[border] * (1.0 if message.half is None else 0.5)
+        return table[boundary] * (1.0 if message.half is None else 0.5)
 
     @property
     def forward_bytes(self) -> tuple[float, ...]:
-        """What crosses each border forward for a micro-batch, as it is sent."""
+        """What crosses each boundary forward for a micro-batch, as it is sent."""
         return tuple(num * self._codec(place).forward_share for place, num in enumerate(self.message_bytes))
 
     @property
     def backward_bytes(self) -> tuple[float, ...]:
-        """What comes back over each border for a micro-batch, as it is sent."""
+        """What comes back over each boundary for a micro-batch, as it is sent."""
         back = self.gradient_message_bytes or self.message_bytes
         return tuple(num * self._codec(place).backward_share for place, num in enumerate(back))
 
@@ -269,8 +269,8 @@ class Costs:
         tied = self.tied_gradient_bytes or (0.0,) * self.num_stages
         return tuple(whole - one for whole, one in zip(self.gradient_bytes, tied, strict=True))
 
-    def _codec(self, border: int) -> CodecCost:
-        return self.codecs[border] if border < len(self.codecs) else AS_IT_IS
+    def _codec(self, boundary: int) -> CodecCost:
+        return self.codecs[boundary] if boundary < len(self.codecs) else AS_IT_IS
 
     def _encode_s(self, step: Instruction) -> float:
         """For how long a rank is busy to encode what it sends."""

@@ -102,7 +102,7 @@ class _Operations:
             if ends is None:
                 raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
             is_send = step.kind in SENDS
-            num_bytes = costs.border_bytes(step) if is_send else 0.0
+            num_bytes = costs.boundary_bytes(step) if is_send else 0.0
             code, key = SEND if is_send else _RECEIVE, _key(step.carries())
             return _Like(code, costs.seconds(step, rank), key, self._channel(*ends), num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):

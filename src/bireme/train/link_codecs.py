@@ -1,4 +1,4 @@
-"""The codecs of a run's borders, batch by batch: from the run file and the plan.
+"""The codecs of a run's boundaries, batch by batch: from the run file and the plan.
 
 They depend on the number of the batch alone, so a run that is resumed goes on to the last bit.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bireme.codec.description import AS_IT_IS, NONE, BorderCodecs, CodecPhase, LinkCodecs
+from bireme.codec.description import AS_IT_IS, NONE, BoundaryCodecs, CodecPhase, LinkCodecs
 from bireme.codec.sum_description import DENSE, QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
@@ -109,58 +109,58 @@ def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
     return tuple(found)
 
 
-def main_codecs(run: RunFile, plan: Plan) -> tuple[BorderCodecs, ...]:
-    """The codecs of each border in the middle of a run."""
-    num_borders = plan.num_stages - 1
+def main_codecs(run: RunFile, plan: Plan) -> tuple[BoundaryCodecs, ...]:
+    """The codecs of each boundary in the middle of a run."""
+    num_boundaries = plan.num_stages - 1
     asked = run.links
     if asked.codec is None or asked.codec == AUTO:
-        found = [*plan.codecs, *[AS_IT_IS] * (num_borders - len(plan.codecs))]
+        found = [*plan.codecs, *[AS_IT_IS] * (num_boundaries - len(plan.codecs))]
     else:
-        found = [BorderCodecs(asked.codec, asked.codec)] * num_borders
-    for one in asked.borders or ():
-        if one.number < num_borders:
+        found = [BoundaryCodecs(asked.codec, asked.codec)] * num_boundaries
+    for one in asked.boundaries or ():
+        if one.number < num_boundaries:
             found[one.number] = one.codecs
     return tuple(found)
 
 
 def link_codecs(run: RunFile, plan: Plan) -> LinkCodecs:
-    """The codecs of all borders over a run."""
+    """The codecs of all boundaries over a run."""
     steps, parts = run.training.steps, run.links.schedule
-    num_borders = plan.num_stages - 1
+    num_boundaries = plan.num_stages - 1
     first, last = round(parts.first_fraction * steps), round(parts.last_fraction * steps)
     phases = {0: main_codecs(run, plan)}
     if first:
-        phases = {0: _all(parts.first_codec, num_borders), first: phases[0]}
+        phases = {0: _all(parts.first_codec, num_boundaries), first: phases[0]}
     if last:
         phases = {begin: one for begin, one in phases.items() if begin < steps - last}
-        phases[steps - last] = _all(parts.last_codec, num_borders)
-    if all(one.is_none for borders in phases.values() for one in borders):
+        phases[steps - last] = _all(parts.last_codec, num_boundaries)
+    if all(one.is_none for boundaries in phases.values() for one in boundaries):
         return LinkCodecs()
     return LinkCodecs(tuple(CodecPhase(begin, phases[begin]) for begin in sorted(phases)))
 
 
 def with_own_codecs(found: SavedPlan, run: RunFile) -> SavedPlan:
-    """A plan from a file, for a run that may send over its borders by other codecs than the file's: what the
+    """A plan from a file, for a run that may send over its boundaries by other codecs than the file's: what the
     file promises is then not of this run, and left out.
     """
-    check_borders(run, found.plan)
+    check_boundaries(run, found.plan)
     usual = main_codecs(run.model_copy(update={"links": LinksTable()}), found.plan)
     return found if main_codecs(run, found.plan) == usual else replace(found, forecast=None)
 
 
-def check_borders(run: RunFile, plan: Plan) -> None:
-    """Refuse codecs for borders that the plan does not have, and codecs of one's own that are wrong."""
-    for one in run.links.borders or ():
+def check_boundaries(run: RunFile, plan: Plan) -> None:
+    """Refuse codecs for boundaries that the plan does not have, and codecs of one's own that are wrong."""
+    for one in run.links.boundaries or ():
         if one.number >= plan.num_stages - 1:
             raise BiremeError(
-                f"links.borders names the border {one.border}, but the plan has {plan.num_stages} stages, 0 "
-                f"to {plan.num_stages - 1}. Name a border between two of them, or set plan.depth."
+                f"links.boundaries names the boundary {one.boundary}, but the plan has {plan.num_stages} stages, 0 "
+                f"to {plan.num_stages - 1}. Name a boundary between two of them, or set plan.depth."
             )
     checked(link_codecs(run, plan))
 
 
 def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
-    """A sentence about a codec that the run asks for, if nothing crosses a border of its plan."""
+    """A sentence about a codec that the run asks for, if nothing crosses a boundary of its plan."""
     word = run.links.codec
     if word in (None, AUTO, str(NONE)) or len(set(plan.source.rank_of_stage)) > 1:
         return ()
@@ -174,7 +174,7 @@ def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Calla
     """Say that a run goes on with other codecs than it had, which is allowed."""
     before, now = link_codecs(folder.load_run(), load_plan(folder.plan).plan), link_codecs(run, plan)
     if now != before:
-        tell(f"The codecs of the borders change from {_named(before)} to {_named(now)}.")
+        tell(f"The codecs of the boundaries change from {_named(before)} to {_named(now)}.")
 
 
 def _named(codecs: LinkCodecs) -> str:
@@ -186,12 +186,12 @@ def _named(codecs: LinkCodecs) -> str:
                 one.forward
                 if one.forward == one.backward
                 else f"{one.forward} with gradients in {one.backward}"
-                for one in phase.borders
+                for one in phase.boundaries
             )
         )
         parts.append(f"from step {phase.first_batch + 1} on {words}" if phase.first_batch else words)
     return ", ".join(parts) or "none"
 
 
-def _all(word: str, num_borders: int) -> tuple[BorderCodecs, ...]:
-    return (BorderCodecs(word, word),) * num_borders
+def _all(word: str, num_boundaries: int) -> tuple[BoundaryCodecs, ...]:
+    return (BoundaryCodecs(word, word),) * num_boundaries

@@ -125,7 +125,7 @@ class _RunReading:
 class _RunEvaluations:
     """`figures` are those of the last evaluation, which was after `step` steps; None where it has no loss.
 
-    `loss_through_codecs` is there where borders had codecs then. `step` is -1 before the first.
+    `loss_through_codecs` is there where boundaries had codecs then. `step` is -1 before the first.
     """
 
     def __init__(self, run: RunFile, data: RunData) -> None:
@@ -479,8 +479,8 @@ class Loop:
 
     def _sent_by_pipeline(self) -> list[LinkBytes]:
         return [
-            LinkBytes(border, forward, one.raw_bytes, one.sent_bytes)
-            for (forward, border), one in self.pipeline.traffic.items()
+            LinkBytes(boundary, forward, one.raw_bytes, one.sent_bytes)
+            for (forward, boundary), one in self.pipeline.traffic.items()
         ]
 
     def _outcome(self) -> Outcome:

@@ -79,9 +79,9 @@ REPLAN = "new plan"
 
 @dataclass(frozen=True, slots=True)
 class LinkBytes:
-    """What a rank has sent over a border in one direction: without a codec, and with it."""
+    """What a rank has sent over a boundary in one direction: without a codec, and with it."""
 
-    border: int
+    boundary: int
     forward: bool
     raw_bytes: int
     sent_bytes: int
@@ -129,7 +129,7 @@ class Outcome:
 
     `batch_s` is the median of the seconds of a batch, those first in a window left out. `checkpoint` is the
     step of the newest one. The figures of the last evaluation are None where they mean nothing;
-    `eval_loss_through_codecs` also where borders have no codecs. A run that ended to be planned again says
+    `eval_loss_through_codecs` also where boundaries have no codecs. A run that ended to be planned again says
     which stage is slow. `placement` is what an epoch takes of private and public samples, None where all are
     public. `leads` says whether the rank's replica speaks for the run.
     """

@@ -138,7 +138,7 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         owners=tuple(sorted(run.data.private or ())),
         sums=sums_of(run, graph),
         codec=run.links.codec or "none",
-        borders=tuple((one.number, one.codecs) for one in run.links.borders or ()),
+        boundaries=tuple((one.number, one.codecs) for one in run.links.boundaries or ()),
         has_ending=run.links.schedule.last_fraction > 0,
         value_bytes=2 if run.model.dtype == "bfloat16" else 4,
         memory=_tier_limits(run.memory, compiles=run.model.compile),

@@ -51,7 +51,7 @@ from bireme.train.data.stream import StreamSamples
 from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import InitialWeights, remove_initial
 from bireme.train.link_codecs import (
-    check_borders,
+    check_boundaries,
     check_gradient,
     check_schedule,
     gradient_document,
@@ -344,7 +344,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
     planning_s = perf_counter() - begin_s
     plan = saved_plan(answer, planned_units(measured))
-    check_borders(run, plan.plan)
+    check_boundaries(run, plan.plan)
     if run.plan.largest_batch is not None:
         run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
@@ -381,7 +381,7 @@ def prepared_again(
     else:
         tell("What the plan was made from has changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone, begins=checkpoint is None)
-    check_borders(run, found.plan.plan)
+    check_boundaries(run, found.plan.plan)
     if checkpoint is not None:
         if is_alone:
             check_same_census(load_census(folder.private), found.census, str(folder.path), tell)

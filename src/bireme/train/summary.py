@@ -198,7 +198,7 @@ class _MembershipSummary:
 
 @dataclass(frozen=True, slots=True)
 class _LinkSummary:
-    """A border between two stages: its codecs in the middle of the run, and the bytes of all its messages in
+    """A boundary between two stages: its codecs in the middle of the run, and the bytes of all its messages in
     both directions, without a codec and as they were sent.
     """
 
@@ -233,7 +233,7 @@ class _TierSummary:
 class RunSummary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
     updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
-    where there are replicas. `eval_loss` is that of the model as it is exported, without codecs on borders.
+    where there are replicas. `eval_loss` is that of the model as it is exported, without codecs on boundaries.
     """
 
     steps: int
@@ -474,17 +474,17 @@ def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_RankSummary
 
 
 def _links(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_LinkSummary, ...]:
-    """The borders between ranks, replicas together."""
+    """The boundaries between ranks, replicas together."""
     plan = prepared.plan.plan
     ranks = plan.source.rank_of_stage
     sent = [link for one in outcomes for link in one.own.links]
     found = []
-    for border, codecs in enumerate(main_codecs(prepared.run, plan)):
-        own = [link for link in sent if link.border == border]
-        if ranks[border] != ranks[border + 1]:
+    for boundary, codecs in enumerate(main_codecs(prepared.run, plan)):
+        own = [link for link in sent if link.boundary == boundary]
+        if ranks[boundary] != ranks[boundary + 1]:
             raw_bytes, sent_bytes = sum(link.raw_bytes for link in own), sum(link.sent_bytes for link in own)
             words = codecs.forward, codecs.backward
-            found.append(_LinkSummary(border, border + 1, *words, raw_bytes, sent_bytes))
+            found.append(_LinkSummary(boundary, boundary + 1, *words, raw_bytes, sent_bytes))
     return tuple(found)
 
 

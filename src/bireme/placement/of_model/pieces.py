@@ -437,7 +437,7 @@ def _looks(
 
     One that takes no time and no room, is the only user of the one value it looks at, and gives one value of
     no more bytes, can as well be where that is made: what would have crossed before it crosses after it. At
-    the border of two units that would keep a plan from cutting there, so there it is left alone.
+    the boundary of two units that would keep a plan from cutting there, so there it is left alone.
     """
     for place, piece in pieces.items():
         read = [name for name in source.graph.operators[place].reads() if name in operators.maker_of]

@@ -1,7 +1,7 @@
 """From a placement of a model back to a `Plan` that the engine runs, where it is a chain of stages.
 
 A plan cuts between units and gives each device one stretch of them. A placement of operators that cuts inside
-units can be rounded to their borders, which changes its value.
+units can be rounded to their boundaries, which changes its value.
 """
 
 from collections import defaultdict
@@ -29,12 +29,12 @@ class _PlacedPlan:
 
     @property
     def note(self) -> str:
-        """What rounding to the borders of units has changed, as a sentence; empty where nothing."""
+        """What rounding to the boundaries of units has changed, as a sentence; empty where nothing."""
         if self.value == self.value_before:
             return ""
         change = 100 * (self.value / self.value_before - 1) if self.value_before else float("inf")
         return (
-            f"Cuts were moved to the nearest borders of units; the value is {self.value:.6g} ms instead of "
+            f"Cuts were moved to the nearest boundaries of units; the value is {self.value:.6g} ms instead of "
             f"{self.value_before:.6g} ms ({change:+.1f} %)."
         )
 
@@ -49,8 +49,8 @@ def plan_of(
 ) -> _PlacedPlan:
     """The plan that runs each unit where the placement has it, stages in the order of the chain.
 
-    A placement that is no chain of stages at the borders of units is refused, unless it may be `snapped`.
-    Then the devices are in the order of what they run, each cut goes to the nearest border in time, and who
+    A placement that is no chain of stages at the boundaries of units is refused, unless it may be `snapped`.
+    Then the devices are in the order of what they run, each cut goes to the nearest boundary in time, and who
     is left without a unit is not used. Units that a colour binds together stay so.
     """
     if len(placement.devices) != len(model.workload.nodes):
@@ -93,14 +93,14 @@ def _out_of_line(model: ModelWorkload, devices: Sequence[int]) -> str:
             return (
                 f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, and what comes "
                 f"before it in its unit is on {model.device_names[device]}, but a plan cuts only between "
-                "units. Place units instead of operators, or have the cuts moved to the borders of units."
+                "units. Place units instead of operators, or have the cuts moved to the boundaries of units."
             )
         if there in left:
             return (
                 f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, as are earlier "
                 f"units, but those right before it are on {model.device_names[device]}; in a plan a device "
                 "runs one stretch of the chain. Ask for a contiguous placement of units, or have the cuts "
-                "moved to the borders of units."
+                "moved to the boundaries of units."
             )
         if there != device and device >= 0:
             left.add(device)
@@ -114,7 +114,7 @@ def _operator(model: ModelWorkload, node: Node, place: int) -> str:
 
 
 def _snapped(model: ModelWorkload, devices: Sequence[int]) -> tuple[int, ...]:
-    """The device of each node when every cut is moved to the nearest border of units."""
+    """The device of each node when every cut is moved to the nearest boundary of units."""
     nodes = model.workload.nodes
     time_of_device: dict[int, float] = defaultdict(float)
     places: dict[int, list[int]] = defaultdict(list)
@@ -126,18 +126,18 @@ def _snapped(model: ModelWorkload, devices: Sequence[int]) -> tuple[int, ...]:
             places[device].append(place)
     line = sorted(places, key=lambda device: (sum(places[device]) / len(places[device]), device))
     through = list(accumulate(time_of_unit, initial=0.0))
-    borders = _borders(model)
+    boundaries = _boundaries(model)
     device_of_unit: list[int] = []
     done = 0.0
     for device in line:
         done += time_of_device[device]
-        border = min(borders, key=lambda unit: abs(through[unit] - done))
-        device_of_unit += [device] * (border - len(device_of_unit))
+        boundary = min(boundaries, key=lambda unit: abs(through[unit] - done))
+        device_of_unit += [device] * (boundary - len(device_of_unit))
     device_of_unit += [line[-1]] * (len(time_of_unit) - len(device_of_unit))
     return tuple(device_of_unit[unit] for unit in model.units)
 
 
-def _borders(model: ModelWorkload) -> list[int]:
+def _boundaries(model: ModelWorkload) -> list[int]:
     """The units that a stage may begin with, and the end: not those between units of one colour."""
     first: dict[int, int] = {}
     inside: set[int] = set()
@@ -152,13 +152,13 @@ def _value(model: ModelWorkload, devices: Sequence[int], objective: Objective) -
     if objective is Objective.LATENCY:
         report = latency_of(model.workload, devices)
         if report.reason is not None:
-            raise BiremeError(f"{report.reason} That is with the cuts moved to the borders of units.")
+            raise BiremeError(f"{report.reason} That is with the cuts moved to the boundaries of units.")
         return report.latency
     items = items_of(model.workload, contiguous=False, weightless=Weightless.STAY)
     where = [devices[members[0]] for members in items.members]
     if not fits(items, where):
         raise BiremeError(
-            "With the cuts moved to the borders of units a device has more than it can hold. Place units in "
+            "With the cuts moved to the boundaries of units a device has more than it can hold. Place units in "
             "place of operators."
         )
     return value_of(loads_of(items, where), objective)

@@ -396,10 +396,10 @@ def _has_short_ways(loads: Loads) -> bool:
     return not line.overlap and any(link.bytes_per_s < np.inf for link in line.links)
 
 
-def _short_ways(costs: Sequence[Seconds], borders: Sequence[Seconds], pace_s: float) -> Iterable[Cuts]:
+def _short_ways(costs: Sequence[Seconds], boundaries: Sequence[Seconds], pace_s: float) -> Iterable[Cuts]:
     """Of partitions that are a little slower than could be those that a micro-batch is soonest through."""
     for factor in _SLOWER:
-        cuts = least_sum(costs, borders, factor * pace_s)
+        cuts = least_sum(costs, boundaries, factor * pace_s)
         if cuts is not None:
             yield cuts
 

@@ -21,7 +21,7 @@ from bireme.sync.slices import PART_BYTES_IN_FLIGHT, beside_parts
 # The bytes of every range of units that could be a stage, all at once.
 #
 # They are those of `profile/stages.py` to the byte, which works one range out alone. Here ranges that differ
-# by their first unit are worked out from each other: only what involves that unit and the border after it
+# by their first unit are worked out from each other: only what involves that unit and the boundary after it
 # changes.
 
 Bytes = npt.NDArray[np.int64]

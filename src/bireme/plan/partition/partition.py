@@ -170,10 +170,10 @@ class LeastMax:
         return float(self.least[num_stages - 1][end - num_stages])
 
 
-def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> LeastMax:
+def least_max(costs: Iterable[Seconds], boundaries: Sequence[Seconds] = ()) -> LeastMax:
     """Cut so that the greatest cost is least; entries are those of `Loads`.
 
-    `borders[s][b]` is the cost of the cut after stage s at unit s + 1 + b.
+    `boundaries[s][b]` is the cost of the cut after stage s at unit s + 1 + b.
     """
     least: list[Seconds] = []
     begins: list[npt.NDArray[np.intp]] = []
@@ -183,7 +183,7 @@ def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> Leas
             least.append(cost[0])
             begins.append(np.zeros(len(cost), np.intp))
             continue
-        before = np.maximum(least[-1], borders[stage - 1]) if borders else least[-1]
+        before = np.maximum(least[-1], boundaries[stage - 1]) if boundaries else least[-1]
         greatest = np.maximum(before[:, None], cost)
         first = greatest.argmin(axis=0)
         begins.append(first)
@@ -191,7 +191,7 @@ def least_max(costs: Iterable[Seconds], borders: Sequence[Seconds] = ()) -> Leas
     return LeastMax(tuple(least), tuple(begins))
 
 
-def least_sum(costs: Sequence[Seconds], borders: Sequence[Seconds], most: float) -> tuple[int, ...] | None:
+def least_sum(costs: Sequence[Seconds], boundaries: Sequence[Seconds], most: float) -> tuple[int, ...] | None:
     """Cut so that the sum of the costs is least and none is more than `most`; None where that cannot be.
 
     On devices of unequal speed the sum, which a micro-batch takes to go through, depends on the cuts.
@@ -199,7 +199,7 @@ def least_sum(costs: Sequence[Seconds], borders: Sequence[Seconds], most: float)
     sums = np.where(costs[0][0] <= most, costs[0][0], np.inf)
     begins: list[npt.NDArray[np.intp]] = []
     for stage in range(1, len(costs)):
-        before = np.where(borders[stage - 1] <= most, sums, np.inf)
+        before = np.where(boundaries[stage - 1] <= most, sums, np.inf)
         found = before[:, None] + np.where(costs[stage] <= most, costs[stage], np.inf)
         first = found.argmin(axis=0)
         begins.append(first)

@@ -48,21 +48,23 @@ class LaneTraffic:
         problem: PlanningProblem,
         grid: Sequence[Sequence[int]],
         rank_of_stage: Sequence[int],
-        border_bytes: Sequence[Sequence[float]],
+        boundary_bytes: Sequence[Sequence[float]],
         reduce_bytes: Sequence[float],
         returned_bytes: Sequence[Sequence[float]] | None = None,
     ) -> "LaneTraffic":
-        """Of a grid; `border_bytes` are those after each stage of each replica, `returned_bytes` those of the
+        """Of a grid; `boundary_bytes` are those after each stage of each replica, `returned_bytes` those of the
         gradients that come back, as much unless given.
 
         `reduce_bytes` are those that each rank's ring moves over each hop.
         """
         messages: list[dict[Lane, float]] = []
-        for replica, borders in enumerate(zip(border_bytes, returned_bytes or border_bytes, strict=True)):
+        for replica, boundaries in enumerate(
+            zip(boundary_bytes, returned_bytes or boundary_bytes, strict=True)
+        ):
             own: defaultdict[Lane, float] = defaultdict(float)
             for stage in range(len(rank_of_stage) - 1):
                 here, there = (grid[rank_of_stage[place]][replica] for place in (stage, stage + 1))
-                for of_stages, ends in zip(borders, ((here, there), (there, here)), strict=True):
+                for of_stages, ends in zip(boundaries, ((here, there), (there, here)), strict=True):
                     for lane in problem.path(*ends):
                         own[lane] += of_stages[stage]
             messages.append(own)

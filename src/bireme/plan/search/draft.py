@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from bireme.cluster.cluster import Cluster
-from bireme.codec.description import BorderCodecs
+from bireme.codec.description import BoundaryCodecs
 from bireme.errors import BiremeError
 from bireme.plan.plan import Paging, Plan
 from bireme.plan.search.shapes import PARTS, Outline
@@ -38,8 +38,8 @@ class Draft:
     recompute: tuple[int, ...] = ()
     num_sliced: int | None = None
     lookahead: int = 0
-    codecs: tuple[BorderCodecs, ...] = ()
-    """Of its borders; the one that is wished for on all of them if it is empty."""
+    codecs: tuple[BoundaryCodecs, ...] = ()
+    """Of its boundaries; the one that is wished for on all of them if it is empty."""
     sweep: int = 1
     paging: Paging | None = None
     whole_weights: int = 0
@@ -95,8 +95,8 @@ class Draft:
             is_looped=self.paging is not None,
         )
 
-    def plan(self, names: tuple[str, ...], codecs: tuple[BorderCodecs, ...] = ()) -> Plan:
-        """The plan, with the devices' names and the codecs of its borders."""
+    def plan(self, names: tuple[str, ...], codecs: tuple[BoundaryCodecs, ...] = ()) -> Plan:
+        """The plan, with the devices' names and the codecs of its boundaries."""
         outline = self.outline
         is_told = outline.stages_per_rank > 1 or outline.schedule in PARTS
         return Plan(

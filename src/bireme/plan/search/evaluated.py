@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
-from bireme.codec.description import AS_IT_IS, BorderCodecs
+from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate, Forecast, NothingFits, PlanKind
 from bireme.plan.penalties import WORDS_TO_TRY
@@ -26,10 +26,10 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.profile.profile import Profile
 
-# Which codecs the borders of a plan get, where the planner may choose: those with the least time to loss.
+# Which codecs the boundaries of a plan get, where the planner may choose: those with the least time to loss.
 #
-# A search is made without codecs and one with each that is worth trying, on all borders between ranks. The
-# best plan of all is then gone through border by border: a fast link needs none. Within one server nothing is
+# A search is made without codecs and one with each that is worth trying, on all boundaries between ranks. The
+# best plan of all is then gone through boundary by boundary: a fast link needs none. Within one server nothing is
 # tried.
 
 _CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
@@ -71,13 +71,13 @@ def _has_far_devices(cluster: Cluster, request: PlanRequest) -> bool:
 
 
 def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
-    """The plan with the best codec of each border, given those of the others."""
+    """The plan with the best codec of each boundary, given those of the others."""
     evaluator = PlanEvaluator(problem)
     draft, forecast = draft_of(best.plan, problem.cluster), best.forecast
-    tried = (AS_IT_IS, *(BorderCodecs(word, word) for word in WORDS_TO_TRY))
-    for border in range(len(draft.codecs)):
+    tried = (AS_IT_IS, *(BoundaryCodecs(word, word) for word in WORDS_TO_TRY))
+    for boundary in range(len(draft.codecs)):
         for one in tried:
-            own = (*draft.codecs[:border], one, *draft.codecs[border + 1 :])
+            own = (*draft.codecs[:boundary], one, *draft.codecs[boundary + 1 :])
             other = replace(draft, codecs=own)
             promised = evaluator.forecast(other)
             candidate = Candidate(best.plan, promised)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from bireme.cluster.cluster import Cluster, Lane
 from bireme.cluster.device import NO_ENGINE
 from bireme.cluster.symmetry import Symmetry
-from bireme.codec.description import AS_IT_IS, BorderCodecs
+from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
 from bireme.plan.codec_costs import with_fewer_bytes
 from bireme.plan.partition.chain import Chain, chain_of
@@ -72,8 +72,8 @@ class PlanningProblem:
         self.pins = self._pins()
         self.schedules = _schedules(request)
         word = "none" if request.codec == AUTO else request.codec
-        self.codec = BorderCodecs(word, word)
-        """That of all borders between ranks, unless a draft has its own."""
+        self.codec = BoundaryCodecs(word, word)
+        """That of all boundaries between ranks, unless a draft has its own."""
         self.sizes = self._sizes()
         self._check_numbers()
         self._chains: dict[int, Chain] = {}
@@ -160,15 +160,15 @@ class PlanningProblem:
         return self._merged[key]
 
     def codecs(
-        self, rank_of_stage: Sequence[int], own: tuple[BorderCodecs, ...] = ()
-    ) -> tuple[BorderCodecs, ...]:
-        """The codecs of the borders between stages: those asked for of single borders, and of the others a
+        self, rank_of_stage: Sequence[int], own: tuple[BoundaryCodecs, ...] = ()
+    ) -> tuple[BoundaryCodecs, ...]:
+        """The codecs of the boundaries between stages: those asked for of single boundaries, and of the others a
         draft's own, or the one that is wished for.
         """
         asked = own or (self.codec,) * (len(rank_of_stage) - 1)
-        if self.request.borders:
-            single = dict(self.request.borders)
-            asked = tuple(single.get(border, one) for border, one in enumerate(asked))
+        if self.request.boundaries:
+            single = dict(self.request.boundaries)
+            asked = tuple(single.get(boundary, one) for boundary, one in enumerate(asked))
         far = (one != other for one, other in pairwise(rank_of_stage))
         return tuple(one if is_far else AS_IT_IS for one, is_far in zip(asked, far, strict=False))
 
@@ -182,7 +182,7 @@ class PlanningProblem:
     def penalty(
         self, schedule: str, num_stages: int, num_microbatches: int, width: int, *, lookahead: int = 0
     ) -> float:
-        """What a shape costs in steps, if that is minded, but for what codecs on its borders do."""
+        """What a shape costs in steps, if that is minded, but for what codecs on its boundaries do."""
         rule, optimizer = schedule_named(schedule).rule, self.profile.optimizer
         steps = self.request.penalty(rule, optimizer, num_stages, num_microbatches, lookahead=lookahead)
         return steps * self.request.sum_penalty(width, optimizer)

@@ -392,15 +392,15 @@ def _check_links(links: LinksTable) -> None:
             f"links.schedule.first_fraction is {parts.first_fraction:g} and last_fraction is "
             f"{parts.last_fraction:g}: together they are more than the whole run. Make one of them smaller."
         )
-    named = [one.border for one in links.borders or ()]
-    twice = next((border for border in named if named.count(border) > 1), None)
+    named = [one.boundary for one in links.boundaries or ()]
+    twice = next((boundary for boundary in named if named.count(boundary) > 1), None)
     if twice is not None:
-        raise BiremeError(f"links.borders names the border {twice} twice. Leave out one of the two.")
-    for one in links.borders or ():
+        raise BiremeError(f"links.boundaries names the boundary {twice} twice. Leave out one of the two.")
+    for one in links.boundaries or ():
         try:
             _ = one.codecs
         except BiremeError as error:
-            raise BiremeError(f"links.borders, border {one.border}: {error}") from None
+            raise BiremeError(f"links.boundaries, boundary {one.boundary}: {error}") from None
 
 
 def _check_machines(cluster: ClusterTable, plan: Planning) -> None:

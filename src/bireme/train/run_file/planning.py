@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bireme.balance import Policy
 from bireme.bounds import bytes_of
-from bireme.codec.description import BorderCodecs, parse_codec
+from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.errors import BiremeError
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.train.run_file.table import (
@@ -154,7 +154,7 @@ def _bytes(amount: str, key: str) -> int | None:
     return None if amount == AUTO else bytes_of(amount, key)
 
 
-# `[links]` of a run file: how what crosses the borders between stages becomes fewer bytes.
+# `[links]` of a run file: how what crosses the boundaries between stages becomes fewer bytes.
 
 
 def _codec(value: str) -> str:
@@ -165,16 +165,16 @@ def _codec_or_auto(value: str) -> str:
     return AUTO if value.strip().lower() == AUTO else _codec(value)
 
 
-def _border(value: str) -> str:
+def _boundary(value: str) -> str:
     first, dash, second = value.strip().partition("-")
     if not dash or not first.isdecimal() or not second.isdecimal() or int(second) != int(first) + 1:
         raise ValueError('two neighboring stages, such as "0-1"')
     return f"{int(first)}-{int(second)}"
 
 
-def _borders(value: Any) -> Any:
+def _boundaries(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError('one table or more, such as [{border = "0-1", forward = "int8"}]')
+        raise ValueError('one table or more, such as [{boundary = "0-1", forward = "int8"}]')
     return tuple(value)
 
 
@@ -182,22 +182,22 @@ Codec = Annotated[str, AfterValidator(_codec)]
 CodecOrAuto = Annotated[str, AfterValidator(_codec_or_auto)]
 
 
-class BorderLinks(Table):
-    """One entry of `links.borders`."""
+class BoundaryLinks(Table):
+    """One entry of `links.boundaries`."""
 
-    border: Annotated[str, AfterValidator(_border)]
+    boundary: Annotated[str, AfterValidator(_boundary)]
     forward: Codec
     backward: Codec | None = None
 
     @property
     def number(self) -> int:
-        """The stage before the border."""
-        return int(self.border.partition("-")[0])
+        """The stage before the boundary."""
+        return int(self.boundary.partition("-")[0])
 
     @property
-    def codecs(self) -> BorderCodecs:
+    def codecs(self) -> BoundaryCodecs:
         """Both directions; the gradient goes as the activation does unless it is said."""
-        return BorderCodecs(self.forward, self.backward or self.forward)
+        return BoundaryCodecs(self.forward, self.backward or self.forward)
 
 
 class LinkSchedule(Table):
@@ -208,7 +208,7 @@ class LinkSchedule(Table):
     )
     first_codec: Codec = Field(
         default="int8",
-        description="Codec of all borders in the first part of the run, in the notation of links.codec",
+        description="Codec of all boundaries in the first part of the run, in the notation of links.codec",
     )
     last_fraction: Share = Field(
         default=0.0,
@@ -217,7 +217,7 @@ class LinkSchedule(Table):
     )
     last_codec: Codec = Field(
         default="int8",
-        description="Codec of all borders in the last part of the run, in the notation of links.codec",
+        description="Codec of all boundaries in the last part of the run, in the notation of links.codec",
     )
 
 
@@ -233,13 +233,13 @@ class LinksTable(Table):
         "the speed of the links. By default the plan decides: none, unless the plan comes from a file",
         examples=["int8"],
     )
-    borders: Annotated[tuple[BorderLinks, ...], Field(max_length=4096), BeforeValidator(_borders)] | None = (
-        Field(
-            default=None,
-            description="Codecs of single borders, each named by the stages on both sides; the gradient has "
-            "the codec of the activation unless backward names another",
-            examples=[({"border": "0-1", "forward": "int8", "backward": "int4"},)],
-        )
+    boundaries: (
+        Annotated[tuple[BoundaryLinks, ...], Field(max_length=4096), BeforeValidator(_boundaries)] | None
+    ) = Field(
+        default=None,
+        description="Codecs of single boundaries, each named by the stages on both sides; the gradient has "
+        "the codec of the activation unless backward names another",
+        examples=[({"boundary": "0-1", "forward": "int8", "backward": "int4"},)],
     )
     schedule: LinkSchedule = Field(
         default_factory=LinkSchedule, description="Other codecs at the beginning and at the end of a run."

@@ -190,7 +190,8 @@ class Sync(Table):
         "A rank that dies ends the run with allreduce. Otherwise its replica starts again, and the others continue",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
-        default=10.0, description="Except with allreduce, seconds after which a silent replica is taken for dead"
+        default=10.0,
+        description="Except with allreduce, seconds after which a silent replica is taken for dead",
     )
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = Field(
         default=5.0,
@@ -229,7 +230,9 @@ class Sync(Table):
     @field_validator("mode", mode="before")
     @classmethod
     def _not_by_its_old_name(cls, value: Any) -> Any:
-        new = {"all": "allreduce", "outer": "diloco"}.get(value.strip().lower() if isinstance(value, str) else "")
+        new = {"all": "allreduce", "outer": "diloco"}.get(
+            value.strip().lower() if isinstance(value, str) else ""
+        )
         if new is not None:
             raise called_now(new)
         return value
@@ -349,7 +352,7 @@ class Tables(Table):
         default_factory=Balancing, description="How much of each batch every replica trains."
     )
     links: LinksTable = Field(
-        default_factory=LinksTable, description="Fewer bytes between stages, by codecs on the borders."
+        default_factory=LinksTable, description="Fewer bytes between stages, by codecs on the boundaries."
     )
     memory: Memory = Field(
         default_factory=Memory,
