@@ -6,8 +6,8 @@ All but (e) and a part of (d) is on the simulator's clock, with the coordinator'
 A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and on 8 of 1.
 
 (a) Equal replicas: each mode compared with `allreduce`.
-(b) One replica k times slower: each mode compared with `allreduce` and with the ideal, the sum of all replicas'
-    speeds. AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far
+(b) One replica k times slower: each mode compared with `allreduce` and with the ideal, the sum of all
+    replicas' speeds. AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far
     one may be before the slowest, with a server on one link.
 (c) Each forward and each backward is held up for h seconds with a probability of a tenth: each mode compared
     with `allreduce`, and `groups` with the bounds of a simulation without any cost of messages.
@@ -18,8 +18,8 @@ A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and o
     a machine that is out of reach. The bound is what the devices that are left could train: all others, as
     long as a replica is away. Then the same in the engine, for four minutes, with real processes whose
     samples take as long as on devices so slow.
-(e) `groups` and `allreduce` in the engine: 4 processes with a stage each that sleeps for 240 ms where it would
-    compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas. The
+(e) `groups` and `allreduce` in the engine: 4 processes with a stage each that sleeps for 240 ms where it
+    would compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas. The
     replicas also train `alone`, all at the same time and without any agreement: that is what processes which
     share this machine's cores can reach of the ideal, so the modes are compared with it too. All three take
     turns, as the machine may do other things meanwhile: ratios are of one round, and the median of rounds is
@@ -49,9 +49,9 @@ from bireme.schedule.program import Program
 from bireme.simulate.agreements import (
     AsynchronousPairs,
     BoundedStaleness,
+    DilocoRounds,
     Everyone,
     GroupsAgreement,
-    DilocoRounds,
 )
 from bireme.simulate.quorum_rounds import QuorumRounds
 from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together

@@ -3,9 +3,10 @@
     python benchmarks/leakage.py [--quick] [--json]
 
 A small GPT learns Python sources, byte by byte, for a few hundred steps. It is then cut after 1, 2 and 4
-half-layers after its embedding. Whoever has what crosses the boundary for texts that are known can fit a probe:
-one linear layer with a softmax, from the numbers of one token to the token. It is tried on other texts. The
-same is done with the gradients that come back over the boundary, and with each codec there is between.
+half-layers after its embedding. Whoever has what crosses the boundary for texts that are known can fit a
+probe: one linear layer with a softmax, from the numbers of one token to the token. It is tried on other
+texts. The same is done with the gradients that come back over the boundary, and with each codec there is
+between.
 
 `recovered_share` is the share of tokens that the probe names rightly, `common_share` what the most frequent
 token alone would give. Activations are tried for the token that they stand for, gradients for the next one,

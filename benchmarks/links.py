@@ -60,7 +60,7 @@ SOURCE = "convergence.md, codecs.md"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train: a schedule, a codec on all boundaries, and whether the last steps of the run have int8."""
+    """A way to train: a schedule, a codec on all boundaries, and whether the last steps have int8."""
 
     schedule: str
     codec: str

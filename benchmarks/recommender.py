@@ -4,9 +4,10 @@
 
 The model and its made-up clicks are those of `examples/recommender.py`: embedding tables in the first stage,
 all pairs of their vectors and a network in the second, two replicas of both, Adagrad. Thresholding was
-published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a boundary,
-and 100 times fewer of gradients in sums. The last rows ask for just these shares, the first for more. `topk`
-of the example begins after a part with all entries in few bits. `int4` is what longer runs should take.
+published for this kind of model (DCT, Gupta et al. 2021): 20 times fewer entries of activations on a
+boundary, and 100 times fewer of gradients in sums. The last rows ask for just these shares, the first for
+more. `topk` of the example begins after a part with all entries in few bits. `int4` is what longer runs
+should take.
 
 AUC is the chance that a clicked sample is ranked above one that was not, on samples that nobody trained on.
 Bytes are as they are sent, places, scales and masks included, over all ranks and the whole run. The best AUC
@@ -22,9 +23,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples.recommender import (
-    TOPK,
     NUM_REPLICAS,
     THRESHOLD,
+    TOPK,
     Clicks,
     Trained,
     recommender,

@@ -5,8 +5,8 @@
 The model is of DLRM's kind: embedding tables for what is known by a number, a small network for what is
 measured, products of all pairs of their vectors, and a second network that says how likely a click is. The
 first stage has the tables, the second one the rest; four processes train on made-up clicks that follow hidden
-tastes. What goes over the boundary between the stages, and what the replicas sum, is dense at first, then goes
-through a codec. AUC is the chance that a clicked sample is ranked above one that was not.
+tastes. What goes over the boundary between the stages, and what the replicas sum, is dense at first, then
+goes through a codec. AUC is the chance that a clicked sample is ranked above one that was not.
 """
 
 import json

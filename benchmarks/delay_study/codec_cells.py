@@ -1,4 +1,4 @@
-"""The part of the study with codecs on boundaries: its cells, and what they come to as a table and a picture."""
+"""The part of the study with codecs on boundaries: its cells, and their results as a table and a picture."""
 
 from collections.abc import Iterator, Sequence
 

@@ -11,7 +11,7 @@ from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import PenaltySteps, unseen_share
 from bireme.schedule.program import Rule
 
-__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "topk_with_muon", "law", "sum_law"]
+__all__ = ["LAWS", "LONG_ENDING", "agreement_law", "codec_law", "law", "sum_law", "topk_with_muon"]
 
 LAWS = {
     (Rule.DELAYED, False): "2bw",

@@ -12,7 +12,7 @@ from math import ceil
 from benchmarks.delay_study.meetings import PARTS, agreed_named
 from benchmarks.delay_study.replica_cells import by_agreement
 from benchmarks.delay_study.table import Row, table_lines
-from bireme.simulate.agreements import Everyone, GroupsAgreement, DilocoRounds
+from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
 

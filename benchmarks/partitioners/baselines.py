@@ -65,8 +65,8 @@ def pipedream_2bw(loads: Loads) -> Cuts:
 def piper(loads: Loads) -> Cuts:
     """The least time per sample of the slowest stage, compute and transfers added up.
 
-    Each byte over a boundary counts twice, for the activation and its gradient. Memory is that of the smallest
-    device; where nothing fits, it does not count.
+    Each byte over a boundary counts twice, for the activation and its gradient. Memory is that of the
+    smallest device; where nothing fits, it does not count.
     """
     chain, line = loads.chain, loads.line
     least = min(seat.memory_bytes for seat in line.seats)

@@ -71,9 +71,9 @@ def rehearsed(
 ) -> Rehearsed:
     """A plan on a cluster whose devices it names; else on its first devices.
 
-    `micro_batch` is the size of all micro-batches where the plan does not say it, the profile's first if
-    left out. Values that cross boundaries have `value_bytes`, if the plan has codecs. A plan that does not fit
-    its devices is refused.
+    `micro_batch` is the size of all micro-batches where the plan does not say it, the profile's first if left
+    out. Values that cross boundaries have `value_bytes`, if the plan has codecs. A plan that does not fit its
+    devices is refused.
     """
     num_ranks = plan.source.num_ranks
     if num_ranks * plan.width > cluster.num_devices:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec import BoundaryCodecs, through
-from bireme.codec.above import TopKAbove, Thresholds
+from bireme.codec.above import Thresholds, TopKAbove
 from bireme.codec.description import encoded_bytes, parse_codec
 from bireme.errors import BiremeError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, topk_with_muon, law, sum_law
+from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, law, sum_law, topk_with_muon
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
 from bireme.errors import BiremeError
@@ -17,10 +17,10 @@ from bireme.plan.penalties import (
     ENOUGH_STEPS,
     EXCESSES,
     FINER_FORWARD,
-    TOPK_WITH_MUON,
     MEASURED,
     STUDIED,
     STUDIED_SUMS,
+    TOPK_WITH_MUON,
     AgreementSteps,
     delay_warmup_of,
     steps_for_one,

@@ -78,8 +78,8 @@ def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: f
 
 @pytest.mark.slow
 def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() -> None:
-    """Times four, and the modes in the order of `allreduce`, groups, diloco. The optimizer's state is sent along by
-    all but `allreduce`.
+    """Times four, and the modes in the order of `allreduce`, groups, diloco. The optimizer's state is sent
+    along by all but `allreduce`.
     """
 
     def rates(bytes_per_s: float, spread: float, sums: SumCost = DENSE_SUMS) -> list[float]:

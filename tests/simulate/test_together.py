@@ -12,9 +12,9 @@ from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
 from bireme.simulate.agreements import (
     AsynchronousPairs,
     BoundedStaleness,
+    DilocoRounds,
     Everyone,
     GroupsAgreement,
-    DilocoRounds,
 )
 from bireme.simulate.costs import Costs
 from bireme.simulate.quorum_rounds import QuorumRounds

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bireme.codec.blocks import BlockCodec
     from bireme.codec.choice import codec_of, through
     from bireme.codec.codec import Cast, Codec, Masking
-    from bireme.codec.topk import TopK, KeptEntries
+    from bireme.codec.topk import KeptEntries, TopK
 
 __all__ = [
     "NONE",
@@ -41,11 +41,11 @@ __all__ = [
     "Codec",
     "CodecChoice",
     "CodecPhase",
-    "TopK",
-    "TopKAbove",
     "KeptEntries",
     "LinkCodecs",
     "Masking",
+    "TopK",
+    "TopKAbove",
     "codec_of",
     "parse_codec",
     "through",

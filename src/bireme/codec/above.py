@@ -19,8 +19,8 @@ from torch import Tensor
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import check_given, check_length, pack_mask, unpack_mask
 from bireme.codec.description import BLOCK, DENSITY_SLACK, blocks_bytes, mask_bytes, most_above
-from bireme.codec.topk import as_magnitudes, largest_of_rows, places_first, selected, spread
 from bireme.codec.sum_description import SUM_DENSITY_SLACK
+from bireme.codec.topk import as_magnitudes, largest_of_rows, places_first, selected, spread
 
 # The largest entries of a tensor, by a threshold that is found once and kept for some steps.
 #

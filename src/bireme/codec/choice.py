@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.codec.above import TopKAbove, Thresholds
+from bireme.codec.above import Thresholds, TopKAbove
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import Cast, Codec, Masking
 from bireme.codec.description import FEWEST_ENTRIES, BoundaryCodecs, CodecChoice, aligned

@@ -291,8 +291,8 @@ def aligned(num_bytes: int) -> int:
 
 # Which codecs the boundaries of a pipeline have, direction by direction and over a run. No torch.
 #
-# A codec depends on the number of the batch alone, so that both ends of a boundary, and a run that is resumed,
-# agree on it without a word.
+# A codec depends on the number of the batch alone, so that both ends of a boundary, and a run that is
+# resumed, agree on it without a word.
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,9 @@ class CodecPhase:
 
 @dataclass(frozen=True, slots=True)
 class LinkCodecs:
-    """The codecs of all boundaries over a run. Without phases, and beyond the boundaries named, there are none."""
+    """The codecs of all boundaries over a run. Without phases, and beyond the boundaries named, there are
+    none.
+    """
 
     phases: tuple[CodecPhase, ...] = ()
 

@@ -18,7 +18,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
-from bireme.simulate.agreements import Everyone, GroupsAgreement, DilocoRounds
+from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
 
@@ -62,8 +62,8 @@ class AgreementForecast:
 def agreements(
     best: Candidate, profile: Profile, cluster: Cluster, request: PlanRequest
 ) -> tuple[AgreementForecast, ...]:
-    """Of a plan whose replicas may average weights, on devices that are known, `allreduce` first; of any other
-    nothing.
+    """Of a plan whose replicas may average weights, on devices that are known, `allreduce` first; of any
+    other nothing.
     """
     plan = best.plan
     if plan.width < 2 or not plan.devices or not _may_average(plan, request):

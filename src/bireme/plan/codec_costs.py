@@ -43,8 +43,8 @@ _MEASURED_IN_SUMS = {
 def coded(
     costs: Costs, codecs: Sequence[BoundaryCodecs], value_bytes: int, rates: Sequence[CodecRate] = ()
 ) -> Costs:
-    """The costs of stages with codecs on the boundaries between them, whose values have so many bytes; with the
-    rates of a profile, where it has them.
+    """The costs of stages with codecs on the boundaries between them, whose values have so many bytes; with
+    the rates of a profile, where it has them.
     """
     if all(one.is_none for one in codecs):
         return costs

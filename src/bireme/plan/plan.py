@@ -175,9 +175,9 @@ class Plan:
     are cut in proportion; left out, replicas get equal shares. `devices[rank][replica]` names the device of
     each process, for who starts them. `updates_early` lets 2bw and 2bw-fresh update while the first rank has
     one set of gradients, which costs time where gradients are summed over ranks; left out, it is so where
-    there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of
-    the boundaries, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches
-    a rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
+    there is one replica, and the engine takes it back where ranks share parameters. `codecs` are those of the
+    boundaries, from the first on; left out, everything is sent as it is. `sweep` is how many micro-batches a
+    rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
     nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
     share an optimizer. Where they share the weights too, `whole_weights` says how many stages of a rank, or
     versions of one, have theirs whole at a time; 0 where every replica has its own.

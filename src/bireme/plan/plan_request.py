@@ -145,20 +145,20 @@ class PlanRequest:
     """`batch_size` is the number of samples per step; `largest_batch` allows up to that many.
 
     `schedule` is a name, or auto for all that the engine runs. `synchronous` forbids delayed updates.
-    `penalties` replace the measured ones. `delay_warmup` is the share of the run under 1f1b
-    before updates are delayed; by default `DEFAULT_DELAY_WARMUP` if the planner chooses the schedule, else 0.
-    The plan may use `memory_fraction` of each device. `depth`, `width` and `micro_batch` fix the value.
-    `pinned` maps units to devices, `together` names first and last units of ranges that must not be cut,
-    `devices` lists the usable devices, all if empty. `recompute` says which stages may recompute.
-    Each of the servers `owners` has private samples: it must be the home of a replica (see `plan.homes`).
-    Without `lookahead` no stage runs further ahead than its schedule, as in other frameworks. `codec` is that
-    of the boundaries, in both directions; auto leaves it to the planner. `boundaries` are those that have codecs of
-    their own whatever it is, by the stage before them. `has_ending` says that the last fifth
-    of the run has int8 instead. Values that cross boundaries have `value_bytes`. `sums` is what a codec makes of
-    sums of gradients over replicas. With `memory` what does not fit a device may be paged to its host and to
-    a disk, within these limits. `whole_backwards` forbids schedules that run backwards in two halves.
-    `shard` says what the replicas of a stage share: none, optimizer, or weights, which are the optimizer,
-    the weights and the gradients.
+    `penalties` replace the measured ones. `delay_warmup` is the share of the run under 1f1b before updates
+    are delayed; by default `DEFAULT_DELAY_WARMUP` if the planner chooses the schedule, else 0. The plan may
+    use `memory_fraction` of each device. `depth`, `width` and `micro_batch` fix the value. `pinned` maps
+    units to devices, `together` names first and last units of ranges that must not be cut, `devices` lists
+    the usable devices, all if empty. `recompute` says which stages may recompute. Each of the servers
+    `owners` has private samples: it must be the home of a replica (see `plan.homes`). Without `lookahead` no
+    stage runs further ahead than its schedule, as in other frameworks. `codec` is that of the boundaries, in
+    both directions; auto leaves it to the planner. `boundaries` are those that have codecs of their own
+    whatever it is, by the stage before them. `has_ending` says that the last fifth of the run has int8
+    instead. Values that cross boundaries have `value_bytes`. `sums` is what a codec makes of sums of
+    gradients over replicas. With `memory` what does not fit a device may be paged to its host and to a disk,
+    within these limits. `whole_backwards` forbids schedules that run backwards in two halves. `shard` says
+    what the replicas of a stage share: none, optimizer, or weights, which are the optimizer, the weights and
+    the gradients.
     """
 
     batch_size: int

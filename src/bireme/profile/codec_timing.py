@@ -46,8 +46,8 @@ def with_codec_rates(
     sums: SumCodec = DENSE,
     use_cache: bool = True,
 ) -> Profile:
-    """A profile that was measured on a device of this machine, with the seconds of these codecs of boundaries,
-    and of that of sums over replicas.
+    """A profile that was measured on a device of this machine, with the seconds of these codecs of
+    boundaries, and of that of sums over replicas.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(profile.num_threads)

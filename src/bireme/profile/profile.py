@@ -85,13 +85,13 @@ class UnitCost:
 class UnitProfile:
     """One unit. `same_as` is the index of the first unit of the same work, None where it is that itself.
 
-    `receives` and `sends` name the tensors that cross its boundaries, `inputs` those of the model's inputs that
-    it reads. `parameter_bytes` are those of the parameters that learn, of which a stage keeps one copy for
-    every weight version; frozen ones count as `buffer_bytes`, which are there once, and are
-    its `frozen_bytes`. `optimizer_bytes` are
-    those of the optimizer's state, and of its own copy of the weights where it keeps one. At a batch's end
-    `reduce_s` goes over its gradients, `update_s` is one step of the optimizer and `trial_s` one that leaves
-    the newest weights. `tied` are the parameters and buffers that others use too.
+    `receives` and `sends` name the tensors that cross its boundaries, `inputs` those of the model's inputs
+    that it reads. `parameter_bytes` are those of the parameters that learn, of which a stage keeps one copy
+    for every weight version; frozen ones count as `buffer_bytes`, which are there once, and are its
+    `frozen_bytes`. `optimizer_bytes` are those of the optimizer's state, and of its own copy of the weights
+    where it keeps one. At a batch's end `reduce_s` goes over its gradients, `update_s` is one step of the
+    optimizer and `trial_s` one that leaves the newest weights. `tied` are the parameters and buffers that
+    others use too.
     """
 
     name: str

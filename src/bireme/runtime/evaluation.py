@@ -73,8 +73,8 @@ class Evaluator:
         self._interpreter = interpreter
 
     def evaluate(self, batches: Iterable[Batch], codecs: LinkCodecs = NO_CODECS) -> Evaluation:
-        """The loss over some batches, each of any size down to one sample; what crosses boundaries goes through
-        `codecs`.
+        """The loss over some batches, each of any size down to one sample; what crosses boundaries goes
+        through `codecs`.
         """
         lending = _Lending()
         for stage in self._stages.values():

@@ -18,9 +18,9 @@ from bireme.sync.group import Pending
 
 # How a message gets from one rank to another: the contract that every transport keeps, and its words.
 #
-# A message is one piece of memory, made by a `WireFormat`. Messages of different boundaries or directions never
-# mix, even between the same two ranks: each pair (direction, stage) is a channel of its own. Within a channel
-# messages are received in the order they were sent.
+# A message is one piece of memory, made by a `WireFormat`. Messages of different boundaries or directions
+# never mix, even between the same two ranks: each pair (direction, stage) is a channel of its own. Within a
+# channel messages are received in the order they were sent.
 
 
 class Channel(NamedTuple):

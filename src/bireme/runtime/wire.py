@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from bireme.codec.above import TopKAbove, Thresholds
+from bireme.codec.above import Thresholds, TopKAbove
 from bireme.codec.choice import codec_of
 from bireme.codec.codec import Codec, Masking, unpack_mask
 from bireme.codec.description import (
@@ -83,7 +83,8 @@ def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-# What crosses the boundaries of one rank, encoded and decoded; masks are kept from the forward to the backward.
+# What crosses the boundaries of one rank, encoded and decoded; masks are kept from the forward to the
+# backward.
 #
 # A mask is made with the message of an activation. Both ends keep it, one bit an entry, until the gradient of
 # the same micro-batch has crossed the boundary: it is sent for the same entries.
@@ -188,8 +189,8 @@ def checked(codecs: LinkCodecs) -> LinkCodecs:
         there, back = (_codec_of(one.choice(forward=forward)) for forward in (True, False))
         if isinstance(there, Masking) != isinstance(back, Masking):
             raise BiremeError(
-                f"A boundary has the codec {one.forward} forward and {one.backward} backward. The gradient of "
-                "what a codec with a mask sends goes back for the same entries: give both directions that "
+                f"A boundary has the codec {one.forward} forward and {one.backward} backward. The gradient "
+                "of what a codec with a mask sends goes back for the same entries: give both directions that "
                 "codec, or none of the two."
             )
     return codecs
@@ -427,7 +428,7 @@ class Boundaries:
         return next((axis for axis, length in enumerate(shape) if not isinstance(length, int)), None)
 
     def check_halves(self, schedule: str) -> None:
-        """Where micro-batches go in halves, everything that crosses a boundary must be cut along with them."""
+        """Where micro-batches go in halves, everything that crosses a boundary must be cut too."""
         for names in self.receives:
             for name in names:
                 if self.batch_axis(name) is None:

@@ -28,7 +28,9 @@ from bireme.sync.coordinator.state import Paces, RoundSequence, next_grant
 
 
 class Everyone(Agreement):
-    """`allreduce`: gradients of all replicas are summed in every batch; one that is missing holds up the others."""
+    """`allreduce`: gradients of all replicas are summed in every batch; one that is missing holds up the
+    others.
+    """
 
     def begin(self, run: Together) -> None:
         """Nobody has contributed."""
@@ -143,8 +145,8 @@ class GroupsAgreement(Agreement):
 
 
 class DilocoRounds(Agreement):
-    """`diloco`: after every `every` batches of its own a replica offers its drift, a batch before it needs the
-    mean.
+    """`diloco`: after every `every` batches of its own a replica offers its drift, a batch before it needs
+    the mean.
 
     A round begins when all have come, or more than half of them and nobody else within `grace_s`.
     """

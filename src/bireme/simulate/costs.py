@@ -36,19 +36,19 @@ class CodecCost:
 class Costs:
     """Seconds and bytes per stage, for one micro-batch where that matters.
 
-    `message_bytes[s]` crosses the boundary from stage s to s+1, `gradient_message_bytes[s]` comes back over it;
-    where none are given that is as much. `codecs[s]`, where there are any, says what is sent of both.
-    `reduce_s` is the
-    gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the network's links
-    besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`. `rank_speed[r]` divides the
-    seconds of rank r: 0.5 is half as fast. `engine` is what instructions and messages take besides.
-    `workspace_bytes` is what a pass of a micro-batch takes and gives back, `buffer_bytes` what a stage always
-    keeps besides; of that `frozen_bytes` are weights that do not learn, which may be paged. `host_update_s`
-    is an update that the host makes, whatever the speed of the device; where none are given, the host is the
-    processor that the device is, and takes as long. `tied_gradient_bytes` are those of a stage's gradients
-    that other stages add to, where replicas share weights. Where the backward runs in halves, `waiting_bytes`
-    of a micro-batch's gradients wait for the second one, and `halves_bytes` are needed beside
-    `workspace_bytes`. Empty stands for none. Make one with `per_stage`.
+    `message_bytes[s]` crosses the boundary from stage s to s+1, `gradient_message_bytes[s]` comes back over
+    it; where none are given that is as much. `codecs[s]`, where there are any, says what is sent of both.
+    `reduce_s` is the gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the
+    network's links besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`.
+    `rank_speed[r]` divides the seconds of rank r: 0.5 is half as fast. `engine` is what instructions and
+    messages take besides. `workspace_bytes` is what a pass of a micro-batch takes and gives back,
+    `buffer_bytes` what a stage always keeps besides; of that `frozen_bytes` are weights that do not learn,
+    which may be paged. `host_update_s` is an update that the host makes, whatever the speed of the device;
+    where none are given, the host is the processor that the device is, and takes as long.
+    `tied_gradient_bytes` are those of a stage's gradients that other stages add to, where replicas share
+    weights. Where the backward runs in halves, `waiting_bytes` of a micro-batch's gradients wait for the
+    second one, and `halves_bytes` are needed beside `workspace_bytes`. Empty stands for none. Make one with
+    `per_stage`.
     """
 
     forward_s: tuple[float, ...]

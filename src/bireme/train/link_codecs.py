@@ -140,8 +140,8 @@ def link_codecs(run: RunFile, plan: Plan) -> LinkCodecs:
 
 
 def with_own_codecs(found: SavedPlan, run: RunFile) -> SavedPlan:
-    """A plan from a file, for a run that may send over its boundaries by other codecs than the file's: what the
-    file promises is then not of this run, and left out.
+    """A plan from a file, for a run that may send over its boundaries by other codecs than the file's: what
+    the file promises is then not of this run, and left out.
     """
     check_boundaries(run, found.plan)
     usual = main_codecs(run.model_copy(update={"links": LinksTable()}), found.plan)
@@ -153,8 +153,8 @@ def check_boundaries(run: RunFile, plan: Plan) -> None:
     for one in run.links.boundaries or ():
         if one.number >= plan.num_stages - 1:
             raise BiremeError(
-                f"links.boundaries names the boundary {one.boundary}, but the plan has {plan.num_stages} stages, 0 "
-                f"to {plan.num_stages - 1}. Name a boundary between two of them, or set plan.depth."
+                f"links.boundaries names the boundary {one.boundary}, but the plan has {plan.num_stages} "
+                f"stages, 0 to {plan.num_stages - 1}. Name a boundary between two of them, or set plan.depth."
             )
     checked(link_codecs(run, plan))
 

@@ -198,8 +198,8 @@ class _MembershipSummary:
 
 @dataclass(frozen=True, slots=True)
 class _LinkSummary:
-    """A boundary between two stages: its codecs in the middle of the run, and the bytes of all its messages in
-    both directions, without a codec and as they were sent.
+    """A boundary between two stages: its codecs in the middle of the run, and the bytes of all its messages
+    in both directions, without a codec and as they were sent.
     """
 
     from_stage: int
@@ -233,7 +233,8 @@ class _TierSummary:
 class RunSummary:
     """The whole of a run. A bubble is the share of the time that a device waits, in the mean over all;
     updates are delayed, if the schedule delays them, after step `first_delayed_step`. There are `shares`
-    where there are replicas. `eval_loss` is that of the model as it is exported, without codecs on boundaries.
+    where there are replicas. `eval_loss` is that of the model as it is exported, without codecs on
+    boundaries.
     """
 
     steps: int

@@ -34,8 +34,8 @@ class _PlacedPlan:
             return ""
         change = 100 * (self.value / self.value_before - 1) if self.value_before else float("inf")
         return (
-            f"Cuts were moved to the nearest boundaries of units; the value is {self.value:.6g} ms instead of "
-            f"{self.value_before:.6g} ms ({change:+.1f} %)."
+            f"Cuts were moved to the nearest boundaries of units; the value is {self.value:.6g} ms instead "
+            f"of {self.value_before:.6g} ms ({change:+.1f} %)."
         )
 
 
@@ -158,7 +158,7 @@ def _value(model: ModelWorkload, devices: Sequence[int], objective: Objective) -
     where = [devices[members[0]] for members in items.members]
     if not fits(items, where):
         raise BiremeError(
-            "With the cuts moved to the boundaries of units a device has more than it can hold. Place units in "
-            "place of operators."
+            "With the cuts moved to the boundaries of units a device has more than it can hold. Place units "
+            "in place of operators."
         )
     return value_of(loads_of(items, where), objective)

@@ -52,8 +52,8 @@ class LaneTraffic:
         reduce_bytes: Sequence[float],
         returned_bytes: Sequence[Sequence[float]] | None = None,
     ) -> "LaneTraffic":
-        """Of a grid; `boundary_bytes` are those after each stage of each replica, `returned_bytes` those of the
-        gradients that come back, as much unless given.
+        """Of a grid; `boundary_bytes` are those after each stage of each replica, `returned_bytes` those of
+        the gradients that come back, as much unless given.
 
         `reduce_bytes` are those that each rank's ring moves over each hop.
         """

@@ -29,8 +29,8 @@ from bireme.profile.profile import Profile
 # Which codecs the boundaries of a plan get, where the planner may choose: those with the least time to loss.
 #
 # A search is made without codecs and one with each that is worth trying, on all boundaries between ranks. The
-# best plan of all is then gone through boundary by boundary: a fast link needs none. Within one server nothing is
-# tried.
+# best plan of all is then gone through boundary by boundary: a fast link needs none. Within one server
+# nothing is tried.
 
 _CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
 """Searches for a request; told that it is the one of that number, of so many."""

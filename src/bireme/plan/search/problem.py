@@ -162,8 +162,8 @@ class PlanningProblem:
     def codecs(
         self, rank_of_stage: Sequence[int], own: tuple[BoundaryCodecs, ...] = ()
     ) -> tuple[BoundaryCodecs, ...]:
-        """The codecs of the boundaries between stages: those asked for of single boundaries, and of the others a
-        draft's own, or the one that is wished for.
+        """The codecs of the boundaries between stages: those asked for of single boundaries, and of the
+        others a draft's own, or the one that is wished for.
         """
         asked = own or (self.codec,) * (len(rank_of_stage) - 1)
         if self.request.boundaries:
