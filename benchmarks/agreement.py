@@ -7,8 +7,8 @@ A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and o
 
 (a) Equal replicas: each mode compared with `allreduce`.
 (b) One replica k times slower: each mode compared with `allreduce` and with the ideal, the sum of all
-    replicas' speeds. AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on how far
-    one may be before the slowest, with a server on one link.
+    replicas' speeds. AD-PSGD is the real one, of asynchronous pairs; HetPipe-like is a bound of 10 batches on
+    how far one may be before the slowest, with a server on one link.
 (c) Each forward and each backward is held up for h seconds with a probability of a tenth: each mode compared
     with `allreduce`, and `groups` with the bounds of a simulation without any cost of messages.
 (d) A replica is killed every 30 seconds for ten minutes, in `quorum`, on 4 replicas of 2 stages with batches
@@ -19,11 +19,11 @@ A batch takes a tenth of a second in (a) to (c), on 4 replicas of 2 stages and o
     long as a replica is away. Then the same in the engine, for four minutes, with real processes whose
     samples take as long as on devices so slow.
 (e) `groups` and `allreduce` in the engine: 4 processes with a stage each that sleeps for 240 ms where it
-    would compute a batch, equal and with one of them slower. Their windows end with the mean over all replicas. The
-    replicas also train `alone`, all at the same time and without any agreement: that is what processes which
-    share this machine's cores can reach of the ideal, so the modes are compared with it too. All three take
-    turns, as the machine may do other things meanwhile: ratios are of one round, and the median of rounds is
-    shown.
+    would compute a batch, equal and with one of them slower. Their windows end with the mean over all
+    replicas. The replicas also train `alone`, all at the same time and without any agreement: that is what
+    processes which share this machine's cores can reach of the ideal, so the modes are compared with it too.
+    All three take turns, as the machine may do other things meanwhile: ratios are of one round, and the
+    median of rounds is shown.
 
 At the end it says what each section took.
 """

@@ -54,8 +54,8 @@ def check_launchers(nodes: Nodes, mode: str) -> None:
                 f'sync.mode is "{mode}", in which bireme train starts the processes of a host itself, and '
                 f"again if they die, but {len(members)} were started on {name}. Start one on each host, as "
                 "with --nproc-per-node 1, and set cluster.workers or cluster.source; or use sync.mode = "
-                f'"allreduce". If these are {len(members)} hosts that all call themselves {name}, give each of '
-                "them a name of its own."
+                f'"allreduce". If these are {len(members)} hosts that all call themselves {name}, give each '
+                "of them a name of its own."
             )
 
 

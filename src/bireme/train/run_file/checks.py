@@ -221,8 +221,8 @@ def _check_modes(sync: Sync) -> None:
     for name, value in (("diloco_fragments", sync.diloco_fragments), ("diloco_overlap", sync.diloco_overlap)):
         if value > sync.diloco_every:
             raise BiremeError(
-                f"sync.{name} is {value}, but there are only {sync.diloco_every} batches between two averages "
-                f"(sync.diloco_every). Make it {sync.diloco_every} at most."
+                f"sync.{name} is {value}, but there are only {sync.diloco_every} batches between two "
+                f"averages (sync.diloco_every). Make it {sync.diloco_every} at most."
             )
 
 

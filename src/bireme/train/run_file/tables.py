@@ -184,10 +184,11 @@ class Sync(Table):
 
     mode: Literal["allreduce", "quorum", "groups", "diloco"] = Field(
         default="allreduce",
-        description="How replicas come to the same weights: allreduce and quorum sum gradients in every batch, "
-        "groups and diloco average weights. With groups each replica trains batches of its own and averages "
-        "with those that are ready, with diloco all replicas average what they have learned every diloco_every batches. "
-        "A rank that dies ends the run with allreduce. Otherwise its replica starts again, and the others continue",
+        description="How replicas come to the same weights: allreduce and quorum sum gradients in every "
+        "batch, groups and diloco average weights. With groups each replica trains batches of its own and "
+        "averages with those that are ready, with diloco all replicas average what they have learned every "
+        "diloco_every batches. A rank that dies ends the run with allreduce. Otherwise its replica starts "
+        "again, and the others continue",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
         default=10.0,
@@ -249,10 +250,10 @@ class Sync(Table):
 
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
-        description="With allreduce, what sums of gradients over replicas go through: none, int8 (blocks with a "
-        "scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold found "
-        "every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST send whole "
-        "gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank",
+        description="With allreduce, what sums of gradients over replicas go through: none, int8 (blocks "
+        "with a scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold "
+        "found every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST "
+        "send whole gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank",
     )
 
 
