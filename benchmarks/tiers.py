@@ -126,7 +126,7 @@ def machines(is_quick: bool) -> Section:
 
 def on_a_disk(is_quick: bool) -> tuple[Section, list[Verdict]]:
     case, share = (QUICK_DISK, 0.1) if is_quick else (DISK, 1.0)
-    log(f"{case.source} without paging")
+    log(f"{case.source} without offloading")
     resident = in_process(without_paging, case)
     rows: list[dict[str, Any]] = []
     found: list[Verdict] = []
@@ -200,7 +200,7 @@ def whole_runs(is_quick: bool) -> tuple[Section, list[Verdict]]:
     for run in RUNS[:1] if is_quick else RUNS:
         log(f"bireme train, {run.name}")
         rows.append(row_of_run(run, is_quick=is_quick))
-    return Section("Whole runs of bireme train that page", rows), list(verdicts_of_runs(rows))
+    return Section("Whole runs of bireme train that offload", rows), list(verdicts_of_runs(rows))
 
 
 def on_small_traces(is_quick: bool) -> tuple[Section, list[Verdict]]:

@@ -58,7 +58,9 @@ class Run:
             sets += [f"memory.disk={folder}", "memory.host=0"]
         found = prepare(load_run_file(None, sets), lambda _done, _what: None)
         if found.plan.plan.paging is None:
-            raise BiremeError(f"{self.name} fits {self.device} without paging. Give it less device memory.")
+            raise BiremeError(
+                f"{self.name} fits {self.device} without offloading. Give it less device memory."
+            )
         return found
 
 

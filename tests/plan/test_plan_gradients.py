@@ -78,7 +78,7 @@ def test_what_gradients_cannot_be_is_refused_before_anything_is_planned(
         (("--gradient", "svd:3"), "principal:RANK"),
         (("--gradient-of", "*.weight"), "Give both"),
         (("--gradient", "principal:2", "-s", "zbv"), "whole backwards"),
-        (("--gradient", "principal:2", "--device-memory", "1GB"), "whole gradients are paged"),
+        (("--gradient", "principal:2", "--device-memory", "1GB"), "whole gradients are offloaded"),
         (("--gradient", "principal:2", "--shard", "optimizer"), "there is --gradient principal:2"),
         (("--sync-codec", "int8", "--shard", "optimizer"), "there is --sync-codec int8"),
     ):

@@ -220,7 +220,7 @@ def test_an_explanation_says_what_each_way_to_save_memory_would_take_alone() -> 
     told = with_single_ways(PROFILE, cluster(), asked, answer, find_resident)
     assert told.candidates == answer.candidates
     ways = {way.words: way for way in told.memory_ways}
-    names = ("without paging", "only recomputation", "only more stages", "only smaller micro-batches")
+    names = ("without offloading", "only recomputation", "only more stages", "only smaller micro-batches")
     assert tuple(ways)[:4] == names
     assert tuple(ways)[-1] == "room for everything"
     for words in names:
@@ -324,7 +324,7 @@ def test_where_the_optimizer_cannot_step_on_the_host_it_steps_on_the_device_or_a
         assert not paging.host_updates
         with pytest.raises(BiremeError, match=why):
             stepping("host", machines, schedule=schedule)
-    with pytest.raises(BiremeError, match="has no memory to page to"):
+    with pytest.raises(BiremeError, match="has no memory to offload to"):
         TierLimits(MB, 0, 10**9, optimizer="host")
     with pytest.raises(BiremeError, match="'disk'"):
         TierLimits(MB, optimizer="disk")
@@ -474,7 +474,7 @@ def test_the_command_says_what_each_tier_takes(tmp_path: Path, capsys: pytest.Ca
     keys = {"rank", "tier", "budget_bytes", "peak_bytes", "predicted_bytes_moved", "waited_s"}
     assert all(row.keys() == keys for row in document["tiers"])
     assert {row["tier"] for row in document["tiers"]} == {"device", "host"}
-    assert document["memory_ways"][0]["way"] == "without paging"
+    assert document["memory_ways"][0]["way"] == "without offloading"
     assert "tiers" not in bireme(capsys, *words, "--json").document
     refused = bireme(capsys, *words, "--disk", "1GB")
     assert refused.status == 2

@@ -184,7 +184,7 @@ def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(BiremeError, match="'gradients'"):
         PlanRequest(batch_size=4, shard="gradients")
-    with pytest.raises(BiremeError, match="not paged"):
+    with pytest.raises(BiremeError, match="not offloaded"):
         PlanRequest(batch_size=4, shard="optimizer", memory=TierLimits())
     with pytest.raises(BiremeError, match="trial steps, which need whole gradients"):
         PlanningProblem(

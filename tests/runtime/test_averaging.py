@@ -231,5 +231,5 @@ def test_weights_that_page_are_not_averaged() -> None:
     sizes = Sizes(one, one, one, one, one, one, one)
     plan = Plan((), 1, "1f1b", paging=Paging((Budgets(1),), sizes))
 
-    with pytest.raises(BiremeError, match="the plan pages them"):
+    with pytest.raises(BiremeError, match="the plan offloads them"):
         Averaging(cast(AveragingAgent, None), BATCH).programs(plan)

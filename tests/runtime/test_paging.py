@@ -94,7 +94,7 @@ CASES = {
         parts("1f1b", recompute=(0, 1, 2, 3)), 0.1, tied=True, is_summed=True
     ),
     "updates on the host of one rank": Case(parts("1f1b", 4), more=(("host_updates", True),)),
-    "updates on the host, which pages to a disk": Case(
+    "updates on the host, which offloads to a disk": Case(
         parts("2bw"), host=0.7, disk=True, windows=(1, 2), more=(("host_updates", True),)
     ),
     "updates on the host of bfloat16 banks": Case(

@@ -172,7 +172,7 @@ def test_a_folder_that_takes_no_file_is_refused_with_a_sentence_alone(
 ) -> None:
     told: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
-    with pytest.raises(BiremeError, match="Nothing can be paged to"):
+    with pytest.raises(BiremeError, match="Nothing can be offloaded to"):
         DiskTier(tmp_path / "gone", CHUNK)
     gc.collect()
     assert not told

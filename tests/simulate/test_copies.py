@@ -253,7 +253,7 @@ COMMAND = (
 def test_the_command_shows_what_each_tier_holds_and_moves(capsys: pytest.CaptureFixture[str]) -> None:
     told = bireme(capsys, *COMMAND)
     assert told.status == 0, told.err
-    assert "Paging" in told.out
+    assert "Offloading" in told.out
     document = json.loads(bireme(capsys, *COMMAND, "--json").out)
     assert [row["tier"] for row in document["tiers"]] == ["device", "host", "disk"]
     for row in document["tiers"]:

@@ -58,7 +58,7 @@ def test_no_plan_splits_backwards_that_must_be_whole() -> None:
 def test_keys_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(BiremeError, match=r"training\.gradient is \"whole\""):
         load_run_file(None, ['training.gradient_of=["*.weight"]'])
-    with pytest.raises(BiremeError, match="only whole gradients are paged"):
+    with pytest.raises(BiremeError, match="only whole gradients are offloaded"):
         run("memory.device=1GB")
     with pytest.raises(BiremeError, match=r"model\.compile is set"):
         check_gradient(run("model.compile=true"), gpt(tied="false"))

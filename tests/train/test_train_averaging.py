@@ -174,5 +174,5 @@ def test_a_plan_that_pages_is_refused_before_anything_starts(mode: str) -> None:
     """It may come from a file."""
     run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})
     plan = cast(Plan, SimpleNamespace(width=2, paging="some"))
-    with pytest.raises(BiremeError, match="the plan pages"):
+    with pytest.raises(BiremeError, match="the plan offloads"):
         check_replicas(run, plan, cast(Samples, []))

@@ -67,5 +67,5 @@ def test_what_a_plan_from_a_file_cannot_page_is_refused_before_a_process_starts(
     plan = Plan(CUTS[4], 2, "1f1b", stages_per_rank=4)
     run = load_run_file(None, ["model.source=gpt:layers=1", "plan.file=plan.json", asked])
     check_paged(run, plan)
-    with pytest.raises(BiremeError, match=f"{asked.partition('=')[0]} is .*, but the plan pages"):
+    with pytest.raises(BiremeError, match=f"{asked.partition('=')[0]} is .*, but the plan offloads"):
         check_paged(run, replace(plan, paging=Paging((Budgets(DEVICE),), sizes)))

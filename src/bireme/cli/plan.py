@@ -174,7 +174,7 @@ def plan(
         memory_option(
             metavar="BYTES|auto",
             help="Memory that each process may use of its device, such as 6GB, or all of it; what does not "
-            "fit may be paged to the host.",
+            "fit may be offloaded to the host.",
         ),
     ] = None,
     host_memory: Annotated[
@@ -197,7 +197,8 @@ def plan(
                 "device",
                 "host",
                 metavar="PLACE",
-                text="Place where the optimizer steps paged weights, as memory.optimizer of a run file: {}.",
+                text="Place where the optimizer steps offloaded weights, as memory.optimizer of a run "
+                "file: {}.",
             ),
         ),
     ] = "auto",
@@ -209,8 +210,8 @@ def plan(
                 "agreed",
                 "apart",
                 metavar="ORDER",
-                text="Order in which paged stages step, as memory.updates: {}. The order apart needs runs "
-                "without clipping.",
+                text="Order in which offloaded stages step, as memory.updates: {}. The order apart needs "
+                "runs without clipping.",
             ),
         ),
     ] = "agreed",

@@ -110,7 +110,7 @@ def asked_sums(
         )
     if pages:
         raise BiremeError(
-            f"Only whole gradients are paged, and --gradient is {form}. Leave out --gradient or "
+            f"Only whole gradients are offloaded, and --gradient is {form}. Leave out --gradient or "
             "--device-memory."
         )
     return AskedSums(parse_sum_codec(codec), form)

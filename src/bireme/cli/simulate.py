@@ -67,7 +67,7 @@ WINDOW = 10
 times_option = partial(typer.Option, rich_help_panel="Times of one micro-batch")
 links_option = partial(typer.Option, rich_help_panel="Links")
 memory_option = partial(typer.Option, rich_help_panel="Memory")
-tiers_option = partial(typer.Option, rich_help_panel="Paging")
+tiers_option = partial(typer.Option, rich_help_panel="Offloading")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 
@@ -136,7 +136,7 @@ def simulate(
         str | None,
         tiers_option(
             metavar="BYTES",
-            help="Memory of each rank's device, such as 6GB; what does not fit is paged to the host.",
+            help="Memory of each rank's device, such as 6GB; what does not fit is offloaded to the host.",
         ),
     ] = None,
     host_memory: Annotated[
@@ -203,7 +203,7 @@ def simulate(
     if compare:
         refuse(context, "--compare shows all schedules", *OF_ONE_SCHEDULE)
     if device_memory is None:
-        refuse(context, "Without --device-memory nothing is paged", *PAGED)
+        refuse(context, "Without --device-memory nothing is offloaded", *PAGED)
     from bireme.schedule.generators.shape import Shape
     from bireme.simulate.links import Links
 

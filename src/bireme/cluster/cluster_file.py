@@ -304,8 +304,8 @@ class ServerTable(_Table):
     num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
         None, description="the cores that its processor devices share, where they are fewer than theirs"
     )
-    host_memory_bytes: Bytes | None = Field(None, description="host memory that its devices can page to")
-    disk_bytes: Bytes | None = Field(None, description="disk space that its devices can page to")
+    host_memory_bytes: Bytes | None = Field(None, description="host memory that its devices can offload to")
+    disk_bytes: Bytes | None = Field(None, description="disk space that its devices can offload to")
     disk_bytes_per_s: _Rate | None = Field(None, description="how fast that disk reads and writes")
     device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
     bridge: Annotated[list[_BridgeTable], _list_of_tables("server.bridge")] = Field(

@@ -48,7 +48,7 @@ class AcceleratorMemory:
             self._driver = driver or ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise BiremeError(
-                f"Memory of {device} cannot be paged: there is no CUDA driver here ({error}). Leave "
+                f"Memory of {device} cannot be offloaded: there is no CUDA driver here ({error}). Leave "
                 "memory.device out."
             ) from error
         if driver is None:
@@ -109,7 +109,7 @@ class AcceleratorMemory:
         status = getattr(self._driver, name)(*words)
         if status:
             raise BiremeError(
-                f"Memory of {self._device} cannot be paged: {name} gives the error {status}. Lower "
+                f"Memory of {self._device} cannot be offloaded: {name} gives the error {status}. Lower "
                 "memory.device, or leave it out."
             )
 
@@ -129,8 +129,9 @@ class AcceleratorChunks:
         self._device = device
         if slot_bytes % self._memory.page_bytes:
             raise BiremeError(
-                f"Chunks of {slot_bytes} bytes cannot be paged on {device}: a chunk must be a multiple of "
-                f"{self._memory.page_bytes} bytes there. Leave the size of chunks out, or page larger stages."
+                f"Chunks of {slot_bytes} bytes cannot be offloaded on {device}: a chunk must be a multiple "
+                f"of {self._memory.page_bytes} bytes there. Leave the size of chunks out, or offload "
+                "larger stages."
             )
         self.slot_bytes = slot_bytes
         self._slots: list[int] = []

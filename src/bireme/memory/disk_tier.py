@@ -110,8 +110,8 @@ class DiskTier:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise BiremeError(
-                f"Nothing can be paged to {folder}: {error.strerror}. Set memory.disk to a folder on a disk "
-                "that can be written to."
+                f"Nothing can be offloaded to {folder}: {error.strerror}. Set memory.disk to a folder on a "
+                "disk that can be written to."
             ) from error
         path.unlink(missing_ok=True)
         self._is_direct = self._read_directly()
@@ -124,8 +124,8 @@ class DiskTier:
                 self._reserve(begin, more)
         except OSError as error:
             raise BiremeError(
-                f"{self._folder} has no room for {begin + more} bytes of paged memory: {error.strerror}. "
-                "Free so much, set memory.disk to another disk, or page less with a larger memory.host."
+                f"{self._folder} has no room for {begin + more} bytes of offloaded memory: {error.strerror}. "
+                "Free so much, set memory.disk to another disk, or offload less with a larger memory.host."
             ) from error
         self._num_slots += num_slots
 
@@ -194,7 +194,7 @@ class DiskTier:
                     done += _some(moved)
         except OSError as error:
             raise BiremeError(
-                f"Paged memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot "
+                f"Offloaded memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot "
                 "continue from here; resume it from its last checkpoint, with memory.disk on a working disk."
             ) from error
         if not self._is_direct and hasattr(os, "posix_fadvise"):

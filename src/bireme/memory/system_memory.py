@@ -104,8 +104,8 @@ def check_can_map() -> None:
     """Refuse a system that does not map memory to given addresses, as Windows does not in this way."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         raise BiremeError(
-            "Memory cannot be paged on this system, which maps none to given addresses. Leave memory.device "
-            "out, or train on Linux or macOS."
+            "Memory cannot be offloaded on this system, which maps none to given addresses. Leave "
+            "memory.device out, or train on Linux or macOS."
         )
 
 
@@ -240,8 +240,8 @@ def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: 
     if found is None or found == _FAILED:
         number = ctypes.get_errno()
         raise BiremeError(
-            f"{bytes_text(num_bytes)} of memory cannot be mapped for paging: {os.strerror(number)}. Lower "
-            "memory.device or memory.host, or raise the limit of this process."
+            f"{bytes_text(num_bytes)} of memory cannot be mapped for offloading: {os.strerror(number)}. "
+            "Lower memory.device or memory.host, or raise the limit of this process."
         )
     return int(found)
 

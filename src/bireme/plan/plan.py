@@ -112,13 +112,13 @@ class Paging:
         """Refuse paging that is not of so many ranks and stages."""
         if len(self.budgets) != num_ranks or len(self.chunk_bytes) not in (0, num_ranks):
             raise BiremeError(
-                f"The plan pages on {len(self.budgets)} ranks with {len(self.chunk_bytes)} sizes of chunks, "
-                f"but has {num_ranks} ranks. Give each rank its budgets."
+                f"The plan offloads on {len(self.budgets)} ranks with {len(self.chunk_bytes)} sizes of "
+                f"chunks, but has {num_ranks} ranks. Give each rank its budgets."
             )
         if len(self.sizes.version) != num_stages:
             raise BiremeError(
-                f"The plan pages {len(self.sizes.version)} stages, but has {num_stages}. Give the bytes of "
-                "each."
+                f"The plan offloads {len(self.sizes.version)} stages, but has {num_stages}. Give the bytes "
+                "of each."
             )
 
     def cut(self, settled: Program, page_bytes: int = 0) -> Cut:
@@ -217,8 +217,8 @@ class Plan:
             self.paging.check(num_ranks, self.num_stages)
             if self.whole_weights:
                 raise BiremeError(
-                    "The plan pages, and its replicas share weights, which are gathered where they are used "
-                    "and not paged. Leave out paging or whole_weights."
+                    "The plan offloads, and its replicas share weights, which are gathered where they are "
+                    "used and not offloaded. Leave out offloading or whole_weights."
                 )
 
     @property

@@ -102,15 +102,15 @@ class TierLimits:
         if self.device_bytes is not None and self.device_bytes < 1:
             raise BiremeError(f"The device memory is {self.device_bytes} bytes; it must be 1 or more.")
         if self.host_bytes == 0 and self.disk_bytes == 0:
-            raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
+            raise BiremeError("There is neither host memory nor a disk to offload to. Give one of them.")
         if self.optimizer not in _PLACES:
             raise BiremeError(
                 f"The optimizer cannot step on {self.optimizer!r}. {closest(self.optimizer, _PLACES)}"
             )
         if self.optimizer == "host" and self.host_bytes == 0:
             raise BiremeError(
-                "The optimizer is to step on the host, which has no memory to page to. Give it some, or let "
-                "the optimizer step on the device."
+                "The optimizer is to step on the host, which has no memory to offload to. Give it some, or "
+                "let the optimizer step on the device."
             )
 
 
@@ -204,8 +204,8 @@ class PlanRequest:
             raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
         if self.shard != "none" and self.memory is not None:
             raise BiremeError(
-                f"Replicas share the {self.shard}, whose parts are not paged, but memory may be paged too. "
-                "Leave out one of the two."
+                f"Replicas share the {self.shard}, whose parts are not offloaded, but memory may be "
+                "offloaded too. Leave out one of the two."
             )
         if self.shard != "none" and self.sums != DENSE_SUMS:
             raise BiremeError(

@@ -93,9 +93,9 @@ def print_memory(
 def _least(paging: BlockPaging, behavior: Behavior) -> str:
     saved = 1 - paging.least_bytes / behavior.peak.num_bytes
     return (
-        f"Paging in chunks of {bytes_text(paging.chunk_bytes)} could do with "
+        f"Offloading in chunks of {bytes_text(paging.chunk_bytes)} could do with "
         f"{bytes_text(paging.least_bytes)} ({saved:.0%} less), of which {bytes_text(paging.unpaged_bytes)} "
-        "are never paged. Copies that take less than the iteration could run during it."
+        "are never offloaded. Copies that take less than the iteration could run during it."
     )
 
 

@@ -175,7 +175,7 @@ class ParameterGroupWeights:
         )
         if memory.has_master and self.apart is None:
             raise BiremeError(
-                "The plan pages weights that are made from a master copy, as bfloat16 ones are, and these "
+                "The plan offloads weights that are made from a master copy, as bfloat16 ones are, and these "
                 f"are of {dtype} and have none. Make a new plan, for the type that the model trains in."
             )
         self.leaves = [_leaves(bank, parameter_group.dtype) for bank in self.banks]

@@ -110,12 +110,12 @@ def _check_together(
     """Refuse what does not go together, before anything is open."""
     if agreement is not None and (paging is not None or form is not None):
         raise BiremeError(
-            "Replicas that may die send whole gradients, which lie on their devices. Leave out paging "
+            "Replicas that may die send whole gradients, which lie on their devices. Leave out offloading "
             "and principal components, or the agreement."
         )
     if form is not None and paging is not None:
         raise BiremeError(
-            f'The plan pages, which keeps gradients whole, and gradients are kept as "{form}". Leave '
+            f'The plan offloads, which keeps gradients whole, and gradients are kept as "{form}". Leave '
             "out one of the two."
         )
     if shard == "none":
@@ -123,7 +123,7 @@ def _check_together(
     also = {
         "replicas that may die": agreement is not None,
         "replicas that average weights": averaging is not None,
-        "paging": paging is not None,
+        "offloading": paging is not None,
         "gradients as principal components": form is not None,
         f'sums through "{codec}"': codec != DENSE,
     }

@@ -37,7 +37,7 @@ class Budgets:
             if budget is not None and budget < 0:
                 raise BiremeError(f"The {name} is {budget} bytes; it must be 0 or more.")
         if self.host_bytes == 0 and self.disk_bytes == 0:
-            raise BiremeError("There is neither host memory nor a disk to page to. Give one of them.")
+            raise BiremeError("There is neither host memory nor a disk to offload to. Give one of them.")
 
     def tiers(self) -> tuple[tuple[str, int | None], ...]:
         """The tiers that there are, the device's first, by name and budget."""

@@ -54,7 +54,7 @@ def best_chunk_bytes(items: Mapping[float, int], most: int = MOST_CHUNKS, page_b
     sizes = {num_bytes: count for num_bytes, count in items.items() if num_bytes > 0 and count > 0}
     if not sizes:
         raise BiremeError(
-            "Nothing can be paged: weights, gradients, optimizer and activations have no bytes."
+            "Nothing can be offloaded: weights, gradients, optimizer and activations have no bytes."
         )
     tried = sorted(
         {_aligned(num_bytes / parts, page_bytes) for num_bytes in sizes for parts in range(1, _TRIED + 1)}

@@ -286,7 +286,7 @@ def check_paging_disk(run: RunFile, plan: Plan) -> None:
     if plan.paging is None or not any(budgets.disk_bytes for budgets in plan.paging.budgets):
         return
     if run.memory.disk is None:
-        raise BiremeError("The plan pages to a disk, but memory.disk names no folder for that. Set it.")
+        raise BiremeError("The plan offloads to a disk, but memory.disk names no folder for that. Set it.")
     check_disk_folder(Path(run.memory.disk), "memory.disk")
 
 

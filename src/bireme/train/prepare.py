@@ -229,7 +229,7 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
         what = "weights" if run.sync.averages else "gradients"
         raise BiremeError(
             f'sync.mode is "{mode}", in which whole {what} are sent from where they lie, but the plan '
-            'pages. Leave paging out of the plan, or use sync.mode = "allreduce".'
+            'offloads. Leave offloading out of the plan, or use sync.mode = "allreduce".'
         )
     most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
     if run.sync.averages and most > 1:
@@ -264,8 +264,8 @@ def check_paged(run: RunFile, plan: Plan) -> None:
     for key, (value, usual) in asked.items():
         if value != usual:
             raise BiremeError(
-                f'{key} is "{value}", but the plan pages, which goes with "{usual}" only. Set {key} to '
-                f'"{usual}", or use a plan that does not page.'
+                f'{key} is "{value}", but the plan offloads, which goes with "{usual}" only. Set {key} to '
+                f'"{usual}", or use a plan that does not offload.'
             )
 
 

@@ -410,8 +410,8 @@ def paging_of(
             raise BiremeError(
                 "The optimizer is to step on the host, but no stage of the plan can: its gradients are "
                 "summed over replicas or over stages that share weights, its updates are fresh (2bw-fresh), "
-                "it has no host memory, or what its optimizer remembers is too little to be paged. Let the "
-                "optimizer step on the device."
+                "it has no host memory, or what its optimizer remembers is too little to be offloaded. Let "
+                "the optimizer step on the device."
             )
         paging = replace(paging, host_updates=False)
     return paging.with_chunks(cut)

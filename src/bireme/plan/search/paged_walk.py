@@ -116,7 +116,7 @@ class PagedWalk:
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would be enough."""
         if self._least is None:
-            return self._error or NoRoomError("No plan can page: there is none to begin with.")
+            return self._error or NoRoomError("No plan can offload: there is none to begin with.")
         num_bytes = math.ceil(self._least_bytes)
         request = self._problem.request
         assert request.memory is not None, "who pages may"
@@ -465,7 +465,7 @@ def with_paging(
         raise walk.refusal()
     candidates = sorted([*paged, *(() if fits is None else fits.candidates)], key=cost)
     basis = fits or roomy
-    how = f"{basis.origin.how}; {walk.num_tried:,} plans that page simulated"
+    how = f"{basis.origin.how}; {walk.num_tried:,} plans that offload simulated"
     return Answer(
         tuple(candidates),
         replace(basis.origin, how=how, cluster=cluster_hash(cluster)),
@@ -520,9 +520,9 @@ def _with_tiers(problem: PlanningProblem) -> Cluster | None:
 def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterator[MemoryWay]:
     """What each way to live with the memory would take, and what it would be with room for everything."""
     if isinstance(plain, NothingFits):
-        yield MemoryWay("without paging", None, str(plain))
+        yield MemoryWay("without offloading", None, str(plain))
     else:
-        yield MemoryWay("without paging", plain.best)
-    for words, again in (("paging", False), ("paging and recomputation", True)):
+        yield MemoryWay("without offloading", plain.best)
+    for words, again in (("offloading", False), ("offloading and recomputation", True)):
         yield MemoryWay(words, walk.best_seen(again=again), "Nothing that was tried fits.")
     yield MemoryWay("room for everything", roomy.best)

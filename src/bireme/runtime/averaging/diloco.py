@@ -311,8 +311,8 @@ class Averaging:
             raise BiremeError("Replicas average weights in programs of a plan, not in one that is given.")
         if named.paging is not None:
             raise BiremeError(
-                "Replicas average weights that lie on their devices, but the plan pages them. Make a plan "
-                "that does not page."
+                "Replicas average weights that lie on their devices, but the plan offloads them. Make a plan "
+                "that does not offload."
             )
         return named.averaging(self.lag)
 

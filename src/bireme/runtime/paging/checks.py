@@ -42,7 +42,7 @@ def paging_of(
         )
     if compiles and any(item is Item.STASH for item, _ in tiers.chunks):
         raise BiremeError(
-            "A stage that torch compiles keeps its activations itself, and the plan pages them. Leave "
+            "A stage that torch compiles keeps its activations itself, and the plan offloads them. Leave "
             "compile out, or plan with memory.stashes = false."
         )
     frozen_bytes = _frozen_bytes(graph, layout, tiers)

@@ -522,7 +522,7 @@ def _lower(name: str, tiers: RankTiers, device: torch.device, settings: PagingSe
     if name != "disk":
         return HostTier(tiers.chunk_bytes, device)
     if settings.folder is None:
-        raise BiremeError("The plan pages to a disk, and no folder is named for it. Set memory.disk.")
+        raise BiremeError("The plan offloads to a disk, and no folder is named for it. Set memory.disk.")
     return DiskTier(settings.folder, tiers.chunk_bytes)
 
 

@@ -21,7 +21,7 @@ def check_memory(tables: Tables) -> None:
     if tables.memory.is_on and tables.training.gradient != "whole":
         raise BiremeError(
             f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
-            "gradients are paged. Leave one of the two out."
+            "gradients are offloaded. Leave one of the two out."
         )
 
 
@@ -33,13 +33,13 @@ def _check_paging(memory: Memory, plan: Planning) -> None:
         more = [name for name in given if name != "disk"]
         if more:
             raise BiremeError(
-                f'plan.file is "{plan.file}", which says what is paged, but memory.{more[0]} asks for a new '
-                "plan. Leave out one of the two."
+                f'plan.file is "{plan.file}", which says what is offloaded, but memory.{more[0]} asks for '
+                "a new plan. Leave out one of the two."
             )
     elif given and not memory.is_on:
         raise BiremeError(
-            f"memory.{given[0]} is set, but memory.device is not, so nothing is paged. Set memory.device, to "
-            '"auto" or to bytes such as "6GB".'
+            f"memory.{given[0]} is set, but memory.device is not, so nothing is offloaded. Set "
+            'memory.device, to "auto" or to bytes such as "6GB".'
         )
     if memory.device_bytes == 0:
         raise BiremeError(
@@ -52,7 +52,8 @@ def _check_paging(memory: Memory, plan: Planning) -> None:
         )
     if memory.is_on and memory.host_bytes == 0 and memory.most_disk_bytes == 0:
         raise BiremeError(
-            "memory.host is 0 and there is no memory.disk, so there is nothing to page to. Set one of them."
+            "memory.host is 0 and there is no memory.disk, so there is nothing to offload to. Set one of "
+            "them."
         )
 
 
@@ -85,7 +86,7 @@ def _check_shard(tables: Tables) -> None:
     if tables.memory.shard == "none":
         return
     why = {
-        "memory.device": (tables.memory.device, None, "what replicas share is not paged"),
+        "memory.device": (tables.memory.device, None, "what replicas share is not offloaded"),
         "sync.mode": (tables.sync.mode, "allreduce", "each replica needs all others in every batch"),
         "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
         "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),

@@ -85,17 +85,18 @@ class Memory(Table):
     device: Amount | None = Field(
         default=None,
         description="Memory that each process may use of its device, such as 6GB; auto is all of it. What "
-        "does not fit is paged to the host. If not set, nothing is paged",
+        "does not fit is offloaded to the host. If not set, nothing is offloaded",
         examples=["6GB"],
     )
     host: Amount = Field(
         default=AUTO,
-        description="Host memory that each process may page to, 0 for none; auto is its share of the host's",
+        description="Host memory that each process may offload to, 0 for none; auto is its share of the "
+        "host's",
     )
     disk: Text | None = Field(
         default=None,
-        description="Folder on a disk of each machine that may be paged to; the file in it is removed when "
-        "the run ends",
+        description="Folder on a disk of each machine that may be offloaded to; the file in it is removed "
+        "when the run ends",
         examples=["/scratch"],
     )
     disk_bytes: Amount = Field(
@@ -104,19 +105,20 @@ class Memory(Table):
         "is free in the folder",
     )
     stashes: bool = Field(
-        default=True, description="Page the activations of micro-batches too, not only weights and optimizer"
+        default=True,
+        description="Offload the activations of micro-batches too, not only weights and optimizer",
     )
     optimizer: Literal["auto", "device", "host"] = Field(
         default="auto",
-        description="Where the optimizer steps what is paged: on the device, after what it remembers was "
+        description="Where the optimizer steps what is offloaded: on the device, after what it remembers was "
         "fetched; on the host, where that stays, and only gradients come down and weights go up; or wherever "
         "a batch is predicted to take less time (auto). On GPUs it steps on the device",
         examples=["host"],
     )
     updates: Literal["agreed", "apart"] = Field(
         default="agreed",
-        description="When stages that are paged step: after all have agreed on the gradient's norm and on "
-        "whether the batch counts (agreed), or each as soon as it has its own gradients, where a batch is "
+        description="When stages that are offloaded step: after all have agreed on the gradient's norm and "
+        "on whether the batch counts (agreed), or each as soon as it has its own gradients, where a batch is "
         "predicted to take less time so (apart). The latter needs training.clip_norm = 0, one replica, and a "
         "schedule that drains between batches",
         examples=["apart"],

@@ -290,7 +290,7 @@ def _more(table: str) -> Iterator[str]:
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
         "links": "[codecs.md](codecs.md) explains codecs.",
-        "memory": "[tiers.md](tiers.md) explains paging and shared optimizers.",
+        "memory": "[tiers.md](tiers.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
         "sync": "[agreement.md](agreement.md) explains the modes, [replicas.md](replicas.md) quorum, "
         "[gradient-codecs.md](gradient-codecs.md) codecs of sums.",
