@@ -196,7 +196,7 @@ def print_timeline(timeline: Timeline, console: Console, advice: "Lookahead | No
         console.print("\nMemory at the peak", style="bold")
         console.print(memory)
     if timeline.program.tiers:
-        console.print("\nPaging", style="bold")
+        console.print("\nOffloading", style="bold")
         console.print(_tiers(timeline))
     console.print(f"\n{_pace_sentence(timeline)}", highlight=False)
     if advice is not None and advice.lookahead:
