@@ -112,8 +112,8 @@ def test_masks_are_kept_on_both_sides_of_a_boundary_for_each_micro_batch() -> No
     bare = Costs.per_stage(
         3, forward_s=1, backward_s=1, message_bytes=(8192, 4096, 0), stash_bytes=10_000, input_bytes=5_000
     )
-    keep, few = BoundaryCodecs("topk:0.25:8", "topk:0.25:4"), BoundaryCodecs("int4", "int4")
-    kept = coded(bare, (keep, keep), value_bytes=2)
+    topk, few = BoundaryCodecs("topk:0.25:8", "topk:0.25:4"), BoundaryCodecs("int4", "int4")
+    kept = coded(bare, (topk, topk), value_bytes=2)
     assert kept.stash_bytes == (10_512, 10_768, 10_256)
     assert kept.input_bytes == (5_512, 5_768, 5_256)  # what a stage has that is recomputed
     assert coded(bare, (few, few), value_bytes=2).stash_bytes == bare.stash_bytes
