@@ -75,7 +75,7 @@ class OfModel:
     num_microbatches: int | None
 
     def write(self, placement: "Placement") -> str:
-        """Write the plan; return a sentence on what moving its cuts to unit borders changed."""
+        """Write the plan; return a sentence on what moving its cuts to unit boundaries changed."""
         if self.plan is None:
             return ""
         from bireme.placement.of_model.to_plan import plan_of

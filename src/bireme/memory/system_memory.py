@@ -262,9 +262,9 @@ class HostChunks:
         check_can_map()
         if slot_bytes % PAGE_BYTES:
             raise BiremeError(
-                f"Chunks of {slot_bytes} bytes cannot be paged here: a chunk must be a multiple of "
+                f"Chunks of {slot_bytes} bytes cannot be offloaded here: a chunk must be a multiple of "
                 f"{PAGE_BYTES} bytes, the page of memory of this machine. Leave the size of chunks out, or "
-                "page larger stages."
+                "offload larger stages."
             )
         self.slot_bytes = slot_bytes
         self._poison = num_slots * slot_bytes if poisons else None
