@@ -10,7 +10,7 @@ from rich.console import Console
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.codec.description import CodecRate
-from bireme.codec.sum_description import QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
+from bireme.codec.sum_description import SumCost, averages_with, parse_sum_codec, quorum_sums, sum_cost
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.plan.plan import Plan
@@ -139,12 +139,12 @@ def test_the_sums_that_replicas_which_may_die_keep_are_counted_where_they_lie(
 ) -> None:
     """Runs with quorum took 12 MiB more than was predicted, of 334 MiB."""
     gradients = sum(unit.gradient_bytes for unit in tiny_profile().units)
-    dense, quorum = (forecast(one, kind=kind) for one in ("none", QUORUM_SUMS))
+    dense, quorum = (forecast(one, kind=kind) for one in ("none", quorum_sums()))
     assert quorum.batch_s == dense.batch_s
     more_bytes = quorum.stages[0].peak_bytes - dense.stages[0].peak_bytes
     assert more_bytes == pytest.approx(num_copies * gradients)
     run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}})
-    assert sums_of(run, gpt(2)) == QUORUM_SUMS
+    assert sums_of(run, gpt(2)) == quorum_sums()
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

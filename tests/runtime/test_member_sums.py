@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.sync.quorum import ring
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp, Tag
-from bireme.sync.quorum.ring import PIECE_BYTES, SMALL_BYTES, Contribution, Summed, sum_over
+from bireme.sync.quorum.ring import PIECE_BYTES, SMALL_BYTES, Contribution, RoundGroup, Summed, sum_over
 from tests.support.together import run_threads
 
 LENGTHS = (3 * PIECE_BYTES // 8 + 5, 0, 7)
@@ -47,17 +47,21 @@ class Mesh:
         check: Callable[[], None] = lambda: None,
     ) -> tuple[Summed, list[Tensor]]:
         into = [torch.full_like(flat, torch.nan) for flat in own.flats]
-        summed = sum_over(
-            own,
-            into,
-            me=me,
-            members=members,
-            line_to=lambda member: self.lines[me, member],
-            stamp=stamp,
-            timeout_s=timeout_s,
-            check=check,
+        group = self.group(me, members, stamp, timeout_s=timeout_s, check=check)
+        return sum_over(own, into, group), into
+
+    def group(
+        self,
+        me: int,
+        members: Sequence[int],
+        stamp: Stamp,
+        *,
+        timeout_s: float = 60.0,
+        check: Callable[[], None] = lambda: None,
+    ) -> RoundGroup:
+        return RoundGroup(
+            me, members, lambda member: self.lines[me, member], stamp, timeout_s=timeout_s, check=check
         )
-        return summed, into
 
 
 def contributions(

@@ -27,7 +27,7 @@ def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     given: list[Snapshot] = []
     offers = SimpleNamespace(is_due=lambda _batch: True, provide=given.append)
     agent = cast(Agent, SimpleNamespace(offers=offers, word=CoordinatorReply(0, 0)))
-    reducer: Any = SimpleNamespace(agent=agent, first=0, digest=NO_DIGEST)
+    reducer: Any = SimpleNamespace(agent=agent, first=0, digest=NO_DIGEST, feedback=None)
     pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
     agreement = QuorumAgreement(agent, 2, 8, rebuilt=frozen)
     before = agreement.before_updates(

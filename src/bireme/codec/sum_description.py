@@ -6,7 +6,7 @@ A description only, without tensors, so planners can read it. `sync/coded.py` do
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from bireme.codec.description import FEWEST_ENTRIES, blocks_bytes
@@ -206,8 +206,13 @@ class SumCost:
 
 
 DENSE_SUMS = SumCost()
-QUORUM_SUMS = SumCost(kept_share=2.0, is_on_host=True)
-"""Of replicas that may die: a rank has the sum that is made and the one before, which others may lack."""
+
+
+def quorum_sums(sums: SumCost = DENSE_SUMS) -> SumCost:
+    """The cost of sums of replicas that may die: a rank also keeps the sum that is made and the one before,
+    which others may lack.
+    """
+    return replace(sums, kept_share=sums.kept_share + 2.0, is_on_host=True)
 
 
 def averages_with(state_share: float) -> SumCost:

@@ -171,10 +171,10 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
         "sums": "averages of weights without the optimizer's state"
-        if request.sums.is_on_host
+        if request.sums.is_on_host and request.sums.is_dense
         else f"sums of gradients as they are, not through {request.sums.codec}",
     }
-    if request.sums.is_on_host and request.sums.message_share == 1:
+    if request.sums.is_on_host and request.sums.is_dense and request.sums.message_share == 1:
         del words["sums"]  # there is no other way to make them
     for name, sentence in words.items():
         usual = getattr(plain, name)

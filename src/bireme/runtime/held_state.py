@@ -29,14 +29,14 @@ from bireme.sync.reducer import SumsBatches
 _FEEDBACK = "feedback"
 
 
-def _feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layout) -> dict[str, Tensor]:
+def feedback_sections(
+    feedback: Feedback | None, num_trained: int, *, replica: int, width: int
+) -> dict[str, Tensor]:
     """What a replica keeps after so many batches, by the names of a snapshot; copied."""
     if feedback is None:
         return {}
     return {
-        f"{_FEEDBACK}/{layout.replica}-of-{layout.width}/{name}/{key}": value.to(
-            "cpu", copy=True
-        ).contiguous()
+        f"{_FEEDBACK}/{replica}-of-{width}/{name}/{key}": value.to("cpu", copy=True).contiguous()
         for name, values in feedback.after(num_trained).items()
         for key, value in values.items()
     }
@@ -168,7 +168,9 @@ class HeldState:
             pieces_of.difference_update(stage.banks.names)
         if self._averages is not None:
             tensors |= self._averages.sections(own)
-        tensors |= _feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= feedback_sections(
+            self._reducer.feedback, self.num_trained, replica=layout.replica, width=layout.width
+        )
         tensors |= _threshold_sections(self._stage_messages.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)

@@ -108,10 +108,10 @@ def _check_together(
     averaging: Averaging | None,
 ) -> None:
     """Refuse what does not go together, before anything is open."""
-    if agreement is not None and (paging is not None or form is not None):
+    if agreement is not None and paging is not None:
         raise BiremeError(
-            "Replicas that may die send whole gradients, which lie on their devices. Leave out offloading "
-            "and principal components, or the agreement."
+            "Replicas that may die send gradients that lie on their devices. Leave out offloading, or the "
+            "agreement."
         )
     if form is not None and paging is not None:
         raise BiremeError(
@@ -153,7 +153,7 @@ def _reducer_of(
     of the optimizer, these are joined, and each replica gets the sums of its own parts.
     """
     if agreement is not None:
-        return agreement.reducer(fabric, layout, transport, device)
+        return agreement.reducer(fabric, layout, transport, device, codec)
     if layout.width == 1 and not layout.tied:
         sums = fabric.sums(transport)
         if sums is not None:

@@ -91,6 +91,18 @@ class Feedback:
             self._num_batches: self._settled,
         }
 
+    def staged(self, key: str) -> dict[str, Tensor]:
+        """What the batch under way has left under a key, by parameter."""
+        copy = self._copies[1 - self._settled] if self._is_open else {}
+        return {name: kept[key] for name, kept in copy.items() if key in kept}
+
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        """Have this settled for a parameter."""
+        kept = self.before.get(name)
+        if kept is None:
+            kept = self._given.setdefault(name, {})
+        kept[key] = value
+
     def after(self, num_batches: int) -> _Kept:
         """What was settled after so many batches: those done, or one fewer. Not copies."""
         return {**self._given, **self._copies[self._after[num_batches]]}
@@ -145,9 +157,18 @@ class CodedSums:
         sent: SentBytes,
         *,
         batch: Hashable,
+        factors: Sequence[float] | None = None,
+        sender: int | None = None,
     ) -> None:
-        """Sum the gradients of `names`, in place, over a group, and mark those that any member had."""
-        if group.size == 1 or not names:
+        """Sum the gradients of `names`, in place, over a group, and mark those that any member had.
+
+        Each member's part counts times its factor, if there are factors; a codec sees it without. `sender` is
+        this member's number wherever groups change; it seeds what is random in its messages.
+        """
+        if not names:
+            return
+        if group.size == 1:
+            self._send_all_to_itself(names, gradients, 1.0 if factors is None else factors[0])
             return
         views = {name: gradients.views[name] for name in names}
         flags = held_flags(names, gradients)
@@ -157,26 +178,56 @@ class CodedSums:
         plain = [view for name, view in views.items() if name not in coded]
         # What no member has a gradient of is opened too, and left as it is.
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
+        number = group.rank if sender is None else sender
         own = [
-            _Own(name, view, staged.get(name, {}), f"{batch} {group.rank} {name}")
-            for name, view in coded.items()
+            _Own(name, view, staged.get(name, {}), f"{batch} {number} {name}") for name, view in coded.items()
         ]
+        parts = (1.0,) * group.size if factors is None else factors
         first = plain or [one.view for one in own]
         numbers = flags.to(first[0].dtype if not first[0].is_complex() else torch.float32)
-        factors = _factors(own, self.codec.rank) if self.codec.kind is SumKind.LOWRANK else []
-        _sum_all(group, [numbers, *plain, *(one.left for one in factors)], slice_bytes, sent)
+        matrices = (
+            _factors(own, self.codec.rank, parts[group.rank]) if self.codec.kind is SumKind.LOWRANK else []
+        )
+        for view in plain if parts[group.rank] != 1.0 else ():
+            view.mul_(parts[group.rank])
+        _sum_all(group, [numbers, *plain, *(one.left for one in matrices)], slice_bytes, sent)
         note_held(gradients, names, numbers)
         if self.codec.kind is SumKind.LOWRANK:
-            held = [one for one in factors if one.own.name in gradients.held]
+            held = [one for one in matrices if one.own.name in gradients.held]
             _sum_factors(group, held, slice_bytes, sent)
-        else:
+        elif own:
             held_own = [one for one in own if one.name in gradients.held]
-            _gather(group, held_own, _coder(self.codec), slice_bytes, sent)
+            _gather(group, held_own, _coder(self.codec), parts, slice_bytes, sent)
 
-    def settle(self, *, counts: bool) -> None:
-        """The batch is done; what it left is kept if it counts."""
+    @property
+    def common(self) -> dict[str, Tensor]:
+        """What the batch under way leaves that is the same on all members, by parameter."""
+        return {} if self.feedback is None else self.feedback.staged(BASIS)
+
+    def settle(self, *, counts: bool, common: Mapping[str, Tensor] | None = None) -> None:
+        """The batch is done; what it left is kept if it counts. `common` is what it left on all members that
+        counted, for a member that did not.
+        """
         if self.feedback is not None:
             self.feedback.settle(counts=counts)
+            for name, basis in (common or {}).items():
+                self.feedback.put(name, BASIS, basis)
+
+    def _send_all_to_itself(self, names: Sequence[str], gradients: BatchGradients, factor: float) -> None:
+        """The sum of one member is all that it has, with what it has not sent before."""
+        views = {name: gradients.views[name] for name in names}
+        known = {} if self.feedback is None else self.feedback.after(self.feedback.num_batches)
+        coded = {name: view for name, view in views.items() if RESIDUAL in known.get(name, {})}
+        staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
+        for name in coded if staged else ():
+            if name not in gradients.held:
+                views[name].zero_()
+            residual = staged[name][RESIDUAL]
+            views[name].copy_(residual)
+            residual.zero_()
+            gradients.held.add(name)
+        for name in gradients.held.intersection(names) if factor != 1.0 else ():
+            views[name].mul_(factor)
 
     def _codes(self, view: Tensor) -> bool:
         return view.dtype in (torch.float32, torch.float64) and self.codec.codes(view.shape)
@@ -217,13 +268,15 @@ class _Factors:
     matrix: Tensor
     left: Tensor
     seed: int
+    factor: float
 
 
-def _factors(own: Sequence[_Own], rank: int) -> list[_Factors]:
+def _factors(own: Sequence[_Own], rank: int, factor: float) -> list[_Factors]:
     found = []
     for one in own:
         matrix, seed = as_matrix(one.wanted), crc32(one.name.encode())
-        found.append(_Factors(one, matrix, matrix @ _basis(one, matrix, rank, seed), seed))
+        left = matrix @ _basis(one, matrix, rank, seed)
+        found.append(_Factors(one, matrix, left if factor == 1.0 else left.mul_(factor), seed, factor))
     return found
 
 
@@ -239,7 +292,7 @@ def _sum_factors(group: Group, factors: Sequence[_Factors], slice_bytes: int, se
     """Sums from left factors that are summed. Residuals become what the replica's own part of them lacks."""
     lefts = _orthonormal([one.left for one in factors])
     rights = [one.matrix.T @ left for one, left in zip(factors, lefts, strict=True)]
-    sums = [right.clone() for right in rights]
+    sums = [right * one.factor for one, right in zip(factors, rights, strict=True)]
     _sum_all(group, sums, slice_bytes, sent)
     for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
         # A residual is the replica's own, and may round as it does.
@@ -295,16 +348,23 @@ class _Room:
         return self._flat[: tensor.numel()].view(tensor.shape)
 
 
-def _gather(group: Group, own: Sequence[_Own], coder: _Coder, slice_bytes: int, sent: SentBytes) -> None:
+def _gather(
+    group: Group,
+    own: Sequence[_Own],
+    coder: _Coder,
+    factors: Sequence[float],
+    slice_bytes: int,
+    sent: SentBytes,
+) -> None:
     """Messages of all members, some gradients at a time, and their sums."""
     under_way: deque[_UnderWay] = deque()
     room = _Room()
     for some in _in_pieces(own, slice_bytes):
         if len(under_way) > NUM_IN_FLIGHT:
-            _add_up(under_way.popleft(), coder, group.rank, room)
+            _add_up(under_way.popleft(), coder, group.rank, factors, room)
         under_way.append(_begin(group, some, coder, sent))
     while under_way:
-        _add_up(under_way.popleft(), coder, group.rank, room)
+        _add_up(under_way.popleft(), coder, group.rank, factors, room)
 
 
 def _begin(group: Group, own: Sequence[_Own], coder: _Coder, sent: SentBytes) -> _UnderWay:
@@ -343,7 +403,7 @@ def _all_lengths(
     return [of_one.tolist() for of_one in of_all]
 
 
-def _add_up(some: _UnderWay, coder: _Coder, rank: int, room: _Room) -> None:
+def _add_up(some: _UnderWay, coder: _Coder, rank: int, factors: Sequence[float], room: _Room) -> None:
     """Decode all members' messages, in their order, on every member."""
     some.pending.wait()
     ends = [0] * len(some.messages)
@@ -356,6 +416,8 @@ def _add_up(some: _UnderWay, coder: _Coder, rank: int, room: _Room) -> None:
             part = coder.decode(message[begin : begin + length], shape, dtype, out=into)
             if member == rank and RESIDUAL in one.kept:
                 one.kept[RESIDUAL].sub_(part)
+            if factors[member] != 1.0:
+                part.mul_(factors[member])
             if member:
                 one.view.add_(part)
 

@@ -5,6 +5,7 @@ the slices depends on the layout alone, so it is the same on every member whatev
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,36 @@ class BatchGradients:
     components: dict[str, Components] = field(default_factory=dict)
     parts: Sequence[Parts] = ()
     owned: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatViews:
+    """Where tensors lie in flats: by name the flat, the first element there, and the shape."""
+
+    slots: Mapping[str, tuple[int, int, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, views: Mapping[str, Tensor], flats: Sequence[Tensor]) -> "FlatViews":
+        """Those of views of some flats, of which no two overlap."""
+        filled = [number for number, flat in enumerate(flats) if flat.numel()]
+        filled.sort(key=lambda number: flats[number].data_ptr())
+        begins = [flats[number].data_ptr() for number in filled]
+        slots = {}
+        for name, view in views.items():
+            if not view.numel():
+                slots[name] = 0, 0, tuple(view.shape)
+                continue
+            number = filled[bisect_right(begins, view.data_ptr()) - 1]
+            flat = flats[number]
+            slots[name] = number, (view.data_ptr() - flat.data_ptr()) // flat.itemsize, tuple(view.shape)
+        return cls(slots)
+
+    def in_(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The views of other flats that are alike."""
+        return {
+            name: flats[number].view(-1)[begin : begin + math.prod(shape)].view(shape)
+            for name, (number, begin, shape) in self.slots.items()
+        }
 
 
 @dataclass(slots=True)

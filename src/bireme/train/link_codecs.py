@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bireme.codec.description import AS_IT_IS, NONE, BoundaryCodecs, CodecPhase, LinkCodecs
-from bireme.codec.sum_description import DENSE, QUORUM_SUMS, SumCost, averages_with, parse_sum_codec, sum_cost
+from bireme.codec.sum_description import DENSE, SumCost, averages_with, parse_sum_codec, quorum_sums, sum_cost
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import chosen_maps
@@ -78,10 +78,9 @@ def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
     if run.sync.averages and run.sync.average_optimizer:
         return averages_with(moments_share(graph.parameters, run.training.optimizer))
-    if run.sync.mode == "quorum":
-        return QUORUM_SUMS
     codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
-    return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+    found = sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+    return quorum_sums(found) if run.sync.mode == "quorum" else found
 
 
 def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from bireme.runtime.quorum.peer_agent import (
     deal_in,
     is_in,
 )
-from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, send_named, send_tensors
+from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, listed, send_named, send_tensors
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
@@ -221,7 +221,8 @@ class _ForOthers:
             if result is not None and result.summed is not None:
                 summed = result.summed
                 words = {"weight": summed.weight, "numbers": summed.numbers, "parts": result.parts}
-                send_tensors(made, words, result.flats)
+                words |= {"tensors": listed(summed.more)}
+                send_tensors(made, words, [*result.flats, *summed.more.values()])
         elif what == SNAPSHOT:
             # An evaluation may take longer than any timeout, and the next update follows it.
             found = self._found(lambda: self._snapshots.get(name), lambda: has_hung_up(made))
@@ -494,7 +495,7 @@ class AveragingAgent(PeerAgent):
         result = line.room()
         self._tell_pulling(is_so=True)  # which may take longer than any timeout
         try:
-            words = self._pull(commit, line.number << PLACES | commit.round, word, result.flats)
+            words, more = self._pull(commit, line.number << PLACES | commit.round, word, result.flats)
         except (SupersededError, LineBroken, OSError) as error:
             line.give_back(result)
             if not isinstance(error, SupersededError):
@@ -502,8 +503,8 @@ class AveragingAgent(PeerAgent):
             return None
         finally:
             self._tell_pulling(is_so=False)
-        result.attempt = commit.attempt
-        result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]))
+        result.attempt, result.is_own = commit.attempt, False
+        result.summed = Summed(b"", words["weight"], (), tuple(words["numbers"]), more)
         result.parts = tuple(words["parts"])
         return result
 

@@ -29,7 +29,7 @@ from bireme.runtime.quorum.peer_agent import (
     heal_in,
     is_in,
 )
-from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, send_named, send_tensors
+from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, listed, send_named, send_tensors
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
@@ -40,7 +40,7 @@ from bireme.sync.coordinator.messages import (
     RoundAt,
     SamplePlaces,
 )
-from bireme.sync.exchange import BatchGradients, SentBytes, sum_in_slices
+from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes, sum_in_slices
 from bireme.sync.group import Group
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Summed
@@ -135,7 +135,8 @@ class Offers:
                 return
             one = result.summed
             words = {"holds": one.holds.hex(), "weight": one.weight, "means": one.means}
-            send_tensors(made, {**words, "numbers": one.numbers}, result.flats)
+            words |= {"numbers": one.numbers, "tensors": listed(one.more)}
+            send_tensors(made, words, [*result.flats, *one.more.values()])
         elif what == SNAPSHOT:
             snapshot = self._found(made, lambda: self._snapshots.get(batch), last=batch + _MOST_ROUNDS)
             if snapshot is not None:
@@ -169,10 +170,10 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.nbytes for one in tensors)
 
 
-def _summed_in(words: Mapping[str, Any]) -> Summed:
-    """What the text of a parcel with a committed sum says of it."""
+def _summed_in(words: Mapping[str, Any], more: Mapping[str, Tensor]) -> Summed:
+    """A committed sum as the text that announces it and its tensors describe it."""
     means, numbers = tuple(words["means"]), tuple(words["numbers"])
-    return Summed(bytes.fromhex(words["holds"]), words["weight"], means, numbers)
+    return Summed(bytes.fromhex(words["holds"]), words["weight"], means, numbers, more)
 
 
 def has_hung_up(made: socket.socket) -> bool:
@@ -202,22 +203,13 @@ class TiedSums:
 
     def sum(self, gradients: BatchGradients, flats: Sequence[Tensor], held: set[str]) -> BatchGradients:
         """The whole gradients of these parameters, from those in `flats`, which lie as `gradients` do."""
-        copies = {name: _copy(gradients, flats, name) for name in self._groups}
+        own = {name: gradients.views[name] for name in self._groups}
+        views = FlatViews.of(own, gradients.flats).in_(flats)
+        copies = {name: view.clone() for name, view in views.items()}
         found = BatchGradients(copies, held & copies.keys())
         for name, group in self._groups.items():
             sum_in_slices(group, [name], found, [copies[name]], SLICE_BYTES, SentBytes())
         return found
-
-
-def _copy(gradients: BatchGradients, flats: Sequence[Tensor], name: str) -> Tensor:
-    """The gradient of that name in other flats."""
-    view = gradients.views[name]
-    storage = view.untyped_storage().data_ptr()
-    place = next(
-        place for place, flat in enumerate(gradients.flats) if flat.untyped_storage().data_ptr() == storage
-    )
-    first = view.storage_offset() - gradients.flats[place].storage_offset()
-    return flats[place].view(-1)[first : first + view.numel()].clone().view(view.shape)
 
 
 class Agent(PeerAgent):
@@ -331,6 +323,8 @@ class Agent(PeerAgent):
                 raise DroppedError(f"replica {self.own.replica} is {num_behind} batches behind the others.")
             return self._settle(job, commit, word)
         if job.prepare is not None and job.contribution is None:
+            if job.may_prepare is not None and not job.may_prepare.is_set():
+                return False
             job.prepare(job)
         if job.contribution is None:
             return False
@@ -361,6 +355,7 @@ class Agent(PeerAgent):
                 grant.attempt,
                 word,
                 lambda word: grant in word.grants,
+                job.how,
             )
         except (SupersededError, LineBroken) as error:
             self._buffers.give_back(result)
@@ -410,13 +405,13 @@ class Agent(PeerAgent):
 
         result = self._buffers.take(job.like)
         try:
-            result.summed = _summed_in(self._pull(commit, job.batch, word, result.flats))
+            result.summed = _summed_in(*self._pull(commit, job.batch, word, result.flats))
         except (SupersededError, LineBroken, OSError) as error:
             self._buffers.give_back(result)
             if not isinstance(error, SupersededError):
                 self._change(lost=(source,))
             return None
-        result.attempt = commit.attempt
+        result.attempt, result.is_own = commit.attempt, False
         return result
 
     def _let_go(self) -> None:

@@ -11,8 +11,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator, properties_of
 from bireme.runtime.fabric import Fabric
+from bireme.runtime.held_state import feedback_sections
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
@@ -20,6 +22,7 @@ from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.socket_line import Transport
 from bireme.runtime.stage import Stage
+from bireme.sync.coded import Feedback
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal
 from bireme.sync.group import Sums
 from bireme.sync.quorum.line import Digest, digest_of
@@ -86,9 +89,14 @@ class QuorumAgreement:
     """The weights that every life of a replica has by itself, and that none is sent."""
 
     def reducer(
-        self, fabric: Fabric, layout: Layout, transport: Transport, device: torch.device
+        self,
+        fabric: Fabric,
+        layout: Layout,
+        transport: Transport,
+        device: torch.device,
+        codec: SumCodec = DENSE,
     ) -> QuorumReducer:
-        """What brings the batches of a rank together."""
+        """What brings the batches of a rank together; sums over replicas go through `codec`."""
         control: Sums | None = fabric.sums(transport) or fabric.group(range(fabric.size))
         assert control is not None, "every rank is one of all"
         # Every rank makes all groups, in the same order, and keeps its own.
@@ -102,6 +110,7 @@ class QuorumAgreement:
             device=None if device.type == "cpu" else device,
             counted=layout.counted,
             tied=TiedSums(tied),
+            codec=codec,
         )
 
     def before_updates(
@@ -109,7 +118,7 @@ class QuorumAgreement:
     ) -> _BeforeUpdate:
         """What a rank with these stages does before each of them makes the update of a batch."""
         digests = _Digests(reducer, stages, device, self.compare_every)
-        donations = _Donations(self.agent, stages, scale, self.rebuilt)
+        donations = _Donations(self.agent, stages, scale, self.rebuilt, reducer.feedback)
 
         def before(stage: Stage, batch: int) -> None:
             digests.before_update(stage, batch)
@@ -121,15 +130,23 @@ class QuorumAgreement:
 class _Donations:
     """Takes snapshots for other replicas, of each stage right before the update that they go on with, but not
     of what they have `rebuilt` by themselves.
+
+    What the replica that heals had not sent through a codec is lost with it. In its place it takes what the
+    donor has not sent, which is alike: a codec leaves the same directions of similar gradients behind.
     """
 
     def __init__(
-        self, agent: Agent, stages: Mapping[int, Stage], clip_scale: _ClipScale, rebuilt: frozenset[str]
+        self,
+        agent: Agent,
+        stages: Mapping[int, Stage],
+        clip_scale: _ClipScale,
+        rebuilt: frozenset[str],
+        feedback: Feedback | None,
     ) -> None:
         self._agent = agent
         self._stages = stages
         self._clip_scale = clip_scale
-        self._rebuilt = rebuilt
+        self._rebuilt, self._feedback = rebuilt, feedback
         self._begun: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def before_update(self, stage: Stage, batch: int) -> None:
@@ -142,6 +159,8 @@ class _Donations:
         if len(begun) == len(self._stages):
             tensors = {name: tensor for part in begun.values() for name, tensor in part.items()}
             self._begun.clear()
+            if self._feedback is not None:
+                tensors |= feedback_sections(self._feedback, self._feedback.num_batches, replica=0, width=1)
             self._agent.offers.provide(Snapshot(batch, self._clip_scale(), tensors))
 
 

@@ -23,7 +23,7 @@ from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, IncomingTensor
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import TERM, Commit, CoordinatorReply, Deal, Grant, Heal, Member, RankId
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
-from bireme.sync.quorum.ring import Contribution, Summed, sum_over
+from bireme.sync.quorum.ring import Contribution, RoundGroup, Summed, SumsFlats, sum_over
 
 # An agent's way to the coordinator: a client that begins to talk once there is something to say.
 
@@ -78,7 +78,7 @@ class LazyCoordinatorClient:
 @dataclass(slots=True, eq=False)
 class RoundSum:
     """The sum of a batch as made in one attempt, over the replicas in `parts` if that is noted. Each of
-    `num_users` gives it back once.
+    `num_users` gives it back once. `is_own` unless another replica sent it.
     """
 
     flats: Sequence[Tensor]
@@ -86,6 +86,7 @@ class RoundSum:
     summed: Summed | None = None
     parts: tuple[int, ...] = ()
     num_users: int = 1
+    is_own: bool = True
 
 
 MOST_FREE = 2
@@ -145,12 +146,15 @@ class SumJob:
     """A batch that this rank wants the committed sum of, in flats `like` these.
 
     `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept
-    the rank busy; without it this replica has no part in the batch. `after` is called there with the result.
+    the rank busy; without it this replica has no part in the batch. It is called once `may_prepare` is set.
+    `how` adds contributions up, other than as they are. `after` is called there with the result.
     """
 
     batch: int
     like: Sequence[Tensor]
     prepare: Callable[["SumJob"], None] | None = None
+    may_prepare: threading.Event | None = None
+    how: SumsFlats | None = None
     after: Callable[[RoundSum], None] | None = None
     busy_s: float = 0.0
     contribution: Contribution | None = None
@@ -195,6 +199,7 @@ AddUp = Callable[
         int,
         CoordinatorReply,
         Callable[[CoordinatorReply], bool],
+        SumsFlats | None,
     ],
     Summed,
 ]
@@ -225,7 +230,7 @@ class PeerAgent(ABC):
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._board = PeerConnections(own, self._answer, timeout_s=timeout_s)
-        coordinator.on_word(self._poke)
+        coordinator.on_word(self.poke)
 
     # What each kind of agent does in its own way.
 
@@ -351,9 +356,10 @@ class PeerAgent(ABC):
         attempt: int,
         word: CoordinatorReply,
         is_wanted: Callable[[CoordinatorReply], bool],
+        how: SumsFlats | None = None,
     ) -> Summed:
         """The sum over the ranks of this stage in some replicas, as long as it is wanted. A later sum has a
-        greater `place`. Raises `SupersededError`, or `LineBroken` where a member is lost.
+        greater `place`. Raises `SupersededError`, or `LineBroken` if a member is lost.
         """
 
         def check() -> None:
@@ -369,16 +375,15 @@ class PeerAgent(ABC):
                 if replica != self.own.replica
                 for member in [_member_in(word, replica)]
             }
-            return sum_over(
-                own,
-                into,
-                me=self.own.replica,
-                members=members,
-                line_to=lines.__getitem__,
-                stamp=Stamp(word.epoch // TERM, place, attempt),
+            group = RoundGroup(
+                self.own.replica,
+                members,
+                lines.__getitem__,
+                Stamp(word.epoch // TERM, place, attempt),
                 timeout_s=self._timeout_s,
                 check=check,
             )
+            return sum_over(own, into, group, how)
         except LineBroken as error:
             self._board.drop(error.member)
             raise
@@ -389,9 +394,10 @@ class PeerAgent(ABC):
 
     def _pull(
         self, commit: Commit, place: int, word: CoordinatorReply, into: Sequence[Tensor]
-    ) -> dict[str, Any]:
-        """Get a sum that counts from its source; what that says of it. Raises `SupersededError` where there
-        is another source by now, and `LineBroken` or an `OSError` where it cannot be had.
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Get a sum that counts from its source: its numbers, and the tensors that belong to it. Raises
+        `SupersededError` if there is another source by now, and `LineBroken` or an `OSError` if the source
+        cannot send it.
         """
         source = self._source(commit)
         assert source is not None, "who asks has one"
@@ -408,7 +414,7 @@ class PeerAgent(ABC):
             parcel = IncomingTensors(made, look, timeout_s=self._timeout_s)
             words = parcel.words()
             parcel.fill(into)
-        return words
+            return words, parcel.named(words)
 
     # Any thread.
 
@@ -418,7 +424,8 @@ class PeerAgent(ABC):
                 fields = {**self._report(), "healed": self._healed}
             self._coordinator.say(address=self._board.address, **fields)
 
-    def _poke(self) -> None:
+    def poke(self) -> None:
+        """Have the agent's thread look for its next step."""
         with self._changed:
             self._changed.notify_all()
 

@@ -52,10 +52,14 @@ def send_named(
     made: socket.socket, words: Mapping[str, Any], tensors: Mapping[str, Tensor], *, share: float
 ) -> None:
     """Send tensors with their names, types and shapes."""
-    listed = [
+    send_tensors(made, {**words, "tensors": listed(tensors)}, [*tensors.values()], share=share)
+
+
+def listed(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
+    """The names, types and shapes of tensors, for a text that announces them."""
+    return [
         [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in tensors.items()
     ]
-    send_tensors(made, {**words, "tensors": listed}, [*tensors.values()], share=share)
 
 
 class IncomingTensors:

@@ -5,19 +5,129 @@ on; the few numbers that all ranks of the replica must agree on follow over the 
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bireme.codec.lowrank import Components, PrincipalStream
+from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
-from bireme.sync.coded import Feedback
-from bireme.sync.exchange import BatchGradients, SentBytes, held_flags, squared_norm
-from bireme.sync.group import Sums
+from bireme.sync.coded import CodedSums, Feedback
+from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes, held_flags, squared_norm
+from bireme.sync.group import Group, Sums
 from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
-from bireme.sync.reducer import More, OwnPart, Reduced, Reduction, nothing_more, numbers_of, reduced_of
+from bireme.sync.reducer import (
+    More,
+    OwnPart,
+    Reduced,
+    Reduction,
+    merge_components,
+    nothing_more,
+    numbers_of,
+    reduced_of,
+)
+from bireme.sync.slices import SLICE_BYTES
+
+# The sum of a round, if gradients do not go as they are: through a codec, or as principal components.
+
+_BASIS, _COMPONENTS = "basis", "components"
+_PARTS = ("left", "values", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class _HostStream:
+    """The factors of a gradient that is kept as principal components, on the host."""
+
+    own: PrincipalStream
+    left: Tensor
+    right: Tensor
+    factor: float = 1.0
+
+    @property
+    def num_pairs(self) -> int:
+        """The pairs that the stream was fed."""
+        return self.own.num_pairs
+
+    @property
+    def rank(self) -> int:
+        """The number of components."""
+        return self.own.rank
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the gradient as a matrix."""
+        return self.own.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the factors."""
+        return self.own.dtype
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is this member's part of the sum."""
+        return self.left if self.factor == 1.0 else self.left * self.factor, self.right
+
+
+class _GradientSum:
+    """How the gradients of one batch of a rank are added up; `coded` is what large ones go through."""
+
+    def __init__(
+        self,
+        batch: int,
+        views: FlatViews,
+        coded: CodedSums | None,
+        sent: SentBytes,
+    ) -> None:
+        self._batch, self._views, self._coded, self._sent = batch, views, coded, sent
+        self.streams: Mapping[str, _HostStream] = {}
+
+    def sum(
+        self, group: Group, own: Contribution, into: Sequence[Tensor], factors: Sequence[float], sender: int
+    ) -> tuple[bytes, Mapping[str, Tensor]]:
+        """Write the sum over a group; gives which parameters have a gradient, bases and components."""
+        names = [*self._views.slots]
+        held = {name for name, one in zip(names, own.holds, strict=True) if one}
+        factor = factors[group.rank]
+        gradients = BatchGradients(
+            self._views.in_(into),
+            held,
+            into,
+            streams={
+                name: _HostStream(one.own, one.left, one.right, factor) for name, one in self.streams.items()
+            },
+        )
+        for flat, mine in zip(into, own.flats, strict=True):
+            flat.copy_(mine)
+        coded = self._coded or CodedSums(DENSE)
+        coded.sum(
+            group,
+            names,
+            gradients,
+            SLICE_BYTES,
+            self._sent,
+            batch=self._batch,
+            factors=factors,
+            sender=sender,
+        )
+        if self.streams:
+            merge_components(group, gradients, self._sent)
+        more = {f"{_BASIS}/{name}": one for name, one in coded.common.items()}
+        for name, found in gradients.components.items():
+            more |= {f"{_COMPONENTS}/{name}/{part}": getattr(found, part) for part in _PARTS}
+        return bytes(name in gradients.held for name in names), more
+
+
+def _components_in(more: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Components]:
+    names = {key.split("/", 1)[1].rpartition("/")[0] for key in more if key.startswith(f"{_COMPONENTS}/")}
+    return {
+        name: Components(*(more[f"{_COMPONENTS}/{name}/{part}"].to(device or "cpu") for part in _PARTS))
+        for name in sorted(names)
+    }
 
 
 class QuorumReducer:
@@ -25,7 +135,7 @@ class QuorumReducer:
 
     `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must. It
     adds the gradients of `counted` parameters to the norm; those that are `tied` are summed within the
-    replica too.
+    replica too. Sums over replicas go through `codec`.
     """
 
     sums_gradients = True
@@ -42,6 +152,7 @@ class QuorumReducer:
         device: torch.device | None,
         counted: Collection[str],
         tied: TiedSums,
+        codec: SumCodec = DENSE,
     ) -> None:
         self.agent = agent
         self._control = control
@@ -49,6 +160,10 @@ class QuorumReducer:
         self._speaks = speaks
         self._device = device
         self._counted, self._tied = frozenset(counted), tied
+        self._coded = None if codec == DENSE else CodedSums(codec)
+        self._verdicts: dict[int, threading.Event] = {}
+        """Set once it is known whether a batch counts, which residuals depend on."""
+        self._last_verdict: threading.Event | None = None
         self._whole: dict[int, BatchGradients] = {}
         """The sums of tied parameters, by batch."""
         self.sent = SentBytes()
@@ -62,8 +177,8 @@ class QuorumReducer:
 
     @property
     def feedback(self) -> Feedback | None:
-        """There is no codec, so nothing is kept back."""
-        return None
+        """What a codec has not sent yet, if it keeps that."""
+        return None if self._coded is None else self._coded.feedback
 
     @property
     def summed_apart(self) -> Set[str]:
@@ -86,6 +201,7 @@ class QuorumReducer:
         """
         assert own is not None, "a replica that may be alone must know what it has"
         views = [*gradients.views]
+        how = self._how(batch, gradients)
         holds = bytes(held_flags(views, gradients).tolist()) if views else b""
         samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.agent.own.replica] = float(own.num_samples)
@@ -94,6 +210,13 @@ class QuorumReducer:
 
         def prepare(job: SumJob) -> None:
             job.busy_s = sum(more())
+            if how is not None and gradients.streams:
+                if ready is not None:
+                    ready.synchronize()
+                how.streams = {
+                    name: _HostStream(one, *(part.to("cpu") for part in one.factors()))
+                    for name, one in gradients.streams.items()
+                }
             job.contribution = Contribution(
                 self._on_host(gradients.flats, ready),
                 holds,
@@ -104,7 +227,7 @@ class QuorumReducer:
                 digest,
             )
 
-        return self._begun(batch, gradients, prepare, stamp)
+        return self._begun(batch, gradients, prepare, stamp, how)
 
     def follow(self, batch: int, gradients: BatchGradients) -> Reduction:
         """Have the sum of a batch that this replica has no part in."""
@@ -125,10 +248,12 @@ class QuorumReducer:
         assert result.summed is not None, "what is committed was summed"
         for flat, found in zip(gradients.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
-        num_bytes = sum(flat.nbytes for flat in result.flats)
-        self.sent.note(max(len(job.parts), 1), raw=num_bytes, sent=num_bytes)
+        if job.how is None:
+            num_bytes = sum(flat.nbytes for flat in result.flats)
+            self.sent.note(max(len(job.parts), 1), raw=num_bytes, sent=num_bytes)
         self._use_up(result)
         summed = result.summed
+        gradients.components.update(_components_in(summed.more, self._device))
         gradients.held.clear()
         gradients.held.update(_names(gradients, summed.holds))
         if (whole := self._whole.pop(job.batch, None)) is not None:
@@ -137,6 +262,8 @@ class QuorumReducer:
                 gradients.views[name].copy_(view)
         held = gradients.held & self._counted
         counted = [gradients.views[name] for name in gradients.views if name in held]
+        # Their values alone have the norm of components.
+        counted += [one.values for name, one in gradients.components.items() if name in self._counted]
         votes, *facts = summed.numbers
         numbers = numbers_of(
             loss_sum=summed.means[0],
@@ -147,10 +274,11 @@ class QuorumReducer:
         )
         self._control.all_reduce(numbers).wait()
         reduced = reduced_of(numbers, reduction.batch, num_ranks=self._control.size)
-        if summed.weight:
-            return reduced
-        # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
-        return Reduced(math.nan, 0.0, False, reduced.votes, reduced.more)
+        if not summed.weight:
+            # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
+            reduced = Reduced(math.nan, 0.0, False, reduced.votes, reduced.more)
+        self._settle(job, result, is_counted=reduced.is_finite)
+        return reduced
 
     def close(self, timeout_s: float | None = None) -> None:
         """The agent belongs to who made it, and outlives a pipeline."""
@@ -163,15 +291,46 @@ class QuorumReducer:
         gradients: BatchGradients,
         prepare: Callable[[SumJob], None] | None,
         stamp: int = 0,
+        how: _GradientSum | None = None,
     ) -> Reduction:
         def after(result: RoundSum) -> None:
             assert result.summed is not None, "what is committed was summed"
             held = set(_names(gradients, result.summed.holds))
             self._whole[batch] = self._tied.sum(gradients, result.flats, held)
 
-        job = self._jobs[batch] = SumJob(batch, gradients.flats, prepare, after if self._tied else None)
+        job = self._jobs[batch] = SumJob(
+            batch, gradients.flats, prepare, self._last_verdict, how, after if self._tied else None
+        )
+        if self.feedback is not None:
+            self._last_verdict = self._verdicts[batch] = threading.Event()
         self.agent.add(job)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
+
+    def _how(self, batch: int, gradients: BatchGradients) -> _GradientSum | None:
+        """How a batch is added up, if its gradients do not go as they are."""
+        if self._coded is None and not gradients.streams:
+            return None
+        views = FlatViews.of(gradients.views, gradients.flats)
+        return _GradientSum(batch, views, self._coded, self.sent)
+
+    def _settle(self, job: SumJob, result: RoundSum, *, is_counted: bool) -> None:
+        """Keep what a batch has left of its codec, now that it is known whether the batch counts.
+
+        A member that has the sum from another one does not know which of its messages were in it: what it had
+        not sent before stays as it was.
+        """
+        if self._coded is None or self.feedback is None:
+            return
+        is_own = result.is_own and self.agent.own.replica in job.parts and job.how is not None
+        assert result.summed is not None, "what is committed was summed"
+        bases = {
+            key.partition("/")[2]: one
+            for key, one in result.summed.more.items()
+            if key.startswith(f"{_BASIS}/")
+        }
+        self._coded.settle(counts=is_counted and is_own, common=bases if is_counted and not is_own else None)
+        self._verdicts.pop(job.batch).set()
+        self.agent.poke()
 
     def _event(self) -> torch.Event | None:
         """What the rank's stream has had to do by now, on an accelerator."""

@@ -1,26 +1,29 @@
-"""The sum of a batch's gradients over the members of a round, in a ring; two members exchange.
+"""A round among ranks of the same stage in different replicas: a group of its members, and the sum over them.
 
-What members contribute is only read, so an attempt that lost a member is made again from the same. The sum is
-made elsewhere: each piece of it at one member, or by two in the same way, so that all have the same bits.
+A `RoundGroup` is a group for one attempt at a round. Dense sums go around in a ring, whose pieces begin at
+each member in turn, so every link is busy all the time; two members exchange.
 
     a piece that begins at member 0 of 4       0 ──▶ 1 ──▶ 2 ──▶ 3        parts: each adds its own
                                                3 ──▶ 0 ──▶ 1 ──▶ 2        the total goes on
 
-Pieces begin at each member in turn and are independent, so each link is busy all the time.
+Each piece of a sum is made at one member, or by two in the same way, so all members have the same bits. What
+a member contributes is only read, so an attempt that lost a member is repeated with the same contribution.
 
-Where all there is is small, the way around the ring takes longer than the bytes: each member sends all of its
-own to each other one, and adds up in the order of the ring, to the same bits.
+If a whole contribution is small, the way around the ring takes longer than the bytes: each member then sends
+its own to each other one, and adds in the order of the ring, to the same bits.
 """
 
 import select
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bireme.sync.group import Group, Pending
 from bireme.sync.quorum.line import NO_DIGEST, Digest, LineBroken, PeerLine, Stamp, Tag, check_same
 
 PIECE_BYTES = 512 * 1024
@@ -29,76 +32,7 @@ SMALL_BYTES = 64 * 1024
 LOOK_S = 0.05
 """How often a wait looks whether the attempt is still wanted."""
 
-_NUMBERS, _PART, _TOTAL = 1, 2, 3
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What a member has of a batch: its gradients, flat and on the host, as a mean of `nominal` in weight.
-
-    `weight` is what in truth counts in its samples. `holds` says for each parameter whether it has a gradient
-    there; where it has none, `flats` are zero. `numbers` are further ones to add up: those in `means` as the
-    gradients, the others as they are. `digest` is the last one of the member's weights.
-    """
-
-    flats: Sequence[Tensor]
-    holds: bytes
-    weight: float
-    nominal: float
-    means: tuple[float, ...] = ()
-    numbers: tuple[float, ...] = ()
-    digest: Digest = NO_DIGEST
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """The sum over all members: the mean of all that counts, of so much `weight`. The flats lie where it was
-    asked for.
-    """
-
-    holds: bytes
-    weight: float
-    means: tuple[float, ...]
-    numbers: tuple[float, ...]
-
-
-def sum_over(
-    own: Contribution,
-    into: Sequence[Tensor],
-    *,
-    me: int,
-    members: Sequence[int],
-    line_to: Callable[[int], PeerLine],
-    stamp: Stamp,
-    timeout_s: float,
-    check: Callable[[], None],
-) -> Summed:
-    """The sum over some members, of which this is one; its gradients are written into flats like its own.
-
-    `check` is called now and then; what it raises ends the attempt. Raises `LineBroken` where a member is
-    gone, where nothing moves for the timeout, or where a member has other weights than the rest of them, and
-    `OtherWeightsError` where that one is this.
-    """
-    lines = {member: line_to(member) for member in members if member != me}
-    for line in lines.values():
-        line.begin(stamp)
-    traffic = _Traffic(lines, timeout_s, check)
-    is_small = sum(flat.nbytes for flat in own.flats) <= SMALL_BYTES
-    told = _told(own, traffic, me, members, stamp, with_flats=is_small)
-    check_same({member: one.digest for member, one in zip(members, told, strict=True)}, me)
-    weight = sum(one.weight for one in told)
-    factors = [one.nominal / weight if weight else 0.0 for one in told]
-    if is_small:
-        _add_up(told, factors, into)
-    else:
-        _Ring(own, into, factors[members.index(me)], traffic, me, members, stamp).go()
-    holds = bytes(map(max, *(one.holds for one in told))) if len(told) > 1 else own.holds
-    means = tuple(
-        sum(factor * one.means[place] for factor, one in zip(factors, told, strict=True))
-        for place in range(len(own.means))
-    )
-    numbers = tuple(map(sum, zip(*(one.numbers for one in told), strict=True)))
-    return Summed(holds, weight, means, numbers)
+_WHOLE, _PART, _TOTAL = 1, 2, 3
 
 
 class _Traffic:
@@ -111,7 +45,7 @@ class _Traffic:
         self._by_number = {line.socket.fileno(): line for line in lines.values()}
 
     def go(self, is_done: Callable[[], bool], on_frame: Callable[[int, Tag], None]) -> None:
-        """Move until that is so and all is sent; each frame that has come is told with its member."""
+        """Move until `is_done` and all is sent; `on_frame` gets each frame that has come, with its member."""
         began_s = time.monotonic()
         for line in self.lines.values():
             self._move(line, on_frame)
@@ -128,7 +62,7 @@ class _Traffic:
     def _move(self, line: PeerLine, on_frame: Callable[[int, Tag], None]) -> None:
         for tag in line.move():
             on_frame(line.member, tag)
-        if line.events & select.POLLOUT:  # what the frames led to goes at once
+        if line.events & select.POLLOUT:  # frames that the arrivals led to go at once
             line.move_out()
 
     def _look_for_silence(self, began_s: float) -> None:
@@ -140,42 +74,310 @@ class _Traffic:
         raise LineBroken(longest.member, f"nothing has moved for {self._timeout_s:g} s")
 
 
-def _told(
-    own: Contribution,
-    traffic: _Traffic,
-    me: int,
-    members: Sequence[int],
-    stamp: Stamp,
-    *,
-    with_flats: bool,
-) -> list[Contribution]:
-    """What all members say of their contributions, in the order of the members, and maybe the gradients."""
+class RoundGroup:
+    """The `members` of an attempt, of which this is `me`, as a group that adds up and gathers.
+
+    It belongs to one thread. `check` is called now and then, and ends the attempt by what it raises. Raises
+    `LineBroken` if a member is gone, or if nothing moves for the timeout. Tensors are on the host.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        members: Sequence[int],
+        line_to: Callable[[int], PeerLine],
+        stamp: Stamp,
+        *,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        self.members = tuple(members)
+        self.rank, self.size = self.members.index(me), len(self.members)
+        lines = {member: line_to(member) for member in self.members if member != me}
+        for line in lines.values():
+            line.begin(stamp)
+        self._stamp, self._traffic = stamp, _Traffic(lines, timeout_s, check)
+        self._num_pieces = 0
+        self._arrives: dict[int, Callable[[int, Tag], None]] = {}
+        """What a frame of each piece leads to."""
+        self._held: list[object] = []
+        """Frames may still be on their way from these tensors."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member."""
+        return self.add_up([tensor.clone()], [tensor])
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
+        into[self.rank].copy_(tensor)
+        return self._exchanged(
+            dict.fromkeys(self._traffic.lines, tensor),
+            {member: into[place] for place, member in enumerate(self.members) if place != self.rank},
+        )
+
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part of `given`, and to fill `taken` with what all send here."""
+        parts, places = torch.split(given, list(lengths)), torch.split(taken, list(taken_lengths))
+        places[self.rank].copy_(parts[self.rank])
+        others = [place for place in range(self.size) if place != self.rank]
+        return self._exchanged(
+            {self.members[place]: parts[place] for place in others},
+            {self.members[place]: places[place] for place in others},
+        )
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor, which is flat, with that of the member `source`."""
+        if source != self.rank:
+            return self._exchanged({}, {self.members[source]: tensor})
+        return self._exchanged(dict.fromkeys(self._traffic.lines, tensor), {})
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with that of the member `source`."""
+        self.copy_from(tensor, source).wait()
+
+    def barrier(self) -> None:
+        """Return once every member has called this."""
+        self.all_reduce(torch.zeros(1)).wait()
+
+    def add_up(self, own: Sequence[Tensor], into: Sequence[Tensor], factor: float = 1.0) -> Pending:
+        """Begin to write the sum of all members' tensors, each times that member's factor, into others."""
+        pieces = [
+            _Piece(mine, target)
+            for flat, result in zip(own, into, strict=True)
+            for mine, target in zip(_cut(flat), _cut(result), strict=True)
+        ]
+        if self.size == 1:
+            for piece in pieces:
+                piece.into.copy_(piece.scaled(factor))
+            return _UnderWay(self, set())
+        ring = _Ring(self, pieces, factor, self._numbers(len(pieces)))
+        ring.begin()
+        return _UnderWay(self, ring.missing)
+
+    def send(self, to: int, kind: int, piece: int, what: Tensor) -> None:
+        """Send a frame to the member at that place. The tensor must stay as it is."""
+        self._held.append(what)
+        self._traffic.lines[self.members[to]].send(Tag(self._stamp, kind, piece), _bytes_of(what))
+
+    def expect(self, source: int, kind: int, piece: int, into: Tensor, then: Callable[[Tag], None]) -> None:
+        """Have a frame of the member at that place written there; `then` is called when it has come."""
+        self._arrives[piece] = lambda _member, tag: then(tag)
+        self._traffic.lines[self.members[source]].expect(Tag(self._stamp, kind, piece), _bytes_of(into))
+
+    def finish(self, missing: set[int]) -> None:
+        """Return when none of these pieces is missing, and all that others need is sent."""
+        self._traffic.go(lambda: not missing, lambda member, tag: self._arrives[tag.piece](member, tag))
+        self._held.clear()
+
+    def _exchanged(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Pending:
+        """Tensors for some members and from some, as frames of one piece."""
+        (number,) = self._numbers(1)
+        missing = set(taken)
+        self._arrives[number] = lambda member, _tag: missing.discard(member)
+        tag = Tag(self._stamp, _WHOLE, number)
+        for member, what in given.items():
+            flat = what.contiguous()
+            self._held.append(flat)
+            self._traffic.lines[member].send(tag, _bytes_of(flat))
+        for member, into in taken.items():
+            self._traffic.lines[member].expect(tag, _bytes_of(into))
+        return _UnderWay(self, missing)
+
+    def _numbers(self, num: int) -> range:
+        self._num_pieces += num
+        return range(self._num_pieces - num, self._num_pieces)
+
+
+class _UnderWay:
+    """What is done when nothing of it is missing."""
+
+    __slots__ = ("_group", "_missing")
+
+    def __init__(self, group: RoundGroup, missing: set[int]) -> None:
+        self._group, self._missing = group, missing
+
+    def wait(self) -> None:
+        self._group.finish(self._missing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a flat: what is read, and where its sum goes."""
+
+    own: Tensor
+    into: Tensor
+
+    def scaled(self, factor: float) -> Tensor:
+        """This member's part as it counts in the sum."""
+        return self.own if factor == 1.0 else self.own * factor
+
+
+class _Ring:
+    """Pieces that go around among all members of a group, of which there are at least two."""
+
+    def __init__(self, group: RoundGroup, pieces: Sequence[_Piece], factor: float, numbers: range) -> None:
+        self._group, self._pieces, self._factor, self._numbers = group, pieces, factor, numbers
+        self.missing = set(numbers)
+
+    def begin(self) -> None:
+        """Send what begins here, and expect the rest."""
+        group = self._group
+        for place, piece in enumerate(self._pieces):
+            number, offset = self._numbers[place], self._offset(place)
+            if group.size == 2:
+                self._send(_PART, number, piece.scaled(self._factor))
+                self._expect(_PART, number)
+                continue
+            if offset == 0:
+                self._send(_PART, number, piece.scaled(self._factor))
+            else:
+                self._expect(_PART, number)
+            if offset != group.size - 1:
+                self._expect(_TOTAL, number)
+
+    def _come(self, tag: Tag) -> None:
+        place, size = tag.piece - self._numbers.start, self._group.size
+        piece, offset = self._pieces[place], self._offset(place)
+        is_last = offset == size - 1
+        if tag.kind == _PART:
+            piece.into.add_(piece.scaled(self._factor))
+            if size > 2:
+                self._send(_TOTAL if is_last else _PART, tag.piece, piece.into)
+        elif offset + 1 < size - 1:
+            self._send(_TOTAL, tag.piece, piece.into)
+        if tag.kind == _TOTAL or is_last or size == 2:
+            self.missing.discard(tag.piece)
+
+    def _offset(self, place: int) -> int:
+        """How far this member is from where a piece begins."""
+        return (self._group.rank - place) % self._group.size
+
+    def _send(self, kind: int, number: int, what: Tensor) -> None:
+        self._group.send((self._group.rank + 1) % self._group.size, kind, number, what)
+
+    def _expect(self, kind: int, number: int) -> None:
+        piece = self._pieces[number - self._numbers.start]
+        self._group.expect(self._group.rank - 1, kind, number, piece.into, self._come)
+
+
+def _cut(flat: Tensor) -> Sequence[Tensor]:
+    if not flat.numel():
+        return ()
+    return torch.split(flat.view(-1), max(PIECE_BYTES // flat.itemsize, 1))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return data
+
+
+# What members contribute to a round, and its sum.
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A member's part of a round: flat tensors on the host, a mean of `nominal` in weight.
+
+    `weight` is the weight of its samples. `holds` says for each parameter whether it has a gradient there; if
+    not, `flats` are zero. `numbers` are further ones to add up: those in `means` as the gradients, the others
+    as they are. `digest` is the last one of the member's weights.
+    """
+
+    flats: Sequence[Tensor]
+    holds: bytes
+    weight: float
+    nominal: float
+    means: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
+    digest: Digest = NO_DIGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The sum over all members: the mean of their samples, of so much `weight`. The flats lie where it was
+    asked for; `more` are tensors that belong to the sum, the same on all members.
+    """
+
+    holds: bytes
+    weight: float
+    means: tuple[float, ...]
+    numbers: tuple[float, ...]
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class SumsFlats(Protocol):
+    """A way to add up contributions, other than as they are."""
+
+    def sum(
+        self, group: Group, own: Contribution, into: Sequence[Tensor], factors: Sequence[float], sender: int
+    ) -> tuple[bytes, Mapping[str, Tensor]]:
+        """Write the sum over a group, each member's part times its factor; the contribution is only read.
+
+        Gives which parameters have a gradient, and what belongs to the sum besides. `sender` is this member's
+        number in the run. A sum may be repeated over other members: it changes nothing that a repetition
+        reads.
+        """
+
+
+def sum_over(
+    own: Contribution, into: Sequence[Tensor], group: RoundGroup, how: SumsFlats | None = None
+) -> Summed:
+    """The sum over the members of an attempt; its gradients are written into flats like its own.
+
+    Raises `LineBroken` if a member is lost or has other weights than the rest of them, and
+    `OtherWeightsError` if this member has.
+    """
+    me = group.members[group.rank]
+    is_small = how is None and sum(flat.nbytes for flat in own.flats) <= SMALL_BYTES
+    all_own = _gathered(own, group, with_flats=is_small)
+    check_same({member: one.digest for member, one in zip(group.members, all_own, strict=True)}, me)
+    weight = sum(one.weight for one in all_own)
+    factors = [one.nominal / weight if weight else 0.0 for one in all_own]
+    holds = bytes(map(max, *(one.holds for one in all_own))) if len(all_own) > 1 else own.holds
+    more: Mapping[str, Tensor] = {}
+    if how is not None:
+        holds, more = how.sum(group, own, into, factors, me)
+    elif is_small:
+        _add_in_ring_order(all_own, factors, into)
+    else:
+        group.add_up(own.flats, into, factors[group.rank]).wait()
+    means = tuple(
+        sum(factor * one.means[place] for factor, one in zip(factors, all_own, strict=True))
+        for place in range(len(own.means))
+    )
+    numbers = tuple(map(sum, zip(*(one.numbers for one in all_own), strict=True)))
+    return Summed(holds, weight, means, numbers, more)
+
+
+def _gathered(own: Contribution, group: RoundGroup, *, with_flats: bool) -> list[Contribution]:
+    """The numbers of all contributions, in the order of the members, and the gradients if asked for."""
     plain = array("d", [own.weight, own.nominal, *own.means, *own.numbers])
     of_weights = own.digest
     digest = array("q", [of_weights.version, of_weights.value, of_weights.kind, of_weights.first])
     flats = own.flats if with_flats else ()
     gradients = b"".join(_bytes_of(flat) for flat in flats)
-    message = memoryview(plain.tobytes() + digest.tobytes() + gradients + own.holds)
-    tag = Tag(stamp, _NUMBERS, 0)
-    come = {member: bytearray(len(message)) for member in traffic.lines}
-    missing = set(come)
-    for member, line in traffic.lines.items():
-        line.send(tag, message)
-        line.expect(tag, memoryview(come[member]))
-    traffic.go(lambda: not missing, lambda member, _tag: missing.discard(member))
+    message = bytearray(plain.tobytes() + digest.tobytes() + gradients + own.holds)
+    received = [bytearray(len(message)) for _ in group.members]
+    of_all = [torch.frombuffer(one, dtype=torch.uint8) for one in received]
+    group.gather(torch.frombuffer(message, dtype=torch.uint8), of_all).wait()
 
-    def read(member: int) -> Contribution:
-        if member == me:
+    def read(place: int) -> Contribution:
+        if place == group.rank:
             return own
         size = len(plain) * plain.itemsize
-        weight, nominal, *rest = array("d", bytes(come[member][:size]))
+        weight, nominal, *rest = array("d", bytes(received[place][:size]))
         end = size + len(digest) * digest.itemsize
-        its_digest = Digest(*array("q", bytes(come[member][size:end])))
+        its_digest = Digest(*array("q", bytes(received[place][size:end])))
         means, numbers = tuple(rest[: len(own.means)]), tuple(rest[len(own.means) :])
-        its_flats, holds = _flats_in(come[member], end, flats), bytes(come[member][end + len(gradients) :])
+        its_flats, holds = (
+            _flats_in(received[place], end, flats),
+            bytes(received[place][end + len(gradients) :]),
+        )
         return Contribution(its_flats, holds, weight, nominal, means, numbers, its_digest)
 
-    return [read(member) for member in members]
+    return [read(place) for place in range(group.size)]
 
 
 def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -192,113 +394,17 @@ def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequenc
 
 
 @torch.no_grad()
-def _add_up(told: Sequence[Contribution], factors: Sequence[float], into: Sequence[Tensor]) -> None:
+def _add_in_ring_order(
+    all_own: Sequence[Contribution], factors: Sequence[float], into: Sequence[Tensor]
+) -> None:
     """The sum of small gradients, as the ring makes it: each flat, a piece, begins at the next member."""
-    pieces = [place for place, target in enumerate(into) if target.numel()]
-    for number, place in enumerate(pieces):
+    places = [place for place, target in enumerate(into) if target.numel()]
+    for number, place in enumerate(places):
         parts = [
             _Piece(one.flats[place], into[place]).scaled(factor)
-            for one, factor in zip(told, factors, strict=True)
+            for one, factor in zip(all_own, factors, strict=True)
         ]
         first, *rest = (parts[(number + step) % len(parts)] for step in range(len(parts)))
         into[place].copy_(first)
         for part in rest:
             into[place].add_(part)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a flat: what is read, and where the sum of it goes."""
-
-    own: Tensor
-    into: Tensor
-
-    def scaled(self, factor: float) -> Tensor:
-        """This member's part as it counts in the sum."""
-        return self.own if factor == 1.0 else self.own * factor
-
-
-class _Ring:
-    """The gradients of one attempt at one member."""
-
-    def __init__(
-        self,
-        own: Contribution,
-        into: Sequence[Tensor],
-        factor: float,
-        traffic: _Traffic,
-        me: int,
-        members: Sequence[int],
-        stamp: Stamp,
-    ) -> None:
-        self._factor = factor
-        self._traffic = traffic
-        self._stamp = stamp
-        self._place, self._size = members.index(me), len(members)
-        self._members = members
-        self._pieces = [
-            _Piece(mine, target)
-            for flat, result in zip(own.flats, into, strict=True)
-            for mine, target in zip(_cut(flat), _cut(result), strict=True)
-        ]
-        self._num_open = len(self._pieces)
-
-    @torch.no_grad()
-    def go(self) -> None:
-        """Return when all sums are there and this member has passed on what others need."""
-        if self._size == 1:
-            for piece in self._pieces:
-                piece.into.copy_(piece.scaled(self._factor))
-            return
-        for number in range(len(self._pieces)):
-            self._begin(number)
-        self._traffic.go(lambda: not self._num_open, self._come)
-
-    def _begin(self, number: int) -> None:
-        piece, place = self._pieces[number], self._offset(number)
-        if self._size == 2:
-            self._send(_PART, number, piece.scaled(self._factor))
-            self._expect(_PART, number)
-            return
-        if place == 0:
-            self._send(_PART, number, piece.scaled(self._factor))
-        else:
-            self._expect(_PART, number)
-        if place != self._size - 1:
-            self._expect(_TOTAL, number)
-
-    def _come(self, _member: int, tag: Tag) -> None:
-        piece, place = self._pieces[tag.piece], self._offset(tag.piece)
-        is_last = place == self._size - 1
-        if tag.kind == _PART:
-            piece.into.add_(piece.scaled(self._factor))
-            if self._size > 2:
-                self._send(_TOTAL if is_last else _PART, tag.piece, piece.into)
-        elif place + 1 < self._size - 1:
-            self._send(_TOTAL, tag.piece, piece.into)
-        if tag.kind == _TOTAL or is_last or self._size == 2:
-            self._num_open -= 1
-
-    def _offset(self, number: int) -> int:
-        """How far this member is from where a piece begins."""
-        return (self._place - number) % self._size
-
-    def _send(self, kind: int, number: int, what: Tensor) -> None:
-        after = self._members[(self._place + 1) % self._size]
-        self._traffic.lines[after].send(Tag(self._stamp, kind, number), _bytes_of(what))
-
-    def _expect(self, kind: int, number: int) -> None:
-        before = self._members[self._place - 1]
-        tag = Tag(self._stamp, kind, number)
-        self._traffic.lines[before].expect(tag, _bytes_of(self._pieces[number].into))
-
-
-def _cut(flat: Tensor) -> Sequence[Tensor]:
-    if not flat.numel():
-        return ()
-    return torch.split(flat.view(-1), max(PIECE_BYTES // flat.itemsize, 1))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.detach().view(torch.uint8).numpy().data
-    return data

@@ -189,12 +189,15 @@ def _check_quorum(tables: Tables) -> None:
         return
     unused = ("start", "measured") if sync.averages else ("start",)
     refused = {
-        "sync.codec": (sync.codec, "none"),
+        "sync.codec": (sync.codec, "none" if sync.averages else sync.codec),
         "balance.mode": (balance.mode, None if balance.mode in unused else balance.mode),
         "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
         "balance.replan": (balance.replan, False),
         "data.private": (data.private, None),
-        "training.gradient": (tables.training.gradient, "whole"),
+        "training.gradient": (
+            tables.training.gradient,
+            "whole" if sync.averages else tables.training.gradient,
+        ),
         "memory.device": (tables.memory.device, None),
     }
     for key, (value, usual) in refused.items():
