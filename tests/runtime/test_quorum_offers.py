@@ -31,7 +31,7 @@ def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
     agreement = QuorumAgreement(agent, 2, 8, rebuilt=frozen)
     before = agreement.before_updates(
-        cast(QuorumReducer, reducer), pipeline.stages, torch.device("cpu"), lambda: 0.5
+        cast(QuorumReducer, reducer), pipeline.stages, pipeline.layout, torch.device("cpu"), lambda: 0.5
     )
     for stage in pipeline.stages.values():
         before(stage, 0)

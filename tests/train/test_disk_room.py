@@ -50,18 +50,25 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _fill(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
-    """The next so many writes of checkpoints find no room."""
+def _fill(monkeypatch: pytest.MonkeyPatch, num_failures: int, code: int = errno.ENOSPC) -> None:
+    """The next so many writes of checkpoints and looks for room find none; or writes fail for another cause."""
     left = [num_failures]
 
     def full(file: FileIO, data: memoryview) -> None:
         if left[0] and "/.draft-" in str(file.name):
             left[0] -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         write(file, data)
+
+    def free(_folder: object) -> int:
+        if left[0] and code == errno.ENOSPC:
+            left[0] -= 1
+            return 0
+        return 1 << 40
 
     write = disk.write
     monkeypatch.setattr(disk, "write", full)
+    monkeypatch.setattr(run_checkpoints, "free_bytes", free)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw-fresh"])
@@ -111,6 +118,18 @@ def test_a_run_that_never_finds_room_ends_with_status_1_and_says_what_is_lost(
     assert f"`bireme resume {run}` repeats steps 1 to 3" in result.err
     assert "at_end is false" not in result.out
     assert not (run / "model").exists()
+
+
+def test_a_run_whose_checkpoint_fails_though_there_is_room_does_not_wait_for_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for 12 hours, with 76 GiB free."""
+    path, _ = write_run(tmp_path, "1f1b", 1), tmp_path / "runs" / "run"
+    _fill(monkeypatch, 10**9, errno.EIO)
+    result = bireme(capsys, "train", str(path), *BRIEF)
+    assert result.status == 1
+    assert "tries 3 times more" in result.err
+    assert "checkpoint of step 3 could not be written" in result.err
 
 
 def test_a_model_that_cannot_be_exported_ends_with_status_1_and_its_checkpoint_is_whole(

@@ -24,29 +24,39 @@ from bireme.sync.reducer import SumsBatches
 #
 # A run may go on with another number of replicas. What was not sent of a gradient must not be lost then, so
 # residuals of all replicas are added, and each new one takes an equal part: their sum stays what it was, and
-# gradients are sums over replicas too. Thresholds are found again; bases are the same on all replicas.
+# gradients are sums over replicas too. Thresholds are found again; bases are the same on all replicas. If
+# several ranks of a replica send the gradient of a tied parameter, NAME has the rank too, but for the owner.
 
 _FEEDBACK = "feedback"
 
 
-def feedback_sections(
-    feedback: Feedback | None, num_trained: int, *, replica: int, width: int
-) -> dict[str, Tensor]:
-    """What a replica keeps after so many batches, by the names of a snapshot; copied."""
+def feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layout) -> dict[str, Tensor]:
+    """What a rank keeps after so many batches, by the names of a snapshot; copied."""
     if feedback is None:
         return {}
+    section = f"{_FEEDBACK}/{layout.replica}-of-{layout.width}"
     return {
-        f"{_FEEDBACK}/{replica}-of-{width}/{name}/{key}": value.to("cpu", copy=True).contiguous()
+        f"{section}/{_kept_name(name, layout)}/{key}": value.to("cpu", copy=True).contiguous()
         for name, values in feedback.after(num_trained).items()
         for key, value in values.items()
     }
+
+
+def _kept_name(name: str, layout: Layout) -> str:
+    owner = layout.owners.get(name, layout.pipeline_rank)
+    return name if owner == layout.pipeline_rank else f"{name}@{layout.pipeline_rank}"
 
 
 def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) -> None:
     """Go on from what was saved, if anything was and a codec takes it."""
     if feedback is None:
         return
-    wanted = {name for units in layout.units.values() for unit in units for name in unit.parameters}
+    wanted = {
+        _kept_name(name, layout): name
+        for units in layout.units.values()
+        for unit in units
+        for name in unit.parameters
+    }
     of_width: dict[int, dict[str, dict[str, list[str]]]] = {}
     for key in sorted(saved.tensors):
         section, _, rest = key.partition("/")
@@ -56,7 +66,7 @@ def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) ->
         name, _, what = rest.rpartition("/")
         replica, width = map(int, place.split("-of-"))
         if name in wanted and (width != layout.width or replica == layout.replica):
-            of_width.setdefault(width, {}).setdefault(name, {}).setdefault(what, []).append(key)
+            of_width.setdefault(width, {}).setdefault(wanted[name], {}).setdefault(what, []).append(key)
     found = {
         name: _own(keys, saved.tensors)
         if width == layout.width
@@ -168,9 +178,7 @@ class HeldState:
             pieces_of.difference_update(stage.banks.names)
         if self._averages is not None:
             tensors |= self._averages.sections(own)
-        tensors |= feedback_sections(
-            self._reducer.feedback, self.num_trained, replica=layout.replica, width=layout.width
-        )
+        tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= _threshold_sections(self._stage_messages.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()
         return Snapshot(self.num_trained, self._updates.scale, tensors, shares)

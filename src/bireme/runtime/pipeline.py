@@ -332,7 +332,7 @@ class Pipeline(HeldState):
         if isinstance(self._reducer, QuorumReducer):
             assert agreement is not None, "its reducer is there"
             self._updates.before_update = agreement.before_updates(
-                self._reducer, self.stages, self._device, lambda: self._updates.scale
+                self._reducer, self.stages, self.layout, self._device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
         self._stage_messages = StageMessages(ranks, self._boundaries, transport, self._device, self.codecs)

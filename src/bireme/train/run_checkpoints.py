@@ -227,19 +227,19 @@ class RunCheckpoints:
         """Have the checkpoint after the last step written: without it all since the one before is lost.
 
         If it failed, all ranks wait until there is room, at most `checkpoint.wait_for_room_s`, or until
-        somebody asks the run to stop.
+        a signal asks the run to stop. If there is room, they try a few times more: another cause stays.
         """
         if self._has(step) or (self._member is not None and not self._member.leads):
             return
         ends_s = monotonic() + self._run.checkpoint.wait_for_room_s
-        needed, was_short, again_s = 0, False, monotonic() + AGAIN_S
+        needed, num_tries, was_short, again_s = 0, 0, False, monotonic() + AGAIN_S
         while True:
             free = free_bytes(self._writer.folder)
             is_short = free is not None and free <= needed
             wish = _Wish.WAIT
             if self._has(step):
                 wish = _Wish.DONE
-            elif self._stops.vote() >= Reason.SIGNAL or monotonic() > ends_s:
+            elif self._stops.vote() >= Reason.SIGNAL or monotonic() > ends_s or num_tries == _MOST_TRIES:
                 wish = _Wish.GIVE_UP
             elif needed and not is_short and (was_short or monotonic() > again_s):
                 wish = _Wish.TRY
@@ -252,9 +252,10 @@ class RunCheckpoints:
                 warn(self._about_waiting(needed, free))
             self.tries_again = True
             if agreed is _Wish.TRY:
-                again_s = monotonic() + AGAIN_S
+                again_s, num_tries = monotonic() + AGAIN_S, num_tries + 1
                 self.save(pipeline, step)
                 self._writer.wait()
+            num_tries = 0 if is_short else num_tries
             was_short = is_short
             sleep(LOOK_S)
 
@@ -264,9 +265,16 @@ class RunCheckpoints:
     def _about_waiting(self, needed: int, free: int | None) -> str:
         limit_s = self._run.checkpoint.wait_for_room_s
         limit = f"{limit_s / 3600:.3g} hours" if limit_s >= 3600 else seconds_text(limit_s)
+        folder = self._writer.folder
+        if free is not None and free > needed:
+            return (
+                f"The last checkpoint is not written, though {folder} has room for it "
+                f"({bytes_text(free)}). The run tries {_MOST_TRIES} times more, every {AGAIN_S:g} s, and "
+                "then ends without it."
+            )
         room = "" if free is None else f", and {bytes_text(free)} is free"
         return (
-            f"The last checkpoint is not written: it needs {bytes_text(needed)} in {self._writer.folder}"
-            f"{room}. The run waits up to {limit} for room and keeps what it has learned. Free space there. "
-            "To end without it, press Ctrl-C, or send SIGTERM."
+            f"The last checkpoint is not written: it needs {bytes_text(needed)} in {folder}{room}. The run "
+            f"waits up to {limit} for room and keeps what it has learned. Free space there. To end without "
+            "it, press Ctrl-C, or send SIGTERM."
         )

@@ -114,11 +114,16 @@ class QuorumAgreement:
         )
 
     def before_updates(
-        self, reducer: QuorumReducer, stages: Mapping[int, Stage], device: torch.device, scale: _ClipScale
+        self,
+        reducer: QuorumReducer,
+        stages: Mapping[int, Stage],
+        layout: Layout,
+        device: torch.device,
+        scale: _ClipScale,
     ) -> _BeforeUpdate:
         """What a rank with these stages does before each of them makes the update of a batch."""
         digests = _Digests(reducer, stages, device, self.compare_every)
-        donations = _Donations(self.agent, stages, scale, self.rebuilt, reducer.feedback)
+        donations = _Donations(self.agent, stages, scale, self.rebuilt, reducer.feedback, layout)
 
         def before(stage: Stage, batch: int) -> None:
             digests.before_update(stage, batch)
@@ -142,11 +147,12 @@ class _Donations:
         clip_scale: _ClipScale,
         rebuilt: frozenset[str],
         feedback: Feedback | None,
+        layout: Layout,
     ) -> None:
         self._agent = agent
         self._stages = stages
         self._clip_scale = clip_scale
-        self._rebuilt, self._feedback = rebuilt, feedback
+        self._rebuilt, self._feedback, self._layout = rebuilt, feedback, layout
         self._begun: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def before_update(self, stage: Stage, batch: int) -> None:
@@ -160,7 +166,7 @@ class _Donations:
             tensors = {name: tensor for part in begun.values() for name, tensor in part.items()}
             self._begun.clear()
             if self._feedback is not None:
-                tensors |= feedback_sections(self._feedback, self._feedback.num_batches, replica=0, width=1)
+                tensors |= feedback_sections(self._feedback, self._feedback.num_batches, self._layout)
             self._agent.offers.provide(Snapshot(batch, self._clip_scale(), tensors))
 
 
