@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bireme.plan.plan import Plan
-from bireme.runtime.held_state import load_feedback
 from bireme.runtime.layout import layout_of, runnable
-from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.snapshot import Snapshot, load_feedback
 from bireme.sync.coded import RESIDUAL, Feedback
 from tests.runtime.test_snapshot import TAKEN_BEHIND, all_weights, together, train
 from tests.support.engine_parity import (

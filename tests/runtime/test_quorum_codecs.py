@@ -70,7 +70,7 @@ def test_a_replica_that_heals_has_the_bits_of_its_peers_and_what_its_donor_had_n
         if rank == RankId(1, 0, 0) and step.batch == 3:
             raise Killed
 
-    replicas = replicas_of(
+    replicas: Replicas = replicas_of(
         24,
         setting_of("1f1b", codec),
         3,
@@ -109,7 +109,7 @@ def test_components_go_on_when_a_replica_dies_and_comes_back() -> None:
         if rank == RankId(1, 0, 1) and step.batch == 3:
             raise Killed
 
-    replicas = replicas_of(
+    replicas: Replicas = replicas_of(
         20,
         setting_of("2bw", "none", "adamw", gradient="principal:3"),
         on_instruction=kill,

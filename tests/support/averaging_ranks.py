@@ -45,7 +45,7 @@ from bireme.sync.coordinator.messages import (
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.quorum.line import LineBroken
-from bireme.sync.quorum.ring import Contribution, Summed
+from bireme.sync.quorum.ring import Contribution, Summed, SumsFlats
 from bireme.train.replica import AveragingReplica, Meeting
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
@@ -409,7 +409,9 @@ class SimulatedAgent(AveragingAgent):
         attempt: int,
         word: CoordinatorReply,
         is_wanted: Callable[[CoordinatorReply], bool],
+        how: SumsFlats | None = None,
     ) -> Summed:
+        assert how is None, "these ranks send their weights as they are"
         assert (place, attempt) > self._last, "a line drops what is older than what it had"
         self._last = place, attempt
         lives = {one.replica: one.own_life for one in word.members}

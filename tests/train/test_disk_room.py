@@ -51,7 +51,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _fill(monkeypatch: pytest.MonkeyPatch, num_failures: int, code: int = errno.ENOSPC) -> None:
-    """The next so many writes of checkpoints and looks for room find none; or writes fail for another cause."""
+    """The next writes of checkpoints and looks for room find none; or writes fail for another cause."""
     left = [num_failures]
 
     def full(file: FileIO, data: memoryview) -> None:

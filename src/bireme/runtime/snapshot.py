@@ -18,8 +18,10 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.banks import WeightBanks
+from bireme.runtime.layout import Layout
 from bireme.runtime.shared_weights import SharedWeights
 from bireme.runtime.stage import Stage
+from bireme.sync.coded import BASIS, RESIDUAL, Feedback
 
 # Pieces in snapshots: what replicas that share an optimizer each save of it, and whole tensors made of them.
 #
@@ -252,3 +254,73 @@ def _name_in(key: str) -> str:
 def _as_tensor(value: object) -> Tensor:
     """A number of an optimizer's state as a tensor without axes."""
     return value if isinstance(value, Tensor) else torch.tensor(value)
+
+
+# What a codec of sums keeps, as sections of a snapshot: `feedback/REPLICA-of-WIDTH/NAME/KEY`.
+#
+# A run may go on with another number of replicas. What was not sent of a gradient must not be lost then, so
+# residuals of all replicas are added, and each new one takes an equal part: their sum stays what it was, and
+# gradients are sums over replicas too. Thresholds are found again; bases are the same on all replicas. If
+# several ranks of a replica send the gradient of a tied parameter, NAME has the rank too, but for the owner.
+
+_FEEDBACK = "feedback"
+
+
+def feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layout) -> dict[str, Tensor]:
+    """What a rank keeps after so many batches, by the names of a snapshot; copied."""
+    if feedback is None:
+        return {}
+    section = f"{_FEEDBACK}/{layout.replica}-of-{layout.width}"
+    return {
+        f"{section}/{_kept_name(name, layout)}/{key}": value.to("cpu", copy=True).contiguous()
+        for name, values in feedback.after(num_trained).items()
+        for key, value in values.items()
+    }
+
+
+def _kept_name(name: str, layout: Layout) -> str:
+    owner = layout.owners.get(name, layout.pipeline_rank)
+    return name if owner == layout.pipeline_rank else f"{name}@{layout.pipeline_rank}"
+
+
+def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) -> None:
+    """Go on from what was saved, if anything was and a codec takes it."""
+    if feedback is None:
+        return
+    wanted = {
+        _kept_name(name, layout): name
+        for units in layout.units.values()
+        for unit in units
+        for name in unit.parameters
+    }
+    of_width: dict[int, dict[str, dict[str, list[str]]]] = {}
+    for key in sorted(saved.tensors):
+        section, _, rest = key.partition("/")
+        if section != _FEEDBACK:
+            continue
+        place, _, rest = rest.partition("/")
+        name, _, what = rest.rpartition("/")
+        replica, width = map(int, place.split("-of-"))
+        if name in wanted and (width != layout.width or replica == layout.replica):
+            of_width.setdefault(width, {}).setdefault(wanted[name], {}).setdefault(what, []).append(key)
+    found = {
+        name: _own(keys, saved.tensors)
+        if width == layout.width
+        else _shared(keys, saved.tensors, layout.width)
+        for width, kept in of_width.items()
+        for name, keys in kept.items()
+    }
+    feedback.load(found, num_batches=saved.num_trained)
+
+
+def _own(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a replica has kept of one parameter."""
+    return {what: saved[of_what[0]] for what, of_what in keys.items()}
+
+
+def _shared(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor], among: int) -> dict[str, Tensor]:
+    """What each of so many new replicas takes of what all old ones have kept of one parameter."""
+    shared = {RESIDUAL: sum((saved[key] for key in keys[RESIDUAL][1:]), saved[keys[RESIDUAL][0]]) / among}
+    if BASIS in keys:
+        shared[BASIS] = saved[keys[BASIS][0]]
+    return shared

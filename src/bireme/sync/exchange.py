@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.codec.lowrank import Components, PrincipalStream
+from bireme.codec.lowrank import Components
 from bireme.sync.group import Group, Pending, SharingGroup
 from bireme.sync.slices import NUM_IN_FLIGHT
 
@@ -79,6 +80,30 @@ def _sum_of_squares(norms: Sequence[Tensor]) -> float:
 
 # A batch's gradients on one rank, as they are summed: flat memory for most, tensors by name for the rest.
 
+
+class FactorStream(Protocol):
+    """One member's gradient of a weight in one batch, as two factors; see `PrincipalStream`."""
+
+    @property
+    def num_pairs(self) -> int:
+        """The pairs that it was fed."""
+
+    @property
+    def rank(self) -> int:
+        """The number of components that are kept."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the gradient as a matrix."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the factors."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is the gradient."""
+
+
 Parts = tuple[int, ...]
 """Where a flat tensor is cut: member i owns its elements from the i-th number up to the next."""
 
@@ -99,7 +124,7 @@ class BatchGradients:
     held: set[str]
     flats: Sequence[Tensor] = ()
     norms: Sequence[PieceNorms] = ()
-    streams: Mapping[str, PrincipalStream] = field(default_factory=dict)
+    streams: Mapping[str, FactorStream] = field(default_factory=dict)
     components: dict[str, Components] = field(default_factory=dict)
     parts: Sequence[Parts] = ()
     owned: Mapping[str, Tensor] = field(default_factory=dict)

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bireme.codec.lowrank import Components, PrincipalStream, merged
+from bireme.codec.lowrank import Components, merged
 from bireme.errors import BiremeError
 from bireme.sync.coded import CodedSums, Feedback
 from bireme.sync.exchange import (
     BatchGradients,
+    FactorStream,
     PieceNorms,
     SentBytes,
     piece_norms,
@@ -111,9 +112,7 @@ def merge_components(group: Group, gradients: BatchGradients, sent: SentBytes) -
         gradients.components.update(_merged_over(group, alike, sent))
 
 
-def _merged_over(
-    group: Group, streams: Mapping[str, PrincipalStream], sent: SentBytes
-) -> dict[str, Components]:
+def _merged_over(group: Group, streams: Mapping[str, FactorStream], sent: SentBytes) -> dict[str, Components]:
     of_all = _gathered(group, streams, sent)
     found: dict[str, Components] = {}
     for member in range(group.size):
@@ -136,7 +135,7 @@ def _merged_over(
 
 
 def _gathered(
-    group: Group, streams: Mapping[str, PrincipalStream], sent: SentBytes
+    group: Group, streams: Mapping[str, FactorStream], sent: SentBytes
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """For each weight that a member has pairs of, the factors of all that have, in the members' order."""
     parts = [part.reshape(-1) for stream in streams.values() for part in stream.factors()]
@@ -160,7 +159,7 @@ def _gathered(
     return found
 
 
-def _shapes(stream: PrincipalStream, *, values: bool = False) -> list[tuple[int, ...]]:
+def _shapes(stream: FactorStream, *, values: bool = False) -> list[tuple[int, ...]]:
     rows, columns = stream.shape
     both: list[tuple[int, ...]] = [(rows, stream.rank), (columns, stream.rank)]
     return [*both, (stream.rank,)] if values else both

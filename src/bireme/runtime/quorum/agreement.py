@@ -14,12 +14,11 @@ from torch import Tensor
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator, properties_of
 from bireme.runtime.fabric import Fabric
-from bireme.runtime.held_state import feedback_sections
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
 from bireme.runtime.quorum.reducer import QuorumReducer
-from bireme.runtime.snapshot import Snapshot, sections_of
+from bireme.runtime.snapshot import Snapshot, feedback_sections, sections_of
 from bireme.runtime.socket_line import Transport
 from bireme.runtime.stage import Stage
 from bireme.sync.coded import Feedback

@@ -190,20 +190,22 @@ def _member_in(word: CoordinatorReply, replica: int) -> Member:
 
 LOOK_S = 0.5
 
-AddUp = Callable[
-    [
-        Contribution,
-        Sequence[Tensor],
-        Sequence[int],
-        int,
-        int,
-        CoordinatorReply,
-        Callable[[CoordinatorReply], bool],
-        SumsFlats | None,
-    ],
-    Summed,
-]
-"""`PeerAgent.add_up` of one rank."""
+
+class AddUp(Protocol):
+    """`PeerAgent.add_up` of one rank."""
+
+    def __call__(
+        self,
+        own: Contribution,
+        into: Sequence[Tensor],
+        members: Sequence[int],
+        place: int,
+        attempt: int,
+        word: CoordinatorReply,
+        is_wanted: Callable[[CoordinatorReply], bool],
+        how: SumsFlats | None = None,
+    ) -> Summed:
+        """The sum over the ranks of this stage in some replicas."""
 
 
 class SupersededError(Exception):

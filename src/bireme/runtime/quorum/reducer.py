@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.codec.lowrank import Components, PrincipalStream
+from bireme.codec.lowrank import Components
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
 from bireme.sync.coded import CodedSums, Feedback
-from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes, held_flags, squared_norm
+from bireme.sync.exchange import BatchGradients, FactorStream, FlatViews, SentBytes, held_flags, squared_norm
 from bireme.sync.group import Group, Sums
 from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
@@ -43,7 +43,7 @@ _PARTS = ("left", "values", "right")
 class _HostStream:
     """The factors of a gradient that is kept as principal components, on the host."""
 
-    own: PrincipalStream
+    own: FactorStream
     left: Tensor
     right: Tensor
     factor: float = 1.0
@@ -214,8 +214,9 @@ class QuorumReducer:
                 if ready is not None:
                     ready.synchronize()
                 how.streams = {
-                    name: _HostStream(one, *(part.to("cpu") for part in one.factors()))
+                    name: _HostStream(one, left.to("cpu"), right.to("cpu"))
                     for name, one in gradients.streams.items()
+                    for left, right in [one.factors()]
                 }
             job.contribution = Contribution(
                 self._on_host(gradients.flats, ready),
