@@ -6,7 +6,7 @@ small, or of another kind than real numbers, are summed as they are.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -141,10 +141,15 @@ def _zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class CodedSums:
-    """Sums of one rank's gradients through a codec, batch by batch."""
+    """Sums of one rank's gradients through a codec, batch by batch.
 
-    def __init__(self, codec: SumCodec) -> None:
+    Where members change from sum to sum no basis is the same on all of them, so none `keeps_basis`: each sum
+    begins with a random one.
+    """
+
+    def __init__(self, codec: SumCodec, *, keeps_basis: bool = True) -> None:
         self.codec = codec
+        self._keeps_basis = keeps_basis
         self.feedback = Feedback() if codec.has_feedback else None
         """What was not sent yet, where that is kept."""
 
@@ -156,14 +161,17 @@ class CodedSums:
         slice_bytes: int,
         sent: SentBytes,
         *,
-        batch: Hashable,
+        batch: int,
         factors: Sequence[float] | None = None,
         sender: int | None = None,
+        plain: Collection[str] = (),
+        apart: Collection[str] = (),
     ) -> None:
         """Sum the gradients of `names`, in place, over a group, and mark those that any member had.
 
         Each member's part counts times its factor, if there are factors; a codec sees it without. `sender` is
-        this member's number wherever groups change; it seeds what is random in its messages.
+        this member's number wherever groups change; it seeds what is random in its messages. What is `plain`
+        goes as it is. What is `apart` is summed in the same way whatever it is summed with.
         """
         if not names:
             return
@@ -173,9 +181,11 @@ class CodedSums:
         views = {name: gradients.views[name] for name in names}
         flags = held_flags(names, gradients)
         sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
-        begins = self.feedback is None or self.feedback.num_batches >= self.codec.whole_steps
-        coded = {name: view for name, view in views.items() if begins and self._codes(view)}
-        plain = [view for name, view in views.items() if name not in coded]
+        begins = batch >= self.codec.whole_steps
+        coded = {
+            name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
+        }
+        whole = {name: view for name, view in views.items() if name not in coded}
         # What no member has a gradient of is opened too, and left as it is.
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
         number = group.rank if sender is None else sender
@@ -183,18 +193,23 @@ class CodedSums:
             _Own(name, view, staged.get(name, {}), f"{batch} {number} {name}") for name, view in coded.items()
         ]
         parts = (1.0,) * group.size if factors is None else factors
-        first = plain or [one.view for one in own]
+        first = [*whole.values()] or [one.view for one in own]
         numbers = flags.to(first[0].dtype if not first[0].is_complex() else torch.float32)
         matrices = (
-            _factors(own, self.codec.rank, parts[group.rank]) if self.codec.kind is SumKind.LOWRANK else []
+            _factors(own, self.codec.rank, parts[group.rank], "" if self._keeps_basis else f"{batch} ")
+            if self.codec.kind is SumKind.LOWRANK
+            else []
         )
-        for view in plain if parts[group.rank] != 1.0 else ():
+        for view in whole.values() if parts[group.rank] != 1.0 else ():
             view.mul_(parts[group.rank])
-        _sum_all(group, [numbers, *plain, *(one.left for one in matrices)], slice_bytes, sent)
+        lefts = {one.own.name: one.left for one in matrices}
+        _sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
         note_held(gradients, names, numbers)
         if self.codec.kind is SumKind.LOWRANK:
             held = [one for one in matrices if one.own.name in gradients.held]
-            _sum_factors(group, held, slice_bytes, sent)
+            _sum_factors(group, held, apart, slice_bytes, sent)
+            for one in held if not self._keeps_basis else ():
+                del one.own.kept[BASIS]
         elif own:
             held_own = [one for one in own if one.name in gradients.held]
             _gather(group, held_own, _coder(self.codec), parts, slice_bytes, sent)
@@ -248,12 +263,15 @@ class _Own:
         return self.kept.get(RESIDUAL, self.view)
 
 
-def _sum_all(group: Group, tensors: Sequence[Tensor], slice_bytes: int, sent: SentBytes) -> None:
-    """Sum tensors as they are, in place, those of one dtype in one piece."""
+def _sum_all(
+    group: Group, tensors: Mapping[str, Tensor], apart: Collection[str], slice_bytes: int, sent: SentBytes
+) -> None:
+    """Sum tensors as they are, in place, those of one dtype in one piece but for those `apart`."""
     alike: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault(tensor.dtype, []).append(tensor)
-    for own in alike.values():
+    for name, tensor in tensors.items():
+        if name not in apart:
+            alike.setdefault(tensor.dtype, []).append(tensor)
+    for own in [*alike.values(), *([tensors[name]] for name in sorted(apart) if name in tensors)]:
         flat = torch.cat([tensor.reshape(-1) for tensor in own])
         sum_flats(group, [flat], slice_bytes, sent)
         for tensor, piece in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
@@ -271,10 +289,10 @@ class _Factors:
     factor: float
 
 
-def _factors(own: Sequence[_Own], rank: int, factor: float) -> list[_Factors]:
+def _factors(own: Sequence[_Own], rank: int, factor: float, word: str) -> list[_Factors]:
     found = []
     for one in own:
-        matrix, seed = as_matrix(one.wanted), crc32(one.name.encode())
+        matrix, seed = as_matrix(one.wanted), crc32(f"{word}{one.name}".encode())
         left = matrix @ _basis(one, matrix, rank, seed)
         found.append(_Factors(one, matrix, left if factor == 1.0 else left.mul_(factor), seed, factor))
     return found
@@ -288,12 +306,15 @@ def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
     return known.to(matrix)
 
 
-def _sum_factors(group: Group, factors: Sequence[_Factors], slice_bytes: int, sent: SentBytes) -> None:
+def _sum_factors(
+    group: Group, factors: Sequence[_Factors], apart: Collection[str], slice_bytes: int, sent: SentBytes
+) -> None:
     """Sums from left factors that are summed. Residuals become what the replica's own part of them lacks."""
     lefts = _orthonormal([one.left for one in factors])
     rights = [one.matrix.T @ left for one, left in zip(factors, lefts, strict=True)]
     sums = [right * one.factor for one, right in zip(factors, rights, strict=True)]
-    _sum_all(group, sums, slice_bytes, sent)
+    of_names = {one.own.name: whole for one, whole in zip(factors, sums, strict=True)}
+    _sum_all(group, of_names, apart, slice_bytes, sent)
     for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
         # A residual is the replica's own, and may round as it does.
         one.matrix.addmm_(left, right.T, alpha=-1)

@@ -8,7 +8,7 @@ are, a thread would cost more than that, and the rank's own does it.
 import math
 import queue
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,7 +78,7 @@ def numbers_of(
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def reduced_of(total: Tensor, batch: Hashable, *, num_ranks: int) -> Reduced:
+def reduced_of(total: Tensor, batch: int, *, num_ranks: int) -> Reduced:
     """The outcome of a batch from the sum of all ranks' numbers; raises where their stamps differ."""
     loss, norm, stamps, squares, votes, *more = total.tolist()
     if int(stamps) ** 2 != num_ranks * int(squares):
@@ -185,7 +185,7 @@ def nothing_more() -> Sequence[float]:
 class Reduction:
     """A batch that is being summed up."""
 
-    batch: Hashable
+    batch: int
     gradients: BatchGradients
     loss_sum: float | Tensor
     stamp: int
@@ -309,7 +309,7 @@ class Reducer:
 
     def start(
         self,
-        batch: Hashable,
+        batch: int,
         gradients: BatchGradients,
         *,
         loss_sum: float | Tensor,
@@ -374,7 +374,7 @@ class Reducer:
             self._queue.put(None)
             self._thread.join(timeout_s)
 
-    def _check_usable(self, batch: Hashable) -> None:
+    def _check_usable(self, batch: int) -> None:
         if self._error is not None:
             raise self._error
         if self._is_closed:

@@ -6,19 +6,18 @@ on; the few numbers that all ranks of the replica must agree on follow over the 
 
 import math
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
 
-from bireme.codec.lowrank import Components
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
 from bireme.sync.coded import CodedSums, Feedback
-from bireme.sync.exchange import BatchGradients, FactorStream, FlatViews, SentBytes, held_flags, squared_norm
-from bireme.sync.group import Group, Sums
+from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes, held_flags, squared_norm
+from bireme.sync.group import Sums
+from bireme.sync.quorum.coded_rounds import CodedFlats, HostStream, bases_in, components_in
 from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
 from bireme.sync.reducer import (
@@ -26,108 +25,10 @@ from bireme.sync.reducer import (
     OwnPart,
     Reduced,
     Reduction,
-    merge_components,
     nothing_more,
     numbers_of,
     reduced_of,
 )
-from bireme.sync.slices import SLICE_BYTES
-
-# The sum of a round, if gradients do not go as they are: through a codec, or as principal components.
-
-_BASIS, _COMPONENTS = "basis", "components"
-_PARTS = ("left", "values", "right")
-
-
-@dataclass(frozen=True, slots=True)
-class _HostStream:
-    """The factors of a gradient that is kept as principal components, on the host."""
-
-    own: FactorStream
-    left: Tensor
-    right: Tensor
-    factor: float = 1.0
-
-    @property
-    def num_pairs(self) -> int:
-        """The pairs that the stream was fed."""
-        return self.own.num_pairs
-
-    @property
-    def rank(self) -> int:
-        """The number of components."""
-        return self.own.rank
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the gradient as a matrix."""
-        return self.own.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the factors."""
-        return self.own.dtype
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is this member's part of the sum."""
-        return self.left if self.factor == 1.0 else self.left * self.factor, self.right
-
-
-class _GradientSum:
-    """How the gradients of one batch of a rank are added up; `coded` is what large ones go through."""
-
-    def __init__(
-        self,
-        batch: int,
-        views: FlatViews,
-        coded: CodedSums | None,
-        sent: SentBytes,
-    ) -> None:
-        self._batch, self._views, self._coded, self._sent = batch, views, coded, sent
-        self.streams: Mapping[str, _HostStream] = {}
-
-    def sum(
-        self, group: Group, own: Contribution, into: Sequence[Tensor], factors: Sequence[float], sender: int
-    ) -> tuple[bytes, Mapping[str, Tensor]]:
-        """Write the sum over a group; gives which parameters have a gradient, bases and components."""
-        names = [*self._views.slots]
-        held = {name for name, one in zip(names, own.holds, strict=True) if one}
-        factor = factors[group.rank]
-        gradients = BatchGradients(
-            self._views.in_(into),
-            held,
-            into,
-            streams={
-                name: _HostStream(one.own, one.left, one.right, factor) for name, one in self.streams.items()
-            },
-        )
-        for flat, mine in zip(into, own.flats, strict=True):
-            flat.copy_(mine)
-        coded = self._coded or CodedSums(DENSE)
-        coded.sum(
-            group,
-            names,
-            gradients,
-            SLICE_BYTES,
-            self._sent,
-            batch=self._batch,
-            factors=factors,
-            sender=sender,
-        )
-        if self.streams:
-            merge_components(group, gradients, self._sent)
-        more = {f"{_BASIS}/{name}": one for name, one in coded.common.items()}
-        for name, found in gradients.components.items():
-            more |= {f"{_COMPONENTS}/{name}/{part}": getattr(found, part) for part in _PARTS}
-        return bytes(name in gradients.held for name in names), more
-
-
-def _components_in(more: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Components]:
-    names = {key.split("/", 1)[1].rpartition("/")[0] for key in more if key.startswith(f"{_COMPONENTS}/")}
-    return {
-        name: Components(*(more[f"{_COMPONENTS}/{name}/{part}"].to(device or "cpu") for part in _PARTS))
-        for name in sorted(names)
-    }
 
 
 class QuorumReducer:
@@ -213,11 +114,7 @@ class QuorumReducer:
             if how is not None and gradients.streams:
                 if ready is not None:
                     ready.synchronize()
-                how.streams = {
-                    name: _HostStream(one, left.to("cpu"), right.to("cpu"))
-                    for name, one in gradients.streams.items()
-                    for left, right in [one.factors()]
-                }
+                how.streams = {name: HostStream.of(one) for name, one in gradients.streams.items()}
             job.contribution = Contribution(
                 self._on_host(gradients.flats, ready),
                 holds,
@@ -254,7 +151,7 @@ class QuorumReducer:
             self.sent.note(max(len(job.parts), 1), raw=num_bytes, sent=num_bytes)
         self._use_up(result)
         summed = result.summed
-        gradients.components.update(_components_in(summed.more, self._device))
+        gradients.components.update(components_in(summed.more, self._device))
         gradients.held.clear()
         gradients.held.update(_names(gradients, summed.holds))
         if (whole := self._whole.pop(job.batch, None)) is not None:
@@ -292,7 +189,7 @@ class QuorumReducer:
         gradients: BatchGradients,
         prepare: Callable[[SumJob], None] | None,
         stamp: int = 0,
-        how: _GradientSum | None = None,
+        how: CodedFlats | None = None,
     ) -> Reduction:
         def after(result: RoundSum) -> None:
             assert result.summed is not None, "what is committed was summed"
@@ -307,12 +204,12 @@ class QuorumReducer:
         self.agent.add(job)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
 
-    def _how(self, batch: int, gradients: BatchGradients) -> _GradientSum | None:
+    def _how(self, batch: int, gradients: BatchGradients) -> CodedFlats | None:
         """How a batch is added up, if its gradients do not go as they are."""
         if self._coded is None and not gradients.streams:
             return None
         views = FlatViews.of(gradients.views, gradients.flats)
-        return _GradientSum(batch, views, self._coded, self.sent)
+        return CodedFlats(batch, views, self._coded, self.sent)
 
     def _settle(self, job: SumJob, result: RoundSum, *, is_counted: bool) -> None:
         """Keep what a batch has left of its codec, now that it is known whether the batch counts.
@@ -324,12 +221,8 @@ class QuorumReducer:
             return
         is_own = result.is_own and self.agent.own.replica in job.parts and job.how is not None
         assert result.summed is not None, "what is committed was summed"
-        bases = {
-            key.partition("/")[2]: one
-            for key, one in result.summed.more.items()
-            if key.startswith(f"{_BASIS}/")
-        }
-        self._coded.settle(counts=is_counted and is_own, common=bases if is_counted and not is_own else None)
+        common = bases_in(result.summed.more) if is_counted and not is_own else None
+        self._coded.settle(counts=is_counted and is_own, common=common)
         self._verdicts.pop(job.batch).set()
         self.agent.poke()
 
