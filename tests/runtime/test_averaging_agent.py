@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bireme.runtime.averaging import diloco
 from bireme.runtime.averaging.agent import AveragingAgent, Offer
 from bireme.runtime.averaging.diloco import join_averaging
 from bireme.runtime.board import RunFailed
@@ -173,6 +174,26 @@ def test_a_donor_that_could_not_be_reached_is_asked_again(
     coordinator.have_say(members=(MEMBER, donor), heals=())
     joins.join(patience_s())
     assert not joins.is_alive()
+
+
+def test_a_rank_that_heals_measures_how_long_that_took_and_one_that_begins_does_not(
+    agent: AveragingAgent, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[Snapshot] = []
+    assert join_averaging(agent, 0, 8, restored.append) == 0
+    assert agent.heal_times is None
+
+    def fetched(_agent: AveragingAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]]:
+        coordinator.have_say(members=(MEMBER, donor), heals=())
+        return Snapshot(heal.batch, 1.0, {}), {"window": 0, "until": 8, "used": [0]}
+
+    donor = Member(1, 0, ("nowhere",))
+    monkeypatch.setattr(diloco, "fetched", fetched)
+    coordinator.have_say(members=(donor,), heals=(Heal(0, 1, 4),))
+    assert join_averaging(agent, 0, 8, restored.append) == 4
+    assert [one.num_trained for one in restored] == [4]
+    assert agent.heal_times is not None
+    assert min(agent.heal_times.transfer_s, agent.heal_times.catch_up_s) >= 0
 
 
 def test_what_a_rank_offers_while_a_round_without_it_is_made_is_for_the_next_one(

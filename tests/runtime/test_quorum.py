@@ -191,6 +191,35 @@ def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:
     assert replicas.hub.epochs == [(0, 1), (0,)]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_others_learn_once_how_long_a_replica_took_that_came_back(schedule: str) -> None:
+    """All replicas with its first contribution, and each noticed its loss by itself."""
+
+    def kill(rank: RankId, step: Instruction) -> None:
+        if rank == RankId(1, 0, 0) and step.batch == 2:
+            raise Killed
+
+    replicas = Replicas(
+        regression(),
+        setting_of(schedule),
+        2,
+        data_for(16),
+        16,
+        BATCH,
+        on_instruction=kill,
+        revives=True,
+        pace=lambda _rank, _batch: replicas.wait_until_present(),
+    )
+    replicas.run()
+
+    for replica, life in ((0, 0), (1, 1)):
+        ((batch, back, times),) = replicas.seen[RankId(replica, life, 0)].healed
+        assert (batch, back) == (replicas.seen[RankId(1, 1, 0)].first, 1)
+        assert min(times.transfer_s, times.catch_up_s) >= 0
+    assert [*replicas.seen[RankId(0, 0, 0)].detect_s] == [1]
+    assert [*replicas.seen[RankId(1, 1, 0)].detect_s] == [], "a replica that is done is not lost"
+
+
 @pytest.mark.slow
 def test_a_replica_that_is_too_slow_gets_the_committed_sum_and_goes_on_with_the_others() -> None:
     """Its contribution counts in no round, and its samples are dealt again."""

@@ -34,7 +34,7 @@ from bireme.sync.coordinator.messages import (
     SamplePlaces,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, SyncMode
-from bireme.sync.coordinator.state import Ended, Event, Heard, Tick
+from bireme.sync.coordinator.state import Ended, Event, HealTimes, Heard, Tick
 from bireme.sync.quorum.line import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
@@ -207,6 +207,9 @@ class Seen:
     states: dict[int, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
+    healed: list[tuple[int, int, HealTimes]] = field(default_factory=list)
+    """Batches, with the replicas that came back in them and how long that took."""
+    detect_s: dict[int, float] = field(default_factory=dict)
     first: int = 0
     error: BaseException | None = None
     has_joined: bool = False
@@ -401,10 +404,12 @@ class Replicas:
             for result in pipeline.train(self._batches(agent, pipeline)):
                 seen.losses[result.batch] = result.loss
                 seen.norms[result.batch] = result.grad_norm
+                seen.healed += [(result.batch, *one) for one in result.healed.items()]
                 seen.weights[result.batch] = pipeline.state_dict()
                 seen.states[result.batch] = states_of(pipeline)
                 self._pace(rank, result.batch)
             agent.wait_until_kept_by_all(self.num_batches)
+            seen.detect_s |= agent.losses.detect_s
         finally:
             with suppress(ConnectionAbortedError):
                 pipeline.close()

@@ -15,6 +15,7 @@ from torch import Tensor
 from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
+from bireme.sync.coordinator.state import HealTimes, healed_in
 from bireme.sync.exchange import BatchGradients, PieceNorms, squared_norm_of
 from bireme.sync.reducer import OwnPart, Reduced, Reduction, SumsBatches, nothing_more
 
@@ -231,6 +232,8 @@ class BatchResult:
     shares: tuple[int, ...]
     busy_s: tuple[float, ...] = ()
     order: tuple[int, ...] = (0,)
+    healed: Mapping[int, HealTimes] = field(default_factory=dict)
+    """The replicas that have a part for the first time since they healed."""
 
     @property
     def leader(self) -> int:
@@ -244,14 +247,17 @@ def result_of(
     """The result of a batch that is finished, of which this replica had a portion.
 
     It `is_agreed` where a replica knows no more than its own portion: then what all gave along are the weight
-    of the whole batch, the samples of each replica in it, and the first batch of each.
+    of the whole batch, the samples of each replica in it, the first batch of each, and how long each took to
+    heal.
     """
     weight, shares, busy_s = portion.weight, portion.shares, finished.more
     order: tuple[int, ...] = (0,)
+    healed: Mapping[int, HealTimes] = {}
     if is_agreed:
         weight, *rest = finished.more
-        half = len(rest) // 2
-        shares, firsts, busy_s = tuple(map(round, rest[:half])), rest[half:], ()
+        num = len(rest) // 4
+        shares, firsts, busy_s = tuple(map(round, rest[:num])), rest[num : 2 * num], ()
+        healed = healed_in(rest[2 * num :])
         parts = [one for one, num in enumerate(shares) if num]
         order = tuple(sorted(parts, key=lambda one: (firsts[one], one)))
     return BatchResult(
@@ -267,4 +273,5 @@ def result_of(
         shares=shares,
         busy_s=busy_s,
         order=order,
+        healed=healed,
     )

@@ -20,6 +20,7 @@ round has offered all that were due before it, so nobody waits in a circle.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
+from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.quorum.ring import Contribution
 
 _MOMENTUM, _START = "diloco", "diloco-start"
@@ -371,6 +373,7 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
         """Whether that is certain, whoever coordinates next."""
         return word.is_installed and any(one.own_life == own.own_life for one in word.members)
 
+    named_s = fetched_s = 0.0
     asked: Heal | None = None
     while True:
         before = asked
@@ -383,14 +386,17 @@ def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callab
         word = agent.wait_for(goes_on)
         heal = heal_in(word, own)
         if heal is None or is_member(word):
+            if fetched_s:
+                agent.heal_times = HealTimes(fetched_s - named_s, monotonic() - fetched_s)
             return held
         if asked is not None and held == asked.batch:
             raise DroppedError(f"replica {own.replica} has lost its donor.")
         if asked is not None:  # a donor that was lost may be asked again
             agent.begin(Window(0, until), used=[0] * len(agent.lines))
-        asked = heal
+        asked, named_s = heal, named_s or monotonic()
         found = fetched(agent, heal)
         if found is not None:
+            fetched_s = monotonic()
             snapshot, words = found
             restore(snapshot)
             held = snapshot.num_trained

@@ -6,6 +6,7 @@ The pipeline itself is of one replica, with a plan of width 1, and knows no rank
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from zlib import crc32
 
 import torch
@@ -23,6 +24,7 @@ from bireme.runtime.socket_line import Transport
 from bireme.runtime.stage import Stage
 from bireme.sync.coded import Feedback
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal
+from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.group import Sums
 from bireme.sync.quorum.line import Digest, digest_of
 
@@ -184,6 +186,7 @@ def join(
     """
     agent.begin(held)
     own = agent.own
+    named_s = fetched_s = 0.0
     asked: Heal | None = None
     """The last one whose snapshot was asked for."""
     is_healed = False
@@ -216,12 +219,15 @@ def join(
                 raise DroppedError(f"replica {own.replica} has lost its donor.")
             if asked is not None:
                 agent.begin(held)  # a donor that was lost may be asked again
-            asked = heal
+            asked, named_s = heal, named_s or monotonic()
             if (found := fetched(agent, heal)) is not None:
+                fetched_s = monotonic()
                 restore(found[0])
                 held, is_healed = heal.batch, True
                 agent.begin(held, is_healed=True)
         elif first is not None and held >= first:
+            if is_healed:
+                agent.heal_times = HealTimes(fetched_s - named_s, monotonic() - fetched_s)
             return held
         else:  # the sum is committed without this replica, so it comes
             follow(held)

@@ -7,6 +7,7 @@ holds, so an agent looks at the last word only, and does the next step that it a
 
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from bireme.runtime.coordinator_client import Address, CoordinatorClient
 from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, IncomingTensors, PeerConnections
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import TERM, Commit, CoordinatorReply, Deal, Grant, Heal, Member, RankId
+from bireme.sync.coordinator.state import HealTimes, LossTimes
 from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
 from bireme.sync.quorum.ring import Contribution, RoundGroup, Summed, SumsFlats, sum_over
 
@@ -228,6 +230,10 @@ class PeerAgent(ABC):
         self._changed, self._saying = threading.Condition(), threading.Lock()
         self._healed: int | None = None
         """The batch of the snapshot that was loaded, for the coordinator to know."""
+        self.heal_times: HealTimes | None = None
+        """How long this rank took to heal, until the other replicas have it."""
+        self.losses = LossTimes()
+        """How late this rank noticed that other replicas were lost."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -333,6 +339,7 @@ class PeerAgent(ABC):
                     # What is wanted is looked at first: it may become another while a step is looked for.
                     wanted, word = self._wanted(), self._coordinator.word
                     self._check_usable(word)
+                    self.losses.note(word, time.monotonic())
                     self._note(word)
                     if not self._step(word):
                         self._wait_for_news(word, wanted)

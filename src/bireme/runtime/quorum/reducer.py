@@ -15,6 +15,7 @@ from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
 from bireme.sync.coded import CodedSums, Feedback
+from bireme.sync.coordinator.state import numbers_of_healing
 from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes, held_flags, squared_norm
 from bireme.sync.group import Sums
 from bireme.sync.quorum.coded_rounds import CodedFlats, HostStream, bases_in, components_in
@@ -121,7 +122,7 @@ class QuorumReducer:
                 own.weight,
                 own.nominal,
                 (float(loss_sum),),
-                (votes, *samples, *firsts),
+                (votes, *samples, *firsts, *self._heal_numbers()),
                 digest,
             )
 
@@ -193,16 +194,21 @@ class QuorumReducer:
     ) -> Reduction:
         def after(result: RoundSum) -> None:
             assert result.summed is not None, "what is committed was summed"
+            if self.agent.own.replica in job.parts:
+                self.agent.heal_times = None  # the others have it now
+            if not self._tied:
+                return
             held = set(_names(gradients, result.summed.holds))
             self._whole[batch] = self._tied.sum(gradients, result.flats, held)
 
-        job = self._jobs[batch] = SumJob(
-            batch, gradients.flats, prepare, self._last_verdict, how, after if self._tied else None
-        )
+        job = self._jobs[batch] = SumJob(batch, gradients.flats, prepare, self._last_verdict, how, after)
         if self.feedback is not None:
             self._last_verdict = self._verdicts[batch] = threading.Event()
         self.agent.add(job)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
+
+    def _heal_numbers(self) -> list[float]:
+        return numbers_of_healing(self.agent.heal_times, self.agent.own.replica, self._num_replicas)
 
     def _how(self, batch: int, gradients: BatchGradients) -> CodedFlats | None:
         """How a batch is added up, if its gradients do not go as they are."""
