@@ -16,7 +16,7 @@ from bireme.bounds import against_predicted
 from bireme.errors import BiremeError
 from bireme.plan.plan_file import write_plan
 from bireme.report.axes import Quantity, Scale, clock_text, number_text
-from bireme.report.page.charts import Points, evened, finite, smoothed, thinned
+from bireme.report.page.charts import Points, evened, finite, replicas_figure, smoothed, thinned
 from bireme.report.page.document import runs_document
 from bireme.report.page.figures import headline, stage_figures, state
 from bireme.report.page.flows import flows
@@ -27,11 +27,13 @@ from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.page.tables import comparison_table, facts, tiles
 from bireme.runtime.gathering import timeline_of
+from bireme.sync.coordinator.state import Recovery
 from bireme.train.run_log import MetricsLog
 from tests.support.extent import draws
 from tests.support.run_folders import (
     DEVICES,
     LEARNS,
+    RECOVERY,
     WRITTEN_S,
     lines_of,
     make_run,
@@ -459,6 +461,20 @@ def test_replicas_that_were_lost_are_told_with_when_they_came_back(tmp_path: Pat
     ]
     assert lost[0].name == "host a-server-with-a-long-name (replica 1)"
     assert lost[1].name.startswith("replica 0 (fast/gpu0, ") or lost[1].name.startswith("host ")
+
+
+def test_a_recovery_stays_known_after_a_resume_and_its_sentence_is_beside_the_replicas(
+    tmp_path: Path,
+) -> None:
+    """That the run was resumed from a step before it does not undo the recovery."""
+    folder = run_with_replicas(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder, [*lines, lines[0] | {"step": 100, "time_s": 90.0}])
+    run = read_run(folder)
+    assert run.metrics.recoveries == (Recovery(1, 161, 2.1, 0.8, 1.5),)
+    assert run.metrics.recoveries[0].text in replicas_figure(read_run(run_with_replicas(tmp_path / "other")))
+    (document,) = runs_document([run], 0.0)["runs"]
+    assert document["recoveries"] == [{**RECOVERY, "step": 161}]
 
 
 def test_the_top_of_a_page_lists_what_a_run_learns_from(run: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from bireme.timeline.timeline import RankTimeline, Timeline
 __all__ = [
     "DEVICES",
     "LEARNS",
+    "RECOVERY",
     "WRITTEN_S",
     "lines_of",
     "make_run",
@@ -57,6 +58,8 @@ LEARNS: dict[str, Any] = {
     "loss_on": "answers only",
 }
 """What a run learns from, as its start lists it."""
+
+RECOVERY = {"replica": 1, "detect_s": 2.1, "transfer_s": 0.8, "catch_up_s": 1.5}
 
 RUN_FILE = """format = 1
 
@@ -110,7 +113,8 @@ def run_with_replicas(folder: Path) -> Path:
     changed = [
         {"kind": "shares", "step": step, "time_s": step / 4 + 0.1, "shares": own} for step, own in shares
     ]
-    write_lines(folder, [start | {"learns": LEARNS}, *changed, *lines])
+    back = {"kind": "recovery", "step": 161, "time_s": 40.2, **RECOVERY}
+    write_lines(folder, [start | {"learns": LEARNS}, *changed, back, *lines])
     return folder
 
 

@@ -18,8 +18,8 @@ from bireme.runtime.stores import HashStore
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
-from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, Member
-from bireme.sync.coordinator.state import Changes
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
+from bireme.sync.coordinator.state import Changes, HealTimes, Recovery
 from bireme.sync.exchange import SentBytes
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -168,6 +168,34 @@ def test_a_replica_that_came_too_late_to_meet_the_others_writes_the_log_when_the
     late.succeed()
 
     assert (late.leads, late.speaks) == (True, True)
+
+
+def test_a_replica_that_healed_sends_its_times_to_the_first_meeting_that_it_is_in(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others make of them is a recovery if the replica was a member before."""
+    times = HealTimes(0.5, 2.0)
+    back, sent = make(1, 1), list[float]()
+    back._agent.heal_times = times
+
+    def meet(replica: AveragingReplica, *parts: int) -> Meeting:
+        def summed(*numbers: float) -> Met:
+            sent[:] = numbers
+            return Met(parts, (0.0, 0.0, *(one * (1 in parts) for one in numbers[2:])))
+
+        return replica.meet(cast(Pipeline, SimpleNamespace(meet=summed)))
+
+    assert meet(back, 0).healed == {}
+    assert meet(back, 0, 1).healed == {1: times}
+    assert (meet(back, 0, 1).healed, sent[6:]) == ({}, [0.0] * 4)
+
+    other, gone = make(0, 0), Gone(1, 0, 5, Absence.ENDED)
+    other._agent.losses.detect_s[1] = 3.0
+    monkeypatch.setattr(AveragingAgent, "word", CoordinatorReply(1, 1, gone=(gone,)))
+    assert other.recoveries({1: times}, 7) == [Recovery(1, 7, 3.0, 0.5, 2.0)]
+    assert back.recoveries({1: times}, 7) == [Recovery(1, 7, None, 0.5, 2.0)]
+    monkeypatch.setattr(AveragingAgent, "word", CoordinatorReply(1, 1))
+    assert other.recoveries({1: times}, 7) == []
 
 
 @pytest.mark.parametrize("is_written", [True, False])

@@ -76,6 +76,7 @@ def test_who_takes_over_the_log_adds_the_lines_that_the_last_writer_could_not(tm
         file.write(b'{"kind": "train", "st')  # all that a killed process has left of a line
     for step in range(4, 7):
         logs[1].tell("train", step, loss=step)
+    logs[1].tell("recovery", 6, replica=0, detect_s=None, transfer_s=0.5, catch_up_s=2.0)
     logs[1].tell("evaluation", 6, loss=0.5)
     logs[1].tell("warning", 6, text="of no interest to others")
     replicas[1].speaks = True
@@ -85,6 +86,7 @@ def test_who_takes_over_the_log_adds_the_lines_that_the_last_writer_could_not(tm
     assert [(one["kind"], one["step"], one.get("loss")) for one in lines] == [
         ("start", 0, None),
         *(("train", step, step) for step in range(1, 7)),
+        ("recovery", 6, None),
         ("evaluation", 6, 0.5),
         ("train", 7, 7),
     ]

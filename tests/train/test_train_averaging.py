@@ -116,6 +116,10 @@ def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(
     assert document["reason"] == "signal"
     assert document["checkpoint"] == document["steps"]
     assert document["sync"]["epochs"] >= 3
+    (recovery,) = document["sync"]["recoveries"]
+    assert recovery["replica"] == killed
+    assert min(recovery[part] for part in ("detect_s", "transfer_s", "catch_up_s")) >= 0
+    assert f"Replica {killed} is back at step {recovery['step']}: its loss was noticed after" in ended.err
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if line["kind"] == "round"]
     places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]

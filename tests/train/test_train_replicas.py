@@ -78,6 +78,10 @@ def test_a_run_goes_on_when_ranks_are_killed_or_stopped_or_fail_and_when_its_lea
     assert len(set(places)) == len(places) == sync["samples_committed"]
     assert sync["samples_redone"] == rounds[-1]["returned"] > 0
     assert sync["epochs"] >= 5
+    assert [one["replica"] for one in sync["recoveries"]] == [0, 1]
+    for one in sync["recoveries"]:
+        assert min(one[part] for part in ("detect_s", "transfer_s", "catch_up_s")) >= 0
+        assert [0, 1] in [own["members"] for own in document["membership"] if own["step"] == one["step"] - 1]
 
 
 ENDLESS = settings(training__steps=100_000, checkpoint__every_steps=1_000)

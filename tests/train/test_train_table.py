@@ -53,6 +53,15 @@ def test_paths_and_commands_are_not_broken_and_can_be_pasted(run: Path) -> None:
     assert f"Stopped (signal). To resume: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
 
 
+def test_the_last_recoveries_of_replicas_are_at_the_end(run: Path) -> None:
+    times = {"detect_s": 2.1, "transfer_s": 0.8, "catch_up_s": 1.5}
+    recoveries = [{"replica": 1, "step": step, **times} for step in range(10, 50, 10)]
+    said = [line for line in shown(run, sync={"recoveries": recoveries}).splitlines() if "is back" in line]
+    assert [line.split(":")[0] for line in said] == [
+        f"Replica 1 is back at step {one}" for one in (20, 30, 40)
+    ]
+
+
 def test_what_replicas_exchanged_is_beside_what_was_predicted(run: Path) -> None:
     shared = {
         "gathered_bytes": 2**21,

@@ -17,13 +17,14 @@ from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
+from bireme.sync.coordinator.state import Recovery
 
 _LONGEST_SAMPLE = 1200
 
 _WORTH_TELLING = 0.03
 """By how much a machine must be slower or faster before the summary says so."""
 
-_MOST_WARNINGS = 3
+_MOST_WARNINGS = _MOST_RECOVERIES = 3
 """Of a long run the last ones; the log has all."""
 
 
@@ -221,6 +222,8 @@ def print_summary(
         tell(_about_codecs(document["links"], through))
     if (joules := document.get("joules_per_sample")) is not None:
         tell(f"By the watts of its devices a sample took {joules:.3g} J.")
+    for recovery in document.get("sync", {}).get("recoveries", ())[-_MOST_RECOVERIES:]:
+        tell(Recovery(**recovery).text)
     for warning in document["warnings"][-_MOST_WARNINGS:]:
         tell(f"Warning: {warning}")
     if is_stopped:

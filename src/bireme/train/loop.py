@@ -5,7 +5,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from bireme.runtime.paging.rank_paging import TierMoves, together
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.updates import BatchResult
 from bireme.schedule.program import Rule
+from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.manifest import CheckpointMeta
@@ -394,10 +395,22 @@ class Loop:
         if shared != self._shared:
             self._shared = shared
             self.tell("shares", before, shares=shared[0], members=shared[1])
+        self._tell_recoveries(meeting.healed, self.step)
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
             self._save()
+
+    def _tell_recoveries(self, healed: Mapping[int, HealTimes], step: int) -> None:
+        for one in () if self._member is None else self._member.recoveries(healed, step):
+            self.tell(
+                "recovery",
+                step,
+                replica=one.replica,
+                detect_s=one.detect_s,
+                transfer_s=one.transfer_s,
+                catch_up_s=one.catch_up_s,
+            )
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
         """The batches of a window. It ends early where the ranks have agreed to stop."""
@@ -424,6 +437,7 @@ class Loop:
             event, why = ("back", None) if change.why is None else ("gone", str(change.why))
             where = {"replica": change.replica, "host": change.host, "after_step": change.step}
             self.tell("membership", step, event=event, **where, why=why)
+        self._tell_recoveries(result.healed, step)
         self._tally.add(result, num_samples, is_first=is_first)
         if not is_first and self._control is not None:
             self._control.note_batch()

@@ -6,9 +6,9 @@ all ranks of a replica know the same.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,14 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, Window
-from bireme.sync.coordinator.state import Changes, MembershipChange
+from bireme.sync.coordinator.state import (
+    Changes,
+    HealTimes,
+    MembershipChange,
+    Recovery,
+    healed_in,
+    numbers_of_healing,
+)
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -41,7 +48,7 @@ from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
 from bireme.train.stops import Reason, Stops
 
-_KEPT_KINDS = frozenset({"train", "evaluation", "membership"})
+_KEPT_KINDS = frozenset({"train", "evaluation", "membership", "recovery"})
 _KEPT_LINES = 64
 """More lines than a rank leaves unwritten when it dies."""
 
@@ -70,6 +77,18 @@ class MortalReplica:
     def changes(self) -> list[MembershipChange]:
         """Which replicas have gone and come back since this was last asked."""
         return self._changes.in_word(self._peer.word)
+
+    def recoveries(self, healed: Mapping[int, HealTimes], step: int) -> list[Recovery]:
+        """The replicas among those that have `healed` that were members of the run before."""
+        if not healed:
+            return []
+        gone = {one.replica for one in self._peer.word.gone}
+        detect_s = self._peer.losses.detect_s
+        return [
+            Recovery(replica, step, detect_s.get(replica), times.transfer_s, times.catch_up_s)
+            for replica, times in healed.items()
+            if replica in gone
+        ]
 
     @property
     def kept_bytes(self) -> int:
@@ -322,7 +341,8 @@ for at the end of a window."""
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """What all replicas agree on: the step, why the run ends if it does, who met, and the samples of each
-    replica since the meeting before. `num_samples` of them were trained since this rank's last batch.
+    replica since the meeting before. `num_samples` of them were trained since this rank's last batch. The
+    replicas in `healed` met for the first time since they healed.
     """
 
     step: int
@@ -330,6 +350,7 @@ class Meeting:
     members: tuple[int, ...]
     shares: tuple[int, ...]
     num_samples: int
+    healed: Mapping[int, HealTimes] = field(default_factory=dict)
 
 
 class AveragingReplica(MortalReplica):
@@ -464,17 +485,30 @@ class AveragingReplica(MortalReplica):
         """Make one mean of all replicas' weights, when the window has drained."""
         samples, lives = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.number], lives[self.number] = float(self._dealt), float(self._life.life)
-        met = pipeline.meet(float(self._reason), float(self._agent.deals.ended_at), *samples, *lives)
+        healing = numbers_of_healing(self._agent.heal_times, self.number, self._num_replicas)
+        met = pipeline.meet(
+            float(self._reason), float(self._agent.deals.ended_at), *samples, *lives, *healing
+        )
         votes, ends, *told = met.numbers
-        shares, lives = told[: self._num_replicas], told[self._num_replicas :]
+        num = self._num_replicas
+        shares, lives, healing = told[:num], told[num : 2 * num], told[2 * num :]
         self._reason, self._dealt = Reason.NONE, 0
+        if self.number in met.parts:
+            self._agent.heal_times = None  # the others have it now
         # By what all were told, for all ranks must find the same one.
         self._order = tuple(sorted(met.parts, key=lambda one: (lives[one], one)))
         self._lives = {one: round(lives[one]) for one in met.parts}
         end = self._agreed_end(met.parts, ends)
         self.step = end // self._batch_size
         num_samples, self._place = max(end - self._place, 0), end
-        return Meeting(self.step, Reason.of(votes), met.parts, tuple(map(round, shares)), num_samples)
+        return Meeting(
+            self.step,
+            Reason.of(votes),
+            met.parts,
+            tuple(map(round, shares)),
+            num_samples,
+            healed_in(healing),
+        )
 
     def succeed(self) -> None:
         """Wait until all that lead before this replica are gone. It leads then, even if it never met them."""

@@ -24,6 +24,7 @@ from bireme.bounds import bytes_text, seconds_text
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.sync.coordinator.state import Recovery
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.run_file import RunFile
@@ -60,6 +61,8 @@ class _Screen:
                 )
             case "shares" if step:
                 self._say(f"step {self._of(step)}  shares {' + '.join(map(str, values['shares']))}")
+            case "recovery":
+                self._say(f"step {self._of(step)}  {Recovery(step=step, **values).text}")
             case "warning" | "private":
                 self._say(f"step {self._of(step)}  {values['text']}")
 

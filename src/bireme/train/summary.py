@@ -15,9 +15,10 @@ from bireme.files import write_text_atomically
 from bireme.plan.forecast import joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.report.page.metrics import Shared, read_metrics
+from bireme.report.page.metrics import Metrics, Shared, read_metrics
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.simulate.copies import REPLICAS
+from bireme.sync.coordinator.state import Recovery
 from bireme.train.folder import RunFolder
 from bireme.train.link_codecs import gradient_document, idle_codec, idle_keys, main_codecs
 from bireme.train.outcome import Outcome, first_of
@@ -185,6 +186,8 @@ class _SyncSummary:
     rounds: int | None = None
     samples_committed: int | None = None
     samples_redone: int | None = None
+    recoveries: tuple[Recovery, ...] = ()
+    """How long each replica took that was lost and is back, in all starts of the run."""
     shared: _SharedSummary | None = None
 
 
@@ -304,7 +307,8 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
     """The summary of a run from what its ranks tell."""
     own = first_of(outcomes)
     saved = prepared.plan
-    forecast, shared = saved.forecast, _shared(folder)
+    forecast, log = saved.forecast, _log(folder)
+    shared = () if log is None else log.shares
     return RunSummary(
         steps=own.steps,
         train_loss=own.train_loss,
@@ -323,7 +327,7 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
         ranks=_ranks(prepared, outcomes),
         links=_links(prepared, outcomes),
         control=_control(prepared, outcomes),
-        sync=_sync(prepared, outcomes),
+        sync=_sync(prepared, outcomes, () if log is None else log.recoveries),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         first_delayed_step=first_delayed_step(prepared.run, saved),
@@ -351,20 +355,21 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
     )
 
 
-def _shared(folder: RunFolder) -> Sequence[Shared]:
-    """From the log, which knows the run's earlier starts too; nothing where it could not be written."""
+def _log(folder: RunFolder) -> Metrics | None:
+    """The log, which has the run's earlier starts too; None where it could not be written."""
     try:
-        return read_metrics(folder.metrics).shares
+        return read_metrics(folder.metrics)
     except (BiremeError, OSError):
-        return ()
+        return None
 
 
-def _sync(prepared: PreparedRun, outcomes: list[Outcome]) -> _SyncSummary:
+def _sync(prepared: PreparedRun, outcomes: list[Outcome], recoveries: tuple[Recovery, ...]) -> _SyncSummary:
     raw_bytes = sum(one.own.raw_sum_bytes for one in outcomes)
     sent_bytes = sum(one.own.sent_sum_bytes for one in outcomes)
     figures = first_of(outcomes).sync
     shared = _shared_summary(prepared.run, prepared.plan, outcomes)
-    return _SyncSummary(raw_bytes, sent_bytes, **({} if figures is None else asdict(figures)), shared=shared)
+    found = {} if figures is None else asdict(figures)
+    return _SyncSummary(raw_bytes, sent_bytes, **found, recoveries=recoveries, shared=shared)
 
 
 def _membership(shared: Sequence[Shared]) -> tuple[_MembershipSummary, ...]:

@@ -150,6 +150,7 @@ _LANE, _LANE_HEAD = 22, 24
 _LEAST_LANE = 0.08
 """So much of a lane is filled by a replica that takes part, however few samples it has."""
 _MOST_LANES = 32
+_MOST_RECOVERIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +252,11 @@ def replicas_figure(run: Run) -> str:
     picture = framed(title, x, bottom, "".join(still), "".join(moving), role="bare", along=Along.STEPS)
     more = f" {counted(width - _MOST_LANES, 'more replica')} not drawn." if width > _MOST_LANES else ""
     lead = tag("p", words(f"Striped: the replica was away. A full lane is {counted(most, 'sample')}.{more}"))
+    recovered = (tag("li", words(one.text)) for one in metrics.recoveries[-_MOST_RECOVERIES:])
     return (
         tag("h3", words(title), class_="part-title")
         + tag("div", lead, class_="note")
+        + (tag("ul", *recovered, class_="note") if metrics.recoveries else "")
         + tag("figure", tag("div", picture, class_="plots"), class_="chart bare")
     )
 

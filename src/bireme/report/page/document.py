@@ -35,6 +35,7 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
         "prediction_error": figures.prediction_error,
         "learns": asdict(run.learns),
         "absences": [_plain(asdict(one)) for one in metrics.absences()],
+        "recoveries": [asdict(one) for one in metrics.recoveries],
         "num_lines": len(metrics.training),
         "num_skipped": int(sum(count for count in metrics.training.num_skipped if count > 0)),
         "num_resumed": max(len(metrics.starts) - 1, 0),

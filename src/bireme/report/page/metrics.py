@@ -14,6 +14,7 @@ from typing import Any
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.sync.coordinator.state import Recovery
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,8 @@ class Metrics:
     stop: Stop | None
     peak_bytes: tuple[float, ...]
     shares: tuple[Shared, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    """All of them: a run that is resumed before one does not undo it."""
 
     @property
     def last_step(self) -> int:
@@ -279,6 +282,7 @@ class _Reading:
         self.stop: Stop | None = None
         self.peak_bytes: list[float] = []
         self.shares: list[Shared] = []
+        self.recoveries: list[Recovery] = []
 
     def take(self, record: dict[str, Any], place: int) -> None:
         """One more record; a kind that is not known is for later versions."""
@@ -300,6 +304,8 @@ class _Reading:
                 case "shares":
                     members = tuple(map(int, record.get("members", ())))
                     self._share(Shared(step, time_s, tuple(map(int, record["shares"])), members))
+                case "recovery":
+                    self.recoveries.append(_recovery(record, step))
                 case "warning":
                     self.warnings.append(_Warned(step, time_s, str(record["text"])))
                 case "stop":
@@ -320,6 +326,7 @@ class _Reading:
             self.stop,
             tuple(self.peak_bytes),
             tuple(self.shares),
+            tuple(self.recoveries),
         )
 
     def _share(self, shared: Shared) -> None:
@@ -382,6 +389,17 @@ def _time_s(record: dict[str, Any]) -> float:
     if not math.isfinite(time_s):
         raise ValueError(f"time_s is {time_s}")
     return time_s
+
+
+def _recovery(record: dict[str, Any], step: int) -> Recovery:
+    detect_s = record["detect_s"]
+    return Recovery(
+        int(record["replica"]),
+        step,
+        None if detect_s is None else float(detect_s),
+        float(record["transfer_s"]),
+        float(record["catch_up_s"]),
+    )
 
 
 def _value(record: dict[str, Any], name: str) -> float:
