@@ -59,6 +59,9 @@ class Walk:
         return f"{self.replicas} of 2, {self.schedule}"
 
 
+PARTS = ("detect_s", "transfer_s", "catch_up_s")
+"""Of a recovery."""
+
 WALKS = (Walk(2, "2bw", 25), Walk(3, "1f1b", 25))
 QUICK = (Walk(2, "2bw", 2),)
 
@@ -137,7 +140,20 @@ def row_of(walk: Walk, kills: list[dict[str, Any]], run: MortalRun, end: Ended) 
         "longest_leases_to_next_batch": max(seconds) / LEASE_S,
         "median_s_until_whole": median(whole),
         "longest_s_until_whole": max(whole),
+        "recoveries": len(recoveries(end)),
+        **{f"median_{part}": _median(recoveries(end), part) for part in PARTS},
     }
+
+
+def recoveries(end: Ended) -> list[dict[str, Any]]:
+    """The recoveries of a run, each with the seconds of its parts."""
+    found: list[dict[str, Any]] = end.document.get("sync", {}).get("recoveries", [])
+    return found
+
+
+def _median(rows: list[dict[str, Any]], part: str) -> float | None:
+    known = [row[part] for row in rows if row[part] is not None]
+    return median(known) if known else None
 
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
@@ -160,18 +176,21 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
 
 
 def measure(asked: Namespace) -> Findings:
-    rows, kills = [], []
+    rows, kills, recovered = [], [], list[dict[str, Any]]()
     for walk in QUICK if asked.quick else WALKS:
         with (
             TemporaryDirectory() as folder,
             mortal_run(Path(folder), walk.replicas, 2, walk.schedule, lease_s=LEASE_S, pace_s=PACE_S) as run,
         ):
             own = list(walk_through(run, walk))
-            rows.append(row_of(walk, own, run, ended(run)))
+            end = ended(run)
+            rows.append(row_of(walk, own, run, end))
             kills += own
+            recovered += [{"walk": walk.name, **one} for one in recoveries(end)]
     sections = [
         Section("Runs in which processes were killed", rows),
         Section("Each kill", kills),
+        Section("Each recovery", recovered),
     ]
     return Findings(sections, list(verdicts(rows)))
 
