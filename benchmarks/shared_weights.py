@@ -24,6 +24,7 @@ from benchmarks.common.verdicts import Verdict, at_most
 from benchmarks.prediction import short, trained
 from bireme.plan.plan import Plan
 from bireme.plan.search.search import forecast_of
+from bireme.train.link_codecs import sums_of
 from bireme.train.plan_search import plan_request_of
 from bireme.train.prepare import PreparedRun, prepare
 from bireme.train.run_file import load_run_file
@@ -85,7 +86,7 @@ def prepared_run(subject: Subject, way: Way, folder: str) -> PreparedRun:
     prepared = prepare(load_run_file(None, sets), lambda _done, _what: None)
     assert prepared.profile is not None, "a plan that was searched for has one"
     plan = in_parts(prepared.plan.plan, len(prepared.profile.units), way)
-    request = plan_request_of(prepared.run, prepared.graph)
+    request = plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph))
     forecast = forecast_of(plan, prepared.profile, prepared.machines.cluster, request)
     return replace(prepared, plan=replace(prepared.plan, plan=plan, forecast=forecast))
 

@@ -11,24 +11,14 @@ import pytest
 
 from bireme.cli.main import VERBS, Verbs, main
 from bireme.schedule.catalogue import SCHEDULES
-from tests.support.command import bireme
+from tests.support.command import bireme, with_sets
 from tests.support.patience import patience_s
 
 Capture = pytest.CaptureFixture[str]
 
-SIMULATE = [
-    "--stages",
-    "8",
-    "--microbatches",
-    "8",
-    "--batches",
-    "10",
-    "--forward-s",
-    "0.01",
-    "--backward-s",
-    "0.02",
-    "--json",
-]
+SIMULATE = with_sets(
+    "plan.depth=8 plan.microbatches=8 --batches 10 --forward-s 0.01 --backward-s 0.02 --json".split()
+)
 
 
 # --- the package -------------------------------------------------------------------------------------------
@@ -154,7 +144,8 @@ def test_a_schedule_goes_to_torchs_format_and_back(capsys: Capture, tmp_path: Pa
     assert (document["num_stages"], document["num_microbatches"]) == (3, 5)
     simulated = bireme(capsys, "simulate", "--from", str(file), "--batches", "4", "--json").document
     assert simulated["num_batches"] == 4
-    named = bireme(capsys, "simulate", "-s", "zb-h1", "-d", "3", "-m", "5", "-n", "4", "--json").document
+    words = "simulate plan.schedule=zb-h1 plan.depth=3 plan.microbatches=5 -n 4 --forward-s 1 --json"
+    named = bireme(capsys, *with_sets(words.split())).document
     assert simulated["makespan_s"] == named["makespan_s"]
 
 
@@ -237,7 +228,7 @@ def test_a_terminal_that_lacks_a_letter_still_gets_the_rest() -> None:
 def test_the_steady_time_and_what_is_kept(
     capsys: Capture, name: str, steady_s: float, versions: int, stashed: tuple[int, int]
 ) -> None:
-    document = bireme(capsys, "simulate", "--schedule", name, *SIMULATE).document
+    document = bireme(capsys, "simulate", "--set", f"plan.schedule={name}", *SIMULATE).document
     assert document["steady_batch_s"] == pytest.approx(steady_s, abs=1e-9)
     ranks = document["ranks"]
     assert max(rank["weight_versions"] for rank in ranks) == versions
@@ -250,7 +241,8 @@ def test_the_steady_time_and_what_is_kept(
 def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"format": 1, "forward_s": [1, 2], "backward_s": 3, "weight_bytes": [10, 20]}))
-    words = ["simulate", "-s", "2bw", "-d", "2", "-m", "4", "--costs", str(file)]
+    words = with_sets("simulate plan.schedule=2bw plan.depth=2 plan.microbatches=4 --costs".split())
+    words.append(str(file))
     document = bireme(capsys, *words, "--json").document
     assert document["steady_batch_s"] == 4 * 5
     assert document["ranks"][1]["at_peak_bytes"]["weights"] == 40
@@ -258,38 +250,41 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
 
 
 def steady_s(capsys: Capture, *words: str) -> float:
-    return float(bireme(capsys, "simulate", *words, "--json").document["steady_batch_s"])
+    return float(bireme(capsys, "simulate", *with_sets(words), "--json").document["steady_batch_s"])
 
 
 def test_links_are_as_the_options_say(capsys: Capture) -> None:
-    slow = "-s 2bw -d 2 -m 4 --backward-s 1 --message-bytes 3 --link-bytes-per-s 1".split()
+    shape = "plan.schedule=2bw plan.depth=2 plan.microbatches=4 --backward-s 1"
+    slow = f"{shape} --message-bytes 3 --link-bytes-per-s 1".split()
     assert steady_s(capsys, *slow, "--half-duplex") > steady_s(capsys, *slow)
     assert steady_s(capsys, *slow, "--ranks-per-server", "2") == 4 * 2
-    fast = "-s 2bw -d 2 -m 4 --backward-s 1 --message-bytes 1 --link-bytes-per-s 10 --lookahead 2".split()
+    fast = f"{shape} --message-bytes 1 --link-bytes-per-s 10 --lookahead 2".split()
     assert steady_s(capsys, *fast, "--no-overlap") > steady_s(capsys, *fast)
 
 
 def test_recomputing_takes_a_forward_more_and_keeps_inputs_only(capsys: Capture) -> None:
-    words = "-s 2bw -d 4 -m 4 --stash-bytes 100".split()
+    words = "plan.schedule=2bw plan.depth=4 plan.microbatches=4 --stash-bytes 100".split()
     assert steady_s(capsys, *words) == 4 * 3
-    assert steady_s(capsys, *words, "--recompute") == 4 * 4
-    ranks = bireme(capsys, "simulate", *words, "--recompute", "--json").document["ranks"]
+    words.append("plan.recompute=always")
+    assert steady_s(capsys, *words) == 4 * 4
+    ranks = bireme(capsys, "simulate", *with_sets(words), "--json").document["ranks"]
     assert [rank["at_peak_bytes"]["activations"] for rank in ranks] == [100] * 4
 
 
 @pytest.mark.slow
 def test_the_advice_is_for_the_run_that_was_asked_for(capsys: Capture) -> None:
-    words = "-s 2bw -d 4 -m 8 --message-bytes 1 --link-bytes-per-s 2 --reduce-s 3".split()
-    for more in ([], ["--recompute"], ["--no-overlap-reduce"]):
-        advice = bireme(capsys, "simulate", *words, *more, "--json").document["advice"]
+    shape = "plan.schedule=2bw plan.depth=4 plan.microbatches=8"
+    words = f"{shape} --message-bytes 1 --link-bytes-per-s 2 --reduce-s 3".split()
+    for more in ([], ["plan.recompute=always"], ["--no-overlap-reduce"]):
+        advice = bireme(capsys, "simulate", *with_sets([*words, *more]), "--json").document["advice"]
         found = steady_s(capsys, *words, *more, "--lookahead", str(advice["lookahead"]))
         assert advice["steady_batch_s"] == pytest.approx(found)
-    assert "With --lookahead" in bireme(capsys, "simulate", *words).out
+    assert "With --lookahead" in bireme(capsys, "simulate", *with_sets(words)).out
 
 
 @pytest.mark.slow
 def test_the_number_of_slices_is_shown(capsys: Capture) -> None:
-    words = "-s 1f1b-sliced -d 8 -m 16".split()
+    words = with_sets("plan.schedule=1f1b-sliced plan.depth=8 plan.microbatches=16 --forward-s 1".split())
     assert bireme(capsys, "simulate", *words, "--json").document["num_sliced"] == 2
     assert "2 micro-batches sliced" in " ".join(bireme(capsys, "simulate", *words).out.split())
 
@@ -299,13 +294,13 @@ def test_no_schedule_beats_the_slowest_device(capsys: Capture, tmp_path: Path) -
     """Each device keeps its own work, however many stages it is cut into."""
     file = tmp_path / "costs.json"
     file.write_text('{"forward_s": [1, 2, 3, 1], "backward_s": 4, "rank_speed": [1, 1, 0.5, 1]}')
-    words = ["simulate", "--compare", "-d", "4", "-m", "8", "--costs", str(file), "--json"]
-    rows = bireme(capsys, *words).document["comparison"]
+    words = ["simulate", "--compare", "plan.depth=4", "plan.microbatches=8", "--costs", str(file), "--json"]
+    rows = bireme(capsys, *with_sets(words)).document["comparison"]
     assert min(row["steady_batch_s"] for row in rows) == pytest.approx(8 * (3 + 4) / 0.5)
 
 
 def test_all_schedules_are_compared_on_the_same_devices(capsys: Capture) -> None:
-    words = ["simulate", "--compare", "--stages", "4", "--microbatches", "3"]
+    words = with_sets(["simulate", "--compare", "plan.depth=4", "plan.microbatches=3"])
     rows = {row["schedule"]: row for row in bireme(capsys, *words, "--json").document["comparison"]}
     assert list(rows) == list(SCHEDULES)
     assert "Use 4 or more micro-batches" in rows["2bw"]["refused"]
@@ -316,7 +311,8 @@ def test_all_schedules_are_compared_on_the_same_devices(capsys: Capture) -> None
 
 def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> None:
     trace, picture = tmp_path / "t.json", tmp_path / "p.svg"
-    words = ["simulate", "-s", "1f1b", "--trace", str(trace), "--picture", str(picture)]
+    words = with_sets(["simulate", "plan.schedule=1f1b", "--forward-s", "1"])
+    words += ["--trace", str(trace), "--picture", str(picture)]
     assert f"Wrote {trace}" in bireme(capsys, *words).out.replace("\n", "")
     assert json.loads(trace.read_text())["traceEvents"]
     assert picture.read_text().startswith("<svg")
@@ -331,8 +327,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("schedule 2bw --stages 4 --microbatches 3", "there are 3 for 4 stages"),
         ("schedule 2bw-fresh --stages 4 --microbatches 3", "there are 3 for 4 stages"),
         ("schedule 1f1b --stages 0", "at least one stage, not 0"),
-        ("simulate --schedule 1f1b-sliced --stages 0", "at least one stage, not 0"),
-        ("simulate --compare --stages 0", "at least one stage, not 0"),
+        ("simulate --compare plan.depth=0", "plan.depth is 0; it must be greater than or equal to 1"),
         ("schedule 1f1b --microbatches 0", "at least one micro-batch, not 0"),
         ("schedule 1f1b --batches -1", "at least one batch, not -1"),
         ("schedule 2bw-frsh", "no schedule '2bw-frsh'. Did you mean '2bw-fresh'?"),
@@ -345,19 +340,22 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("schedule 1f1b-sliced --csv x.csv", "slices micro-batch 0 in halves"),
         ("schedule --from nowhere.csv", "no schedule file nowhere.csv"),
         ("schedule 1f1b --from nowhere.csv", "Name a schedule, or give a file"),
-        ("simulate", "Name a schedule, or give a file"),
-        ("simulate -s 1f1b --forward-s -1", "forward_s is -1.0; it must be greater than or equal to 0"),
-        ("simulate -s 1f1b --forward-s nan", "forward_s is NaN; it must be a finite number"),
-        ("simulate -s 1f1b --link-bytes-per-s 0", "link_bytes_per_s is 0.0"),
-        ("simulate -s 1f1b --costs none.json", "no file none.json"),
-        ("simulate -s 1f1b --costs none.json --forward-s 1", "leave out --forward-s"),
-        ("simulate -s 1f1b --picture x.gif", ".svg"),
-        ("simulate --compare -s 1f1b", "leave out --schedule"),
+        ("simulate --forward-s 1", "Name a schedule, such as --set plan.schedule=2bw, or give a file"),
+        (
+            "simulate plan.schedule=1f1b --forward-s -1",
+            "forward_s is -1.0; it must be greater than or equal to 0",
+        ),
+        ("simulate plan.schedule=1f1b --forward-s nan", "forward_s is NaN; it must be a finite number"),
+        ("simulate plan.schedule=1f1b --forward-s 1 --link-bytes-per-s 0", "link_bytes_per_s is 0.0"),
+        ("simulate plan.schedule=1f1b --costs none.json", "no file none.json"),
+        ("simulate plan.schedule=1f1b --costs none.json --forward-s 1", "leave out --forward-s"),
+        ("simulate plan.schedule=1f1b --forward-s 1 --picture x.gif", ".svg"),
+        ("simulate --compare plan.schedule=1f1b", "leave out plan.schedule"),
         ("simulate --compare --lookahead 1 --slices 2", "leave out --slices, --lookahead"),
         ("simulate --compare --batches 0", "at least one batch, not 0"),
-        ("simulate -s 1f1b --costs none.json --weight-bytes 3", "leave out --weight-bytes"),
+        ("simulate plan.schedule=1f1b --costs none.json --weight-bytes 3", "leave out --weight-bytes"),
         ("schedule --from x.csv --stages 4", "leave out --stages"),
-        ("simulate --from x.csv --recompute", "leave out --recompute"),
+        ("simulate --from x.csv plan.recompute=always", "leave out plan.recompute"),
         ("schedule --check", "leave out --check"),
         ("schedule 1f1b --stages abc", "Invalid value for '--stages' / '-d'"),
         ("schedule 1f1b --stages abc", "and is 'abc'."),
@@ -366,8 +364,11 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("schedule 1f1b --comms", "leave out --comms"),
         ("schedule 1f1b --microbatches 99999999999", "the most is 1,000,000"),
         ("schedule 1f1b --batches 99999999999", "the most is 10,000,000. Ask for fewer batches."),
-        ("simulate -s 1f1b --forward-s 1e300", "it must be less than or equal to 1000000000000000"),
-        ("simulate -s 1f1b --trace /nowhere/x.json", "no folder /nowhere"),
+        (
+            "simulate plan.schedule=1f1b --forward-s 1e300",
+            "it must be less than or equal to 1000000000000000",
+        ),
+        ("simulate plan.schedule=1f1b --trace /nowhere/x.json", "no folder /nowhere"),
         ("train --steps 0", "bireme: --steps 0: training.steps is 0; it must be greater than or equal to 1"),
         ("train --name a/b", "bireme: --name a/b: log.name is"),
         ("bench engin", "No such command 'engin'. Did you mean 'engine'? See `"),
@@ -377,7 +378,7 @@ def test_wrong_words_get_one_sentence_and_status_2(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = bireme(capsys, *words.split())
+    result = bireme(capsys, *with_sets(words.split()))
     assert result.status == 2
     assert sentence in result.err
     assert result.err.count("\n") == 1
@@ -419,7 +420,8 @@ def test_a_wrong_costs_file_gets_one_sentence_and_status_2(
 ) -> None:
     file = tmp_path / "costs.json"
     file.write_bytes(text.encode("latin-1"))
-    result = bireme(capsys, "simulate", "-s", "1f1b", "-d", "2", "--costs", str(file))
+    words = ["simulate", "plan.schedule=1f1b", "plan.depth=2", "--costs", str(file)]
+    result = bireme(capsys, *with_sets(words))
     assert result.status == 2
     assert sentence in result.err
     assert result.err.count("\n") == 1

@@ -5,18 +5,17 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from bireme.cli.moved_options import MOVED
 from bireme.plan.explain import changes
 from bireme.plan.plan_file import load_plan
-from bireme.profile import measuring, profiler
+from bireme.profile import profiler
 from bireme.profile.profile import save_profile
-from bireme.profile.timing import Seconds
 from bireme.schedule.torch_csv import load
-from tests.support.command import Result, bireme
+from tests.support.command import Result, bireme, with_sets
 from tests.support.extent import TRY_ALL
 from tests.support.hand_plans import tiny_profile
 from tests.support.remembered import forget_plans
@@ -79,11 +78,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def plan(capsys: Capture, words: str = "") -> Result:
-    """`bireme plan` for the profile, on four devices unless the words say otherwise."""
-    usual = {"--profile": "profile.json", "--cluster": "four.toml", "--batch-size": "16"}
+    """`bireme plan` for the profile, on four devices; words such as plan.depth=2 set keys."""
+    usual = ["cluster.source=four.toml", "training.batch_size=16", "--profile", "profile.json"]
     given = shlex.split(words)
-    rest = chain.from_iterable(pair for pair in usual.items() if pair[0] not in given)
-    return bireme(capsys, "plan", *rest, *given)
+    own = usual[:2] if "--profile" in given else usual
+    return bireme(capsys, "plan", *with_sets([*own, *given]))
 
 
 # --- the document ------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def plan(capsys: Capture, words: str = "") -> Result:
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["four.toml", "two-unequal-servers", "laptop"])
 def test_the_document_says_the_plan(capsys: Capture, cluster: str) -> None:
-    found = plan(capsys, f"--cluster {cluster} --json").document
+    found = plan(capsys, f"cluster.source={cluster} --json").document
     for name, kind in FIELDS.items():
         assert isinstance(found[name], kind), name
     stages = found["stages"]
@@ -129,8 +128,8 @@ def test_the_same_words_find_the_same_plan(capsys: Capture) -> None:
 @pytest.mark.slow
 def test_what_is_asked_of_a_plan_is_kept(capsys: Capture) -> None:
     words = (
-        "--schedule 1f1b --depth 2 --width 1 --micro-batch 2 --together layers.0..layers.2 "
-        "--recompute always --pin 9=server1/emulated0 --memory-fraction 0.5 --json"
+        "plan.schedule=1f1b plan.depth=2 plan.width=1 plan.micro_batch=2 plan.together=layers.0..layers.2 "
+        "plan.recompute=always plan.pin=9=server1/emulated0 plan.memory_fraction=0.5 --json"
     )
     found = plan(capsys, words).document
     assert (found["schedule"], found["depth"], found["width"]) == ("1f1b", 2, 1)
@@ -139,7 +138,8 @@ def test_what_is_asked_of_a_plan_is_kept(capsys: Capture) -> None:
     assert all(stage["recompute"] for stage in found["stages"])
     assert found["stages"][-1]["devices"] == ["server1/emulated0"]
     assert {stage["limit_bytes"] for stage in found["stages"]} == {5e8}
-    few = plan(capsys, "--devices server0/emulated1,server1/emulated1 --json").document
+    devices = 'plan.devices=["server0/emulated1","server1/emulated1"]'
+    few = plan(capsys, f"{shlex.quote(devices)} --json").document
     assert {name for stage in few["stages"] for name in stage["devices"]} <= {
         "server0/emulated1",
         "server1/emulated1",
@@ -150,8 +150,9 @@ def test_what_is_left_is_that_of_each_device(capsys: Capture) -> None:
     """Two replicas of the whole model, on devices of which one has twice the memory."""
     text = CLUSTER.replace("memory_bytes = 1e9\nspeed", "memory_bytes = 2e9\nspeed")
     Path("unlike.toml").write_text(text)
-    devices = "server0/emulated0,server0/emulated1"
-    words = f"--cluster unlike.toml --devices {devices} --depth 1 --width 2 --micro-batch 1 --json"
+    devices = shlex.quote('plan.devices=["server0/emulated0","server0/emulated1"]')
+    shape = "plan.depth=1 plan.width=2 plan.micro_batch=1"
+    words = f"cluster.source=unlike.toml {devices} {shape} --json"
     left = plan(capsys, words).document["headroom_bytes"]
     assert left["server0/emulated1"] - left["server0/emulated0"] == 1e9
 
@@ -159,22 +160,22 @@ def test_what_is_left_is_that_of_each_device(capsys: Capture) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["server0/emulated0", "server1/emulated1"])
 def test_a_unit_is_where_it_is_pinned_whichever_device_that_is(capsys: Capture, device: str) -> None:
-    words = f"--schedule 1f1b --depth 2 --width 2 --pin 9={device} --json"
+    words = f"plan.schedule=1f1b plan.depth=2 plan.width=2 plan.pin=9={device} --json"
     found = plan(capsys, words).document
     assert device in found["stages"][-1]["devices"]
 
 
 @pytest.mark.slow
 def test_lookahead_can_be_left_to_the_schedule(capsys: Capture) -> None:
-    words = "--schedule 1f1b --depth 4 --width 1 --whole-layers --micro-batch 1 --export megatron"
-    assert plan(capsys, f"{words} --no-lookahead").status == 0
+    words = "plan.schedule=1f1b plan.depth=4 plan.width=1 plan.whole_layers=true plan.micro_batch=1"
+    assert plan(capsys, f"{words} plan.lookahead=false --export megatron").status == 0
 
 
 @pytest.mark.slow
 def test_delayed_updates_can_be_forbidden_or_made_dear(capsys: Capture) -> None:
-    free = plan(capsys, "--penalty delayed=1 --penalty 2bw-fresh=1 --depth 2 --json").document
+    free = plan(capsys, "plan.penalties.delayed=1 plan.penalties.fresh=1 plan.depth=2 --json").document
     assert free["kind"] in ("2bw", "2bw-fresh")
-    for words in ("--synchronous", "--penalty delayed=50 --penalty fresh=50"):
+    for words in ("plan.synchronous=true", "plan.penalties.delayed=50 plan.penalties.fresh=50"):
         found = plan(capsys, f"{words} --json").document
         assert found["penalty"] == 1
         assert found["kind"] not in ("2bw", "2bw-fresh")
@@ -182,7 +183,7 @@ def test_delayed_updates_can_be_forbidden_or_made_dear(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_whole_layers_stay_whole(capsys: Capture) -> None:
-    found = plan(capsys, "--whole-layers --depth 4 --width 1 --json").document
+    found = plan(capsys, "plan.whole_layers=true plan.depth=4 plan.width=1 --json").document
     firsts = [stage["units"][0] for stage in found["stages"]]
     assert set(firsts) <= {0, 1, 3, 5, 7, 9}
 
@@ -206,7 +207,7 @@ def test_the_tables_fit_the_terminal(capsys: Capture, monkeypatch: pytest.Monkey
 
 
 def test_kinds_that_cannot_be_are_named(capsys: Capture) -> None:
-    out = plan(capsys, "--synchronous --depth 1 --width 1").out
+    out = plan(capsys, "plan.synchronous=true plan.depth=1 plan.width=1").out
     assert re.search(r"^one device +1×1", out, re.MULTILINE)
     for kind in ("2bw", "2bw-fresh", "flush", "zero-bubble", "data parallel"):
         assert re.search(rf"^{kind} +none", out, re.MULTILINE), kind
@@ -215,15 +216,15 @@ def test_kinds_that_cannot_be_are_named(capsys: Capture) -> None:
 @pytest.mark.slow
 def test_it_says_where_the_seconds_are_from(capsys: Capture) -> None:
     assert "are estimated, not measured" in plan(capsys).out
-    out = " ".join(plan(capsys, "--cluster two-unequal-servers").out.split())
+    out = " ".join(plan(capsys, "cluster.source=two-unequal-servers").out.split())
     assert "The times are those of a laptop's CPU of 8 cores (cpu)" in out
     assert "the cluster's devices are cuda. Set their speed" in out
-    assert plan(capsys, "--cluster laptop --json").document["notes"] != []
+    assert plan(capsys, "cluster.source=laptop --json").document["notes"] != []
 
 
 @pytest.mark.slow
 def test_what_would_help_is_explained(capsys: Capture) -> None:
-    found = plan(capsys, "--schedule gpipe --depth 2 --width 1 --explain --json").document
+    found = plan(capsys, "plan.schedule=gpipe plan.depth=2 plan.width=1 --explain --json").document
     gains = {one["with"]: one["gain"] for one in found["helps"]}
     assert gains["any schedule, not gpipe alone"] > 1
     assert gains["another depth than 2"] >= 1
@@ -252,9 +253,9 @@ def test_the_plan_is_written_as_it_was_found(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_exports_are_written_or_printed(capsys: Capture) -> None:
-    words = "--synchronous --schedule 1f1b --depth 2 --width 2 --whole-layers "
+    words = "plan.schedule=1f1b plan.depth=2 plan.width=2 plan.whole_layers=true"
     exports = "--export torch-csv:plan.csv --export torchtitan:titan.toml --export megatron"
-    result = plan(capsys, f"{words} {exports} --model {MODEL}")
+    result = plan(capsys, f"{words} {exports} model.source={MODEL}")
     assert result.status == 0, result.err
     assert load(Path("plan.csv")).num_stages == 2
     tables = tomllib.loads(Path("titan.toml").read_text())
@@ -269,21 +270,39 @@ def test_exports_are_written_or_printed(capsys: Capture) -> None:
 @pytest.mark.slow
 def test_without_a_profile_the_model_is_measured(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "Effort", lambda: LITTLE)
-    words = f"--model {MODEL} --cluster emulated-8-equal --batch-size 4 --measure-batch 2 --json"
-    found = bireme(capsys, "plan", *shlex.split(words)).document
+    shape = "cluster.workers=1 training.batch_size=4 plan.micro_batch=2"
+    words = with_sets(f"plan model.source={MODEL} {shape} --json".split())
+    found = bireme(capsys, *words).document
     assert found["micro_batch_size"] == 2
     assert found["notes"] == []
-    estimated = words.replace("--json", "--measure-on meta --like a100 --json")
-    assert "estimated" in " ".join(bireme(capsys, "plan", *shlex.split(estimated)).document["notes"])
+    assert "estimated" in " ".join(bireme(capsys, *words, "--like", "a100").document["notes"])
 
 
 def test_left_out_the_cluster_is_this_machine(capsys: Capture) -> None:
-    found = bireme(
-        capsys, "plan", "--profile", "profile.json", "--batch-size", "4", "--depth", "1", "--json"
-    ).document
+    words = "plan --profile profile.json training.batch_size=4 plan.depth=1 cluster.device=cpu --json"
+    found = bireme(capsys, *with_sets(words.split())).document
     here = bireme(capsys, "cluster", "discover", "--json").document
     names = [device["name"] for server in here["servers"] for device in server["devices"]]
     assert set(found["stages"][0]["devices"]) <= set(names)
+
+
+def test_a_run_file_says_what_is_planned(capsys: Capture) -> None:
+    """Keys that are set on the command line come after those of the file."""
+    lines = 'training = {batch_size = 8}\nplan = {depth = 2, width = 1}\ncluster = {source = "four.toml"}\n'
+    Path("run.toml").write_text(lines)
+    words = ["plan", "run.toml", "--profile", "profile.json", "--json"]
+    found = bireme(capsys, *words).document
+    assert (found["batch_size"], found["depth"], found["width"]) == (8, 2, 1)
+    changed = bireme(capsys, *words, "--set", "plan.depth=3", "--set", "training.batch_size=12").document
+    assert (changed["batch_size"], changed["depth"], changed["width"]) == (12, 3, 1)
+
+
+@pytest.mark.parametrize("verb", sorted(MOVED))
+def test_help_names_the_run_file_and_no_option_that_became_a_key(capsys: Capture, verb: str) -> None:
+    shown = bireme(capsys, verb, "--help").out
+    assert "[RUN.toml]" in shown
+    assert "TABLE.KEY=VALUE" in shown
+    assert not {*MOVED[verb]} & {*re.split(r"[\s,]+", shown)}
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------
@@ -292,43 +311,49 @@ def test_left_out_the_cluster_is_this_machine(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--batch-size 0", "batch_size is 0"),
-        ("--batch-size many", "'--batch-size'"),
-        ("--schedule 2wb", "Did you mean '2bw'?"),
-        ("--schedule 2bw --synchronous", "--synchronous forbids 2bw"),
-        ("--penalty fresh", "is not RULE=STEPS"),
-        ("--penalty frsh=2", "Did you mean 'fresh'?"),
-        ("--penalty fresh=0.5", "it must be 1 or more"),
-        ("--pin 0", "is not UNIT=DEVICE"),
-        ("--pin 0=server0/gpu0", "There is no device 'server0/gpu0'"),
-        ("--pin 10=server0/emulated0", "there is no unit 10; they are 0 to 9"),
-        ("--pin layer.0=server0/emulated0", "there is no unit 'layer.0'"),
-        ("--pin 0=server0/emulated0 --pin positions=server0/emulated1", "Unit 0 (positions) is pinned to"),
-        ("--together 3", "is not FIRST..LAST"),
-        ("--together 4..3", "before it"),
-        ("--devices server0/emulated2", "There is no device 'server0/emulated2'"),
-        ("--memory-fraction 2", "memory fraction is 2.0"),
-        ("--micro-batch 3", "not of 3"),
-        ("--recompute some", "Known are: always, never, where-needed"),
-        ("--depth 9", "4 may be used"),
-        ("--cluster emulated-8-equals", "Did you mean 'emulated-8-equal'?"),
+        ("training.batch_size=0", "training.batch_size is 0"),
+        ("training.batch_size=many", 'training.batch_size is "many"'),
+        ("plan.dpth=2", "unknown key 'plan.dpth'. Did you mean 'plan.depth'?"),
+        ("plan.schedule=2wb", "plan.schedule is"),
+        ("plan.schedule=2bw plan.synchronous=true", "plan.synchronous forbids"),
+        ("plan.penalties.frsh=2", "Did you mean 'plan.penalties.fresh'?"),
+        ("plan.penalties.fresh=0.5", "it must be greater than or equal to 1"),
+        ("plan.pin=a", "is not UNIT=DEVICE"),
+        ("plan.pin=0=server0/gpu0", "There is no device 'server0/gpu0'"),
+        ("plan.pin=10=server0/emulated0", "there is no unit 10; they are 0 to 9"),
+        ("plan.pin=layer.0=server0/emulated0", "there is no unit 'layer.0'"),
+        ("plan.together=a", "is not FIRST..LAST"),
+        ("plan.together=4..3", "before it"),
+        ("plan.devices=server0/emulated2", "There is no device 'server0/emulated2'"),
+        ("plan.memory_fraction=2", "plan.memory_fraction is 2"),
+        ("plan.micro_batch=3", "which plan.micro_batch = 3 does not divide"),
+        ("plan.recompute=some", "plan.recompute is"),
+        ("plan.depth=9", "the run has 4 devices"),
+        ("plan.depth=4 plan.width=2", "plan.depth times plan.width is 8, but the run has 4 devices"),
+        ("cluster.source=emulated-8-equals", "Did you mean 'emulated-8-equal'?"),
+        ("plan.file=plan.json", "which is a plan already"),
+        ("plan.schedule=pipedream", "plan.schedule is"),
+        ("training.batch_size=100000000 plan.micro_batch=1", "100000000 samples"),
+        ("training.optimizer=sgd", "training.optimizer is sgd, but the profile profile.json was made with"),
+        ("sync.codec=lowrank:2", "a profile does not have them. Name the model too"),
         ("--profile missing.json", "There is no file missing.json"),
-        ("--like a100", "--profile brings what was measured: leave out --like"),
-        ("--length 3", "leave out --length"),
+        ("--like a100", "--profile already has the costs: leave out --like"),
+        ("--fresh", "leave out --fresh"),
         ("--output plan.toml", "must end in .json"),
         ("--output /nowhere/plan.json", "there is no folder /nowhere"),
         ("--export megatrn", "Did you mean 'megatron'?"),
         ("--export megatron:", "names no file"),
-        ("--export torchtitan", "Give the model with --model"),
+        ("--export torchtitan", "Name the model too, in model.source"),
         ("--export megatron:x.json --output x.json", "have the same name"),
-        ("--export torch-csv:. --schedule 1f1b --output plan.json", "it is a folder"),
-        ("--schedule pipedream", "cannot plan for 'pipedream'"),
-        ("--depth 4 --width 2", "needs 8 devices, but 4 may be used"),
-        ("--batch-size 100000000 --micro-batch 1", "100000000 samples"),
-        ("--devices server0/emulated0,", "There is no device ''"),
-        ("--cluster ''", "--cluster is empty"),
-        ("--export megatron --schedule 2bw --depth 2 --output plan.json", "cannot run 2bw"),
-        ("--memory-fraction 1e-9 --output plan.json", "are missing"),
+        ("--export torch-csv:. plan.schedule=1f1b --output plan.json", "it is a folder"),
+        ("--export megatron plan.schedule=2bw plan.depth=2 --output plan.json", "cannot run 2bw"),
+        ("plan.memory_fraction=1e-9 --output plan.json", "are missing"),
+        ("--depth 3", "`--depth` is now the key plan.depth: bireme plan RUN.toml --set plan.depth=3"),
+        ("-B 8", "--set training.batch_size=8"),
+        ("--no-lookahead", "--set plan.lookahead=false"),
+        ("--pin=0=server0/gpu0", "--set plan.pin=0=server0/gpu0"),
+        ("--measure-on meta", "is now the option --like laptop"),
+        ("gpt:layers=2", "Name the model in the key model.source: --set model.source=gpt:layers=2"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_written(
@@ -344,27 +369,22 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_model_or_a_profile_must_be_named(capsys: Capture) -> None:
-    result = bireme(capsys, "plan", "--batch-size", "4")
-    assert (result.status, "Give the model with --model" in result.err) == (2, True)
-    result = bireme(capsys, "plan", "--profile", "profile.json")
-    assert (result.status, "--batch-size" in result.err) == (2, True)
-
-
 @pytest.mark.parametrize(
     "words",
     [
-        "--batch-size 0",
-        "--batch-size 4 --memory-fraction 0",
-        "--batch-size 4 --devices a",
-        "--batch-size 4 --depth 3 --width 2",
-        "--batch-size 4 --largest-batch 2",
+        "training.batch_size=0",
+        "plan.memory_fraction=0",
+        "plan.devices=a",
+        "plan.depth=3 plan.width=2",
+        "plan.largest_batch=2",
+        "plan.depth=11 cluster.source=two-servers-of-8",
     ],
 )
 def test_a_mistake_is_found_before_anything_is_measured(
     capsys: Capture, folder: Iterator[Path], words: str
 ) -> None:
-    result = bireme(capsys, "plan", "--model", MODEL, "--cluster", "four.toml", *shlex.split(words))
+    own = [f"model.source={MODEL}", "cluster.source=four.toml", *words.split()]
+    result = bireme(capsys, "plan", *with_sets(own))
     assert result.status == 2
     assert not (next(folder) / "cache").exists()
 
@@ -372,7 +392,7 @@ def test_a_mistake_is_found_before_anything_is_measured(
 @pytest.mark.slow
 def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
     other = MODEL.replace("layers=4", "layers=3")
-    result = plan(capsys, f"--model {other} --export nemo --schedule 1f1b --depth 2 --width 1")
+    result = plan(capsys, f"model.source={other} --export nemo plan.schedule=1f1b plan.depth=2 plan.width=1")
     assert result.status == 2
     assert "was made for another model" in result.err
     assert "Its unit 7 is layers.3.attention, but here it is head." in result.err
@@ -380,8 +400,8 @@ def test_a_model_that_is_not_the_profile_s_is_refused(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_a_model_given_with_a_profile_must_be_the_one_that_was_profiled(capsys: Capture) -> None:
-    assert plan(capsys, f"--model {MODEL}").status == 0
-    result = plan(capsys, f"--model {MODEL.replace('layers=4', 'layers=3')}")
+    assert plan(capsys, f"model.source={MODEL}").status == 0
+    result = plan(capsys, f"model.source={MODEL.replace('layers=4', 'layers=3')}")
     assert (result.status, result.out) == (2, "")
     assert "The profile was made for another model" in result.err
 
@@ -396,10 +416,10 @@ def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_the_commands_and_code_of_the_document_work(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not TRY_ALL:  # nothing is measured, and few changes are explained: neither is the point
-        seconds = Seconds(1e-3, 2e-3, 3e-3, 1e-3, 1e-3, 0.1)
-        monkeypatch.setattr(measuring, "time_benches", lambda benches, *_, **__: [seconds] * len(benches))
+    monkeypatch.setattr(profiler, "Effort", lambda: LITTLE)
+    if not TRY_ALL:  # few changes are explained
         monkeypatch.setattr("bireme.plan.explain.changes", lambda *asked: [*changes(*asked)][:2])
+    Path("run.toml").write_text(f'model.source = "{MODEL}"\ntraining.batch_size = 8\n')
     text = (ROOT / "docs" / "plan.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"^bireme plan .*$", text, flags=re.MULTILINE)
     assert len(commands) >= 4

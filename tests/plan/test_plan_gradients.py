@@ -15,7 +15,7 @@ from bireme.profile.profile import save_profile
 from bireme.sync.exchange import BatchGradients, SentBytes
 from bireme.sync.reducer import merge_components
 from tests.plan.test_plan_sums import cluster
-from tests.support.command import bireme
+from tests.support.command import bireme, with_sets
 from tests.support.estimates import estimated_once
 from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_profiles import gpt
@@ -58,10 +58,11 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
 ) -> None:
     save_cluster(cluster(), tmp_path / "cluster.toml")
     save_profile(estimated_once(gpt(tied="false"), KNOWN["laptop"], [1, 2]), tmp_path / "profile.json")
-    model = ("--model", "gpt:layers=2,width=16,heads=2,vocab=32,context=8,tied=false")
-    files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
-    words = ("plan", *files, "-B", "4", "-s", "1f1b", "--width", "2", "--json")
-    whole, kept = (bireme(capsys, *words, *more) for more in ((), (*model, "--gradient", "principal:2")))
+    files = ("--profile", f"{tmp_path}/profile.json", f"cluster.source={tmp_path}/cluster.toml")
+    model = "model.source=gpt:layers=2,width=16,heads=2,vocab=32,context=8,tied=false"
+    shape = ("training.batch_size=4", "plan.schedule=1f1b", "plan.width=2")
+    words = with_sets(["plan", *files, model, *shape, "--json"])
+    whole, kept = (bireme(capsys, *words, *more) for more in ((), ("--set", "training.gradient=principal:2")))
     assert (whole.status, kept.status) == (0, 0), kept.err
     assert "gradient" not in whole.document
     told = kept.document["gradient"]
@@ -73,14 +74,14 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
 def test_what_gradients_cannot_be_is_refused_before_anything_is_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    profiled = ("plan", "--profile", f"{tmp_path}/none.json", "-B", "4")
+    profiled = ("plan", "--profile", f"{tmp_path}/none.json")
+    principal = "training.gradient=principal:2"
     for words, sentence in (
-        (("--gradient", "svd:3"), "principal:RANK"),
-        (("--gradient-of", "*.weight"), "Give both"),
-        (("--gradient", "principal:2", "-s", "zbv"), "whole backwards"),
-        (("--gradient", "principal:2", "--device-memory", "1GB"), "whole gradients are offloaded"),
-        (("--gradient", "principal:2", "--shard", "optimizer"), "there is --gradient principal:2"),
-        (("--sync-codec", "int8", "--shard", "optimizer"), "there is --sync-codec int8"),
+        (("training.gradient=svd:3",), "principal:RANK"),
+        (("training.gradient_of=*.weight",), 'training.gradient is "whole"'),
+        ((principal, "memory.device=1GB"), "only whole gradients are offloaded"),
+        ((principal, "memory.shard=optimizer"), "only whole gradients have parts"),
+        (("sync.codec=int8", "memory.shard=optimizer"), "each replica gets the plain sum of its part"),
     ):
-        result = bireme(capsys, *profiled, *words)
+        result = bireme(capsys, *with_sets([*profiled, *words]))
         assert (result.status, sentence in result.err) == (2, True), result.err

@@ -37,7 +37,7 @@ from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.source import LONG
-from tests.support.command import bireme
+from tests.support.command import bireme, with_sets
 from tests.support.hand_plans import tiny_profile
 
 pytestmark = pytest.mark.usefixtures("few_chunks")
@@ -468,14 +468,15 @@ def test_a_cluster_file_keeps_what_devices_can_page_to_and_is_what_it_was_withou
 def test_the_command_says_what_each_tier_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_profile(PROFILE, tmp_path / "profile.json")
     save_cluster(cluster(), tmp_path / "cluster.toml")
-    files = ("--profile", f"{tmp_path}/profile.json", "--cluster", f"{tmp_path}/cluster.toml")
-    words = ("plan", *files, "-B", "4", "-s", "1f1b", "--depth", "2")
-    document = bireme(capsys, *words, "--device-memory", "80MB", "--json").document
+    files = ("--profile", f"{tmp_path}/profile.json", f"cluster.source={tmp_path}/cluster.toml")
+    shape = ("training.batch_size=4", "plan.schedule=1f1b", "plan.depth=2")
+    words = with_sets(["plan", *files, *shape])
+    document = bireme(capsys, *words, "--set", "memory.device=80MB", "--json").document
     keys = {"rank", "tier", "budget_bytes", "peak_bytes", "predicted_bytes_moved", "waited_s"}
     assert all(row.keys() == keys for row in document["tiers"])
     assert {row["tier"] for row in document["tiers"]} == {"device", "host"}
     assert document["memory_ways"][0]["way"] == "without offloading"
     assert "tiers" not in bireme(capsys, *words, "--json").document
-    refused = bireme(capsys, *words, "--disk", "1GB")
+    refused = bireme(capsys, *words, "--set", "memory.disk=/nowhere")
     assert refused.status == 2
-    assert "--device-memory" in refused.err
+    assert "memory.device is not" in refused.err

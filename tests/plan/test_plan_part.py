@@ -23,7 +23,7 @@ from bireme.profile.profile import Profile
 from bireme.runtime.wire import Boundaries
 from bireme.schedule.catalogue import generate
 from bireme.simulate.simulator import simulate
-from tests.support.command import bireme
+from tests.support.command import bireme, with_sets
 from tests.support.estimates import estimated_once
 from tests.support.extent import draws
 from tests.support.graphs import captured_once
@@ -116,16 +116,11 @@ def test_messages_have_the_bytes_that_the_engine_sends() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("remember_estimates")
 def test_the_command_line_freezes_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "profile",
-        "gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false",
-        "--device",
-        "meta",
-        "--json",
-    ]
+    model = "model.source=gpt:layers=2,width=8,heads=1,vocab=32,context=8,tied=false"
+    words = with_sets(["profile", model, "--like", "laptop", "--batch", "1", "--json"])
     whole = bireme(capsys, *words).document["units"]
-    patterns = [word for name in ("tokens.*", "positions.*", "layers.0.*") for word in ("--freeze", name)]
-    part = bireme(capsys, *words, *patterns).document["units"]
+    patterns = 'model.freeze=["tokens.*", "positions.*", "layers.0.*"]'
+    part = bireme(capsys, *words, "--set", patterns).document["units"]
     assert [unit["name"].split(".")[0] for unit in part] == ["positions", *["layers"] * 4, "head"]
     for before, now in zip(whole[:3], part[:3], strict=True):
         assert now["gradient_bytes"] == now["optimizer_bytes"] == now["parameter_bytes"] == 0
@@ -139,18 +134,15 @@ def test_the_command_line_freezes_by_pattern(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("keys", "said"),
     [
-        (["--freeze", "x", "--lora-rank", "2"], "--freeze and --lora-rank both say what learns"),
-        (["--lora-target", "q_proj"], "Give its rank with --lora-rank"),
-        (["--train", "layer.0.*"], "Did you mean 'layers.0.*'?"),
+        (["model.freeze=x", "model.lora.rank=2"], "only the adapter learns, but model.freeze is set too"),
+        (["model.lora.targets=q_proj"], "Set model.lora.rank"),
+        (["model.train=layer.0.*"], "Did you mean 'layers.0.*'?"),
     ],
 )
-def test_options_of_no_use_are_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = bireme(
-        capsys, "profile", "gpt:layers=1,width=8,heads=1,vocab=32,context=8", "--device", "meta", *options
-    )
+def test_keys_of_no_use_are_refused(keys: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "model.source=gpt:layers=1,width=8,heads=1,vocab=32,context=8"
+    result = bireme(capsys, *with_sets(["profile", model, "--like", "laptop", *keys]))
     assert result.status == 2
     assert said in result.err

@@ -21,7 +21,7 @@ from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
 from bireme.report.plan_table import print_plan
 from bireme.sync.slices import part_sum_bytes
-from tests.support.command import bireme
+from tests.support.command import bireme, with_sets
 from tests.support.hand_plans import tiny_profile
 
 SLOW = 1.25e6
@@ -199,11 +199,11 @@ def test_what_cannot_be_shared_is_refused() -> None:
 def test_what_cannot_be_shared_is_refused_before_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bireme.cli.plan_run.measure", None)
-    words = ("--model", "gpt", "--batch-size", "4", "--optimizer", "muon", "--shard", "optimizer")
-    told = bireme(capsys, "plan", *words)
+    monkeypatch.setattr("bireme.train.run_plan.profile", None)
+    words = ["plan", "training.optimizer=muon", "memory.shard=optimizer"]
+    told = bireme(capsys, *with_sets(words))
     assert told.status == 2
-    assert "muon, which steps whole" in told.err
+    assert 'training.optimizer is "muon", which steps whole' in told.err
 
 
 def test_with_master_weights_fresh_updates_keep_no_other_copy_of_the_newest_weights() -> None:

@@ -11,6 +11,7 @@ from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.codec.description import CodecRate
 from bireme.codec.sum_description import SumCost, averages_with, parse_sum_codec, quorum_sums, sum_cost
+from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.plan.plan import Plan
@@ -19,7 +20,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
-from bireme.train.link_codecs import sums_of
+from bireme.train.link_codecs import sums_of, sums_of_profile
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
@@ -155,9 +156,22 @@ def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> Non
     assert (two.gradient == one.gradient).all()
 
 
+def test_sums_that_depend_on_the_model_s_shapes_need_the_model() -> None:
+    """Without it a profile has only the bytes of each unit's gradients."""
+    known = tiny_profile()
+    run = RunFile.model_validate({"sync": {"codec": "int8"}})
+    found = sums_of_profile(run, known)
+    assert (str(found.codec), found.message_share < 1) == ("int8", True)
+    for table, key, value in (
+        ("sync", "codec", "lowrank:2"),
+        ("training", "gradient", "principal:2"),
+    ):
+        asked = RunFile.model_validate({table: {key: value}})
+        with pytest.raises(BiremeError, match=f"{table}.{key} is {value}.*Name the model too"):
+            sums_of_profile(asked, known)
+
+
 def test_a_wrong_codec_is_refused_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    result = bireme(
-        capsys, "plan", "--model", "gpt:layers=2,width=16", "--batch-size", "4", "--sync-codec", "int0"
-    )
+    result = bireme(capsys, "plan", "--set", "sync.codec=int0")
     assert result.status == 2
     assert "lowrank:RANK" in result.err

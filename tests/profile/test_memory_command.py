@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from bireme.profile.behavior import Owner
-from tests.support.command import bireme, bireme_once
+from tests.support.command import bireme, bireme_once, with_sets
 
 pytestmark = pytest.mark.slow
 
 Capture = pytest.CaptureFixture[str]
 
 GPT = "gpt:layers=1,width=16,heads=2,vocab=32,context=8"
+KEYS = f"model.source={GPT} cluster.device=cpu"
 
 MODELS = """
 import torch
@@ -36,7 +37,9 @@ def lossless():
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return bireme_once("memory", GPT, "--batch", "2", "--bandwidth", "12e9,10e9", "--json").document
+    return bireme_once(
+        *with_sets(f"memory {KEYS} training.batch_size=2 --bandwidth 12e9,10e9 --json".split())
+    ).document
 
 
 @pytest.fixture
@@ -89,8 +92,8 @@ def test_the_document_s_swaps_are_possible_and_save_what_it_says(document: dict[
 @pytest.mark.slow
 def test_the_report_is_readable_in_80_columns(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["memory", GPT, "--batch", "32", "--optimizer", "sgd", "--bandwidth", "1e9"]
-    result = bireme(capsys, *words)
+    words = f"memory {KEYS} training.batch_size=32 training.optimizer=sgd --bandwidth 1e9"
+    result = bireme(capsys, *with_sets(words.split()))
     assert result.status == 0
     text = " ".join(result.out.split())
     for part in (
@@ -106,9 +109,21 @@ def test_the_report_is_readable_in_80_columns(capsys: Capture, monkeypatch: pyte
 
 
 @pytest.mark.slow
+def test_a_run_file_says_what_is_traced(capsys: Capture, tmp_path: Path) -> None:
+    """Keys that are set on the command line come after those of the file."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'model.source = "{GPT}"\ntraining = {{batch_size = 2, optimizer = "sgd"}}\n')
+    found = bireme(capsys, "memory", str(path), "--json").document
+    assert (found["batch"], found["length"], found["optimizer"]) == (2, 8, "sgd")
+    assert found["by_owner"]["optimizer"] == found["by_owner"]["parameter"], "momentum"
+    frozen = bireme(capsys, "memory", str(path), "--json", "--set", "model.train=tokens.*").document
+    assert 0 < frozen["by_owner"]["optimizer"] < found["by_owner"]["optimizer"]
+
+
+@pytest.mark.slow
 def test_any_model_with_a_loss_will_do(capsys: Capture, models: None) -> None:
-    words = ["memory", "python:memory_models:squares", "--batch", "3", "--json"]
-    document = bireme(capsys, *words).document
+    words = "memory model.source=python:memory_models:squares training.batch_size=3 --json"
+    document = bireme(capsys, *with_sets(words.split())).document
     assert document["by_owner"]["parameter"] == 4 * (4 * 3 + 3)
     assert document["by_owner"]["input"] == 4 * 3 * 4
 
@@ -116,16 +131,17 @@ def test_any_model_with_a_loss_will_do(capsys: Capture, models: None) -> None:
 @pytest.mark.slow
 def test_a_picture_has_a_rectangle_with_a_name_for_every_large_block(capsys: Capture, tmp_path: Path) -> None:
     picture, page = tmp_path / "m.svg", tmp_path / "m.html"
-    result = bireme(capsys, "memory", GPT, "--picture", str(picture))
+    words = with_sets(f"memory {KEYS} training.batch_size=1".split())
+    result = bireme(capsys, *words, "--picture", str(picture))
     assert f"Wrote {picture}" in result.out.replace("\n", "")
     root = ElementTree.parse(picture).getroot()
     titles = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any("parameter tokens.weight · 2.00 KiB · there before · stays" in title for title in titles)
-    words = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert any(word.startswith("peak ") for word in words)
-    assert {"forward", "backward"} <= set(words)
-    assert {word.split()[0] for word in words if word.split()} >= {"parameter", "optimizer", "activation"}
-    assert bireme(capsys, "memory", GPT, "--picture", str(page), "--json").document["peak_bytes"]
+    texts = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text.startswith("peak ") for text in texts)
+    assert {"forward", "backward"} <= set(texts)
+    assert {text.split()[0] for text in texts if text.split()} >= {"parameter", "optimizer", "activation"}
+    assert bireme(capsys, *words, "--picture", str(page), "--json").document["peak_bytes"]
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
@@ -133,21 +149,24 @@ def test_a_picture_has_a_rectangle_with_a_name_for_every_large_block(capsys: Cap
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("gpt:layers=1", "gpt: lacks width"),
-        ("gtp:layers=1", "no model source 'gtp:layers=1'"),
-        ("hf:nowhere", "no folder nowhere"),
-        (f"{GPT} --batch 0", "The batch is 0; it must be at least 1"),
-        (f"{GPT} --optimizer adamm", "no optimizer 'adamm'. Did you mean 'adam"),
-        (f"{GPT} --warmup -1", "The warm-up is -1 iterations"),
-        (f"{GPT} --bandwidth fast", "--bandwidth is 'fast'; it must be one number"),
-        (f"{GPT} --bandwidth 1,2,3", "--bandwidth is '1,2,3'; it must be one number"),
-        (f"{GPT} --bandwidth 0", "A bandwidth is 0 bytes per second"),
-        (f"{GPT} --bandwidth nan", "A bandwidth is nan bytes per second"),
-        (f"{GPT} --device meta", "cpu or cuda, but --device is 'meta'"),
-        (f"{GPT} --device tpu", "cpu or cuda, but --device is 'tpu'"),
-        (f"{GPT} --picture x.png", "x.png ends in .png, but this picture can only be .svg or .html"),
-        (f"{GPT} --picture nowhere/x.svg", "there is no folder"),
-        ("python:memory_models:lossless", "Linear returns no loss to train on"),
+        ("model.source=gpt:layers=1", "gpt: lacks width"),
+        ("model.source=gtp:layers=1", "no model source 'gtp:layers=1'"),
+        ("model.source=hf:nowhere", "no folder nowhere"),
+        (f"{KEYS} training.batch_size=0", "training.batch_size is 0"),
+        (f"{KEYS} training.optimizer=adamm", "training.optimizer is"),
+        (f"{KEYS} training.optimiser=adamw", "Did you mean 'training.optimizer'?"),
+        (f"{KEYS} cluster.device=meta", "cluster.device is"),
+        (f"{KEYS} --warmup -1", "The warm-up is -1 iterations"),
+        (f"{KEYS} --bandwidth fast", "--bandwidth is 'fast'; it must be one number"),
+        (f"{KEYS} --bandwidth 1,2,3", "--bandwidth is '1,2,3'; it must be one number"),
+        (f"{KEYS} --bandwidth 0", "A bandwidth is 0 bytes per second"),
+        (f"{KEYS} --bandwidth nan", "A bandwidth is nan bytes per second"),
+        (f"{KEYS} --picture x.png", "x.png ends in .png, but this picture can only be .svg or .html"),
+        (f"{KEYS} --picture nowhere/x.svg", "there is no folder"),
+        ("--batch 3", "`--batch` is now the key training.batch_size"),
+        ("--device cuda:1", "bireme memory RUN.toml --set cluster.device=cuda:1"),
+        (GPT, f"--set model.source={GPT}"),
+        ("model.source=python:memory_models:lossless", "Linear returns no loss to train on"),
     ],
 )
 def test_wrong_words_get_one_sentence_and_status_2(
@@ -161,7 +180,7 @@ def test_wrong_words_get_one_sentence_and_status_2(
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    result = bireme(capsys, "memory", *words.split())
+    result = bireme(capsys, *with_sets(["memory", *words.split()]))
     assert result.status == 2
     assert sentence in result.err
     assert result.err.count("\n") == 1

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bireme.cluster.device import KNOWN
-from bireme.profile import measuring, profiler
+from bireme.cluster.machine import num_cores
+from bireme.profile import profiler
 from bireme.profile.profile import Profile, UnitCost, UnitProfile, load_profile
 from bireme.profile.stages import stage_cost
-from bireme.profile.timing import Seconds
-from tests.support.command import bireme, bireme_once
+from bireme.train import run_plan
+from tests.support.command import bireme, bireme_once, with_sets
 from tests.support.tiny_profiles import LITTLE
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 Capture = pytest.CaptureFixture[str]
 
 GPT = "gpt:layers=2,width=16,heads=2,vocab=32,context=8"
-ON_META = f"{GPT} --device meta"
+KEYS = f"model.source={GPT} cluster.workers=1"
+ESTIMATED = f"{KEYS} --like laptop"
 
 DEVICE = {
     "name": "a box under the desk",
@@ -65,9 +66,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("BIREME_CACHE", str(cache))
         patch.setattr(profiler, "Effort", lambda: LITTLE)
-        told = bireme_once("profile", GPT, "--batch", "3", "-b", "1", "--halves", "--json")
+        told = bireme_once(*with_sets(f"profile {KEYS} --batch 3 -b 1 --halves --json".split()))
         assert not told.err
-        assert len(list(cache.rglob("*.json"))) == 1
+        assert list(cache.rglob("*.json"))
     return told.document
 
 
@@ -93,12 +94,12 @@ def test_the_document_s_own_figures_are_those_of_the_first_size(document: dict[s
         assert first["backward_input_s"] > 0
         assert first["recompute_backward_s"] > 0
     assert document["is_measured"] is True
-    assert document["num_threads"] == torch.get_num_threads()
+    assert document["num_threads"] == num_cores(), "one process has all cores"
 
 
 def test_the_table_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = bireme(capsys, "profile", *ON_META.split(), "--batch", "2", "-b", "4", "--like", "a100")
+    result = bireme(capsys, *with_sets(f"profile {KEYS} --batch 2 -b 4 --like a100".split()))
     assert (result.status, result.err) == (0, "")
     text = " ".join(result.out.split())
     for part in (
@@ -119,33 +120,33 @@ def test_the_table_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
 def test_an_estimate_is_for_the_device_asked_for(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "box.json"
     file.write_text(json.dumps(DEVICE))
-    words = ["profile", *ON_META.split(), "--batch", "2", "--json"]
-    own = bireme(capsys, *words, "--like", str(file)).document
-    known = bireme(capsys, *words, "--like", "a100").document
-    unsaid = bireme(capsys, *words).document
+    words = with_sets(f"profile {KEYS} --batch 2 --json".split())
+    own, known, laptop = (
+        bireme(capsys, *words, "--like", name).document for name in (str(file), "a100", "laptop")
+    )
     assert own["device"] == "a box under the desk"
-    assert [found["device_kind"] for found in (own, known, unsaid)] == ["cuda", "cuda", "cpu"]
-    assert not any(found["is_measured"] for found in (own, known, unsaid))
-    saved = [[unit["saved_bytes"] for unit in found["units"]] for found in (own, known, unsaid)]
+    assert [found["device_kind"] for found in (own, known, laptop)] == ["cuda", "cuda", "cpu"]
+    assert not any(found["is_measured"] for found in (own, known, laptop))
+    saved = [[unit["saved_bytes"] for unit in found["units"]] for found in (own, known, laptop)]
     assert saved[0] == saved[1] == saved[2]
 
 
 def test_the_optimizer_and_the_numbers_are_those_asked_for(capsys: Capture) -> None:
-    words = ["profile", *ON_META.split(), "--optimizer", "sgd", "--dtype", "bfloat16", "--json"]
-    found = bireme(capsys, *words).document
+    words = f"profile {ESTIMATED} training.optimizer=sgd model.dtype=bfloat16 --json"
+    found = bireme(capsys, *with_sets(words.split())).document
     assert found["optimizer"] == "sgd"
     assert all(unit["optimizer_bytes"] == 4 * unit["parameter_bytes"] for unit in found["units"])
 
 
 def test_the_file_holds_the_profile_whole(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    result = bireme(capsys, "profile", *ON_META.split(), "--output", str(path))
+    result = bireme(capsys, *with_sets(f"profile {ESTIMATED} --output {path}".split()))
     assert f"Wrote {path}." in result.out
     found = load_profile(path)
     assert found.model == GPT
     assert stage_cost(found, 0, 6, 1).parameter_bytes == found.parameter_bytes
     before = path.read_bytes()
-    assert bireme(capsys, "profile", GPT, "--batch", "0", "-o", str(path)).status == 2
+    assert bireme(capsys, *with_sets(f"profile {KEYS} --batch 0 -o {path}".split())).status == 2
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -153,29 +154,34 @@ def test_the_file_holds_the_profile_whole(capsys: Capture, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("gtp:layers=1", "no model source 'gtp:layers=1'"),
-        ("gpt:layers=1", "gpt: lacks width"),
-        ("hf:nowhere", "no folder nowhere"),
-        ("hf:empty", "has no config.json"),
+        ("model.source=gtp:layers=1", "no model source 'gtp:layers=1'"),
+        ("model.source=gpt:layers=1", "gpt: lacks width"),
+        ("model.source=hf:nowhere", "no folder nowhere"),
+        ("model.source=hf:empty", "has no config.json"),
         (
-            "python:profile_models:branching",
+            "model.source=python:profile_models:branching",
             "profile_models.py, line 10: Python there depends on the numbers",
         ),
-        ("python:profile_models:nothing", "has no function 'nothing'"),
-        (f"{ON_META} --batch 0", "The batch is 0; it must be at least 1"),
-        (f"{ON_META} --length 0", "The length is 0; it must be at least 1"),
-        (f"{ON_META} --optimizer adamm", "no optimizer 'adamm'. Did you mean 'adam"),
-        (f"{ON_META} --dtype float23", "no number format 'float23'"),
-        (f"{ON_META} --like a10", "no device 'a10'. Did you mean 'a100'"),
-        (f"{ON_META} --like nowhere.json", "There is no file nowhere.json"),
-        (f"{ON_META} --like misspelt.json", "unknown key 'byte_per_s'. Did you mean 'bytes_per_s'"),
-        (f"{ON_META} --like slow.json", "bytes_per_s is 0; it must be greater than 0"),
-        (f"{ON_META} --output nowhere/p.json", "there is no folder nowhere"),
-        (f"{ON_META} --output empty", "it is a folder"),
-        (f"{GPT} --like a100", "--device cpu measures and does not estimate: leave out --like"),
-        (f"{GPT} --device tpu", "There is no device 'tpu' here"),
-        (f"{GPT} --device cuda:99", "There is no device 'cuda:99' here"),
-        (f"{GPT} --warm", "No such option: --warm"),
+        ("model.source=python:profile_models:nothing", "has no function 'nothing'"),
+        (f"{ESTIMATED} --batch 0", "should be greater than or equal to 1"),
+        (f"{ESTIMATED} data.length=0", "data.length is 0"),
+        (f"{ESTIMATED} training.optimizer=adamm", "training.optimizer is"),
+        (f"{ESTIMATED} model.dtype=float23", "model.dtype is"),
+        (f"{ESTIMATED} model.sorce=x", "unknown key 'model.sorce'. Did you mean 'model.source'?"),
+        (f"{KEYS} --like a10", "no device 'a10'. Did you mean 'a100'"),
+        (f"{KEYS} --like nowhere.json", "There is no file nowhere.json"),
+        (f"{KEYS} --like misspelt.json", "unknown key 'byte_per_s'. Did you mean 'bytes_per_s'"),
+        (f"{KEYS} --like slow.json", "bytes_per_s is 0; it must be greater than 0"),
+        (f"{ESTIMATED} --output nowhere/p.json", "there is no folder nowhere"),
+        (f"{ESTIMATED} --output empty", "it is a folder"),
+        (f"{ESTIMATED} --fresh", "--like estimates and does not measure: leave out --fresh"),
+        (f"{KEYS} cluster.device=tpu", "cluster.device is"),
+        ("nowhere.toml", "There is no file nowhere.toml"),
+        (GPT, f"Name the model in the key model.source: --set model.source={GPT}"),
+        ("--optimizer sgd", "`--optimizer` is now the key training.optimizer"),
+        ("--device cpu", "bireme profile RUN.toml --set cluster.device=cpu"),
+        ("--device meta", "`--device meta` is now the option --like laptop"),
+        (f"{KEYS} --warm", "No such option: --warm"),
     ],
 )
 def test_wrong_words_get_one_sentence_and_status_2(
@@ -187,13 +193,13 @@ def test_wrong_words_get_one_sentence_and_status_2(
     sentence: str,
 ) -> None:
     """Nothing is measured before they are found."""
-    monkeypatch.setattr(measuring, "time_benches", None)
+    monkeypatch.setattr(run_plan, "profile", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     misspelt = {"byte_per_s" if key == "bytes_per_s" else key: value for key, value in DEVICE.items()}
     (tmp_path / "misspelt.json").write_text(json.dumps(misspelt))
     (tmp_path / "slow.json").write_text(json.dumps(DEVICE | {"bytes_per_s": 0}))
-    result = bireme(capsys, "profile", *words.split())
+    result = bireme(capsys, *with_sets(["profile", *words.split()]))
     assert result.status == 2
     assert sentence in result.err
     assert result.err.count("\n") == 1
@@ -211,7 +217,7 @@ def test_a_checkpoint_is_checked_before_anything_is_measured(
     tokens = {"bos_token_id": 0, "eos_token_id": 1}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens))
     model.save_pretrained(tmp_path)
-    words = ["profile", f"hf:{tmp_path}", "--device", "meta", "--json"]
+    words = with_sets(["profile", f"model.source=hf:{tmp_path}", "--like", "laptop", "--json"])
     assert bireme(capsys, *words).document["num_units"] == 4
     file = tmp_path / "model.safetensors"
     tensors = safetensors.load_file(file)
@@ -231,6 +237,21 @@ def test_a_checkpoint_is_checked_before_anything_is_measured(
         assert not result.out
 
 
+@pytest.mark.slow
+def test_a_run_file_says_what_is_profiled_at_the_sizes_that_its_plan_may_have(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    """Keys that are set on the command line come after those of the file."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'model.source = "{GPT}"\ntraining.batch_size = 12\n')
+    words = ["profile", str(path), "--like", "laptop", "--json"]
+    found = bireme(capsys, *words).document
+    assert [cost["micro_batch"] for cost in found["units"][0]["costs"]] == [1, 2, 4]
+    other = bireme(capsys, *words, "--set", "plan.micro_batch=3", "--set", "model.freeze=tokens.*").document
+    assert [cost["micro_batch"] for cost in other["units"][0]["costs"]] == [3]
+    assert other["units"][0]["gradient_bytes"] < found["units"][0]["gradient_bytes"]
+
+
 def blocks(language: str = "") -> list[str]:
     text = (Path(__file__).parents[2] / "docs" / "profile.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
@@ -238,11 +259,12 @@ def blocks(language: str = "") -> list[str]:
 
 @pytest.mark.slow
 def test_what_the_document_tells_to_type_works(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In it nothing is measured here, and the table looks as printed there but for the seconds."""
-    seconds = Seconds(1.0, 2.0, 3.0, None, None, 0.1)
-    monkeypatch.setattr(measuring, "time_benches", lambda benches, *_, **__: [seconds] * len(benches))
+    """In it little is measured here, and the table looks as printed there but for the seconds."""
+    monkeypatch.setattr(profiler, "Effort", lambda: LITTLE)
     monkeypatch.setenv("COLUMNS", "80")
-    commands = [block.strip() for block in blocks() if block.startswith("bireme profile")]
+    commands = [
+        block.strip().replace("\\\n", " ") for block in blocks() if block.startswith("bireme profile")
+    ]
     results = [bireme(capsys, *shlex.split(command)[1:]) for command in commands]
     assert [result.status for result in results] == [0, 0]
     printed = next(block for block in blocks() if block.startswith("gpt:"))

@@ -22,7 +22,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
-from tests.support.command import bireme
+from tests.support.command import bireme, with_sets
 from tests.support.extent import examples
 
 pytestmark = pytest.mark.slow
@@ -124,8 +124,8 @@ def test_an_update_on_the_host_takes_the_host_s_time_between_its_copies() -> Non
 def test_the_fastest_place_for_updates_is_found_if_the_host_s_time_is_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--schedule", "1f1b", "--stages", "2", "--stages-per-rank", "2", "--weight-bytes", "1e6"]
-    words += ["--optimizer-bytes", "6e6", "--device-memory", "14e6", "--host-bytes-per-s", "1e6"]
+    words = with_sets("plan.schedule=1f1b plan.depth=1 memory.device=14e6 --stages-per-rank 2".split())
+    words += ["--weight-bytes", "1e6", "--optimizer-bytes", "6e6", "--host-bytes-per-s", "1e6"]
     device, fast, slow = (
         bireme(capsys, "simulate", *words, *more, "--json").document["steady_batch_s"]
         for more in ([], ["--host-update-s", "0.1"], ["--host-update-s", "1e3"])
@@ -137,11 +137,11 @@ def test_the_fastest_place_for_updates_is_found_if_the_host_s_time_is_known(
 def test_stages_that_update_apart_wait_for_nothing_and_copy_less(
     agreement: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--schedule", "1f1b", "--stages", "4", "--stages-per-rank", "4", "--microbatches", "1"]
-    words += ["--weight-bytes", "1e6", "--optimizer-bytes", "6e6", "--device-memory", "14e6", *agreement]
+    shape = "plan.schedule=1f1b plan.depth=1 plan.microbatches=1 memory.device=14e6 --stages-per-rank 4"
+    words = [*with_sets(shape.split()), "--weight-bytes", "1e6", "--optimizer-bytes", "6e6", *agreement]
     together, apart = (
         bireme(capsys, "simulate", *words, "--host-bytes-per-s", "1e6", *more, "--json").document
-        for more in ([], ["--updates-apart"])
+        for more in ([], ["--set", "memory.updates=apart"])
     )
     assert apart["steady_batch_s"] < together["steady_batch_s"]
     moved = [sum(tier["predicted_bytes_moved"] for tier in one["tiers"]) for one in (apart, together)]
@@ -243,11 +243,14 @@ def pairwise_spans(starts: Iterable[float], ends: Iterable[float]) -> list[tuple
 
 # --- shown -------------------------------------------------------------------------------------------------
 
-COMMAND = (
-    "simulate --schedule 1f1b --stages 4 --stages-per-rank 4 --microbatches 2 --batches 2 --forward-s 1 "
-    "--weight-bytes 2e6 --optimizer-bytes 12e6 --stash-bytes 1e6 --device-memory 30MB --host-memory 40MB "
-    "--disk 1GB --host-bytes-per-s 2e7 --disk-bytes-per-s 1e7"
-).split()
+COMMAND = with_sets(
+    (
+        "simulate plan.schedule=1f1b plan.depth=1 plan.microbatches=2 memory.device=30MB memory.host=40MB "
+        "memory.disk=/nowhere memory.disk_bytes=1GB --stages-per-rank 4 --batches 2 --forward-s 1 "
+        "--weight-bytes 2e6 --optimizer-bytes 12e6 --stash-bytes 1e6 --host-bytes-per-s 2e7 "
+        "--disk-bytes-per-s 1e7"
+    ).split()
+)
 
 
 def test_the_command_shows_what_each_tier_holds_and_moves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,14 +266,14 @@ def test_the_command_shows_what_each_tier_holds_and_moves(capsys: pytest.Capture
 
 
 def test_without_paging_the_document_says_nothing_of_tiers(capsys: pytest.CaptureFixture[str]) -> None:
-    enough = [("1GB" if word == "30MB" else word) for word in COMMAND]
+    enough = [word.replace("30MB", "1GB") for word in COMMAND]
     assert "tiers" not in json.loads(bireme(capsys, *enough, "--json").out)
 
 
 def test_a_device_too_small_is_refused_before_anything_is_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = bireme(capsys, *[("1MB" if word == "30MB" else word) for word in COMMAND])
+    told = bireme(capsys, *[word.replace("30MB", "1MB") for word in COMMAND])
     assert told.status == 2
     assert "needs at least" in told.err
 
@@ -278,15 +281,18 @@ def test_a_device_too_small_is_refused_before_anything_is_simulated(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--disk", "1GB"], "--device-memory"),
-        (["--device-memory", "much"], "24GiB"),
-        (["--device-memory", "1GB", "--host-memory", "0"], "neither"),
+        (["memory.disk_bytes=1GB"], "memory.disk_bytes is set, but memory.device is not"),
+        (["memory.device=much"], "24GiB"),
+        (["memory.device=auto"], "memory.device is auto"),
+        (["memory.device=1GB", "memory.disk=/d"], "memory.disk_bytes is auto"),
+        (["memory.device=1GB", "memory.host=0"], "nothing to page to"),
+        (["--chunk-bytes", "100"], "leave out --chunk-bytes"),
     ],
 )
-def test_options_of_paging_that_make_no_sense_are_refused(
+def test_keys_and_options_of_paging_that_make_no_sense_are_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], why: str
 ) -> None:
-    told = bireme(capsys, "simulate", "--schedule", "gpipe", *words)
+    told = bireme(capsys, *with_sets(["simulate", "plan.schedule=gpipe", "--forward-s", "1", *words]))
     assert told.status == 2
     assert why in told.err
 

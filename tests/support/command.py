@@ -1,6 +1,7 @@
 """Run the command line inside the test's own process."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,7 +13,7 @@ import pytest
 
 from bireme.cli.main import main
 
-__all__ = ["Result", "bireme", "bireme_once"]
+__all__ = ["Result", "bireme", "bireme_once", "with_sets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,14 @@ def bireme_once(*words: str) -> Result:
     with redirect_stdout(out), redirect_stderr(err):
         status = _run(words)
     return Result(status, out.getvalue(), err.getvalue())
+
+
+def with_sets(words: Sequence[str]) -> list[str]:
+    """The words, with `--set` before each `table.key=value`."""
+    return [part for word in words for part in (("--set", word) if _SETTING.match(word) else (word,))]
+
+
+_SETTING = re.compile(r"[a-z]+\.[a-z_.]+=")
 
 
 def _run(words: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ def _files(folder: Path) -> list[Path]:
 
 @pytest.mark.long
 def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys: Capture) -> None:
-    """With pins, a range and a largest batch, which are those of `bireme plan`."""
+    """With pins, a range and a largest batch: the plan of the two is the same."""
     path, runs = write_run(tmp_path / "given"), tmp_path / "given" / "runs"
     before = _files(tmp_path / "given")
     devices = machines_of(load_run_file(path), num_cuda=0, num_cores=2).cluster.devices()
@@ -43,8 +43,10 @@ def test_a_dry_run_says_what_plan_says_and_leaves_nothing(tmp_path: Path, capsys
     assert _files(tmp_path / "given") == before
 
     by_hand = bireme(capsys, "train", str(path), "--steps", "3", "--dry-run", "--json").document
-    planned = ["--model", GPT, "--measure-on", "meta", "-B", "8", "--cluster", "laptop", "--depth", "1"]
-    fields = set(bireme(capsys, "plan", *planned, "--json").document)
+    planned = bireme(capsys, "plan", str(path), *asked, *settings(plan__largest_batch=16), "--json").document
+    same = ("schedule", "depth", "width", "num_stages", "batch_size", "stages", "sync")
+    assert {key: planned[key] for key in same} == {key: document[key] for key in same}
+    fields = set(planned)
     assert set(document) == set(by_hand) == fields | {"learns", "writes", "disk", "taken"}
     assert (by_hand["schedule"], by_hand["num_stages"], by_hand["predicted_batch_s"]) == ("2bw", 2, None)
 
@@ -103,7 +105,7 @@ def test_a_dry_run_lists_what_the_run_then_writes(tmp_path: Path, capsys: Captur
 def test_contradictions_in_a_run_file_are_one_sentence_before_anything_is_measured(
     values: dict[str, object], part: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bireme.train.prepare.profile", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("bireme.train.run_plan.profile", lambda *_, **__: 1 / 0)
     words = settings(plan__file="", **values)
     found = bireme(capsys, "train", str(write_run(tmp_path)), *words, "--dry-run")
     assert found.status == 2, found.err

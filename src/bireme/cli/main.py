@@ -58,7 +58,10 @@ VERBS = {
     ),
     "place": Verb(PLAN, "Place the operators of a graph on accelerators and CPUs."),
     "schedule": Verb(LOOK, "Draw a schedule as a grid: one row per rank, time to the right."),
-    "simulate": Verb(LOOK, "Predict the time and memory of a schedule before anything runs."),
+    "simulate": Verb(
+        LOOK,
+        "Predict the time and memory of a run's plan, or of a schedule with given costs.",
+    ),
     "memory": Verb(
         LOOK,
         "Trace a training iteration: what the peak consists of, which blocks are idle, "
@@ -172,6 +175,11 @@ def _usage(error: Any) -> str:
         return message
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "bireme"
+    if (option := getattr(error, "option_name", None)) and context is not None:
+        from bireme.cli.moved_options import moved
+
+        if sentence := moved(context.command.name, option, sys.argv[1:]):
+            return f"bireme: {sentence}"
     from pydantic import ValidationError  # here, for the help needs none of it
 
     cause = error.__cause__

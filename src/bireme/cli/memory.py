@@ -5,24 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, RunToml, Sets, print_json
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.profile.behavior import Behavior
     from bireme.profile.swapping import Bandwidth
+    from bireme.train.run_file import RunFile
 
 
 def memory(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or file.py:function."),
-    ],
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per iteration.")] = 1,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence, if the model does not fix it.")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="Optimizer: adamw, adam or sgd (with momentum).")] = "adamw",
+    run_file: RunToml = None,
+    set_: Sets = None,
     warmup: Annotated[
         int,
         typer.Option(
@@ -38,7 +32,6 @@ def memory(
             help="Bytes per second of the link for swapping: a number for both directions, or out,in.",
         ),
     ] = "12e9",
-    device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:1.")] = "cpu",
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the lifetimes of all blocks to a .svg or .html file."),
@@ -47,17 +40,22 @@ def memory(
 ) -> None:
     """Trace a training iteration: what the peak consists of, which blocks are idle, what could be swapped.
 
-    [dim]bireme memory gpt:layers=4,width=128,heads=4,vocab=256,context=64 --batch 8[/dim]
+    One process trains the whole model on training.batch_size samples.
+
+    [dim]bireme memory run.toml --set training.batch_size=8[/dim]
     """
     from bireme.profile.swapping import page_blocks, plan_swaps
     from bireme.report.gantt import check_suffix
+    from bireme.train.folder import load_asked
 
     link = _bandwidth(bandwidth)
     if picture is not None:
         check_suffix(picture)
-    behavior = _behavior(model, batch=batch, length=length, optimizer=optimizer, warmup=warmup, device=device)
+    run = load_asked(run_file, set_ or ())
+    behavior = _behavior(run, warmup)
     alone, in_turn = plan_swaps(behavior, link), plan_swaps(behavior, link, in_turn=True)
     paging = page_blocks(behavior, link)
+    model, batch, optimizer = run.model.source, run.training.batch_size, run.training.optimizer
     title = f"{model}, batch {batch}, {optimizer}"
     if picture is not None:
         from bireme.report.gantt import write_gantt
@@ -66,7 +64,7 @@ def memory(
     if as_json:
         from bireme.report.memory_document import memory_document
 
-        asked = {"model": model, "batch": batch, "length": length, "optimizer": optimizer}
+        asked = {"model": model, "batch": batch, "length": run.data.length, "optimizer": optimizer}
         print_json(asked | memory_document(behavior, alone, in_turn, paging))
         return
     from rich.console import Console
@@ -94,16 +92,21 @@ def _bandwidth(text: str) -> "Bandwidth":
     return Bandwidth(ways[0], ways[-1])
 
 
-def _behavior(
-    model: str, *, batch: int, length: int | None, optimizer: str, warmup: int, device: str
-) -> "Behavior":
-    from bireme.devices import KINDS
-
-    if device.partition(":")[0] not in KINDS:
-        raise BiremeError(f"Memory can only be traced on {' or '.join(KINDS)}, but --device is {device!r}.")
+def _behavior(run: "RunFile", warmup: int) -> "Behavior":
+    from bireme.devices import ACCELERATOR, num_accelerators
     from bireme.model.sources import load_source
     from bireme.profile.trace import check_training, observe
 
+    optimizer, asked = run.training.optimizer, run.cluster.device
     check_training(optimizer, warmup)
-    source = load_source(model, batch=batch, length=length, device=device)
+    here = ACCELERATOR if num_accelerators() else "cpu"
+    source = load_source(
+        run.model.source,
+        batch=run.training.batch_size,
+        length=run.data.length,
+        device=here if asked == "auto" else asked,
+        dtype=run.model.dtype,
+        part=run.model.part,
+        seed=run.model.seed,
+    )
     return observe(source.model, source.example_inputs, optimizer=optimizer, warmup=warmup)

@@ -2,56 +2,18 @@
 
 import json
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.schedule.program import Program
+    from bireme.train.run_plan import ProfiledRun
 
 
-# Options whose value is one of a few words: checked in one sentence, and completed by the shell.
-
-
-def word(
-    what: str, *known: str, metavar: str, text: str, gone: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """What makes an option of typer take one of these words, such as an enum's members.
-
-    `what` is what to call it in an error. The words replace `{}` in the help text. `gone` has words that are
-    no longer taken, each with the sentence that refuses it.
-    """
-    words = [str(one) for one in known]
-
-    def parsed(value: str) -> str:
-        if value in gone:
-            raise BiremeError(gone[value])
-        if value not in words:
-            raise BiremeError(f"There is no {what} {value!r}. {closest(value, words)}")
-        return known[words.index(value)]
-
-    def completed(incomplete: str) -> list[str]:
-        return [one for one in words if one.startswith(incomplete)]
-
-    listed = f"{', '.join(words[:-1])} or {words[-1]}"
-    return {
-        "parser": parsed,
-        "autocompletion": completed,
-        "metavar": metavar,
-        "help": text.format(listed),
-    }
-
-
-Stages = Annotated[int, typer.Option("--stages", "-d", help="Number of pipeline stages.")]
-Microbatches = Annotated[
-    int | None,
-    typer.Option("--microbatches", "-m", help="Micro-batches per batch; by default as many as stages."),
-]
 MOST_FORWARDS = 10_000_000
 """Forwards in all batches of a schedule that is drawn or simulated."""
 
@@ -79,23 +41,18 @@ Sweep = Annotated[
     int,
     typer.Option(help="Micro-batches that a rank takes through a stage before it turns to the next stage."),
 ]
-Average = Annotated[
-    int | None,
-    typer.Option(
-        metavar="LAG",
-        help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for "
-        "groups, 1 or more for outer steps.",
-    ),
-]
-Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Keep only inputs and run forwards again before backwards.")
-]
 From = Annotated[
     Path | None,
     typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite output files that exist.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+RunToml = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN.toml", help="Run file (`bireme init` writes one); by default the demonstration."
+    ),
+]
 Restarts = Annotated[
     int | None,
     typer.Option(
@@ -112,17 +69,74 @@ Sets = Annotated[
 ]
 
 
-SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "sweep", "recompute")
-"""Options that have no effect with a schedule file."""
+# A profile that is there, or how to make one: for the verbs that need the costs of a run's model.
+
+_PROFILE = "Costs of the model"
+
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Profile written by `bireme profile`, instead of measuring. The run file need not name a model.",
+        rich_help_panel=_PROFILE,
+    ),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE.json",
+        help="Estimate for this device, such as a100, instead of measuring here.",
+        rich_help_panel=_PROFILE,
+    ),
+]
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="Measure again, ignoring the cache.", rich_help_panel=_PROFILE),
+]
+
+
+def begin() -> None:
+    """Import here what all processes of a run need, so that none of them imports it."""
+    from bireme.runtime.processes import serve_from_here
+
+    # An optimizer imports torch's compiler when it is made, and what captures a model needs it too.
+    serve_from_here("bireme.train.launching", "torch._dynamo")
+
+
+def profiled_run(
+    context: typer.Context,
+    run_file: Path | None,
+    sets: list[str] | None,
+    *,
+    file: Path | None,
+    like: str | None,
+    is_fresh: bool,
+) -> "ProfiledRun":
+    """The run that a verb is for, with the profile that its options ask for."""
+    if file is not None:
+        refuse(context, "--profile already has the costs", "like", "fresh")
+    if like is not None:
+        refuse(context, "--like estimates and does not measure", "fresh")
+    from bireme.report.terminal import progress_bar
+    from bireme.train.folder import load_asked
+    from bireme.train.run_plan import ProfiledRun
+
+    run = load_asked(run_file, sets or ())
+    if file is None and like is None:
+        begin()
+    with progress_bar("capturing the model") as progress:
+        return ProfiledRun.of(run, progress, file=file, like=like, is_fresh=is_fresh)
+
+
+def given_of(context: typer.Context, *options: str) -> list[str]:
+    """Those of the options that the command line has."""
+    sources = {option: context.get_parameter_source(option) for option in options}
+    return [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def refuse(context: typer.Context, why: str, *options: str) -> None:
     """Refuse options that would have no effect; `why` says the reason."""
-    given = [
-        option
-        for option in options
-        if (source := context.get_parameter_source(option)) is not None and source.name == "COMMANDLINE"
-    ]
+    given = given_of(context, *options)
     if given:
         names = {"name": "schedule", "source": "from"}
         shown = ", ".join(f"--{names.get(option, option).replace('_', '-')}" for option in given)

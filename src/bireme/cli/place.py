@@ -1,14 +1,15 @@
 """`bireme place`: which device runs which operator of a graph with branches."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.measuring import DataType, Fresh, Length, Like, MeasureOn, Measuring, Optimizer
-from bireme.cli.options import Force, Json, check_writable, refuse, word
-from bireme.errors import BiremeError
+from bireme.cli.options import Force, Json, check_writable, refuse
+from bireme.errors import BiremeError, closest
 from bireme.placement.workload import Granularity, Method, Objective
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 devices_option = partial(typer.Option, rich_help_panel="Devices, instead of the file's")
 search_option = partial(typer.Option, rich_help_panel="What to look for")
 output_option = partial(typer.Option, rich_help_panel="Output")
+measuring_option = partial(typer.Option, rich_help_panel="Measuring")
 model_option = partial(typer.Option, rich_help_panel="A model instead of a file")
 
 _BASELINES = {
@@ -51,6 +53,38 @@ OF_A_MODEL = (
 """Options that need a model."""
 
 
+# Options whose value is one of a few words: checked in one sentence, and completed by the shell.
+
+
+def _word(
+    what: str, *known: str, metavar: str, text: str, gone: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """What makes an option of typer take one of these words, such as an enum's members.
+
+    `what` is what to call it in an error. The words replace `{}` in the help text. `gone` has words that are
+    no longer taken, each with the sentence that refuses it.
+    """
+    words = [str(one) for one in known]
+
+    def parsed(value: str) -> str:
+        if value in gone:
+            raise BiremeError(gone[value])
+        if value not in words:
+            raise BiremeError(f"There is no {what} {value!r}. {closest(value, words)}")
+        return known[words.index(value)]
+
+    def completed(incomplete: str) -> list[str]:
+        return [one for one in words if one.startswith(incomplete)]
+
+    listed = f"{', '.join(words[:-1])} or {words[-1]}"
+    return {
+        "parser": parsed,
+        "autocompletion": completed,
+        "metavar": metavar,
+        "help": text.format(listed),
+    }
+
+
 def place(
     context: typer.Context,
     workload: Annotated[
@@ -60,7 +94,7 @@ def place(
     objective: Annotated[
         Objective | None,
         search_option(
-            **word(
+            **_word(
                 "objective",
                 *Objective,
                 metavar="GOAL",
@@ -73,7 +107,7 @@ def place(
     method: Annotated[
         Method,
         search_option(
-            **word("method", *Method, metavar="METHOD", text="Search method: {}.", gone=_BASELINES),
+            **_word("method", *Method, metavar="METHOD", text="Search method: {}.", gone=_BASELINES),
         ),
     ] = Method.AUTO,
     contiguous: Annotated[
@@ -98,7 +132,7 @@ def place(
     cpus: Annotated[int | None, devices_option(help="Number of CPUs.")] = None,
     memory: Annotated[float | None, devices_option(metavar="BYTES", help="Memory of an accelerator.")] = None,
     model: Annotated[
-        str | None, model_option(metavar="MODEL", help="Model to measure here, as in `bireme profile`.")
+        str | None, model_option(metavar="MODEL", help="Model to measure here, as in model.source.")
     ] = None,
     cluster: Annotated[
         str | None,
@@ -111,7 +145,7 @@ def place(
     granularity: Annotated[
         Granularity,
         model_option(
-            **word("granularity", *Granularity, metavar="PARTS", text="Parts that are placed: {}."),
+            **_word("granularity", *Granularity, metavar="PARTS", text="Parts that are placed: {}."),
         ),
     ] = Granularity.OPERATORS,
     copy_tied: Annotated[
@@ -140,12 +174,23 @@ def place(
             "--microbatches", "-m", help="Micro-batches per batch of the plan; by default twice the stages."
         ),
     ] = None,
-    measure_on: MeasureOn = "cpu",
-    like: Like = None,
-    length: Length = None,
-    dtype: DataType = "float32",
-    optimizer: Optimizer = "adamw",
-    fresh: Fresh = False,
+    measure_on: Annotated[
+        str, measuring_option(help="Device: cpu, cuda, cuda:1; meta estimates without running.")
+    ] = "cpu",
+    like: Annotated[
+        str | None,
+        measuring_option(metavar="NAME|FILE.json", help="Device to estimate for on meta, such as a100."),
+    ] = None,
+    length: Annotated[
+        int | None, measuring_option(help="Tokens per sequence, if the model does not fix it.")
+    ] = None,
+    dtype: Annotated[
+        str, measuring_option(help="Number format: float32, bfloat16, float16 or float64.")
+    ] = "float32",
+    optimizer: Annotated[
+        str, measuring_option(help="Optimizer: adamw, adam, muon or sgd (with momentum).")
+    ] = "adamw",
+    fresh: Annotated[bool, measuring_option("--fresh", help="Measure again, ignoring the cache.")] = False,
     output: Annotated[
         Path | None,
         output_option("--output", "-o", metavar="FILE.json", help="Write the JSON document to a file."),
@@ -168,7 +213,7 @@ def place(
 
     [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --to plan.json[/dim]
     """
-    from bireme.cli.place_run import ModelPlacing, OfModel
+    from bireme.cli.place_run import Measuring, ModelPlacing, OfModel
     from bireme.placement.workload_file import DeviceCounts, ReadWorkload
 
     if expert is not None and method is Method.AUTO:
@@ -193,7 +238,7 @@ def place(
         placing = ModelPlacing.of(
             Measuring(
                 model,
-                [micro_batch],
+                micro_batch,
                 length=length,
                 device=measure_on,
                 like=like,

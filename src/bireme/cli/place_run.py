@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bireme.cli.measuring import Measuring, captures_of, measure
 from bireme.cli.options import print_json
 from bireme.errors import BiremeError
 from bireme.placement.check import PlacementVerdict, check
 from bireme.placement.workload import Method, Objective, Request, Workload, device_names
 
 if TYPE_CHECKING:
+    from bireme.model.capture import Captures
+    from bireme.model.sources import ModelSource
     from bireme.placement.of_model.from_model import ModelWorkload
     from bireme.placement.workload import Granularity, Placement
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
@@ -23,6 +24,53 @@ if TYPE_CHECKING:
 
 
 # `bireme place --model`: make a workload from a model, and a plan from its placement.
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """What to measure: the model, the micro-batch size and the device."""
+
+    model: str
+    micro_batch: int
+    length: int | None
+    device: str
+    like: str | None
+    dtype: str
+    optimizer: str
+    fresh: bool
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1:
+            raise BiremeError(f"The batch is {self.micro_batch}; it must be at least 1.")
+
+    def source(self) -> "ModelSource":
+        """The model and its example inputs."""
+        from bireme.model.sources import load_source
+
+        return load_source(self.model, batch=self.micro_batch, length=self.length, dtype=self.dtype)
+
+
+def _measured(asked: Measuring, source: "ModelSource", captures: "Captures", progress: Any) -> "Profile":
+    """The profile of a model: measured here, or estimated for a device elsewhere."""
+    from bireme.cluster.device import device_named
+    from bireme.model.weights import check_weights
+    from bireme.profile.control import torch_device
+    from bireme.profile.optimizers import check_optimizer
+    from bireme.profile.profiler import profile
+
+    check_optimizer(asked.optimizer)
+    where = device_named(asked.like or "laptop") if asked.device == "meta" else torch_device(asked.device)
+    if source.folder is not None and any(source.folder.glob("*.safetensors")):
+        check_weights(captures.graph(asked.micro_batch), source.folder, model=source.model)
+    return profile(
+        captures.graph,
+        where,
+        [asked.micro_batch],
+        examples=source.example_inputs,
+        optimizer=asked.optimizer,
+        use_cache=not asked.fresh,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +92,24 @@ class ModelPlacing:
         copies_tied: bool,
     ) -> "ModelPlacing":
         """Capture and measure the model, and find the devices."""
-        from bireme.cli.plan_run import cluster_of
+        from bireme.cluster.cluster_file import load_cluster
+        from bireme.cluster.machine import discover
+        from bireme.model.capture import Captures
         from bireme.placement.of_model.from_model import workload_of
         from bireme.report.terminal import progress_bar
 
-        found = cluster_of(cluster)
+        if cluster == "":
+            raise BiremeError(
+                "--cluster is empty. Give a file or the name of a ready cluster, or leave it out."
+            )
+        found = discover().cluster if cluster is None else load_cluster(cluster)
+        source = asked.source()
+        captures = Captures(source.model, source.example_inputs, name=asked.model)
         with progress_bar("capturing the model") as progress:
-            profile = measure(asked, progress)
-        micro_batch = asked.batches[0]
+            profile = _measured(asked, source, captures, progress)
+        micro_batch = asked.micro_batch
         made = workload_of(
-            captures_of(asked).graph(micro_batch),
+            captures.graph(micro_batch),
             profile,
             found,
             micro_batch=micro_batch,

@@ -1,249 +1,43 @@
-"""`bireme plan`: find the fastest plan for a profile and a cluster."""
+"""`bireme plan`: find the fastest plan for a run."""
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.measuring import (
-    PANEL,
-    DataType,
-    Freeze,
+from bireme.cli.options import (
+    Force,
     Fresh,
-    Length,
+    Json,
     Like,
-    LoraRank,
-    LoraTarget,
-    MeasureOn,
-    Optimizer,
-    Train,
-    part_of,
+    ProfileFile,
+    RunToml,
+    Sets,
+    check_writable,
+    print_json,
+    profiled_run,
 )
-from bireme.cli.options import Force, Json, check_writable, word
-from bireme.cli.plan_options import (
-    asked_sums,
-    exports_of,
-    penalties_of,
-    tier_limits_of,
-)
-from bireme.cli.plan_run import PlanRun, cluster_of, measuring_of, profile_of, sizes_of
-from bireme.codec.sum_description import DENSE
-from bireme.errors import BiremeError, closest
-from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
+from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
-    from bireme.cluster.cluster import Cluster
-    from bireme.plan.plan_request import PlanRequest
+    from bireme.plan.agreements import AgreementForecast
+    from bireme.plan.explain import Help
+    from bireme.plan.search.draft_paging import PagedStageMemory
+    from bireme.train.run_plan import PlannedRun
 
 
-given_option = partial(typer.Option, rich_help_panel="Model, batch and machines")
-constraint_option = partial(typer.Option, rich_help_panel="Constraints on the plan")
-freedom_option = partial(typer.Option, rich_help_panel="What the plan may do")
-memory_option = partial(typer.Option, rich_help_panel="Memory of each process")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 def plan(
     context: typer.Context,
-    batch_size: Annotated[int, given_option("--batch-size", "-B", help="Samples per optimizer step.")],
-    model: Annotated[
-        str | None,
-        given_option("--model", metavar="MODEL", help="Model to measure here, as in `bireme profile`."),
-    ] = None,
-    profile: Annotated[
-        Path | None, given_option(metavar="FILE.json", help="Profile written by `bireme profile`.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        given_option(
-            metavar="FILE.toml|NAME",
-            help="Cluster file, or name of a ready cluster; by default this machine.",
-        ),
-    ] = None,
-    schedule: Annotated[
-        str,
-        constraint_option(
-            "--schedule", "-s", metavar="NAME|auto", help="Schedule to use, or auto for the best."
-        ),
-    ] = "auto",
-    synchronous: Annotated[bool, freedom_option("--synchronous", help="Forbid delayed updates.")] = False,
-    objective: Annotated[
-        str,
-        constraint_option(
-            **word(
-                "objective",
-                "time-to-loss",
-                "throughput",
-                "energy",
-                metavar="GOAL",
-                text="What to optimize: {}. Throughput ignores the extra steps that delayed updates cost; "
-                "energy needs the watts of all devices.",
-            ),
-        ),
-    ] = "time-to-loss",
-    penalty: Annotated[
-        list[str] | None,
-        constraint_option(
-            metavar="RULE=STEPS",
-            help="Steps with delayed or fresh updates that equal one synchronous step. Repeatable.",
-        ),
-    ] = None,
-    delay_warmup: Annotated[
-        float | None,
-        constraint_option(
-            metavar="SHARE",
-            help="Fraction of steps run under 1f1b before updates are delayed.",
-            show_default=f"{DEFAULT_DELAY_WARMUP:g}, or 0 with --schedule",
-        ),
-    ] = None,
-    depth: Annotated[int | None, constraint_option(help="Number of devices per replica.")] = None,
-    width: Annotated[int | None, constraint_option(help="Replicas.")] = None,
-    micro_batch: Annotated[int | None, constraint_option(help="Samples per micro-batch.")] = None,
-    largest_batch: Annotated[
-        int | None, constraint_option(help="Allow steps of up to this many samples.")
-    ] = None,
-    memory_fraction: Annotated[
-        float, memory_option(help="Share of each device's memory that the plan may use.")
-    ] = 1.0,
-    devices: Annotated[
-        str | None, constraint_option(metavar="NAME,…", help="Use only these devices.")
-    ] = None,
-    recompute: Annotated[
-        str,
-        memory_option(
-            **word(
-                "kind of recompute",
-                "never",
-                "where-needed",
-                "always",
-                metavar="WHEN",
-                text="When stages recompute activations to save memory: {}.",
-            ),
-        ),
-    ] = "where-needed",
-    lookahead: Annotated[
-        bool,
-        freedom_option(help="Allow stages to run further ahead to hide slow links; other frameworks cannot."),
-    ] = True,
-    codec: Annotated[
-        str,
-        constraint_option(
-            metavar="CODEC|auto",
-            help="How stages send to each other: none, bfloat16, int8, int4, topk:0.25:8, or auto for the "
-            "least time to a loss.",
-        ),
-    ] = "none",
-    sync_codec: Annotated[
-        str,
-        constraint_option(
-            metavar="CODEC", help="What sums over replicas go through, as sync.codec of a run file."
-        ),
-    ] = "none",
-    gradient: Annotated[
-        str,
-        constraint_option(
-            metavar="FORM",
-            help="How gradients of linear maps are kept, as training.gradient of a run file: whole or "
-            "principal:RANK.",
-        ),
-    ] = "whole",
-    gradient_of: Annotated[
-        list[str] | None,
-        constraint_option(
-            metavar="PATTERN",
-            help="Weights whose gradients --gradient is for; by default all that get smaller. Repeatable.",
-        ),
-    ] = None,
-    shard: Annotated[
-        str,
-        memory_option(
-            **word(
-                "thing to share",
-                "none",
-                "optimizer",
-                "weights",
-                metavar="STATE",
-                text="State that replicas of a stage share, as memory.shard of a run file: {}.",
-            ),
-        ),
-    ] = "none",
-    device_memory: Annotated[
-        str | None,
-        memory_option(
-            metavar="BYTES|auto",
-            help="Memory that each process may use of its device, such as 6GB, or all of it; what does not "
-            "fit may be offloaded to the host.",
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        memory_option(
-            metavar="BYTES",
-            help="Host memory of each process, 0 for none; by default its share of the host's.",
-        ),
-    ] = None,
-    disk: Annotated[
-        str | None,
-        memory_option(metavar="BYTES|auto", help="Disk space of each process; by default none."),
-    ] = None,
-    memory_optimizer: Annotated[
-        str,
-        memory_option(
-            **word(
-                "place for the optimizer to step",
-                "auto",
-                "device",
-                "host",
-                metavar="PLACE",
-                text="Place where the optimizer steps offloaded weights, as memory.optimizer of a run "
-                "file: {}.",
-            ),
-        ),
-    ] = "auto",
-    memory_updates: Annotated[
-        str,
-        memory_option(
-            **word(
-                "order of updates",
-                "agreed",
-                "apart",
-                metavar="ORDER",
-                text="Order in which offloaded stages step, as memory.updates: {}. The order apart needs "
-                "runs without clipping.",
-            ),
-        ),
-    ] = "agreed",
-    pin: Annotated[
-        list[str] | None, constraint_option(metavar="UNIT=DEVICE", help="Put a unit on a device. Repeatable.")
-    ] = None,
-    together: Annotated[
-        list[str] | None,
-        constraint_option(
-            metavar="FIRST..LAST", help="Units, by number or name, to keep on one stage. Repeatable."
-        ),
-    ] = None,
-    whole_layers: Annotated[
-        bool, freedom_option("--whole-layers", help="Cut only between layers, as other frameworks do.")
-    ] = False,
-    measure_batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Micro-batch size to measure. Repeatable.",
-            show_default="1, 2, 4, … 16",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    measure_on: MeasureOn = "cpu",
+    run_file: RunToml = None,
+    set_: Sets = None,
+    profile: ProfileFile = None,
     like: Like = None,
-    length: Length = None,
-    dtype: DataType = "float32",
-    optimizer: Optimizer = "adamw",
-    train: Train = None,
-    freeze: Freeze = None,
-    lora_rank: LoraRank = None,
-    lora_target: LoraTarget = None,
     fresh: Fresh = False,
     explain: Annotated[
         bool,
@@ -268,105 +62,142 @@ def plan(
 ) -> None:
     """Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.
 
-    [dim]bireme plan --profile profile.json --cluster two-unequal-servers --batch-size 64[/dim]
+    It is the plan that `bireme train` makes from the same run file.
+
+    [dim]bireme plan run.toml --set cluster.source=two-unequal-servers --explain[/dim]
     """
-    exports = exports_of(export or (), has_model=model is not None)
+    exports = _exports_of(export or ())
     if output is not None and output.suffix != ".json":
         raise BiremeError(
             f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
         )
-    check_writable(output, *(export.path for export in exports), force=force)
-    asked = measuring_of(
-        context,
-        model,
-        profile,
-        sizes_of(batch_size, largest_batch, micro_batch, measure_batch),
-        length=length,
-        device=measure_on,
-        like=like,
-        dtype=dtype,
-        optimizer=optimizer,
-        fresh=fresh,
-        part=part_of(train, freeze, lora_rank, lora_target),
-    )
-    schedule = schedule.lower()
-    _check_words(schedule, synchronous=synchronous)
-    sums = asked_sums(
-        sync_codec,
-        gradient,
-        gradient_of,
-        schedule,
-        pages=device_memory is not None,
-        shares=shard != "none",
-    )
-    from bireme.plan.partition.loads import Recompute
-    from bireme.plan.plan_request import AUTO, Goal, PlanRequest
+    check_writable(output, *(one.path for one in exports), force=force)
+    profiled = profiled_run(context, run_file, set_, file=profile, like=like, is_fresh=fresh)
+    _check_exports(exports, has_model=profiled.graph is not None)
+    from bireme.report.terminal import progress_bar
 
-    request = PlanRequest(
-        batch_size=batch_size,
-        largest_batch=largest_batch,
-        schedule=schedule,
-        synchronous=synchronous,
-        goal=Goal(objective),
-        penalties=penalties_of(penalty or ()),
-        delay_warmup=delay_warmup,
-        memory_fraction=memory_fraction,
-        depth=depth,
-        width=width,
-        micro_batch=micro_batch,
-        devices=() if devices is None else tuple(name.strip() for name in devices.split(",")),
-        recompute=Recompute(recompute.replace("-", " ")),
-        lookahead=lookahead,
-        codec=AUTO if codec.lower() == AUTO else codec,
-        value_bytes=2 if dtype == "bfloat16" else 4,
-        memory=tier_limits_of(device_memory, host_memory, disk, memory_optimizer, memory_updates),
-        whole_backwards=sums.form is not None,
-        shard=shard,
-    )
-    found_cluster = cluster_of(cluster)
-    _check_numbers(request, found_cluster, None if asked is None else asked.optimizer)
-    for name in request.devices:
-        found_cluster.number_of(name)
-    if asked is not None:
-        summed = DENSE if width == 1 else sums.codec
-        asked = replace(asked, codecs=request.codec_words, sums=summed)
-    found_profile = profile_of(profile, asked)
-    found_profile, sum_cost = sums.counted(found_profile, asked, schedule, synchronous=synchronous)
-    from bireme.plan.plan_request import pins_of, ranges_of
-
-    names = [unit.name for unit in found_profile.units]
-    request = replace(
-        request,
-        pinned=pins_of(pin or (), names, "--pin"),
-        together=ranges_of(together or (), names, "--together", whole_layers=whole_layers),
-        sums=sum_cost,
-    )
-    for name in request.pinned.values():
-        found_cluster.number_of(name)
-    run = PlanRun(found_profile, found_cluster, request, asked, sums, is_given=profile is not None)
-    run.show(output, exports, explained=explain, as_json=as_json)
-
-
-def _check_words(schedule: str, *, synchronous: bool) -> None:
-    from bireme.schedule.catalogue import SCHEDULES
-    from bireme.schedule.program import Rule
-
-    if schedule == "auto":
+    with progress_bar("planning") as progress:
+        planned = profiled.planned(progress)
+    texts = _export_texts(planned, exports)
+    explanation = None
+    if explain:
+        planned, explanation = _explained(planned)
+    _write(planned, output, exports, texts)
+    if as_json:
+        print_json(planned.document() | {"exports": texts} | _explanation_document(planned, explanation))
         return
-    known = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
-    if schedule not in known:
-        raise BiremeError(f"Bireme cannot plan for {schedule!r}. {closest(schedule, ['auto', *known])}")
-    rule = SCHEDULES[schedule].rule
-    if synchronous and rule is not Rule.SYNCHRONOUS:
-        raise BiremeError(
-            f"--synchronous forbids {schedule}, whose update rule is {rule}. Leave out one of the two."
-        )
+    _show(planned, explanation)
+    for one in exports:
+        if one.path is None:
+            typer.echo(f"\n{texts[one.name]}", nl=False)
+    for path in (output, *(one.path for one in exports)):
+        if path is not None:
+            typer.echo(f"Wrote {path}.")
 
 
-def _check_numbers(request: "PlanRequest", cluster: "Cluster", optimizer: str | None) -> None:
-    """Refuse impossible requests before measuring a profile, for that optimizer if it is to be measured."""
-    from bireme.plan.search.problem import check_numbers, check_shard
+@dataclass(frozen=True, slots=True)
+class _Explanation:
+    """What would help, how else replicas could agree, and how each stage that offloads uses its memory."""
 
-    check_numbers(request, len(request.devices) or cluster.num_devices)
-    if optimizer is not None:
-        check_shard(request, optimizer)
+    helps: "tuple[Help, ...]"
+    agreements: "tuple[AgreementForecast, ...]"
+    stages: "tuple[PagedStageMemory, ...]"
+
+
+def _explained(planned: "PlannedRun") -> "tuple[PlannedRun, _Explanation]":
+    """Plan again for each change; the answer then has also the plans that save memory in one way alone."""
+    from bireme.plan.agreements import agreements
+    from bireme.plan.explain import explain, with_single_ways
+    from bireme.plan.search.draft_paging import stage_memory
+    from bireme.plan.search.search import find_plan, find_resident
+    from bireme.report.terminal import progress_bar
+
+    asked = planned.profile, planned.machines.cluster, planned.request
+    answer, best = planned.answer, planned.answer.best
+    with progress_bar("planning again") as progress:
+        helps = explain(*asked, answer, partial(find_plan, advises=False), tell=progress)
+    explanation = _Explanation(helps, agreements(best, *asked), stage_memory(best.plan, *asked))
+    return replace(planned, answer=with_single_ways(*asked, answer, find_resident)), explanation
+
+
+def _explanation_document(planned: "PlannedRun", explanation: _Explanation | None) -> dict[str, Any]:
+    from bireme.report.plan_document import explanation_document
+
+    if explanation is None:
+        return {}
+    return explanation_document(planned.answer, explanation.helps, explanation.agreements, explanation.stages)
+
+
+def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
+    from rich.console import Console
+
+    from bireme.report.plan_document import plan_notes
+    from bireme.report.plan_table import print_explanation, print_plan
+
+    console, answer = Console(), planned.answer
+    print_plan(answer, planned.profile, planned.planning_s, console, sums=planned.request.sums.codec)
+    if explanation is not None:
+        found = explanation
+        print_explanation(answer, found.helps, found.agreements, found.stages, console)
+    for note in plan_notes(planned.profile, planned.machines.cluster):
+        console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
+
+
+# Files: the plan, and what it is exported to.
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """A requested export and its file; None to print it."""
+
+    name: str
+    path: Path | None
+
+
+def _exports_of(texts: Iterable[str]) -> list[_Export]:
+    """Reads `torch-csv:schedule.csv`, or `megatron` to print it."""
+    from bireme.plan.export import export_named
+
+    found = []
+    for text in texts:
+        name, colon, file = text.partition(":")
+        export_named(name)
+        if colon and not file:
+            raise BiremeError(
+                f"--export {text} names no file after the colon. Leave out the colon to print it."
+            )
+        found.append(_Export(name, Path(file) if file else None))
+    return found
+
+
+def _check_exports(exports: list[_Export], *, has_model: bool) -> None:
+    """Refuse exports that need the model if there is a profile alone."""
+    from bireme.plan.export import NEEDS_MODEL, export_named
+
+    for export in exports:
+        if export_named(export.name).needs_graph and not has_model:
+            raise BiremeError(NEEDS_MODEL.format(export.name))
+
+
+def _export_texts(planned: "PlannedRun", exports: list[_Export]) -> dict[str, str]:
+    """Make all texts before writing any file, so that a refused export leaves no files."""
+    from bireme.plan.export import Material, export_named
+    from bireme.plan.plan_file import check_plan_fits, planned_units
+
+    if planned.graph is not None and exports:
+        check_plan_fits(planned.answer.origin, planned.graph, planned_units(planned.profile))
+    csv = next((str(one.path) for one in exports if one.name == "torch-csv" and one.path), "")
+    names = tuple(unit.name for unit in planned.profile.units)
+    material = Material(planned.answer.best, names, planned.graph, csv)
+    return {export.name: export_named(export.name).text(material) for export in exports}
+
+
+def _write(planned: "PlannedRun", output: Path | None, exports: list[_Export], texts: dict[str, str]) -> None:
+    from bireme.files import write_text_atomically
+    from bireme.plan.plan_file import planned_units, write_plan
+
+    if output is not None:
+        write_plan(output, planned.answer, planned_units(planned.profile))
+    for export in exports:
+        if export.path is not None:
+            write_text_atomically(export.path, texts[export.name])

@@ -5,23 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.measuring import (
-    PANEL,
-    DataType,
-    Freeze,
+from bireme.cli.options import (
+    Force,
     Fresh,
-    Length,
+    Json,
     Like,
-    LoraRank,
-    LoraTarget,
-    Measuring,
-    Optimizer,
-    Train,
-    measure,
-    part_of,
+    RunToml,
+    Sets,
+    begin,
+    check_writable,
+    print_json,
+    refuse,
 )
-from bireme.cli.options import Force, Json, check_writable, print_json, refuse
-from bireme.codec.description import parse_codec
 
 if TYPE_CHECKING:
     from bireme.profile.profile import Profile, UnitProfile
@@ -29,40 +24,26 @@ if TYPE_CHECKING:
 
 def profile(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="gpt:layers=8,width=256,…, hf:FOLDER, or file.py:function."),
-    ],
+    run_file: RunToml = None,
+    set_: Sets = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option("--batch", "-b", help="Samples per micro-batch. Repeatable.", show_default="1"),
+        typer.Option(
+            "--batch",
+            "-b",
+            min=1,
+            help="Samples per micro-batch. Repeatable.",
+            show_default="the sizes that the run may use",
+        ),
     ] = None,
-    length: Length = None,
-    device: Annotated[
-        str, typer.Option(help="Device: cpu, cuda, cuda:1; meta estimates without running.")
-    ] = "cpu",
     like: Like = None,
-    dtype: DataType = "float32",
-    optimizer: Optimizer = "adamw",
     halves: Annotated[
         bool,
         typer.Option(
             "--halves", help="Also measure the two halves of the backward, for zero-bubble schedules."
         ),
     ] = False,
-    train: Train = None,
-    freeze: Freeze = None,
-    lora_rank: LoraRank = None,
-    lora_target: LoraTarget = None,
     fresh: Fresh = False,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CODEC",
-            help="Measure also how long a codec of boundaries takes, such as topk:0.25:8. Repeat it.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "--to", "-o", metavar="FILE.json", help="Write the profile to a file."),
@@ -72,30 +53,25 @@ def profile(
 ) -> None:
     """Measure each unit of a model: seconds forward and backward, bytes kept and sent.
 
-    [dim]bireme profile gpt:layers=8,width=256,heads=8,vocab=256,context=128 --batch 8[/dim]
+    [dim]bireme profile run.toml --batch 8[/dim]
     """
-    if device != "meta":
-        refuse(context, f"--device {device} measures and does not estimate", "like")
-    else:
-        refuse(context, "--device meta estimates and does not measure", "codec")
+    if like is not None:
+        refuse(context, "--like estimates and does not measure", "fresh")
     check_writable(output, force=force)
-    asked = Measuring(
-        model,
-        batch or [1],
-        length=length,
-        device=device,
-        like=like,
-        dtype=dtype,
-        optimizer=optimizer,
-        halves=halves,
-        fresh=fresh,
-        part=part_of(train, freeze, lora_rank, lora_target),
-        codecs=[str(parse_codec(word)) for word in codec or ()],
-    )
     from bireme.report.terminal import progress_bar
+    from bireme.train.folder import load_asked
+    from bireme.train.run_plan import CapturedRun, micro_batches
 
+    run = load_asked(run_file, set_ or ())
+    sizes = batch or micro_batches(run)
+    if like is None:
+        begin()
     with progress_bar("capturing the model") as progress:
-        found = measure(asked, progress)
+        captured = CapturedRun.of(run, progress, measures=like is None)
+        if like is not None:
+            found = captured.estimated(like, sizes, halves=halves)
+        else:
+            found = captured.measured(sizes, progress, halves=halves, is_fresh=fresh)
     if output is not None:
         from bireme.profile.profile import save_profile
 

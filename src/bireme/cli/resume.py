@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Restarts
+from bireme.cli.options import Json, Restarts, begin
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def resume(
 
     [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
     """
-    from bireme.cli.train import begin, run_to_end
+    from bireme.cli.train import run_to_end
     from bireme.train.folder import RunFolder
 
     RunFolder(run_dir).restore(_tell)

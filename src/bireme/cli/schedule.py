@@ -6,16 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.cli.options import (
-    SHAPE,
     AheadBy,
-    Average,
     Batches,
     From,
     Json,
-    Microbatches,
-    Recompute,
     Slices,
-    Stages,
     StagesPerRank,
     Sweep,
     build_program,
@@ -29,6 +24,27 @@ if TYPE_CHECKING:
 
     from bireme.schedule.checker import CheckReport
     from bireme.schedule.program import Program
+
+
+Stages = Annotated[int, typer.Option("--stages", "-d", help="Number of pipeline stages.")]
+Microbatches = Annotated[
+    int | None,
+    typer.Option("--microbatches", "-m", help="Micro-batches per batch; by default as many as stages."),
+]
+Average = Annotated[
+    int | None,
+    typer.Option(
+        metavar="LAG",
+        help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for "
+        "groups, 1 or more for outer steps.",
+    ),
+]
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Keep only inputs and run forwards again before backwards.")
+]
+
+SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "sweep", "recompute")
+"""Options that have no effect with a schedule file."""
 
 
 def schedule(

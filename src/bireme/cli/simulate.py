@@ -1,54 +1,53 @@
-"""`bireme simulate`: predict time and memory of a schedule on given devices and links."""
+"""`bireme simulate`: predict time and memory of a run's plan, or of a schedule with given costs and links."""
 
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.bounds import bytes_of
 from bireme.cli.options import (
-    SHAPE,
     AheadBy,
     Batches,
     Force,
+    Fresh,
     From,
     Json,
-    Microbatches,
-    Recompute,
+    Like,
+    ProfileFile,
+    RunToml,
+    Sets,
     Slices,
-    Stages,
     StagesPerRank,
     Sweep,
     build_program,
     check_extent,
     check_writable,
+    given_of,
     print_json,
+    profiled_run,
     refuse,
 )
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
+    from bireme.schedule.budgets import Budgets
     from bireme.schedule.program import Program
     from bireme.simulate.comparison import Lookahead, ScheduleOutcome
     from bireme.simulate.costs import Costs
     from bireme.simulate.links import Links
     from bireme.timeline.timeline import Timeline
+    from bireme.train.run_file.tables import Tables
 
 
-PAGED = (
-    "host_memory",
-    "disk",
-    "host_bytes_per_s",
-    "disk_bytes_per_s",
-    "host_update_s",
-    "updates_apart",
-    "chunk_bytes",
-)
+TIMES = ("forward_s", "backward_s", "update_s", "reduce_s", "host_update_s")
+BYTES = ("message_bytes", "weight_bytes", "optimizer_bytes", "stash_bytes")
+NOUNS = ("costs", "source", "compare", *TIMES, *BYTES)
+"""Options of which one or more stand for the model and the machines of a run."""
+PAGED = ("host_bytes_per_s", "disk_bytes_per_s", "host_update_s", "chunk_bytes")
 """Options that only a limited device needs."""
 OF_ONE_SCHEDULE = (
-    "name",
     "source",
     "stages_per_rank",
     "slices",
@@ -56,47 +55,65 @@ OF_ONE_SCHEDULE = (
     "sweep",
     "trace",
     "picture",
-    "device_memory",
     *PAGED,
 )
 """Options for a single schedule."""
+OF_COSTS = (
+    "stages_per_rank",
+    "slices",
+    "lookahead",
+    "sweep",
+    "overlap_reduce",
+    "agree",
+    "link_bytes_per_s",
+    "link_latency_s",
+    "half_duplex",
+    "ranks_per_server",
+    "overlap",
+    *PAGED,
+)
+"""Options that only given costs need."""
+SHAPE = ("schedule", "depth", "microbatches", "recompute")
+"""Keys of `[plan]` that have no effect with a schedule file."""
+
+DEPTH = 4
+"""Devices where plan.depth is not set and there are given costs."""
 
 WINDOW = 10
 """Batches that show start-up, steady state and drain."""
 
-times_option = partial(typer.Option, rich_help_panel="Times of one micro-batch")
-links_option = partial(typer.Option, rich_help_panel="Links")
-memory_option = partial(typer.Option, rich_help_panel="Memory")
-tiers_option = partial(typer.Option, rich_help_panel="Offloading")
+times_option = partial(typer.Option, rich_help_panel="Given costs of a stage and a micro-batch")
+links_option = partial(typer.Option, rich_help_panel="Links, with given costs")
+tiers_option = partial(typer.Option, rich_help_panel="Offloading, with given costs and memory.device")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 def simulate(
     context: typer.Context,
-    name: Annotated[
-        str | None,
-        typer.Option("--schedule", "-s", metavar="NAME", help="Schedule; `bireme schedule` lists them."),
+    run_file: RunToml = None,
+    set_: Sets = None,
+    batches: Batches = None,
+    profile: ProfileFile = None,
+    like: Like = None,
+    fresh: Fresh = False,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="File with seconds and bytes per stage, instead of a model and the options below.",
+        ),
     ] = None,
     source: From = None,
-    stages: Stages = 4,
-    microbatches: Microbatches = None,
-    batches: Batches = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare all schedules on plan.depth devices with given costs."),
+    ] = False,
     stages_per_rank: StagesPerRank = None,
     slices: Slices = None,
     lookahead: AheadBy = 0,
     sweep: Sweep = 1,
-    recompute: Recompute = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Compare all schedules on as many devices as stages.")
-    ] = False,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json", help="File with seconds and bytes per stage, instead of the options below."
-        ),
-    ] = None,
     forward_s: Annotated[
-        float | None, times_option(help="Seconds of a stage's forward; by default 1.")
+        float | None, times_option(help="Seconds of a stage's forward; by default 1.", show_default=False)
     ] = None,
     backward_s: Annotated[
         float | None, times_option(help="Seconds of a stage's backward; by default twice the forward.")
@@ -128,24 +145,10 @@ def simulate(
     ] = None,
     overlap: Annotated[bool, links_option(help="Send messages while ranks compute.")] = True,
     weight_bytes: Annotated[
-        float, memory_option(help="Bytes of one weight version of a stage; its gradient has the same size.")
+        float, times_option(help="Bytes of one weight version of a stage; its gradient has the same size.")
     ] = 0.0,
-    optimizer_bytes: Annotated[float, memory_option(help="Bytes of a stage's optimizer state.")] = 0.0,
-    stash_bytes: Annotated[float, memory_option(help="Bytes kept per micro-batch until its backward.")] = 0.0,
-    device_memory: Annotated[
-        str | None,
-        tiers_option(
-            metavar="BYTES",
-            help="Memory of each rank's device, such as 6GB; what does not fit is offloaded to the host.",
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        tiers_option(metavar="BYTES", help="Host memory of each rank, 0 for none; by default unlimited."),
-    ] = None,
-    disk: Annotated[
-        str | None, tiers_option(metavar="BYTES", help="Disk space of each rank; by default none.")
-    ] = None,
+    optimizer_bytes: Annotated[float, times_option(help="Bytes of a stage's optimizer state.")] = 0.0,
+    stash_bytes: Annotated[float, times_option(help="Bytes kept per micro-batch until its backward.")] = 0.0,
     host_bytes_per_s: Annotated[
         float | None,
         tiers_option(help="Bandwidth between device and host, in each direction; by default unlimited."),
@@ -160,13 +163,6 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    updates_apart: Annotated[
-        bool,
-        tiers_option(
-            "--updates-apart",
-            help="Let stages step as soon as they have their gradients, as in a run without clipping.",
-        ),
-    ] = False,
     chunk_bytes: Annotated[
         int | None,
         tiers_option(help="Bytes of a chunk; by default the size that wastes least.", show_default=False),
@@ -180,11 +176,29 @@ def simulate(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the time and memory of a schedule before anything runs.
+    """Predict the time and memory of a run's plan, or of a schedule with given costs.
 
-    [dim]bireme simulate --schedule 2bw --stages 8 --microbatches 8 --forward-s 0.01 --backward-s 0.02[/dim]
+    With given costs the run file needs no model: its keys of plan and memory are the shape of the schedule.
+
+    [dim]bireme simulate run.toml --set plan.schedule=2bw --picture run.svg[/dim]
+
+    [dim]bireme simulate --set plan.schedule=2bw --set plan.depth=8 --forward-s 0.01 --backward-s 0.02[/dim]
     """
     check_writable(trace, picture, force=force)
+    window = WINDOW if batches is None else batches
+    if not given_of(context, *NOUNS):
+        refuse(context, "Without given costs the run's plan is simulated", *OF_COSTS)
+        timeline = _of_run(context, run_file, set_, window, file=profile, like=like, is_fresh=fresh)
+        _write(timeline, trace, picture)
+        _show(timeline, None, [path for path in (trace, picture) if path is not None], as_json=as_json)
+        return
+    refuse(context, "Given costs stand for a model", "profile", "like", "fresh")
+    from bireme.schedule.generators.shape import Shape
+    from bireme.simulate.links import Links
+    from bireme.train.run_file.run import load_tables
+
+    tables = load_tables(run_file, set_ or ())
+    asked = tables.plan
     given = {
         "forward_s": 1.0 if forward_s is None else forward_s,
         "backward_s": (2.0 if forward_s is None else 2 * forward_s) if backward_s is None else backward_s,
@@ -199,19 +213,21 @@ def simulate(
     if costs is not None:
         refuse(context, "--costs already gives seconds and bytes", *given)
     if source is not None:
-        refuse(context, "The file defines the schedule", *SHAPE)
+        refuse(context, "The file defines the schedule", "stages_per_rank", "slices", "lookahead", "sweep")
+        _refuse_keys(tables, "The file defines the schedule", *SHAPE)
     if compare:
         refuse(context, "--compare shows all schedules", *OF_ONE_SCHEDULE)
-    if device_memory is None:
-        refuse(context, "Without --device-memory nothing is offloaded", *PAGED)
-    from bireme.schedule.generators.shape import Shape
-    from bireme.simulate.links import Links
-
-    window = WINDOW if batches is None else batches
-    num_microbatches = stages if microbatches is None else microbatches
+        _refuse_keys(tables, "--compare shows all schedules", "schedule")
+    budgets = None if compare else _budgets(tables)
+    if budgets is None:
+        refuse(context, "Without memory.device nothing is offloaded", *PAGED)
+    name = None if source is not None or compare else _schedule_of(tables)
+    depth, recompute = asked.depth or DEPTH, asked.recompute == "always"
+    stages = depth * (stages_per_rank or _stages_per_rank(name))
+    num_microbatches = asked.microbatches or stages
     Shape(stages, num_microbatches, window, sweep=sweep)
     check_extent(stages, num_microbatches, window)
-    bandwidth = float("inf") if link_bytes_per_s is None else link_bytes_per_s
+    bandwidth = inf if link_bytes_per_s is None else link_bytes_per_s
     links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server)
 
     def stage_costs(num_stages: int) -> "Costs":
@@ -256,21 +272,16 @@ def simulate(
     from bireme.simulate.simulator import simulate as run
 
     whole, tier_links = program, TierLinks(host_bytes_per_s or inf, disk_bytes_per_s or inf)
-    if device_memory is not None:
-        from bireme.schedule.budgets import Budgets
+    if budgets is not None:
         from bireme.simulate.comparison import solve_paging
 
         program = solve_paging(
             program,
             stage_costs(program.num_stages),
-            Budgets(
-                bytes_of(device_memory, "--device-memory"),
-                None if host_memory is None else bytes_of(host_memory, "--host-memory"),
-                0 if disk is None else bytes_of(disk, "--disk"),
-            ),
+            budgets,
             tier_links,
             links.network(program),
-            may_be_apart=updates_apart,
+            may_be_apart=tables.memory.updates == "apart",
             chunk_bytes=chunk_bytes,
             overlap=overlap,
             overlap_reduce=overlap_reduce,
@@ -287,6 +298,68 @@ def simulate(
         memory_series=trace is not None,
         tier_links=tier_links,
     )
+    _write(timeline, trace, picture)
+    advice = None
+    if overlap and source is None and lookahead == 0 and sweep == 1 and program is whole:
+        advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
+    _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
+
+
+def _of_run(
+    context: typer.Context, run_file: Path | None, sets: list[str] | None, window: int, **costs: Any
+) -> "Timeline":
+    """The first batches under the plan that `bireme train` makes from the same run file."""
+    from bireme.report.terminal import progress_bar
+
+    check_extent(1, 1, window)
+    profiled = profiled_run(context, run_file, sets, **costs)
+    with progress_bar("planning") as progress:
+        return profiled.planned(progress).timeline(window)
+
+
+# Keys of the run file that say what is simulated with given costs.
+
+
+def _refuse_keys(tables: "Tables", why: str, *names: str) -> None:
+    given = [f"plan.{name}" for name in names if name in tables.plan.model_fields_set]
+    if given:
+        raise BiremeError(f"{why}: leave out {', '.join(given)}.")
+
+
+def _schedule_of(tables: "Tables") -> str:
+    if tables.plan.schedule == "auto":
+        raise BiremeError(
+            "plan.schedule is auto, but costs of stages do not describe a model to plan for. Name a "
+            "schedule, such as --set plan.schedule=2bw, or give a file with --from FILE.csv."
+        )
+    return tables.plan.schedule
+
+
+def _stages_per_rank(name: str | None) -> int:
+    from bireme.schedule.catalogue import schedule_named
+
+    return 1 if name is None else schedule_named(name).stages_per_rank
+
+
+def _budgets(tables: "Tables") -> "Budgets | None":
+    """What each rank may use of each tier; None if nothing is offloaded."""
+    from bireme.schedule.budgets import Budgets
+    from bireme.train.run_file.checks import check_paging
+
+    check_paging(tables.memory, tables.plan)
+    if not tables.memory.is_on:
+        return None
+    device, disk = tables.memory.device_bytes, tables.memory.most_disk_bytes
+    if device is None or disk is None:
+        what = "device" if device is None else "disk_bytes"
+        raise BiremeError(
+            f"memory.{what} is auto, but costs of stages do not describe the machine. Set it to bytes, such "
+            f"as --set memory.{what}=6GB."
+        )
+    return Budgets(device, tables.memory.host_bytes, disk)
+
+
+def _write(timeline: "Timeline", trace: Path | None, picture: Path | None) -> None:
     if trace is not None:
         from bireme.report.trace import write_trace
 
@@ -295,10 +368,6 @@ def simulate(
         from bireme.report.picture import write_picture
 
         write_picture(timeline, picture)
-    advice = None
-    if overlap and source is None and lookahead == 0 and sweep == 1 and program is whole:
-        advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
-    _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
 
 
 def _costs(path: Path | None, given: dict[str, float | None], num_stages: int) -> "Costs":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Restarts, Sets, print_json, settings_of
+from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -24,12 +24,7 @@ INTERRUPTED_STATUS = 130
 
 
 def train(
-    run_file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN.toml", help="Run file (`bireme init` writes one); by default the demonstration."
-        ),
-    ] = None,
+    run_file: RunToml = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run's folder, in runs/ unless set.")
     ] = None,
@@ -120,14 +115,6 @@ def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) ->
         typer.echo(f"On the disk, {room.sentence}{short}.")
     if taken:
         typer.echo(f"The run itself would be refused: {taken}")
-
-
-def begin() -> None:
-    """Import what all processes of a run need once, here, so that none of them has to."""
-    from bireme.runtime.processes import serve_from_here
-
-    # An optimizer imports torch's compiler when it is made, and what captures a model needs it too.
-    serve_from_here("bireme.train.launching", "torch._dynamo")
 
 
 def run_to_end(

@@ -38,7 +38,7 @@ def module_parts(plan: Plan, graph: Graph) -> tuple[tuple[str, ...], ...]:
         if not names:
             raise BiremeError(
                 f"Stage {stage} runs no module of its own, only code between modules, but a stage is named "
-                "by its modules. Cut elsewhere: --whole-layers cuts between layers only."
+                "by its modules. Cut elsewhere: plan.whole_layers = true cuts between layers only."
             )
     return tuple(tuple(names) for names in parts)
 
@@ -115,7 +115,7 @@ def _assign(module: _Module, parts: list[list[str]]) -> None:
         )
         raise BiremeError(
             f"{module.name} is cut in two ({inside}), but these frameworks keep layers whole. "
-            "Plan with --whole-layers."
+            "Plan with plan.whole_layers = true."
         )
     if module.children:
         for child in module.children.values():
@@ -123,7 +123,7 @@ def _assign(module: _Module, parts: list[list[str]]) -> None:
     elif module.has_parameters:
         raise BiremeError(
             f"{module.name} runs in stages {_listed(stages)}, and its weights would be copies that drift "
-            "apart there. Plan with --together so that one stage runs it."
+            "apart there. Plan with plan.together so that one stage runs it."
         )
     else:
         for stage in stages:
@@ -146,15 +146,15 @@ def _check_weights(units: Sequence[Unit], stage_of: Sequence[int], graph: Graph)
             both = f"{name} (also {', '.join(tied[name])})" if tied[name] else name
             raise BiremeError(
                 f"{both} is used in stages {_listed(stages)}: tied weights, of which these frameworks would "
-                "train a copy in each. Untie them in the model, or plan with --together."
+                "train a copy in each. Untie them in the model, or plan with plan.together."
             )
 
 
 # What an export is made of.
 
 NEEDS_MODEL = (
-    "{} needs names of modules, which a profile does not have. Give the model with --model too; it is not "
-    "measured again."
+    "{} needs names of modules, which a profile does not have. Name the model too, in model.source; "
+    "it is not measured again."
 )
 """Why an export cannot be made of a profile alone."""
 
@@ -196,7 +196,7 @@ def _check_pipelined(plan: Plan, framework: str) -> None:
         what = "data parallelism" if plan.width > 1 else "one device"
         raise BiremeError(
             f"The best plan is {what}, without a pipeline, so there is nothing to export to {framework}. Ask "
-            "for a pipeline with --depth 2 or more if you want one anyway."
+            "for a pipeline with plan.depth = 2 or more if you want one anyway."
         )
 
 
@@ -206,12 +206,13 @@ def _check_synchronous(plan: Plan, framework: str) -> None:
     if rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
             f"{framework} cannot run {plan.schedule}: its update rule is {rule}, with weights of two batches "
-            "at once, and other frameworks update when the pipeline has drained. Plan with --synchronous."
+            "at once, and other frameworks update when the pipeline has drained. Plan with "
+            "plan.synchronous = true."
         )
     if schedule_named(plan.schedule).slices:
         raise BiremeError(
             f"{framework} cannot run {plan.schedule}, which slices micro-batches in halves. Plan with "
-            "--schedule 1f1b, which computes the same."
+            "plan.schedule = 1f1b, which computes the same."
         )
 
 
@@ -221,7 +222,7 @@ def _check_equal_replicas(plan: Plan, framework: str) -> None:
         sizes = " and ".join(map(str, sorted(set(plan.micro_batch_sizes))))
         raise BiremeError(
             f"The replicas get micro-batches of {sizes} samples, as their devices differ, but {framework} "
-            "gives all the same size. Plan with --micro-batch or --width 1."
+            "gives all the same size. Plan with plan.micro_batch or plan.width = 1."
         )
 
 
@@ -231,7 +232,7 @@ def _check_recompute(plan: Plan, framework: str) -> None:
         where = ", ".join(map(str, plan.recompute)) or "parts of stages"
         raise BiremeError(
             f"The plan recomputes only on stages {where} of {plan.num_stages}, but {framework} "
-            "recomputes on all stages or none. Plan with --recompute always or --recompute never."
+            "recomputes on all stages or none. Plan with plan.recompute = always or never."
         )
 
 
@@ -254,18 +255,18 @@ def _megatron_arguments(material: Material) -> str:
     if plan.schedule not in _RUNS:
         raise BiremeError(
             f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(_RUNS)}: plan with "
-            "--schedule 1f1b."
+            "plan.schedule = 1f1b."
         )
     if plan.lookahead:
         raise BiremeError(
             f"The plan runs {plan.lookahead} forwards further ahead than Megatron-LM's {plan.schedule} does. "
-            "Plan with --no-lookahead."
+            "Plan with plan.lookahead = false."
         )
     if plan.schedule == "interleaved" and plan.num_microbatches % material.num_ranks:
         raise BiremeError(
             f"Megatron-LM interleaves stages only where the micro-batches, here {plan.num_microbatches}, are "
-            f"a multiple of the ranks, here {material.num_ranks}. Plan with another --batch-size or "
-            "--micro-batch."
+            f"a multiple of the ranks, here {material.num_ranks}. Plan with another training.batch_size or "
+            "plan.micro_batch."
         )
     _check_recompute(plan, "Megatron-LM")
     lines = [
@@ -336,7 +337,7 @@ def _check_cut(cut: int, layers: _Layers, unit_names: tuple[str, ...]) -> None:
     if layers.starts[0] < cut < layers.end:
         raise BiremeError(
             f"The plan cuts a layer in two, before unit {cut} ({unit_names[cut]}), but Megatron-LM keeps "
-            "layers whole. Plan with --whole-layers."
+            "layers whole. Plan with plan.whole_layers = true."
         )
     part, first, last = (
         ("embedding", 0, layers.starts[0] - 1)
@@ -345,7 +346,7 @@ def _check_cut(cut: int, layers: _Layers, unit_names: tuple[str, ...]) -> None:
     )
     raise BiremeError(
         f"The plan cuts the {part} in two, before unit {cut} ({unit_names[cut]}), but Megatron-LM keeps it "
-        f"whole. Plan with --together {first}..{last}."
+        f"whole. Plan with plan.together = {first}..{last}."
     )
 
 
@@ -434,7 +435,7 @@ def _check_top_level(parts: Sequence[Sequence[str]]) -> None:
                 raise BiremeError(
                     f"torchtitan cuts at a model's own children and the layers of a list among them, and "
                     f"{name} lies deeper, in {outer}. Export to nemo, which looks inside, or give the inner "
-                    "model as --model."
+                    "model as model.source."
                 )
 
 

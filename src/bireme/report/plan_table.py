@@ -107,7 +107,7 @@ _NOT_SHOWN = PlanKind.STASHED
 
 LEGEND = (
     "shape: depth×width, micro-batches×samples; steps: with this update rule, for one synchronous step "
-    "(--penalty); cost: seconds per sample times steps"
+    "(plan.penalties); cost: seconds per sample times steps"
 )
 
 _AGREEMENTS = (

@@ -38,9 +38,16 @@ from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import remove_initial
+from bireme.train.link_codecs import sums_of
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, first_of
-from bireme.train.plan_search import chooses_batch, plan_request_of, planned, with_batch_of
+from bireme.train.plan_search import (
+    chooses_batch,
+    full_request_of,
+    plan_request_of,
+    planned,
+    with_batch_of,
+)
 from bireme.train.prepare import PreparedRun, write_prepared
 from bireme.train.rank_part import RunStart
 from bireme.train.recorded_batches import RECORDED
@@ -63,14 +70,9 @@ def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
     if prepared.profile is None or outcome.slow is None:
         return prepared
     cluster = slowed(prepared.machines.cluster, prepared.plan.plan, outcome.slow)
-    answer = planned(
-        prepared.run,
-        prepared.graph,
-        prepared.profile,
-        replace(prepared.machines, cluster=cluster),
-        lambda _done, _what: None,
-        is_brief=False,
-    )
+    run, names = prepared.run, [unit.name for unit in prepared.profile.units]
+    request = full_request_of(run, sums_of(run, prepared.graph), names, cluster)
+    answer = planned(prepared.profile, cluster, request, lambda _done, _what: None, is_brief=False)
     if outcome.batch_s is not None and answer.best.forecast.batch_s >= outcome.batch_s:
         return prepared
     return replace(prepared, plan=saved_plan(answer, planned_units(prepared.profile)), answer=answer)
@@ -213,7 +215,7 @@ def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> N
         prepared.plan.plan,
         prepared.profile,
         prepared.machines.cluster,
-        plan_request_of(prepared.run, prepared.graph),
+        plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph)),
         num_batches=num_batches,
     )
     write_recorded(timeline, path)

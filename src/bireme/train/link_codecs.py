@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from bireme.codec.description import AS_IT_IS, NONE, BoundaryCodecs, CodecPhase, LinkCodecs
-from bireme.codec.sum_description import DENSE, SumCost, averages_with, parse_sum_codec, quorum_sums, sum_cost
+from bireme.codec.sum_description import (
+    DENSE,
+    SumCost,
+    SumKind,
+    averages_with,
+    parse_sum_codec,
+    quorum_sums,
+    sum_cost,
+)
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import chosen_maps
@@ -80,6 +88,25 @@ def sums_of(run: RunFile, graph: Graph) -> SumCost:
         return averages_with(moments_share(graph.parameters, run.training.optimizer))
     codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
     found = sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+    return quorum_sums(found) if run.sync.mode == "quorum" else found
+
+
+def sums_of_profile(run: RunFile, profile: Profile) -> SumCost:
+    """The same if only a profile of the model is there: the gradients of a unit count as one vector."""
+    codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
+    asked = {
+        "training.gradient": (form is not None, "linear maps"),
+        "sync.codec": (codec.kind is SumKind.LOWRANK, "matrices"),
+        "sync.average_optimizer": (run.sync.average_optimizer, "parameters"),
+    }
+    for key, (is_asked, shapes) in asked.items():
+        if is_asked:
+            table, name = key.split(".")
+            raise BiremeError(
+                f"{key} is {getattr(getattr(run, table), name)}, whose cost depends on the shapes of the "
+                f"model's {shapes}, and a profile does not have them. Name the model too: model.source."
+            )
+    found = sum_cost(codec, [(unit.gradient_bytes // 4,) for unit in profile.units])
     return quorum_sums(found) if run.sync.mode == "quorum" else found
 
 

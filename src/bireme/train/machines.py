@@ -155,8 +155,11 @@ class Machines:
         return max(len(server.devices) for server in self.cluster.servers)
 
 
-def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
-    """What a run has to run on, where there are so many GPUs and cores."""
+def machines_of(run: RunFile, *, num_cuda: int, num_cores: int, computes: bool = True) -> Machines:
+    """What a run has to run on, where there are so many GPUs and cores.
+
+    Without `computes` the run is only planned, and the devices of a cluster file need not be here.
+    """
     asked = run.cluster
     wants = asked.workers or (num_cuda if num_cuda and asked.device != "cpu" else CPU_WORKERS)
     # NCCL wants a device for each process; gloo does not care.
@@ -174,7 +177,8 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int) -> Machines:
             f"cluster.source is {asked.source}, which has {cluster.num_devices} devices, but cluster.workers "
             f"is {asked.workers}: every device is a process. Leave cluster.workers out."
         )
-    check_kinds(run, cluster, device)
+    if computes:
+        check_kinds(run, cluster, device)
     backend = asked.backend if asked.backend != "auto" else ("gloo" if device == "cpu" else "nccl")
     if backend == "nccl" and device == "cpu":
         raise BiremeError(

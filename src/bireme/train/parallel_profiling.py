@@ -10,7 +10,7 @@ message, and what a process holds before it has a tensor of the model.
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from bireme.cluster.device import NO_ENGINE, EngineCost
+from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.profile.control import (
     Control,
@@ -134,8 +135,9 @@ def _measure(
 
     tell(0.0, "measuring messages")
     # What a process of the run has, too, before it has its part of the pipeline.
-    model = RunModel.of(run, 1)
-    data = data_of(run, model)
+    model, data = RunModel.of(run, 1), None
+    with suppress(BiremeError):  # a run that is only planned may have no data that fit its model
+        data = data_of(run, model)
     began_s, waited_before_s = perf_counter(), waited_s()
     if isinstance(engine, EngineCost):
         costs = engine

@@ -1,8 +1,10 @@
 """What a run file asks of a plan, and the search for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from bireme.cluster.cluster import Cluster
+from bireme.codec.sum_description import SumCost
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.plan.forecast import Answer
@@ -15,8 +17,6 @@ from bireme.plan.search.search import find_plan
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from bireme.train.checkpoint.manifest import Manifest
-from bireme.train.link_codecs import sums_of
-from bireme.train.machines import Machines
 from bireme.train.run_file import Memory, RunFile
 
 # Runs whose batch is not the run file's: the planner has chosen it, or it grew with the replicas' speed.
@@ -116,8 +116,8 @@ def plans_of(run: RunFile, saved: SavedPlan) -> tuple[Plan, ...]:
 Progress = Callable[[float, str], None]
 
 
-def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
-    """What a run file asks of a plan for a model."""
+def plan_request_of(run: RunFile, sums: SumCost) -> PlanRequest:
+    """What a run file asks of a plan, where sums over replicas cost this; without its units by name."""
     asked = run.plan
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return PlanRequest(
@@ -136,7 +136,7 @@ def plan_request_of(run: RunFile, graph: Graph) -> PlanRequest:
         recompute=Recompute(asked.recompute.replace("-", " ")),
         lookahead=asked.lookahead,
         owners=tuple(sorted(run.data.private or ())),
-        sums=sums_of(run, graph),
+        sums=sums,
         codec=run.links.codec or "none",
         boundaries=tuple((one.number, one.codecs) for one in run.links.boundaries or ()),
         has_ending=run.links.schedule.last_fraction > 0,
@@ -173,23 +173,28 @@ def _start(run: RunFile) -> float | None:
     return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
-def planned(
-    run: RunFile, graph: Graph, measured: Profile, machines: Machines, progress: Progress, *, is_brief: bool
-) -> Answer:
-    """The plans that a search finds for a run on some machines; a `BiremeError` where none fits."""
-    asked, names = run.plan, [unit.name for unit in measured.units]
+def full_request_of(run: RunFile, sums: SumCost, names: Sequence[str], cluster: Cluster) -> PlanRequest:
+    """All that a run file asks of a plan on a cluster, for a model whose units have these names."""
+    asked = run.plan
     request = replace(
-        plan_request_of(run, graph),
+        plan_request_of(run, sums),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
     if asked.depth is None and asked.width is None and run.cluster.source is None:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
-        num_devices = len(request.devices) or machines.cluster.num_devices
+        num_devices = len(request.devices) or cluster.num_devices
         request = replace(request, depth=min(num_devices, len(names)))
+    return request
+
+
+def planned(
+    measured: Profile, cluster: Cluster, request: PlanRequest, progress: Progress, *, is_brief: bool
+) -> Answer:
+    """The plans that a search finds; a `BiremeError` if none fits."""
     found = find_plan(
         measured,
-        machines.cluster,
+        cluster,
         request,
         progress=lambda done: progress(done, "planning"),
         is_brief=is_brief,

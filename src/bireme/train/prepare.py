@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
-from bireme.codec.sum_description import DENSE
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.capture import in_evaluation
@@ -21,7 +19,7 @@ from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer, summarize
-from bireme.plan.plan import Plan, check_homes, check_servers
+from bireme.plan.plan import Plan, check_homes
 from bireme.plan.plan_file import (
     SavedPlan,
     check_plan_fits,
@@ -31,13 +29,8 @@ from bireme.plan.plan_file import (
     write_plan,
     write_windows,
 )
-from bireme.plan.plan_request import PlanRequest
-from bireme.profile.codec_timing import with_codec_rates
-from bireme.profile.control import torch_device
 from bireme.profile.profile import Profile, load_profile, save_profile
-from bireme.profile.profiler import profile
-from bireme.profile.timing import BRIEF, Effort
-from bireme.report.plan_document import plan_document, plan_notes, saved_plan_document, sync_document
+from bireme.report.plan_document import saved_plan_document, sync_document
 from bireme.runtime.averaging.diloco import check_untied
 from bireme.runtime.layout import layout_of
 from bireme.runtime.processes import has_server, start_process
@@ -55,18 +48,15 @@ from bireme.train.link_codecs import (
     check_gradient,
     check_schedule,
     gradient_document,
+    sums_of,
     tell_changed_codecs,
-    with_kept_gradients,
     with_own_codecs,
 )
-from bireme.train.machines import Machines, check_paging_disk, machines_of, with_tiers_here
+from bireme.train.machines import Machines, check_paging_disk, machines_of
 from bireme.train.model import RunModel
-from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.plan_search import (
     chooses_batch,
-    is_short,
     plan_request_of,
-    planned,
     plans_of,
     with_batch,
     with_batch_of,
@@ -91,60 +81,10 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.planning import AUTO
 from bireme.train.run_log import check_trackers
+from bireme.train.run_plan import CapturedRun, PlannedRun, micro_batches, planning_machines
 from bireme.train.shares import sharing_of
 
-# The sizes of micro-batches that are measured for a run, which are those that its plan may have.
-
-_LARGEST_MEASURED = 16
-"""Samples of the largest micro-batch that is measured unless one is asked for."""
-
-
-def micro_batches(run: RunFile) -> list[int]:
-    """The sizes of micro-batches that a plan of this run may have."""
-    batch, asked = run.training.batch_size, run.plan
-    if asked.micro_batch is not None:
-        return [asked.micro_batch]
-    if asked.microbatches is not None:
-        widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
-        sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
-        return sorted(sizes)[-4:] or [1]
-    largest = asked.largest_batch
-    powers = [1 << power for power in range(min(_LARGEST_MEASURED, largest or batch).bit_length())]
-    return powers if largest is not None else [size for size in powers if batch % size == 0]
-
-
-def _divides(width: int, run: RunFile) -> bool:
-    assert run.plan.microbatches is not None
-    return run.training.batch_size % (width * run.plan.microbatches) == 0
-
-
-# Mistakes of a run that are found before its model is measured: in its devices, its depth, its samples.
-
-
-def _check_devices(run: RunFile, machines: Machines) -> None:
-    """A plan for more devices than there are is refused before anything is measured."""
-    check_servers(run.data.private or (), machines.cluster)
-    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), machines.cluster.num_devices
-    for name in run.plan.devices or ():
-        machines.cluster.number_of(name)
-    if needed > num_devices:
-        remedy = "Plan for fewer devices, or name a larger cluster."
-        if run.cluster.source is None:
-            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
-        raise BiremeError(
-            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
-            f"is a process. {remedy}"
-        )
-
-
-def _check_depth(run: RunFile, graph: Graph) -> None:
-    """More stages than the model has units are refused before anything is measured."""
-    depth, num_units = run.plan.depth or 1, len(units_of(graph))
-    if depth > num_units:
-        raise BiremeError(
-            f"plan.depth is {depth}, but the model has {num_units} units, and each stage needs one. Set "
-            f"plan.depth to {num_units} or less."
-        )
+# Mistakes of a run that are found before its model is measured: in its samples.
 
 
 def _check_samples(data: RunData, graph: Graph) -> None:
@@ -310,8 +250,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     run = with_model_defaults(run)  # a run file made in Python has not got them yet
     given = None if run.plan.file is None else load_plan(Path(run.plan.file))
     progress(0.0, "loading the model")
-    machines = with_tiers_here(run, _machines(run))
-    _check_devices(run, machines)
+    machines = planning_machines(run)
     sizes = micro_batches(run)
     model = RunModel.of(run, max(sizes))
     with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
@@ -334,22 +273,15 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
         identity = data_identity(run, data)
         known = data, identity, None, census, initial
         return PreparedRun(run, machines, graph, evaluation, plan, None, None, *known)
-    _check_depth(run, graph)
-    is_brief = is_short(run, graph)
-    if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
-        sizes = sizes[::-2]
-    found = _measured(run, model, machines, sizes, progress, is_brief=is_brief)
-    measured = _with_codecs(with_kept_gradients(run, graph, found), plan_request_of(run, graph), machines)
-    begin_s = perf_counter()
-    answer = planned(run, graph, measured, machines, progress, is_brief=is_brief)
-    planning_s = perf_counter() - begin_s
+    captured = CapturedRun(run, machines, model, graph)
+    found = captured.profiled(progress).planned(progress)
+    answer, measured = found.answer, found.profile
     plan = saved_plan(answer, planned_units(measured))
-    check_boundaries(run, plan.plan)
     if run.plan.largest_batch is not None:
         run = with_batch(run, summarize(answer.best).batch_size)
         data = data_of(run, model, progress)
     identity = data_identity(run, data)
-    last = identity, planning_s, census, initial
+    last = identity, found.planning_s, census, initial
     return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, data, *last)
 
 
@@ -520,16 +452,14 @@ def written_paths(prepared: PreparedRun, folder: RunFolder) -> list[Path]:
 
 def prepared_document(prepared: PreparedRun) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
-    sync = sync_document(plan_request_of(prepared.run, prepared.graph))
-    kept = gradient_document(prepared.run, prepared.graph)
-    if prepared.answer is None or prepared.profile is None or prepared.planning_s is None:
-        names = [unit.name for unit in units_of(prepared.graph)]
-        run = prepared.run
+    run, graph, answer, profile = prepared.run, prepared.graph, prepared.answer, prepared.profile
+    request = plan_request_of(run, sums_of(run, graph))
+    if answer is None or profile is None or prepared.planning_s is None:
+        names = [unit.name for unit in units_of(graph)]
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        return found | {"sync": sync, "notes": [], "exports": {}} | kept
-    found = plan_document(prepared.answer, prepared.profile, prepared.planning_s)
-    notes = plan_notes(prepared.profile, prepared.machines.cluster)
-    return found | {"sync": sync, "notes": notes, "exports": {}} | kept
+        own = {"sync": sync_document(request), "notes": [], "exports": {}}
+        return found | own | gradient_document(run, graph)
+    return PlannedRun(run, prepared.machines, graph, profile, request, answer, prepared.planning_s).document()
 
 
 def _checked(found: SavedPlan, path: str, graph: Graph, machines: Machines) -> SavedPlan:
@@ -546,52 +476,3 @@ def _checked(found: SavedPlan, path: str, graph: Graph, machines: Machines) -> S
             f"cluster.workers to {num_ranks}, or set cluster.source to the cluster it was made for."
         )
     return found
-
-
-def _with_codecs(measured: Profile, request: PlanRequest, machines: Machines) -> Profile:
-    """With what the codecs of the run take on a device of this machine."""
-    sums = DENSE if request.width == 1 else request.sums.codec
-    if not request.codec_words and sums == DENSE:
-        return measured
-    device = torch_device(machines.device)
-    return with_codec_rates(measured, request.codec_words, request.value_bytes, device, sums=sums)
-
-
-def _measured(
-    run: RunFile,
-    model: RunModel,
-    machines: Machines,
-    sizes: list[int],
-    progress: Progress,
-    *,
-    is_brief: bool,
-) -> Profile:
-    """What the model costs on a device of this machine, with as many threads as a process will have.
-
-    On a processor it is measured in as many processes at once as there will be.
-    """
-    before = torch.get_num_threads()
-    measurer = None
-    if machines.threads is not None:
-        torch.set_num_threads(machines.threads)
-        if machines.device == "cpu":
-            measurer = ParallelMeasurer(
-                run,
-                num_workers=machines.workers_here,
-                num_threads=machines.threads,
-                num_cores=num_cores(),
-            )
-    try:
-        return profile(
-            model.training.graph,
-            torch_device(machines.device),
-            sizes,
-            examples=model.source.example_inputs,
-            optimizer=run.training.optimizer,
-            halves=True,
-            effort=BRIEF if is_brief else Effort(),
-            progress=progress,
-            measurer=measurer,
-        )
-    finally:
-        torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from bireme.train.run_file.training import Training
 
 def check_memory(tables: Tables) -> None:
     """Refuse keys of `[memory]` that contradict each other or other tables."""
-    _check_paging(tables.memory, tables.plan)
+    check_paging(tables.memory, tables.plan)
     _check_updates(tables)
     _check_shard(tables)
     if tables.memory.is_on and tables.training.gradient != "whole":
@@ -25,7 +25,8 @@ def check_memory(tables: Tables) -> None:
         )
 
 
-def _check_paging(memory: Memory, plan: Planning) -> None:
+def check_paging(memory: Memory, plan: Planning) -> None:
+    """Refuse keys of paging that contradict each other or the plan's file."""
     usual = Memory()
     paging = [name for name in Memory.model_fields if name != "shard"]
     given = [name for name in paging if getattr(memory, name) != getattr(usual, name)]

@@ -7,11 +7,12 @@ The same object comes of a file, of settings alone and of Python. A few defaults
 import datetime
 import json
 import re
+import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, model_validator
 
@@ -167,29 +168,53 @@ def load_run_file(path: Path | None = None, sets: Sequence[str] = ()) -> RunFile
     The last of several settings of a key counts. Every mistake is one `BiremeError` that names the file or
     the setting it is in.
     """
+    return _load(path, sets, RunFile, with_model_defaults)
+
+
+def load_tables(path: Path | None, sets: Sequence[str]) -> Tables:
+    """The same for a use of few keys: each is checked by itself alone, and may contradict another one."""
+    return _load(path, sets, Tables, lambda tables: tables)
+
+
+_Loaded = TypeVar("_Loaded", bound=Tables)
+
+
+def _load(
+    path: Path | None, sets: Sequence[str], kind: type[_Loaded], complete: Callable[[_Loaded], _Loaded]
+) -> _Loaded:
     given = {}
     if path is not None:
-        if path.suffix in (".yaml", ".yml", ".json"):
-            raise BiremeError(
-                f"{path} is not a run file: run files are TOML. `bireme init {path.stem}.toml` writes one "
-                "with every key explained."
-            )
-        if path.is_dir():
-            raise BiremeError(
-                f"{path} is a folder, not a run file. Name a .toml file, or continue the run that has this "
-                f"folder with `bireme resume {path}`."
-            )
-        if not path.exists():
-            raise BiremeError(f"There is no file {path}. `bireme init {path}` writes a run file.")
+        _check_name(path)
         # Keys that the file leaves out must stay out: some defaults give way to other keys.
         given = read_toml(path, Tables, advice).model_dump(exclude_unset=True, exclude_none=True)
     merged = with_settings(given, sets, Tables, advice)
     try:
-        return with_model_defaults(validated(merged, RunFile, source="The run"))
+        return complete(validated(merged, kind, source="The run"))
     except BiremeError as error:
         settings = " ".join(f"--set {text}" for text in sets)
         sources = [source for source in (str(path) if path is not None else "", settings) if source]
         raise BiremeError(f"{' with '.join(sources)}: {error}") from None
+
+
+def _check_name(path: Path) -> None:
+    """Refuse what people may give in place of a run file."""
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise BiremeError(
+            f"{path} is not a run file: run files are TOML. `bireme init {path.stem}.toml` writes one "
+            "with every key explained."
+        )
+    if path.is_dir():
+        raise BiremeError(
+            f"{path} is a folder, not a run file. Name a .toml file, or continue the run that has this "
+            f"folder with `bireme resume {path}`."
+        )
+    if not path.exists():
+        if re.match(r"(gpt|hf|python):|.*\.py:", str(path)):
+            raise BiremeError(
+                f"{path} is a model, not a run file. Name the model in the key model.source: --set "
+                f"model.source={shlex.quote(str(path))}"
+            )
+        raise BiremeError(f"There is no file {path}. `bireme init {path}` writes a run file.")
 
 
 def with_model_defaults(run: RunFile) -> RunFile:
