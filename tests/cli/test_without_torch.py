@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bireme.profile.profile import save_profile
+from tests.support.command import with_sets
 from tests.support.hand_plans import tiny_profile
 from tests.support.patience import patience_s
 from tests.support.run_folders import make_run
@@ -49,6 +50,8 @@ COMMANDS = [
     "plan --help",
     "plan {plan} --explain --export torch-csv",
     "plan {plan} --json",
+    "simulate {plan} --json",
+    "simulate --set plan.schedule=2bw --forward-s 1",
     "profile --help",
     "report --help",
     "report {folder}/run --json",
@@ -92,7 +95,8 @@ def commands(tmp_path: Path) -> list[str]:
     """These, with files that there are."""
     make_run(tmp_path / "run", steps=20)
     save_profile(tiny_profile(), tmp_path / "profile.json")
-    plan = f"--profile {tmp_path}/profile.json --cluster laptop --batch-size 4 --depth 1"
+    keys = ("cluster.source=laptop", "training.batch_size=4", "plan.depth=1")
+    plan = " ".join(with_sets(["--profile", f"{tmp_path}/profile.json", *keys]))
     return [words.format(folder=tmp_path, examples=EXAMPLES, plan=plan) for words in COMMANDS]
 
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 def test_what_cannot_be_shared_is_refused_before_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bireme.train.run_plan.profile", None)
+    monkeypatch.setattr("bireme.train.captured_run.profile", None)
     words = ["plan", "training.optimizer=muon", "memory.shard=optimizer"]
     told = bireme(capsys, *with_sets(words))
     assert told.status == 2

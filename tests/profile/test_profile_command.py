@@ -14,7 +14,7 @@ from bireme.cluster.machine import num_cores
 from bireme.profile import profiler
 from bireme.profile.profile import Profile, UnitCost, UnitProfile, load_profile
 from bireme.profile.stages import stage_cost
-from bireme.train import run_plan
+from bireme.train import captured_run
 from tests.support.command import bireme, bireme_once, with_sets
 from tests.support.tiny_profiles import LITTLE
 
@@ -193,7 +193,7 @@ def test_wrong_words_get_one_sentence_and_status_2(
     sentence: str,
 ) -> None:
     """Nothing is measured before they are found."""
-    monkeypatch.setattr(run_plan, "profile", None)
+    monkeypatch.setattr(captured_run, "profile", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     misspelt = {"byte_per_s" if key == "bytes_per_s" else key: value for key, value in DEVICE.items()}

@@ -285,7 +285,7 @@ def test_a_device_too_small_is_refused_before_anything_is_simulated(
         (["memory.device=much"], "24GiB"),
         (["memory.device=auto"], "memory.device is auto"),
         (["memory.device=1GB", "memory.disk=/d"], "memory.disk_bytes is auto"),
-        (["memory.device=1GB", "memory.host=0"], "nothing to page to"),
+        (["memory.device=1GB", "memory.host=0"], "nothing to offload to"),
         (["--chunk-bytes", "100"], "leave out --chunk-bytes"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_dry_run_lists_what_the_run_then_writes(tmp_path: Path, capsys: Captur
 def test_contradictions_in_a_run_file_are_one_sentence_before_anything_is_measured(
     values: dict[str, object], part: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bireme.train.run_plan.profile", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("bireme.train.captured_run.profile", lambda *_, **__: 1 / 0)
     words = settings(plan__file="", **values)
     found = bireme(capsys, "train", str(write_run(tmp_path)), *words, "--dry-run")
     assert found.status == 2, found.err

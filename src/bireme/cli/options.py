@@ -119,13 +119,21 @@ def profiled_run(
         refuse(context, "--like estimates and does not measure", "fresh")
     from bireme.report.terminal import progress_bar
     from bireme.train.folder import load_asked
-    from bireme.train.run_plan import ProfiledRun
+    from bireme.train.run_plan import ProfiledRun, names_model
 
     run = load_asked(run_file, sets or ())
-    if file is None and like is None:
+    if file is not None and not names_model(run):
+        return ProfiledRun.without_model(run, file)
+    measures = file is None and like is None
+    if measures:
         begin()
+    from bireme.train.captured_run import CapturedRun
+
     with progress_bar("capturing the model") as progress:
-        return ProfiledRun.of(run, progress, file=file, like=like, is_fresh=is_fresh)
+        captured = CapturedRun.of(run, progress, measures=measures)
+        if file is not None:
+            return captured.with_profile(file)
+        return captured.profiled(progress, like=like, is_fresh=is_fresh)
 
 
 def given_of(context: typer.Context, *options: str) -> list[str]:

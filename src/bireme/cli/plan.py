@@ -112,7 +112,7 @@ def _explained(planned: "PlannedRun") -> "tuple[PlannedRun, _Explanation]":
     from bireme.plan.search.search import find_plan, find_resident
     from bireme.report.terminal import progress_bar
 
-    asked = planned.profile, planned.machines.cluster, planned.request
+    asked = planned.profile, planned.cluster, planned.request
     answer, best = planned.answer, planned.answer.best
     with progress_bar("planning again") as progress:
         helps = explain(*asked, answer, partial(find_plan, advises=False), tell=progress)
@@ -139,7 +139,7 @@ def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
     if explanation is not None:
         found = explanation
         print_explanation(answer, found.helps, found.agreements, found.stages, console)
-    for note in plan_notes(planned.profile, planned.machines.cluster):
+    for note in plan_notes(planned.profile, planned.cluster):
         console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
 
 

@@ -59,8 +59,8 @@ def profile(
         refuse(context, "--like estimates and does not measure", "fresh")
     check_writable(output, force=force)
     from bireme.report.terminal import progress_bar
+    from bireme.train.captured_run import CapturedRun, micro_batches
     from bireme.train.folder import load_asked
-    from bireme.train.run_plan import CapturedRun, micro_batches
 
     run = load_asked(run_file, set_ or ())
     sizes = batch or micro_batches(run)

@@ -25,7 +25,6 @@ from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.plan.plan_request import may_delay_updates
 from bireme.profile.optimizers import kept_gradients, moments_share, sum_cost_of
 from bireme.profile.profile import Profile
-from bireme.runtime.wire import checked
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
@@ -182,7 +181,11 @@ def check_boundaries(run: RunFile, plan: Plan) -> None:
                 f"links.boundaries names the boundary {one.boundary}, but the plan has {plan.num_stages} "
                 f"stages, 0 to {plan.num_stages - 1}. Name a boundary between two of them, or set plan.depth."
             )
-    checked(link_codecs(run, plan))
+    codecs = link_codecs(run, plan)
+    if codecs.phases:
+        from bireme.runtime.wire import checked  # imports torch
+
+        checked(codecs)
 
 
 def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:

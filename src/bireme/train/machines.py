@@ -8,8 +8,8 @@ import torch
 
 from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
-from bireme.cluster.machine import discover
-from bireme.devices import ACCELERATOR
+from bireme.cluster.machine import discover, num_cores
+from bireme.devices import ACCELERATOR, num_accelerators
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
@@ -283,6 +283,12 @@ def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
             for one in servers
         ]
     return replace(machines, cluster=Cluster(tuple(servers), machines.cluster.switch))
+
+
+def planning_machines(run: RunFile, *, computes: bool = True) -> Machines:
+    """The machines of a run with what offloading needs to know. `computes` is as for `machines_of`."""
+    found = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores(), computes=computes)
+    return with_tiers_here(run, found)
 
 
 def check_paging_disk(run: RunFile, plan: Plan) -> None:

@@ -35,6 +35,7 @@ from bireme.runtime.averaging.diloco import check_untied
 from bireme.runtime.layout import layout_of
 from bireme.runtime.processes import has_server, start_process
 from bireme.train.base_weights import has_base, keep_base
+from bireme.train.captured_run import CapturedRun, micro_batches
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import RECORD
 from bireme.train.data.mixture import sources_of
@@ -52,7 +53,7 @@ from bireme.train.link_codecs import (
     tell_changed_codecs,
     with_own_codecs,
 )
-from bireme.train.machines import Machines, check_paging_disk, machines_of
+from bireme.train.machines import Machines, check_paging_disk, machines_of, planning_machines
 from bireme.train.model import RunModel
 from bireme.train.plan_search import (
     chooses_batch,
@@ -81,7 +82,7 @@ from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.planning import AUTO
 from bireme.train.run_log import check_trackers
-from bireme.train.run_plan import CapturedRun, PlannedRun, micro_batches, planning_machines
+from bireme.train.run_plan import PlannedRun, check_devices
 from bireme.train.shares import sharing_of
 
 # Mistakes of a run that are found before its model is measured: in its samples.
@@ -251,6 +252,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     given = None if run.plan.file is None else load_plan(Path(run.plan.file))
     progress(0.0, "loading the model")
     machines = planning_machines(run)
+    check_devices(run, machines.cluster)
     sizes = micro_batches(run)
     model = RunModel.of(run, max(sizes))
     with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
@@ -459,7 +461,9 @@ def prepared_document(prepared: PreparedRun) -> dict[str, Any]:
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
         own = {"sync": sync_document(request), "notes": [], "exports": {}}
         return found | own | gradient_document(run, graph)
-    return PlannedRun(run, prepared.machines, graph, profile, request, answer, prepared.planning_s).document()
+    return PlannedRun(
+        run, prepared.machines.cluster, graph, profile, request, answer, prepared.planning_s
+    ).document()
 
 
 def _checked(found: SavedPlan, path: str, graph: Graph, machines: Machines) -> SavedPlan:
