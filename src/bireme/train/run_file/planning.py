@@ -1,4 +1,4 @@
-"""`[plan]` of a run file: what is asked of the plan, in the words of `bireme plan`."""
+"""`[plan]` of a run file: what is asked of the plan, and the tables beside it."""
 
 from typing import Annotated, Any, Literal
 
