@@ -16,9 +16,10 @@ Where replicas share an optimizer (`updates_halfway`), what an update makes trav
 rule an update comes when half of the forwards between its REDUCE and the first use of its result have run:
 sums hide before it, and the weights after it.
 
-Where replicas average weights (`average_lag`), the sum stays inside the pipeline too, so updates are as
-early. AVERAGE_START follows each, and AVERAGE_END comes as late as the first use of the version allows: the
-next batch hides the exchange. With a lag the mean becomes part of the version of a later update.
+Where replicas average weights (`average_lag`), the sum stays inside the pipeline too. AVERAGE_START follows each, and AVERAGE_END comes as late as the first use of the version allows: the
+next batch hides the exchange. With a lag the mean becomes part of the version of a later update. A rank with
+several stages averages all of them at once: its updates of a batch follow each other, and so do their starts
+and their ends.
 """
 
 import math
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
 from bireme.schedule.grid import clock, providers
-from bireme.schedule.instruction import BACKWARDS, COMPUTE, SENDS, Instruction, Kind, Message
+from bireme.schedule.instruction import AVERAGES, BACKWARDS, COMPUTE, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program, Rule, Track, banks_needed, updates_per_batch
 
 # Lowering: put the communication into a compute-only program.
@@ -172,9 +173,7 @@ def weave(
         average_lag=average_lag,
     )
     is_early = (
-        (updates_early or average_lag is not None)
-        and rule in (Rule.DELAYED, Rule.FRESH)
-        and _are_whole(orders)
+        updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
     )
     markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
     is_halfway = updates_halfway and rule is Rule.DELAYED and not is_early
@@ -205,8 +204,38 @@ def weave(
                 woven.extend(weaver.finish(batch))
         for weaver in stages.values():
             woven.extend(weaver.last_averages())
+        if average_lag is not None and len(stages) > 1:
+            woven = _averaged_at_once(woven, average_lag)
         tracks.append(Track(tuple(woven), versions_per_batch=updates_per_batch(rule, num_microbatches)))
     return replace(program, tracks=tuple(tracks))
+
+
+def _averaged_at_once(track: Iterable[Instruction], lag: int) -> list[Instruction]:
+    """The track of a rank with several stages, with the averages of all of them in one place.
+
+    The first update of a batch takes along those of the other stages, and all that follows an update up to
+    the start of its average. The first end of an average takes along the other ends. All gradients of the
+    batch are there by the first update, so no micro-batch needs the versions that the others overwrite.
+    """
+    order = (Kind.UPDATE, Kind.AVERAGE_END, Kind.AVERAGE_START)
+    at_once: dict[tuple[bool, int], list[Instruction]] = {}
+    places: list[list[Instruction]] = []
+    for step in track:
+        if step.kind is not Kind.UPDATE and step.kind not in AVERAGES:
+            places.append([step])
+            continue
+        assert step.version is not None, "updates and averages have one"
+        is_before_use = step.kind is Kind.AVERAGE_END and (not lag or step.version <= step.batch + lag)
+        key = is_before_use, step.batch if is_before_use else step.version
+        if key not in at_once:
+            at_once[key] = []
+            places.append(at_once[key])
+        at_once[key].append(step)
+    return [
+        step
+        for place in places
+        for step in (place if len(place) == 1 else sorted(place, key=lambda one: order.index(one.kind)))
+    ]
 
 
 def _check_average(name: str, rule: Rule, lag: int) -> None:

@@ -75,15 +75,53 @@ class _StageAverages:
         self.num_ended += 1
 
 
+class _RankAverages:
+    """The averages of all stages of a rank while its instructions go by: the rank makes them at once.
+
+    What is proved: a rank completes the average of a batch when all its stages have offered their weights,
+    and does nothing else between the first and the last stage's AVERAGE_END of a batch, nor between their
+    updates of it.
+    """
+
+    def __init__(self, stages: tuple[int, ...]) -> None:
+        self.num_stages = len(stages)
+        self.started: dict[int, int] = {}
+        self.under_way: tuple[Kind, int] | None = None
+        """The kind and the batch of instructions of which some stages have had theirs."""
+        self.num_done = 0
+
+    def step(self, step: Instruction) -> Iterator[str]:
+        """Take one instruction in; say what is wrong with it."""
+        if self.num_stages <= 1:
+            return
+        if step.kind is Kind.AVERAGE_START:
+            self.started[step.batch] = self.started.get(step.batch, 0) + 1
+        if self.under_way is not None and self.under_way != (step.kind, step.batch):
+            kind, batch = self.under_way
+            yield (
+                f"{step} comes between the {kind} of batch {batch} of one stage and that of another on the "
+                "same rank, which averages all its stages at once."
+            )
+            self.under_way = None
+        if step.kind not in (Kind.UPDATE, Kind.AVERAGE_END):
+            return
+        if step.kind is Kind.AVERAGE_END and self.started.get(step.batch, 0) < self.num_stages:
+            yield f"{step} comes before each stage on its rank has offered its weights."
+        self.num_done = self.num_done + 1 if self.under_way is not None else 1
+        self.under_way = None if self.num_done == self.num_stages else (step.kind, step.batch)
+
+
 _WHOLE = frozenset({0, 1})
 
 
 def stage_problems(program: Program) -> Iterator[str]:
     """What is wrong with the passes and versions of any stage. Every instruction must be in its place."""
     proofs = [_StageProof(program, stage) for stage in range(program.num_stages)]
-    for track in program.tracks:
+    for rank, track in enumerate(program.tracks):
+        averages = _RankAverages(() if program.average_lag is None else program.stages_of(rank))
         for instruction in track:
             yield from proofs[instruction.stage].step(instruction)
+            yield from averages.step(instruction)
     for proof in proofs:
         yield from proof.finish()
 
