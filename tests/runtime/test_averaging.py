@@ -3,17 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Paging, Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.diloco import Averaging, DilocoSettings, num_due
-from bireme.runtime.layout import Layout
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
 from bireme.sync.coordinator.groups import Arrived
@@ -23,7 +22,7 @@ from tests.support.averaging_oracle import expected_of_groups, expected_of_outer
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle
 from tests.support.oracles import Update
-from tests.support.regression import WIDTH, regression, regression_plan
+from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
 from tests.support.small_models import Batch, real_batches
 
 BATCH = 16
@@ -34,15 +33,32 @@ def data_for(num_batches: int) -> Batch:
     return real_batches(BATCH * num_batches, 1, WIDTH)[0]
 
 
-def setting_of(schedule: str) -> Setting:
-    """Without clipping, because ranks add up a norm in another order than one process."""
-    return Setting(regression_plan(schedule, 2, updates_early=False))
+def setting_of(schedule: str, *, per_rank: int | None = None, recompute: bool = False) -> Setting:
+    """On two ranks, without clipping, because ranks add up a norm in another order than one process."""
+    num_stages = 4 if schedule in ("interleaved", "zbv") else 2 * (per_rank or 1)
+    recomputed = tuple(range(num_stages)) if recompute else ()
+    return Setting(
+        regression_plan(
+            schedule, num_stages, updates_early=False, stages_per_rank=per_rank, recompute=recomputed
+        )
+    )
 
 
-def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Update]]) -> None:
-    """Losses of all batches, and the weights after each window, which are the same in all replicas; so is the
-    optimizers' state, where that is averaged.
+SEVERAL_STAGES = [("interleaved", None), ("zbv", None), ("1f1b", 2), ("2bw", 2), ("2bw-fresh", 2)]
+"""Schedules with two stages on each rank."""
+
+
+def assert_as_expected(
+    run: AveragingReplicas, expected: Sequence[Sequence[Update]], *, tolerance: float = 0.0
+) -> None:
+    """Losses of all batches, and the weights after each window, which are the same in all replicas and on all
+    ranks that hold them; so is the optimizers' state, where that is averaged.
     """
+
+    def is_close(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+    held: dict[tuple[int, str], Tensor] = {}
     for rank, told in run.told.items():
         updates = expected[rank.replica]
         assert [told.losses[one.batch] for one in updates] == pytest.approx(
@@ -52,12 +68,12 @@ def assert_as_expected(run: AveragingReplicas, expected: Sequence[Sequence[Updat
         for window, (weights, end) in enumerate(zip(told.weights, told.ends, strict=True)):
             for name, tensor in weights.items():
                 what = f"{name} of {rank} after batch {end}"
-                assert torch.equal(tensor, updates[end - 1].weights[name]), what
-                assert torch.equal(tensor, first.weights[window][name]), what
+                assert is_close(tensor, updates[end - 1].weights[name]), what
+                assert torch.equal(tensor, held.setdefault((window, name), tensor)), what
             for name, state in told.states[window].items() if run.averages_optimizer else ():
                 for key, value in state.items():
                     what = f"{key} of {name} of {rank} after batch {end}"
-                    assert torch.equal(value, updates[end - 1].optimizer_state[name][key]), what
+                    assert is_close(value, updates[end - 1].optimizer_state[name][key]), what
                     assert torch.equal(value, first.states[window][name][key]), what
     places = [one for line in run.hub.rounds for own in line.samples for one in own]
     counted = [place for one in places for place in range(one.begin, one.end)]
@@ -105,6 +121,77 @@ def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_b
         num_bytes = sum(tensor.nbytes for tensor in told.weights[-1].values())
         times = (len(told.groups) + 1) * (3 if averages_optimizer else 1)
         assert told.sent_bytes == times * num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("schedule", "per_rank"), SEVERAL_STAGES)
+def test_groups_average_all_stages_of_a_rank_to_the_last_bit(schedule: str, per_rank: int | None) -> None:
+    setting = setting_of(schedule, per_rank=per_rank, recompute=schedule == "zbv")
+    run = AveragingReplicas(
+        regression(), setting, 2, data_for(4), (4,), BATCH, averages_optimizer=True, in_step=True
+    )
+    run.run()
+
+    assert {len(group) for told in run.told.values() for group in told.groups.values()} == {2}
+    assert_as_expected(run, expected_of_groups(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "per_rank"), SEVERAL_STAGES)
+def test_outer_steps_are_of_all_stages_of_a_rank_to_the_last_bit(schedule: str, per_rank: int | None) -> None:
+    settings = DilocoSettings(2)
+    setting = setting_of(schedule, per_rank=per_rank, recompute=schedule == "zbv")
+    run = AveragingReplicas(
+        regression(), setting, 2, data_for(MARKS[-1]), MARKS, BATCH, diloco=settings, lag=1, in_step=True
+    )
+    run.run()
+
+    assert_as_expected(run, expected_of_outer_steps(run, settings))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", None), ("2bw", None), ("zbv", None), ("2bw", 2)])
+def test_groups_keep_tied_weights_the_same_on_all_ranks(schedule: str, per_rank: int | None) -> None:
+    run = AveragingReplicas(
+        tied_regression(),
+        setting_of(schedule, per_rank=per_rank),
+        2,
+        data_for(5),
+        (3, 5),
+        BATCH,
+        averages_optimizer=True,
+        in_step=True,
+        of_replicas=True,
+    )
+    run.run()
+
+    for replica in range(2):
+        of_ranks = [run.told[RankId(replica, 0, rank)].groups for rank in range(2)]
+        assert of_ranks[0] == of_ranks[1]
+    assert_as_expected(run, expected_of_groups(run), tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", None), ("2bw", None), ("zbv", None), ("2bw", 2)])
+def test_outer_steps_keep_tied_weights_the_same_on_all_ranks(schedule: str, per_rank: int | None) -> None:
+    settings = DilocoSettings(2)
+    run = AveragingReplicas(
+        tied_regression(),
+        setting_of(schedule, per_rank=per_rank),
+        2,
+        data_for(MARKS[-1]),
+        MARKS,
+        BATCH,
+        diloco=settings,
+        lag=1,
+        averages_optimizer=True,
+        in_step=True,
+    )
+    run.run()
+
+    assert_as_expected(run, expected_of_outer_steps(run, settings), tolerance=1e-12)
 
 
 @pytest.mark.slow
@@ -210,20 +297,50 @@ def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(
         assert all(torch.equal(one[name], found[0][name]) for one in found for name in one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "diloco", "lag", "grace_s"),
+    [
+        ("2bw", None, 0, 30.0),
+        ("1f1b", DilocoSettings(1), 1, 30.0),
+        ("2bw", DilocoSettings(2, fragments=2), 2, 30.0),
+        ("2bw-fresh", DilocoSettings(1), 0, 30.0),
+        ("2bw", DilocoSettings(2, fragments=2), 1, 0.01),
+    ],
+)
+def test_tied_weights_stay_the_same_whoever_is_slow(
+    schedule: str, diloco: DilocoSettings | None, lag: int, grace_s: float
+) -> None:
+    run = AveragingReplicas(
+        tied_regression(),
+        setting_of(schedule),
+        3,
+        data_for(14),
+        (6, 12),
+        BATCH,
+        diloco=diloco,
+        lag=lag,
+        connect_every=3,
+        grace_s=grace_s,
+        averages_optimizer=True,
+        of_replicas=diloco is None,
+        pace=lambda rank, _batch: time.sleep(0.1 * (rank.replica == 2)),
+    )
+    run.run()
+
+    held: dict[tuple[int, str], Tensor] = {}
+    for rank, told in run.told.items():
+        for window, weights in enumerate(told.weights):
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, held.setdefault((window, name), tensor)), (rank, window, name)
+
+
 def test_rounds_of_fragments_follow_each_other() -> None:
     settings = DilocoSettings(4, fragments=2)
     due = {
         f: [p for p in range(1, 13) if num_due(settings, f, p) > num_due(settings, f, p - 1)] for f in (0, 1)
     }
     assert due == {0: [4, 8, 12], 1: [2, 6, 10]}
-
-
-def test_what_ranks_share_is_not_averaged() -> None:
-    layout = SimpleNamespace(tied={"embedding": (0, 1)})
-    averaging = Averaging(cast(AveragingAgent, None), BATCH)
-
-    with pytest.raises(BiremeError, match="embedding is shared by stages"):
-        averaging.averages({}, cast(Layout, layout), torch.device("cpu"))
 
 
 def test_weights_that_page_are_not_averaged() -> None:

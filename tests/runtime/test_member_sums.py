@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,24 @@ def test_all_members_get_the_same_bits_and_the_weighted_mean(num: int, weights: 
     assert found[0][0].holds == bytes([1, num > 1])
     assert found[0][0].weight == sum(one.weight for one in parts)
     assert found[0][0].numbers == (float(num), float(sum(range(num))))
+
+
+@pytest.mark.parametrize("length", [7, 2 * PIECE_BYTES // 8 + 5])
+def test_a_flat_with_a_first_member_has_the_same_bits_wherever_it_lies(length: int) -> None:
+    num, first = 5, 1_000_003
+    alone = [replace(one, firsts=(first,)) for one in contributions(num, lengths=(length,))]
+    after_others = [
+        replace(one, flats=[*one.flats, own.flats[0]], firsts=(None, None, None, first))
+        for one, own in zip(contributions(num), alone, strict=True)
+    ]
+
+    def summed(parts: Sequence[Contribution]) -> list[Tensor]:
+        mesh = Mesh(num)
+        found = run_threads(num, lambda me: mesh.sum(parts[me], me, range(num), Stamp(0, 7, 0)))
+        assert all(torch.equal(flats[-1], found[0][1][-1]) for _, flats in found)
+        return found[0][1]
+
+    assert torch.equal(summed(alone)[0], summed(after_others)[-1])
 
 
 @pytest.mark.parametrize(("num", "weights"), [(1, ()), (2, (3.0, 5.0)), (4, (1.0, 4.0, 2.0, 7.0))])

@@ -15,7 +15,7 @@ from bireme.sync.coordinator.messages import RankId
 from tests.support.engine_parity import Setting, oracle, plan_for
 from tests.support.extent import several
 from tests.support.mortal_replicas import Killed, Replicas
-from tests.support.regression import WIDTH, regression, regression_plan
+from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
 from tests.support.small_models import Batch, real_batches, token_batches
 from tests.support.tiny_text import tiny_text
 
@@ -77,6 +77,30 @@ def test_two_replicas_are_one_process_to_the_last_bit(schedule: str) -> None:
 
     assert_as_one_process(replicas)
     assert [line.members for line in replicas.hub.rounds] == [(0, 1)] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "per_rank"), [("interleaved", None), ("zbv", None), ("2bw", 2)])
+def test_replicas_with_several_stages_on_a_rank_are_one_process_to_the_last_bit(
+    schedule: str, per_rank: int | None
+) -> None:
+    plan = regression_plan(schedule, 4, updates_early=False, stages_per_rank=per_rank, recompute=(0, 3))
+    replicas = Replicas(regression(), Setting(plan, clip_norm=0.5), 2, data_for(4), 4, BATCH)
+    replicas.run()
+
+    assert_as_one_process(replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "per_rank"), [("zbv", None), ("2bw", 2)])
+def test_tied_weights_of_several_stages_on_a_rank_are_summed_over_replicas_and_stages(
+    schedule: str, per_rank: int | None
+) -> None:
+    plan = regression_plan(schedule, 4, updates_early=False, stages_per_rank=per_rank)
+    replicas = Replicas(tied_regression(), Setting(plan, clip_norm=0.5), 2, data_for(4), 4, BATCH)
+    replicas.run()
+
+    assert_as_one_process(replicas, tolerance=1e-11)
 
 
 @pytest.mark.slow

@@ -80,19 +80,16 @@ def _averaged(run: AveragingReplicas, names: Iterable[str], weights: Weights, st
 
 
 def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
-    """With each stage averaged in the groups that there were, and all weights at the end of each window."""
+    """With each rank averaged in the groups that there were, and all weights at the end of each window."""
     meetings = _Meetings()
-    stages = [
-        set(run.model.stage(run.setting.plan, stage).parameters)
-        for stage in range(run.setting.plan.num_stages)
-    ]
+    ranks = _weights_of_ranks(run)
 
     def after_step(replica: int, batch: int, weights: Weights, state: State) -> None:
-        told = [run.told[RankId(replica, 0, stage)] for stage in range(len(stages))]
+        told = [run.told[RankId(replica, 0, rank)] for rank in range(len(ranks))]
         groups = [
-            (stage, one.groups.get(batch, (GroupMember(replica, batch),))) for stage, one in enumerate(told)
+            (rank, one.groups.get(batch, (GroupMember(replica, batch),))) for rank, one in enumerate(told)
         ]
-        own = [_averaged(run, stages[stage], weights, state) for stage, _ in groups]
+        own = [_averaged(run, ranks[rank], weights, state) for rank, _ in groups]
         for group, tensors in zip(groups, own, strict=True):
             meetings.bring(group, replica, tensors)
         for group, tensors in zip(groups, own, strict=True):
@@ -107,6 +104,17 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
                 tensor.copy_(mean)
 
     return _expected(run, after_step)
+
+
+def _weights_of_ranks(run: AveragingReplicas) -> list[set[str]]:
+    """The weights of each rank, those of several ranks at the first of them."""
+    source = run.setting.plan.source
+    found: list[set[str]] = [set() for _ in range(source.num_ranks)]
+    for rank, own in enumerate(found):
+        for stage in source.stages_of(rank):
+            own.update(run.model.stage(run.setting.plan, stage).parameters)
+        own.difference_update(*found[:rank])
+    return found
 
 
 def expected_of_outer_steps(run: AveragingReplicas, settings: DilocoSettings) -> list[list[Update]]:

@@ -18,6 +18,7 @@ import torch
 import bireme.runtime.quorum.peer_agent
 import bireme.train.replica
 from bireme.balance import ShareLimits
+from bireme.memory.arena import Slots
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent, RankRounds
 from bireme.runtime.averaging.diloco import join_averaging
@@ -80,6 +81,8 @@ class Case:
     """Whether messages come late, twice and in another order."""
     stops_after: int | None = None
     """One of the replicas asks to stop after so many batches of its own."""
+    is_tied: bool = False
+    """Whether all ranks of a replica share their weights, so that groups are of replicas."""
     outlives_leaving: int | None = None
     """The coordinator dies a moment after so many ranks have begun to leave."""
 
@@ -92,6 +95,8 @@ class _Replica:
     inbox: set[Message] = field(default_factory=set)
     votes: dict[int, dict[int, float]] = field(default_factory=dict)
     store: HashStore = field(default_factory=HashStore)
+    changes: dict[int, float] = field(default_factory=dict)
+    """How the batches change weights that all ranks share."""
     told: set[int] = field(default_factory=set)
     """Batches whose sums rank 0 has told the others."""
 
@@ -113,7 +118,7 @@ class RankWorld(Turns):
             timeout_s=TIMEOUT_S,
             first=case.first,
             fresh=case.first * case.batch_size,
-            groups=GroupSettings(case.connect_every),
+            groups=GroupSettings(case.connect_every, of_replicas=case.is_tied),
         )
         self.source = Plan(tuple(range(1, case.num_stages)), micro_batches, case.schedule).averaging(0).source
         sync = {"mode": "groups", "connect_every": case.connect_every}
@@ -496,14 +501,16 @@ class SimulatedRank:
         )
         replica.begin(case.first)
         banks = SimpleNamespace(
-            newest_arenas=[SimpleNamespace(flat=self.flat)],
+            newest_arenas=[SimpleNamespace(flat=self.flat, slots=Slots({"weights": (1,)}))],
             newest_version=0,
             average=lambda _version, write, *, is_drained=False: write([self.flat]),
         )
         stage = cast(Stage, SimpleNamespace(banks=banks))
         self.agent = world.agents[rank]
         self.averages = replica.averaging.averages(
-            {rank.stage: stage}, cast(Any, SimpleNamespace(tied={})), torch.device("cpu")
+            {rank.stage: stage},
+            cast(Any, SimpleNamespace(tied={}, repeated=frozenset())),
+            torch.device("cpu"),
         )
         replica.join(cast(Pipeline, self))
         steps, is_over = case.steps, False
@@ -594,7 +601,8 @@ class SimulatedRank:
             name = self.agent.due(step.batch)
             if name is not None:
                 self.agent.provide(name, Snapshot(step.batch, 1.0, {"weights": self.flat.clone()}))
-            self.flat += world.random.random()
+            change = world.random.random()
+            self.flat += own.changes.setdefault(step.batch, change) if self.case.is_tied else change
             self.num_trained += 1
             yield cast(
                 BatchResult, SimpleNamespace(batch=step.batch, votes=sum(own.votes[step.batch].values()))

@@ -66,6 +66,7 @@ class AveragingReplicas:
         grace_s: float = 30.0,
         averages_optimizer: bool = False,
         in_step: bool = False,
+        of_replicas: bool = False,
         on_instruction: Callable[[RankId, Instruction], None] = lambda _rank, _step: None,
         pace: Callable[[RankId, int], None] = lambda _rank, _batch: None,
     ) -> None:
@@ -84,7 +85,7 @@ class AveragingReplicas:
                 lease_s=60.0,
                 grace_s=grace_s,
                 num_lines=0 if diloco is None else diloco.fragments,
-                groups=GroupSettings(connect_every),
+                groups=GroupSettings(connect_every, of_replicas=of_replicas),
             )
         )
         self.told: dict[RankId, Told] = {}

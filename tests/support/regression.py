@@ -14,7 +14,7 @@ from tests.support.small_models import (
     real_batches,
 )
 
-__all__ = ["WIDTH", "Regression", "regression", "regression_plan"]
+__all__ = ["WIDTH", "Regression", "regression", "regression_plan", "tied_regression"]
 
 WIDTH = 6
 
@@ -36,6 +36,18 @@ def regression() -> Model:
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     module = Regression(made_of([*layers, nn.Linear(WIDTH, 1)]))
     return captured(module, real_batches(2, 1, WIDTH)[0], name="regression", evaluates=True, is_kept=True)
+
+
+@cache
+def tied_regression() -> Model:
+    """The same with one weight in the first and the last hidden layer."""
+    first = nn.Linear(WIDTH, WIDTH)
+    hidden = [first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), first]
+    layers = [layer for one in hidden for layer in (one, nn.Tanh())]
+    module = Regression(made_of([*layers, nn.Linear(WIDTH, 1)]))
+    return captured(
+        module, real_batches(2, 1, WIDTH)[0], name="tied regression", evaluates=True, is_kept=True
+    )
 
 
 def regression_plan(schedule: str, num_stages: int | None = None, **more: Any) -> Plan:

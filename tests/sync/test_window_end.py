@@ -74,12 +74,14 @@ class Run:
     there is another one after it. `ends_s` says when the mean at the end of each window counted.
     """
 
-    def __init__(self, batch_s: Sequence[float], num_batches: int, num_windows: int) -> None:
+    def __init__(
+        self, batch_s: Sequence[float], num_batches: int, num_windows: int, *, is_equal: bool = False
+    ) -> None:
         num = len(batch_s)
         settings = settings_for(num, 1, SHARE * num)
         limits = ShareLimits((1,) * num, (SHARE,) * num)
         settings = replace(settings, mode=SyncMode.GROUPS, num_lines=0, lease_s=100.0, limits=limits)
-        self.state = begun(replace(settings, groups=GroupSettings(SELDOM)))
+        self.state = begun(replace(settings, groups=GroupSettings(SELDOM), is_equal=is_equal))
         self.now_s = self._due_s = 0.0
         self.ends_s: list[float] = []
         self.places: list[int] = []
@@ -218,3 +220,22 @@ def test_what_a_slow_replica_left_to_others_that_die_is_trained_in_the_next_wind
     assert len(run.ends_s) == 3
     assert min(run.replicas[0].trained) > 0
     assert sorted(run.places) == list(range(3 * 50 * SHARE))
+
+
+@pytest.mark.parametrize("batch_s", [(1.0, 0.1), (0.1, 0.3, 0.11), (2.0, 0.1, 0.1, 0.1)])
+def test_with_equal_shares_all_replicas_train_as_many_batches_however_slow_one_is(
+    batch_s: Sequence[float],
+) -> None:
+    run = Run(batch_s, 6 * len(batch_s), 3, is_equal=True)
+    run.run()
+    assert [one.trained[:3] for one in run.replicas] == [[6, 6, 6]] * len(batch_s)
+    assert sorted(run.places) == list(range(3 * 6 * len(batch_s) * SHARE))
+
+
+def test_with_equal_shares_the_others_train_what_a_replica_that_dies_leaves() -> None:
+    run = Run([0.5, 0.1, 0.1], 30, 2, is_equal=True)
+    run.run(lambda: run.replicas[0].batch > 2)
+    run.end(0)
+    run.run()
+    assert len(run.ends_s) == 2
+    assert sorted(run.places) == list(range(2 * 30 * SHARE))

@@ -136,7 +136,6 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
         (settings(sync__diloco_every=4), "sync.diloco_every is 4"),
         (settings(sync__grace_s=2), "sync.grace_s is 2"),
         (settings(sync__mode="quorum", sync__average_optimizer="true"), "sync.average_optimizer is True"),
-        (settings(balance__mode="measured"), "balance.mode is 'measured'"),
         (
             settings(sync__mode="diloco", sync__diloco_every=2, sync__diloco_overlap=3),
             "sync.diloco_overlap is 3",
@@ -161,16 +160,6 @@ def test_a_run_that_cannot_go_on_ends_with_status_1_and_says_how_to_resume(
 
     assert ended.value.exit_code == 1
     assert f"The coordinator has ended.\nTo resume: bireme resume {tmp_path}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["groups", "diloco"])
-def test_weights_that_ranks_share_are_refused_before_any_of_them_starts(mode: str) -> None:
-    run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})
-    graph, plan = gpt("layers=3,tied=true").graph, Plan((3,), 2, "1f1b", width=2)
-    data = cast(RunData, SimpleNamespace(training=[]))
-    nothing: Any = None
-    with pytest.raises(BiremeError, match="is shared by stages on several ranks"):
-        PreparedRun(run, nothing, graph, graph, SavedPlan(plan), None, None, data, nothing)
 
 
 @pytest.mark.parametrize("mode", ["quorum", "groups", "diloco"])

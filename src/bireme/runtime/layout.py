@@ -148,11 +148,15 @@ def _check_updates(source: ProgramSource) -> None:
                 )
 
 
-def unhurried(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
-    """The plan where ranks share parameters: their sums take long, so nobody waits for them unless asked."""
+def unhurried(
+    plan: AnyPlan, by_program: ProgramPlan, programs: Callable[[AnyPlan], ProgramPlan]
+) -> ProgramPlan:
+    """The plan where ranks share parameters: updates are early only where the plan asks for it, because sums
+    of tied gradients take long. `programs` gives the programs of a plan.
+    """
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and named.updates_early is None:
-        return replace(named, updates_early=False).by_program
+        return programs(replace(named, updates_early=False))
     return by_program
 
 

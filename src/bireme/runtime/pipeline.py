@@ -247,7 +247,8 @@ class Pipeline(HeldState):
         self._device = torch.device(device)
         check_supported(self._device)
         plan = on_pages(plan, self._device)
-        asked = runnable(plan if averaging is None else averaging.programs(plan))
+        programs = runnable if averaging is None else averaging.programs
+        asked = runnable(programs(plan))
         codec = parse_sum_codec(sum_codec)
         form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
@@ -267,7 +268,7 @@ class Pipeline(HeldState):
         self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         if self.layout.tied:
-            self.plan = unhurried(plan, self.plan)
+            self.plan = unhurried(plan, self.plan, programs)
         sharers = sharers_of(shard, self.layout)
         self.plan = for_sharers(plan, self.plan, shard)
         self._boundaries = Boundaries(graph, received_by(units, self.plan))
@@ -339,7 +340,8 @@ class Pipeline(HeldState):
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
-            self._updates.before_update = WeightDonations(averages, lambda: self._updates.scale).before_update
+            donations = WeightDonations(averages, self.stages, lambda: self._updates.scale)
+            self._updates.before_update = donations.before_update
         tell = on_instruction or teller(world)
         self._interpreter = Interpreter(
             self.stages, self._stage_messages, self._updates, tell, stopwatch, self._paging, self._averages

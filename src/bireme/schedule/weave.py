@@ -16,10 +16,10 @@ Where replicas share an optimizer (`updates_halfway`), what an update makes trav
 rule an update comes when half of the forwards between its REDUCE and the first use of its result have run:
 sums hide before it, and the weights after it.
 
-Where replicas average weights (`average_lag`), the sum stays inside the pipeline too. AVERAGE_START follows each, and AVERAGE_END comes as late as the first use of the version allows: the
-next batch hides the exchange. With a lag the mean becomes part of the version of a later update. A rank with
-several stages averages all of them at once: its updates of a batch follow each other, and so do their starts
-and their ends.
+Where replicas average weights (`average_lag`), the sum stays inside the pipeline too. AVERAGE_START follows
+each update, and AVERAGE_END comes as late as the first use of the version allows: the next batch hides the
+exchange. With a lag the mean becomes part of the version of a later update. A rank with several stages
+averages all of them at once: its updates of a batch follow each other, and so do their starts and their ends.
 """
 
 import math
@@ -172,9 +172,7 @@ def weave(
         recomputed=recomputed,
         average_lag=average_lag,
     )
-    is_early = (
-        updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
-    )
+    is_early = updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
     markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
     is_halfway = updates_halfway and rule is Rule.DELAYED and not is_early
     tracks = []

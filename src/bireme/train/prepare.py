@@ -31,8 +31,6 @@ from bireme.plan.plan_file import (
 )
 from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.report.plan_document import saved_plan_document, sync_document
-from bireme.runtime.averaging.diloco import check_untied
-from bireme.runtime.layout import layout_of
 from bireme.runtime.processes import has_server, start_process
 from bireme.train.base_weights import has_base, keep_base
 from bireme.train.captured_run import CapturedRun, micro_batches
@@ -172,19 +170,6 @@ def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
             f'sync.mode is "{mode}", in which whole {what} are sent from where they lie, but the plan '
             'offloads. Leave offloading out of the plan, or use sync.mode = "allreduce".'
         )
-    most = max(len(plan.source.stages_of(rank)) for rank in range(plan.source.num_ranks))
-    if run.sync.averages and most > 1:
-        raise BiremeError(
-            f'sync.mode is "{mode}", in which weights are averaged rank by rank, but {plan.schedule} has '
-            f'{most} stages on a rank. Use a schedule with one, such as 1f1b or 2bw, or sync.mode = "quorum".'
-        )
-
-
-def _check_tied(run: RunFile, plan: Plan, graph: Graph) -> None:
-    """Refuse weights that ranks of a replica share, where replicas average weights rank by rank."""
-    if run.sync.averages:
-        program = plan.by_program
-        check_untied(layout_of(graph, units_of(graph), program, 0, program.num_ranks))
 
 
 def check_paged(run: RunFile, plan: Plan) -> None:
@@ -236,7 +221,6 @@ class PreparedRun:
     def __post_init__(self) -> None:  # refuses replicas and shares that cannot be
         check_paged(self.run, self.plan.plan)
         check_replicas(self.run, self.plan.plan, self.data.training)
-        _check_tied(self.run, self.plan.plan, self.graph)
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
         check_schedule(self.run, self.plan.plan)
 

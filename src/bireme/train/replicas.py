@@ -4,6 +4,8 @@ import sys
 from dataclasses import replace
 
 from bireme.devices import Backend
+from bireme.model.units import units_of
+from bireme.runtime.layout import layout_of
 from bireme.runtime.quorum.launch import launch_replicas
 from bireme.runtime.quorum.site import Site
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
@@ -65,8 +67,15 @@ def replica_settings(
         num_samples=prepared.data.order(run.data.seed).num_samples,
         num_lines=run.sync.diloco_fragments,
         timeout_s=run.cluster.timeout_s if run.sync.averages else 0.0,
-        groups=GroupSettings(run.sync.connect_every),
+        is_equal=run.sync.averages and run.balance.mode == "off",
+        groups=GroupSettings(run.sync.connect_every, of_replicas=_shares_weights(prepared)),
     )
+
+
+def _shares_weights(prepared: PreparedRun) -> bool:
+    """Whether ranks of a replica share weights."""
+    program, graph = prepared.plan.plan.by_program, prepared.graph
+    return bool(layout_of(graph, units_of(graph), program, 0, program.num_ranks).tied)
 
 
 def launch_here(

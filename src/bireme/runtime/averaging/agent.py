@@ -116,12 +116,14 @@ class _Deals:
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
     """What a rank brings to a round: `make` is called in the agent's thread, once. It is of so many samples,
-    and the first `trained` batches of the replica are in it or in earlier ones.
+    and the first `trained` batches of the replica are in it or in earlier ones. A round that `is_due` is made
+    even if no replica has samples in it.
     """
 
     make: Callable[[], Contribution]
     num_samples: int = 0
     trained: int = 0
+    is_due: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,15 +141,23 @@ class SettledRound:
 
 
 class RankRounds:
-    """A line of rounds as one rank sees it; a sum lies in flats `like` these.
+    """A line of rounds as one rank sees it; a sum lies in flats `like` these, and `firsts` are those of their
+    `Contribution`.
 
     `at` is what it reports: there the rounds that it has used are committed. `next` is the first one whose
     sum the agent does not have, or has not heard to count.
     """
 
-    def __init__(self, number: int, like: Sequence[Tensor], device: torch.device | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        like: Sequence[Tensor],
+        firsts: Sequence[int | None],
+        device: torch.device | None,
+    ) -> None:
         self.number = number
         self.like = like
+        self.firsts = firsts
         self.at = RoundAt()
         self.next = 0
         self.offer: Offer | None = None
@@ -176,7 +186,7 @@ class RankRounds:
     def nothing(self, num_numbers: int) -> Contribution:
         """What a rank contributes that has nothing to add, and yet holds what others do."""
         flats = [torch.zeros(one.shape, dtype=one.dtype) for one in self.like]
-        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers)
+        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers, firsts=self.firsts)
 
 
 # What a rank has for those of its stage in other replicas: sums that count, and snapshots to heal from.
@@ -267,13 +277,11 @@ class AveragingAgent(PeerAgent):
 
     # The rank's thread.
 
-    def bind(self, likes: Sequence[Sequence[Tensor]]) -> None:
-        """Learn what the sums of each line lie in."""
+    def bind(self, likes: Sequence[Sequence[Tensor]], firsts: Sequence[int | None]) -> None:
+        """Learn what the sums of each line lie in. `firsts` are those of each line's contributions."""
         with self._changed:
-            before, self.lines = (
-                self.lines,
-                [RankRounds(n, like, self._device) for n, like in enumerate(likes)],
-            )
+            before = self.lines
+            self.lines = [RankRounds(number, like, firsts, self._device) for number, like in enumerate(likes)]
             for old, new in zip(before, self.lines, strict=False):
                 new.begin(old.at.committed)
 
@@ -335,7 +343,12 @@ class AveragingAgent(PeerAgent):
             line.offer = offer
             at = line.at
             line.at = replace(
-                at, ready=at.committed, num_samples=offer.num_samples, trained=offer.trained, lost=()
+                at,
+                ready=at.committed,
+                num_samples=offer.num_samples,
+                trained=offer.trained,
+                is_due=offer.is_due,
+                lost=(),
             )
         self._say()
 

@@ -1,10 +1,11 @@
 """What AVERAGE_START and AVERAGE_END do on a rank: its weights go to the agent, and means come back.
 
-`Averages` is what both modes share: the rank has one stage, and at the end of each window all replicas make
-one mean. Here are the averages of groups; those by outer steps are in `diloco.py`.
+`Averages` is what both modes share: a rank averages all its stages at once, and at the end of each window all
+replicas make one mean. Here are the averages of groups; those by outer steps are in `diloco.py`.
 """
 
 from abc import ABC, abstractmethod
+from binascii import crc32
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bireme.devices import is_accelerator
-from bireme.errors import BiremeError
 from bireme.memory.arena import Slots
 from bireme.runtime.averaging.agent import AveragingAgent, Offer, SettledRound
 from bireme.runtime.banks import WeightBanks
@@ -22,33 +22,76 @@ from bireme.schedule.instruction import Instruction
 from bireme.sync.exchange import SentBytes
 from bireme.sync.quorum.ring import Contribution
 
-# What the optimizer of a stage remembers of each weight, as flats that are averaged along with the weights.
+# The weights of a rank as the flats that are averaged: the arenas of all its stages, in their order.
 #
-# For each arena of weights there is a flat for each key of the optimizer's state, with elements at the same
+# A weight that several stages of a replica hold is a flat of its own. The order of the additions in its mean
+# follows from its name, so the mean has the same bits in all these stages, whatever else lies on their ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A flat: a range of an arena of a stage, with the slots of its weights in it. Where other stages hold
+    its weight too, `first` fixes the order in which its mean is summed.
+    """
+
+    stage: int
+    arena: int
+    begin: int
+    slots: Slots
+    first: int | None
+
+    def of(self, arena: Tensor) -> Tensor:
+        """This part of an arena's flat."""
+        return arena[self.begin : self.begin + self.slots.num_elements]
+
+
+def _parts_of(stages: Sequence[Stage], shared: Collection[str]) -> Iterator[_Part]:
+    """The parts of these stages; `shared` are the weights that several stages of the replica hold."""
+    for number, stage in enumerate(stages):
+        for place, arena in enumerate(stage.banks.newest_arenas):
+            groups: list[list[str]] = []
+            for name in arena.slots:
+                if name in shared or not groups or groups[-1][-1] in shared:
+                    groups.append([])
+                groups[-1].append(name)
+            for names in groups:
+                slots = Slots({name: arena.slots[name].shape for name in names})
+                first = crc32(names[0].encode()) if names[0] in shared else None
+                yield _Part(number, place, arena.slots[names[0]].begin, slots, first)
+
+
+# What the optimizer of a rank remembers of each weight, as flats that are averaged along with the weights.
+#
+# For each flat of weights there is a flat for each key of the optimizer's state, with elements at the same
 # places, so a fragment of the weights is one of them too. What an optimizer has not made yet counts as zeros,
 # with which it would begin, and is not written to.
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is remembered under a key of the weights in an arena."""
+    """What is remembered under a key of the weights in a part, which has that number."""
 
-    arena: int
-    slots: Slots
+    number: int
+    part: _Part
     key: str
     dtype: torch.dtype
 
 
 class _Moments:
-    """The flats of one stage; `places` are those of its elements in each arena of weights."""
+    """The flats of one rank; `places` are those of its elements in each flat of weights."""
 
-    def __init__(self, banks: WeightBanks) -> None:
-        self._banks = banks
-        kinds = banks.state_kinds()
+    def __init__(self, stages: Sequence[Stage], parts: Sequence[_Part]) -> None:
+        self._banks: list[WeightBanks] = [stage.banks for stage in stages]
+        kinds = [banks.state_kinds() for banks in self._banks]
         self._rows: list[_Row] = []
-        for number, arena in enumerate(banks.newest_arenas):
-            keys = dict(kind for name in arena.slots for kind in kinds.get(name, {}).items())
-            self._rows += [_Row(number, arena.slots, key, keys[key]) for key in sorted(keys)]
+        for number, part in enumerate(parts):
+            keys = dict(kind for name in part.slots for kind in kinds[part.stage].get(name, {}).items())
+            self._rows += [_Row(number, part, key, keys[key]) for key in sorted(keys)]
+
+    @property
+    def firsts(self) -> list[int | None]:
+        """What fixes the order of the additions in each flat."""
+        return [row.part.first for row in self._rows]
 
     def like(self, places: Sequence[slice]) -> list[Tensor]:
         """Flats of the same lengths and kinds, without memory."""
@@ -56,31 +99,31 @@ class _Moments:
 
     def taken(self, places: Sequence[slice]) -> list[Tensor]:
         """Copies on the host."""
-        state = self._banks.optimizer_state()
+        states = [banks.optimizer_state() for banks in self._banks]
         found = []
         for row in self._rows:
             flat = torch.zeros(_length(row, places), dtype=row.dtype)
-            for own, place in _held(row, state, places[row.arena]):
+            for own, place in _held(row, states[row.part.stage], places[row.number]):
                 flat[place].copy_(own)
             found.append(flat)
         return found
 
     def put(self, flats: Sequence[Tensor], places: Sequence[slice]) -> None:
         """Have the optimizer remember this from now on."""
-        state = self._banks.optimizer_state()
+        states = [banks.optimizer_state() for banks in self._banks]
         for row, flat in zip(self._rows, flats, strict=True):
-            for own, place in _held(row, state, places[row.arena]):
+            for own, place in _held(row, states[row.part.stage], places[row.number]):
                 own.copy_(flat[place])
 
 
 def _length(row: _Row, places: Sequence[slice]) -> int:
-    place = places[row.arena]
+    place = places[row.number]
     return int(place.stop - place.start)
 
 
 def _held(row: _Row, state: Mapping[str, Mapping[str, Any]], whole: slice) -> Iterator[tuple[Tensor, slice]]:
     """The parts of an optimizer's tensors within a place, and where each of them is in its flat."""
-    for name, slot in row.slots.items():
+    for name, slot in row.part.slots.items():
         own = state.get(name, {}).get(row.key)
         begin, end = max(slot.begin, whole.start), min(slot.end, whole.stop)
         if begin < end and isinstance(own, Tensor) and tuple(own.shape) == slot.shape:
@@ -97,7 +140,9 @@ class Met:
 
 
 class Averages(ABC):
-    """The averages of one rank, which has one stage; of its weights, or of its optimizer's state too."""
+    """The averages of one rank; of its weights, or of its optimizer's state too. `shared` are the weights
+    that several stages of its replica hold.
+    """
 
     def __init__(
         self,
@@ -105,27 +150,40 @@ class Averages(ABC):
         stages: Mapping[int, Stage],
         device: torch.device,
         *,
+        shared: Collection[str] = (),
         averages_optimizer: bool = False,
     ) -> None:
-        if len(stages) != 1:
-            raise BiremeError(
-                f"Replicas average weights rank by rank, and a rank has {len(stages)} stages. Use a schedule "
-                "with one stage on each rank, such as 1f1b, 2bw or 2bw-fresh."
-            )
         self.agent = agent
-        self.stage = next(iter(stages.values()))
+        self._stages = [stages[index] for index in sorted(stages)]
         self._device = device
-        self._moments = _Moments(self.stage.banks) if averages_optimizer else None
+        self._parts = tuple(_parts_of(self._stages, shared))
+        self._moments = _Moments(self._stages, self._parts) if averages_optimizer else None
+        self._num_started = self._num_ended = 0
+        """Of the stages, those that have come to the start or the end of the present average."""
         self.sent = SentBytes()
         """What this rank has sent to others."""
 
-    @abstractmethod
     def start(self, step: Instruction) -> None:
-        """AVERAGE_START: the weights of an update may be averaged."""
+        """AVERAGE_START: the weights of an update may be averaged, once those of all stages may."""
+        self._num_started += 1
+        if self._num_started == len(self._stages):
+            self._num_started = 0
+            self._start_batch(step.batch)
+
+    def end(self, step: Instruction) -> None:
+        """AVERAGE_END: wait for the new weights of all stages, and write them; no stage uses them before."""
+        self._num_ended += 1
+        if self._num_ended == len(self._stages):
+            self._num_ended = 0
+            self._end_batch(step.batch)
 
     @abstractmethod
-    def end(self, step: Instruction) -> None:
-        """AVERAGE_END: wait for what the weights become, and write it."""
+    def _start_batch(self, batch: int) -> None:
+        """All stages have made their update of a batch."""
+
+    @abstractmethod
+    def _end_batch(self, batch: int) -> None:
+        """The average after a batch is to be written."""
 
     @abstractmethod
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
@@ -161,13 +219,32 @@ class Averages(ABC):
             self._moments.put(flats, places)
 
     @property
+    def _firsts(self) -> list[int | None]:
+        """What fixes the order of the additions in each flat that is averaged."""
+        own = [part.first for part in self._parts]
+        return own if self._moments is None else [*own, *self._moments.firsts]
+
+    @property
     def _everywhere(self) -> list[slice]:
         """The places of all weights."""
-        return [slice(0, flat.numel()) for flat in self._flats]
+        return [slice(0, part.slots.num_elements) for part in self._parts]
 
     @property
     def _flats(self) -> list[Tensor]:
-        return [arena.flat for arena in self.stage.banks.newest_arenas]
+        """The newest weights."""
+        arenas = [stage.banks.newest_arenas for stage in self._stages]
+        return [part.of(arenas[part.stage][part.arena].flat) for part in self._parts]
+
+    def _write(self, write: Callable[[int, Tensor], object], *, is_drained: bool = False) -> None:
+        """Have the newest weights changed in place: `write` is given the number of each flat and the flat."""
+        for place, stage in enumerate(self._stages):
+
+            def write_all(arenas: Sequence[Tensor], place: int = place) -> None:
+                for number, part in enumerate(self._parts):
+                    if part.stage == place:
+                        write(number, part.of(arenas[part.arena]))
+
+            stage.banks.average(stage.banks.newest_version, write_all, is_drained=is_drained)
 
     def _event(self) -> torch.Event | None:
         """What the rank's stream has had to do by now, on an accelerator."""
@@ -187,57 +264,50 @@ class GroupAverages(Averages):
         stages: Mapping[int, Stage],
         device: torch.device,
         *,
+        shared: Collection[str] = (),
         averages_optimizer: bool = False,
     ) -> None:
-        super().__init__(agent, stages, device, averages_optimizer=averages_optimizer)
+        super().__init__(agent, stages, device, shared=shared, averages_optimizer=averages_optimizer)
         like = [torch.empty_like(flat, device="meta") for flat in self._flats]
-        agent.bind([[*like, *self._moments_like(self._everywhere)]])
+        agent.bind([[*like, *self._moments_like(self._everywhere)]], self._firsts)
 
-    def start(self, step: Instruction) -> None:
+    def _start_batch(self, batch: int) -> None:
         """Nobody writes to these weights before the mean is part of them, so they are not copied."""
-        offered = self._offered()
-        self.agent.arrive(step.batch, lambda: Contribution(offered(), b"", 1.0, 1.0))
+        self.agent.arrive(batch, self._offer(()))
 
-    def end(self, step: Instruction) -> None:
-        """Wait for the group."""
-        assert step.version is not None
-        job = self.agent.group(step.batch)
+    def _end_batch(self, batch: int) -> None:
+        job = self.agent.group(batch)
         if job.result is not None:
             self._note(job.size, job.result.flats)
-            self._write(step.version, job.result.flats)
+            self._become(job.result.flats)
             self.agent.give_back(job)
 
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """All weights become their mean."""
-        offered, mean = self._offered(), self.agent.lines[-1]
-
-        def make() -> Contribution:
-            return Contribution(offered(), b"", 1.0, 1.0, (), numbers)
-
+        mean = self.agent.lines[-1]
         self.agent.drain()
-        self.agent.offer(mean, Offer(make, trained=num_trained))
+        self.agent.offer(mean, Offer(self._offer(numbers), trained=num_trained))
         self.agent.wait_settled([mean])
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
         self._note(len(settled.parts), settled.result.flats)
-        self._write(self.stage.banks.newest_version, settled.result.flats, is_drained=True)
+        self._become(settled.result.flats, is_drained=True)
         mean.give_back(settled.result)
         return met(settled)
 
-    def _offered(self) -> Callable[[], Sequence[Tensor]]:
+    def _offer(self, numbers: tuple[float, ...]) -> Callable[[], Contribution]:
         """What gives the weights as they are, and the optimizer's state, where and when they are needed."""
-        flats, ready = self._flats, self._event()
-        return lambda: [*copied(flats, ready), *self._moments_taken(self._everywhere)]
+        flats, ready, firsts = self._flats, self._event(), self._firsts
 
-    def _write(self, version: int, means: Sequence[Tensor], *, is_drained: bool = False) -> None:
-        num = len(self._flats)
+        def make() -> Contribution:
+            own = [*copied(flats, ready), *self._moments_taken(self._everywhere)]
+            return Contribution(own, b"", 1.0, 1.0, (), numbers, firsts=firsts)
 
-        def write(flats: Sequence[Tensor]) -> None:
-            for flat, mean in zip(flats, means[:num], strict=True):
-                flat.copy_(mean)
+        return make
 
-        self.stage.banks.average(version, write, is_drained=is_drained)
-        self._put_moments(means[num:], self._everywhere)
+    def _become(self, means: Sequence[Tensor], *, is_drained: bool = False) -> None:
+        self._write(lambda number, flat: flat.copy_(means[number]), is_drained=is_drained)
+        self._put_moments(means[len(self._parts) :], self._everywhere)
 
 
 def met(settled: SettledRound) -> Met:

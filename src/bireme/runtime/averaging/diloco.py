@@ -14,8 +14,13 @@ A replica's weights move with the start, and keep what it has trained since it o
 not in a round keeps its drift for the next one.
 
 Rounds are due by batches of the run, so all replicas have the same ones. One that trains so few batches that
-it passes several rounds of a fragment at once has nothing to add to all but the first. Whoever waits for a
-round has offered all that were due before it, so nobody waits in a circle.
+it passes several rounds of a fragment at once has nothing to add to all but the first. A rank offers at
+AVERAGE_START and follows rounds at AVERAGE_END alone, so all ranks of a replica follow the same rounds after
+the same batches, and weights that several of them hold stay the same to the last bit.
+
+A replica waits for a round only where it has offered all that were due before it, as far as it has got the
+rounds before those. So a replica that others wait for is at an earlier place of the run than they are, and no
+replicas wait in a circle.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,7 +41,6 @@ from bireme.runtime.layout import AnyPlan, Layout
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
-from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.quorum.ring import Contribution
@@ -65,18 +69,22 @@ def num_due(settings: DilocoSettings, fragment: int, batches: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """A part of each flat; `due` rounds of it are due. `offered` is the drift that was offered last, with the
-    optimizer's `moments`, after the `batch`, of so many samples; `counted` are the samples in drifts that
-    were in rounds.
+    """A part of each flat. Rounds below `due` were due after the `batch`, and the replica has not got all of
+    them. `offered` is the drift after that batch, with the optimizer's `moments`, as long as it has not been
+    in a round; it is of so many `samples`, and `counted` are those in drifts that were in rounds.
     """
 
     places: tuple[slice, ...]
     due: int = 0
-    offered: list[Tensor] = field(default_factory=list)
+    offered: list[Tensor] | None = None
     moments: list[Tensor] = field(default_factory=list)
     batch: int | None = None
     samples: int = 0
     counted: int = 0
+
+    def forget(self) -> None:
+        """The replica has got all rounds that were due."""
+        self.offered, self.moments, self.batch = None, [], None
 
     def of(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """This part of some flats."""
@@ -95,47 +103,54 @@ class _DilocoAverages(Averages):
         batch_size: int,
         first: int,
         *,
+        shared: Collection[str] = (),
         averages_optimizer: bool = False,
     ) -> None:
-        super().__init__(agent, stages, device, averages_optimizer=averages_optimizer)
+        super().__init__(agent, stages, device, shared=shared, averages_optimizer=averages_optimizer)
         self._settings, self._batch_size, self._first = settings, batch_size, first
         host = torch.device("cpu")
-        arenas = self.stage.banks.newest_arenas
-        self._start = [Arena(one.slots, one.flat.dtype, host) for one in arenas]
-        self._momentum = [Arena(one.slots, one.flat.dtype, host) for one in arenas]
-        sizes = [arena.flat.numel() for arena in arenas]
+        flats = self._flats
+        self._start, self._momentum = (
+            [Arena(part.slots, flat.dtype, host) for part, flat in zip(self._parts, flats, strict=True)]
+            for _ in range(2)
+        )
+        sizes = [flat.numel() for flat in flats]
         num = settings.fragments
         self._fragments = [
             _Fragment(tuple(slice(size * one // num, size * (one + 1) // num) for size in sizes))
             for one in range(num)
         ]
-        self._samples = 0
+        self._samples = self._batches = 0
+        """Samples that this replica has trained, and batches of the run, as far as its own are."""
         self.load({})
-        whole = [torch.empty_like(one.flat, device="meta") for one in self._start]
+        whole = [torch.empty_like(flat, device="meta") for flat in flats]
         agent.bind(
             [
                 *([*one.of(whole), *self._moments_like(one.places)] for one in self._fragments),
                 [*whole, *self._moments_like(self._everywhere)],
-            ]
+            ],
+            self._firsts,
         )
 
-    def start(self, step: Instruction) -> None:
+    def _start_batch(self, batch: int) -> None:
         """Offer the drift of fragments whose rounds are due."""
-        deal = self.agent.deals.of(step.batch)
+        deal = self.agent.deals.of(batch)
         self._samples += deal.num_samples
-        batches = deal.samples[0].begin // self._batch_size + 1
-        self._use_up()  # so that drifts are since the last rounds that there are
+        # Samples that are dealt again may be of an earlier batch of the run.
+        self._batches = max(self._batches, deal.samples[0].begin // self._batch_size + 1)
         for number, fragment in enumerate(self._fragments):
-            due = num_due(self._settings, number, batches) - num_due(self._settings, number, self._first)
-            fragment.due = max(fragment.due, due)
-            if fragment.batch is None and self.agent.lines[number].at.committed < fragment.due:
-                self._offer(number, step.batch)
+            due = num_due(self._settings, number, self._batches) - num_due(
+                self._settings, number, self._first
+            )
+            if fragment.batch is None and self.agent.lines[number].at.committed < due:
+                fragment.due, fragment.batch = due, batch
+                self._offer(number)
 
-    def end(self, step: Instruction) -> None:
-        """Wait for rounds that what was offered after that batch has a part in."""
-        while any(one.batch == step.batch for one in self._fragments):
-            self.agent.wait_settled(self.agent.lines[:-1])
-            self._use_up()
+    def _end_batch(self, batch: int) -> None:
+        """Follow the rounds of all fragments that were due after that batch."""
+        while lines := [self.agent.lines[n] for n, one in enumerate(self._fragments) if one.batch == batch]:
+            self.agent.wait_settled(lines)
+            self._use_up(lines)
 
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """One outer step of all fragments from all drifts; all weights are what it makes.
@@ -148,7 +163,9 @@ class _DilocoAverages(Averages):
         offered = [*drifts, *self._moments_taken(self._everywhere)]
 
         def make() -> Contribution:
-            return Contribution(offered, b"", float(samples), float(samples), (), numbers)
+            return Contribution(
+                offered, b"", float(samples), float(samples), (), numbers, firsts=self._firsts
+            )
 
         self.agent.drain()
         self.agent.offer(mean, Offer(make, samples, num_trained))
@@ -156,16 +173,15 @@ class _DilocoAverages(Averages):
             for line in lines:
                 self._offer_nothing(line)
             self.agent.wait_settled(self.agent.lines)
-            self._use_up()
-        self._use_up()
+            self._use_up(lines)
+        self._use_up(lines)
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
         self._note(len(settled.parts), settled.result.flats)
         for number, fragment in enumerate(self._fragments):
             self._step(number, fragment.of(settled.result.flats[: len(drifts)]), settled)
             fragment.counted = self._samples
-        banks = self.stage.banks
-        banks.average(banks.newest_version, self._become_start, is_drained=True)
+        self._write(lambda number, flat: flat.copy_(self._start[number].flat), is_drained=True)
         if _weight(settled):
             self._put_moments(settled.result.flats[len(drifts) :], self._everywhere)
         mean.give_back(settled.result)
@@ -181,73 +197,69 @@ class _DilocoAverages(Averages):
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """The start is what was saved of it, or the weights."""
-        for momentum, start, arena in zip(
-            self._momentum, self._start, self.stage.banks.newest_arenas, strict=True
-        ):
+        for momentum, start, flat in zip(self._momentum, self._start, self._flats, strict=True):
             momentum.flat.zero_()
-            start.flat.copy_(arena.flat)
+            start.flat.copy_(flat)
             for section, own in ((_MOMENTUM, momentum), (_START, start)):
                 for name, view in own.views.items():
                     if (found := saved.get(f"{section}/{name}")) is not None:
                         view.copy_(found)
 
-    def _offer(self, number: int, batch: int) -> None:
+    def _offer(self, number: int) -> None:
         fragment = self._fragments[number]
-        drifts = self._drifts(fragment.of(self._flats), fragment.of([one.flat for one in self._start]))
-        fragment.offered, fragment.batch, fragment.samples = drifts, batch, self._samples
-        fragment.moments = self._moments_taken(fragment.places)
+        fragment.offered = self._drifts(
+            fragment.of(self._flats), fragment.of([one.flat for one in self._start])
+        )
+        fragment.moments, fragment.samples = self._moments_taken(fragment.places), self._samples
         self._tell_offer(number)
 
     def _tell_offer(self, number: int) -> None:
-        fragment = self._fragments[number]
+        """Have a part in the next round of a line with what was offered and has not been in one."""
+        fragment, line = self._fragments[number], self.agent.lines[number]
+        if fragment.offered is None:
+            self._offer_nothing(line, is_due=True)
+            return
         assert fragment.batch is not None, "it was offered after a batch"
         offered, samples = [*fragment.offered, *fragment.moments], fragment.samples - fragment.counted
 
         def make() -> Contribution:
-            return Contribution(offered, b"", float(samples), float(samples))
+            return Contribution(offered, b"", float(samples), float(samples), firsts=self._firsts)
 
-        self.agent.offer(self.agent.lines[number], Offer(make, samples, fragment.batch + 1))
+        self.agent.offer(line, Offer(make, samples, fragment.batch + 1))
 
     def _drifts(self, weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
         return [start - own.to("cpu") for own, start in zip(weights, starts, strict=True)]
 
-    def _use_up(self) -> None:
-        """Follow all rounds that count."""
-        for line, fragment in zip(self.agent.lines, self._fragments, strict=False):
+    def _use_up(self, lines: Sequence[RankRounds]) -> None:
+        """Follow the rounds of these lines that count, but none of a fragment after those that were due."""
+        for line in lines:
+            fragment = self._fragments[line.number]
             while (settled := self.agent.take(line)) is not None:
                 self._follow(line, fragment, settled)
-                if line.at.committed >= fragment.due:
-                    fragment.offered, fragment.moments, fragment.batch = [], [], None
-                elif fragment.batch is not None:
+                if line.at.committed < fragment.due:
                     self._tell_offer(line.number)
-                else:
-                    self._offer_nothing(line)
+                    continue
+                if fragment.batch is not None:
+                    fragment.forget()
+                    break
 
-    def _offer_nothing(self, line: RankRounds) -> None:
+    def _offer_nothing(self, line: RankRounds, *, is_due: bool = False) -> None:
         """Have a part in the next round of a line without anything to add."""
-        self.agent.offer(line, Offer(lambda: line.nothing(0)))
+        self.agent.offer(line, Offer(lambda: line.nothing(0), is_due=is_due))
 
     def _follow(self, line: RankRounds, fragment: _Fragment, settled: SettledRound) -> None:
         self._note(len(settled.parts), settled.result.flats)
-        befores = [start.clone() for start in fragment.of([one.flat for one in self._start])]
+        starts = fragment.of([one.flat for one in self._start])
+        befores = [start.clone() for start in starts]
         self._step(line.number, settled.result.flats, settled)
-        changes = [
-            start.sub(before)
-            for start, before in zip(fragment.of([one.flat for one in self._start]), befores, strict=True)
-        ]
-        if fragment.batch is not None and settled.is_own:
+        changes = [start.sub(before) for start, before in zip(starts, befores, strict=True)]
+        if fragment.offered is not None and settled.is_own:
             for change, drift in zip(changes, fragment.offered, strict=True):
                 change.add_(drift)
             self._put_moments(settled.result.flats[len(changes) :], fragment.places)
-            fragment.counted = fragment.samples
-            fragment.offered, fragment.moments, fragment.batch = [], [], None
+            fragment.counted, fragment.offered, fragment.moments = fragment.samples, None, []
         line.give_back(settled.result)
-
-        def write(flats: Sequence[Tensor]) -> None:
-            for flat, change in zip(fragment.of(flats), changes, strict=True):
-                flat.add_(change.to(flat.device))
-
-        self.stage.banks.average(self.stage.banks.newest_version, write)
+        self._write(lambda number, flat: flat[fragment.places[number]].add_(changes[number].to(flat.device)))
 
     @torch.no_grad()
     def _step(self, number: int, means: Sequence[Tensor], settled: SettledRound) -> None:
@@ -263,10 +275,6 @@ class _DilocoAverages(Averages):
         ):
             buffer.mul_(asked.momentum).add_(mean)
             start.sub_((mean + asked.momentum * buffer) * asked.rate)
-
-    def _become_start(self, flats: Sequence[Tensor]) -> None:
-        for flat, start in zip(flats, self._start, strict=True):
-            flat.copy_(start.flat)
 
 
 def _weight(settled: SettledRound) -> float:
@@ -320,9 +328,11 @@ class Averaging:
 
     def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:
         """The averages of a rank."""
-        check_untied(layout)
+        shared = layout.tied.keys() | layout.repeated
         if self.diloco is None:
-            return GroupAverages(self.agent, stages, device, averages_optimizer=self.averages_optimizer)
+            return GroupAverages(
+                self.agent, stages, device, shared=shared, averages_optimizer=self.averages_optimizer
+            )
         return _DilocoAverages(
             self.agent,
             stages,
@@ -330,33 +340,35 @@ class Averaging:
             self.diloco,
             self.batch_size,
             self.first,
+            shared=shared,
             averages_optimizer=self.averages_optimizer,
         )
 
 
-def check_untied(layout: Layout) -> None:
-    """Refuse weights that ranks share: each rank averages its own."""
-    if layout.tied:
-        raise BiremeError(
-            f"{next(iter(layout.tied))} is shared by stages on several ranks, and replicas average "
-            'weights rank by rank, so its copies would part. Untie it, or use sync.mode = "quorum".'
-        )
-
-
 class WeightDonations:
-    """Takes snapshots for other replicas, of the rank's stage right before an update."""
+    """Takes snapshots for other replicas, of all stages of a rank right before the first of them is updated
+    from a batch: updates of a batch follow each other.
+    """
 
-    def __init__(self, averages: Averages, clip_scale: Callable[[], float]) -> None:
-        self._averages, self._clip_scale = averages, clip_scale
+    def __init__(
+        self, averages: Averages, stages: Mapping[int, Stage], clip_scale: Callable[[], float]
+    ) -> None:
+        self._averages, self._stages, self._clip_scale = averages, stages, clip_scale
+        self._updated = -1
+        """The last batch that a stage was updated from."""
 
-    def before_update(self, stage: Stage, batch: int) -> None:
-        """The stage is about to make the update of a batch."""
+    def before_update(self, _stage: Stage, batch: int) -> None:
+        """A stage is about to make the update of a batch."""
+        if batch == self._updated:
+            return
+        self._updated = batch
         agent = self._averages.agent
         name = agent.due(batch)
         if name is None:
             return
-        names = [*stage.banks.newest(), *stage.buffers]
-        tensors = sections_of(stage, names, replica=0) | self._averages.donated()
+        tensors = self._averages.donated()
+        for stage in self._stages.values():
+            tensors |= sections_of(stage, [*stage.banks.newest(), *stage.buffers], replica=0)
         agent.provide(name, Snapshot(batch, self._clip_scale(), tensors))
 
 

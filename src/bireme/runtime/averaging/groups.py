@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -48,6 +49,8 @@ class RankGroups:
         self.is_drained = False
         self._own, self._add_up, self._changed, self._say = own, add_up, changed, say
         self._at: GroupAt | None = None
+        self._last: GroupReply | None = None
+        """The group that the rank took last."""
         self._wait_s = first_wait_s()
         self._buffers = Buffers(device)
 
@@ -62,7 +65,7 @@ class RankGroups:
         """The weights after a batch may be averaged; returns at once."""
         with self._changed:
             self.job = GroupJob(batch, make)
-        self._tell(GroupAt(batch, self._wait_s))
+        self._tell(batch)
 
     def give_back(self, job: GroupJob) -> None:
         """The mean of a group is used."""
@@ -79,15 +82,16 @@ class RankGroups:
             return False
         key = group.number, group.attempt
         if group.is_settled and (len(group.members) == 1 or job.attempt == key):
-            self._finish(job, len(group.members))
+            self._finish(job, group)
             return True
         if key in (job.attempt, job.failed) or len(group.members) == 1:
             return False
         self._attempt(job, group, word, window)
         return True
 
-    def _finish(self, job: GroupJob, size: int) -> None:
-        self._wait_s = next_wait_s(self._wait_s, size)
+    def _finish(self, job: GroupJob, group: GroupReply) -> None:
+        size = len(group.members)
+        self._wait_s, self._last = next_wait_s(self._wait_s, size), group
         job.size = size
         if size == 1 and job.result is not None:  # the others have died
             self._buffers.give_back(job.result)
@@ -122,12 +126,12 @@ class RankGroups:
             job.result = None
             if isinstance(error, LineBroken):
                 job.failed = key
-                self._tell(GroupAt(job.batch, self._wait_s, attempt=group.attempt, is_broken=True))
+                self._tell(job.batch, attempt=group.attempt, is_broken=True)
             return
         job.attempt = key
-        self._tell(GroupAt(job.batch, self._wait_s, summed=group.number, attempt=group.attempt))
+        self._tell(job.batch, summed=group.number, attempt=group.attempt)
 
-    def _tell(self, at: GroupAt) -> None:
+    def _tell(self, batch: int, **more: Any) -> None:
         with self._changed:
-            self._at = at
+            self._at = GroupAt(batch, self._wait_s, last=self._last, **more)
         self._say()

@@ -292,7 +292,9 @@ def _with_line(state: CoordinatorState, number: int, now_s: float, lines: Lines)
         and (_is_of_means(state, line) or _is_in_window(state, membership.reports(one.own_life)))
     }
     if state.settings.mode is SyncMode.DILOCO and not _is_of_means(state, line) and not any(ready.values()):
-        ready = {}  # those who drain have nothing to add, but hold what others do
+        # Those who drain have nothing to add, but hold what others do.
+        waiting = {one for one in ready if any(_at(r, line.number).is_due for r in _reports(state, one))}
+        ready = ready if waiting else {}
     line = next_grant(
         line,
         ready,

@@ -33,7 +33,7 @@ from bireme.sync.coordinator.groups import (
     groups_step,
     next_deadline_s,
 )
-from bireme.sync.coordinator.messages import TERM, CoordinatorReply, GroupReply, RankId, Report
+from bireme.sync.coordinator.messages import TERM, CoordinatorReply, GroupReply, RankId, Report, joint
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
     CoordinatorState,
@@ -56,7 +56,7 @@ def _with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> Coordin
     if not membership.is_installed:
         return state
     if state.groups is None:
-        groups = groups_begun(state.settings.groups, state.settings.num_stages, membership.replicas)
+        groups = groups_begun(state.settings.groups, state.settings.num_formers, membership.replicas)
         state = replace(state, groups=groups)
     assert state.groups is not None, "it was just made"
     there, now = state.groups.members, set(membership.replicas)
@@ -69,7 +69,7 @@ def _with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> Coordin
     for _, heard in sorted(membership.heard.items()):
         state = _with_report(state, heard.report, now_s)
     state = _with_event(state, GroupTick(), now_s)
-    return with_trained(state, state.settings.num_stages, lines)
+    return with_trained(state, state.settings.num_formers, lines)
 
 
 def _with_group_of(state: CoordinatorState, report: Report, now_s: float, lines: Lines) -> CoordinatorState:
@@ -79,12 +79,16 @@ def _with_group_of(state: CoordinatorState, report: Report, now_s: float, lines:
     if state.groups is None:
         return _with_groups(state, now_s, lines)
     state = _with_report(state, report, now_s)
-    return with_trained(state, state.settings.num_stages, lines)
+    return with_trained(state, state.settings.num_formers, lines)
 
 
 def _with_report(state: CoordinatorState, report: Report, now_s: float) -> CoordinatorState:
-    stage, replica, at = report.rank.stage, report.rank.replica, report.group
-    if at is None or report.epoch != state.membership.epoch or replica not in state.membership.replicas:
+    stage, replica = state.settings.former_of(report.rank.stage), report.rank.replica
+    of_replicas = state.settings.groups.of_replicas
+    reports = state.membership.reports(report.rank.own_life) if of_replicas else [report]
+    at = joint([one.group for one in reports])
+    is_known = all(one.epoch == state.membership.epoch for one in reports)
+    if at is None or not is_known or replica not in state.membership.replicas:
         return state
     if at.arrived is not None and _is_new(state, stage, replica, at.arrived):
         state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
@@ -98,7 +102,7 @@ def _with_report(state: CoordinatorState, report: Report, now_s: float) -> Coord
         state = _with_event(state, GroupSummed(stage, replica, at.summed, at.attempt), now_s)
     elif at.summed is None and at.is_broken and word is not None:
         state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
-    has_drained = at.is_drained and _is_of_window(state, report)
+    has_drained = at.is_drained and all(_is_of_window(state, one) for one in reports)
     if has_drained and is_present:
         state = replace(state, paces=state.paces.idle(stage, replica))
         state = _with_event(state, Drained(stage, replica), now_s)
@@ -350,7 +354,7 @@ def word_for(state: CoordinatorState, rank: RankId, kept: tuple[int, ...] | None
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
         heals=state.heals,
-        group=state.group_words.get((rank.stage, rank.replica)),
+        group=state.group_words.get((state.settings.former_of(rank.stage), rank.replica)),
         standstill=state.standstill,
         is_dropped=membership.is_over(rank.own_life),
         is_lost=is_lost(state),

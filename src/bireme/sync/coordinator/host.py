@@ -5,7 +5,7 @@ have replaced it: when a rank knows a later term, when a rank was told more than
 many members are out of reach that others may have taken up. Then it waits like any other host.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -23,6 +23,7 @@ from bireme.sync.coordinator.messages import (
     Incarnation,
     RankId,
     Report,
+    joint,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Pool, SyncMode
 from bireme.sync.coordinator.state import (
@@ -42,35 +43,39 @@ from bireme.sync.coordinator.windows import with_own_batches
 #
 # A group counts once all of its members hold the mean of its last attempt, and nobody uses it before. So if
 # all members that call hold it or have gone on, it may have counted, and so it does. If one of them does not,
-# it has not counted, and those who call wait for a group again.
+# it has not counted, and those who call wait for a group again. Where groups are of replicas, a rank that has
+# gone on tells of the group with which it did, and the others of its replica follow it.
 
-_Reports = Mapping[tuple[int, int], Report]
-"""By stage and replica."""
+_Reports = Mapping[tuple[int, int], Sequence[Report]]
+"""By former and replica, those of the ranks that are there together."""
 
 
 def _with_known_groups(state: CoordinatorState, callers: Collection[Incarnation]) -> CoordinatorState:
     """With the groups that these replicas know of as they are now."""
-    heard: dict[tuple[int, int], Report] = {
-        (rank.stage, rank.replica): each.report
-        for rank, each in state.membership.heard.items()
-        if rank.own_life in callers
-    }
     settings = state.settings
-    groups = groups_begun(settings.groups, settings.num_stages, [one.replica for one in callers])
+    heard: dict[tuple[int, int], list[Report]] = {}
+    for rank, each in state.membership.heard.items():
+        if rank.own_life in callers:
+            key = settings.former_of(rank.stage), rank.replica
+            heard.setdefault(key, []).append(each.report)
+    groups = groups_begun(settings.groups, settings.num_formers, [one.replica for one in callers])
     latest: list[dict[int, int]] = [{} for _ in groups.formers]
     words, trained = dict(state.group_words), dict(state.trained)
-    for (stage, replica), report in heard.items():
-        if report.group is None or report.group.arrived is None:
+    for (former, replica), reports in heard.items():
+        at = joint([one.group for one in reports])
+        if at is None or at.arrived is None:
             continue
-        batch, group = report.group.arrived, _known(report)
-        counts = group is not None and _may_count(group, stage, heard)
+        member = GroupMember(replica, at.arrived)
+        group = _group_of(reports, member)
+        counts = group is not None and _may_count(group, former, heard)
         if group is not None and counts:
-            words[stage, replica] = replace(group, is_settled=True)
+            words[former, replica] = replace(group, is_settled=True)
             if len(group.members) > 1:
-                before = trained.get((replica, stage), 0)
-                trained[replica, stage] = max(before, batch + 1)
-        latest[stage][replica] = batch - (not counts)
-    numbers = [group.number for report in heard.values() if (group := _last(report)) is not None]
+                before = trained.get((replica, former), 0)
+                trained[replica, former] = max(before, member.batch + 1)
+        latest[former][replica] = member.batch - (not counts)
+    told = [_last(one) for reports in heard.values() for one in reports]
+    numbers = [group.number for group in told if group is not None]
     formers = tuple(replace(former, latest=own) for former, own in zip(groups.formers, latest, strict=True))
     groups = replace(groups, formers=formers, num_groups=max(numbers, default=-1) + 1)
     return replace(state, groups=groups, group_words=words, trained=trained)
@@ -82,27 +87,31 @@ def _last(report: Report) -> GroupReply | None:
     return None if last is None else last.group
 
 
-def _known(report: Report) -> GroupReply | None:
-    """The group that a rank was told of, if it is that of its last arrival."""
-    group, at = _last(report), report.group
-    if group is None or at is None or at.arrived is None:
-        return None
-    return group if GroupMember(report.rank.replica, at.arrived) in group.members else None
+def _group_of(reports: Sequence[Report], member: GroupMember) -> GroupReply | None:
+    """The last group that ranks of a replica know of after that batch: one that is settled, if any is."""
+    known = [
+        group
+        for report in reports
+        for group in (_last(report), None if report.group is None else report.group.last)
+        if group is not None and member in group.members
+    ]
+    return max(known, key=lambda one: (one.is_settled, one.number, one.attempt), default=None)
 
 
-def _may_count(group: GroupReply, stage: int, heard: _Reports) -> bool:
+def _may_count(group: GroupReply, former: int, heard: _Reports) -> bool:
     if group.is_settled:
         return True
     return all(
-        _has(heard[stage, one.replica], one, group) for one in group.members if (stage, one.replica) in heard
+        _has(report, one, group) for one in group.members for report in heard.get((former, one.replica), ())
     )
 
 
 def _has(report: Report, one: GroupMember, group: GroupReply) -> bool:
-    """Whether a member of a group holds its mean, or has gone on with it."""
-    at, known = report.group, _known(report)
+    """Whether a rank of a member of a group holds its mean, or has gone on with it."""
+    at = report.group
     if at is None or at.arrived is None or at.arrived < one.batch:
         return False
+    known = _group_of([report], GroupMember(one.replica, at.arrived))
     is_past = at.arrived > one.batch or (known is not None and known.is_settled)
     return is_past or (at.summed, at.attempt) == (group.number, group.attempt)
 

@@ -32,7 +32,7 @@ dealt. Then they drain, and all of them make one mean: a round of the last line,
 in. The number of that round is the number of the window.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -107,7 +107,8 @@ class RoundAt:
     are replicas that it could not reach in that attempt, or as the source of a committed sum. `last` is the
     committed round that it took last, without sources. `busy_s` are the seconds that its device was busy with
     the contribution. In `diloco` it says of its contribution how many samples it is of, and that the first
-    `trained` batches are in it or in earlier ones.
+    `trained` batches are in it or in earlier ones. It `is_due` if the rank waits for the round even if no
+    replica has samples in it.
     """
 
     committed: int = 0
@@ -118,6 +119,7 @@ class RoundAt:
     busy_s: float = 0.0
     num_samples: int = 0
     trained: int = 0
+    is_due: bool = False
     last: "Commit | None" = None
 
 
@@ -127,7 +129,8 @@ class GroupAt:
 
     `wait_s` is how long it would wait for others, if it opens the group. `summed` is the group
     that it holds the mean of, made in `attempt`; `is_broken` says that it could not reach another member in
-    that attempt. One that `is_drained` has no batch left in its window.
+    that attempt. One that `is_drained` has no batch left in its window. `last` is the settled group that it
+    took last.
     """
 
     arrived: int | None = None
@@ -136,6 +139,28 @@ class GroupAt:
     attempt: int = 0
     is_broken: bool = False
     is_drained: bool = False
+    last: "GroupReply | None" = None
+
+
+def joint(places: Sequence[GroupAt | None]) -> GroupAt | None:
+    """Where a replica is whose ranks are there: at the earliest of their batches, and it holds a mean, or has
+    drained, once all of them do. None if a rank is nowhere yet.
+    """
+    found = [one for one in places if one is not None]
+    if not found or len(found) < len(places):
+        return None
+    arrived = [one.arrived for one in found if one.arrived is not None]
+    sums = {(one.summed, one.attempt) for one in found}
+    broken = [one.attempt for one in found if one.is_broken]
+    summed, attempt = sums.pop() if len(sums) == 1 else (None, max(broken, default=0))
+    return GroupAt(
+        min(arrived) if len(arrived) == len(found) else None,
+        max(one.wait_s for one in found),
+        summed,
+        attempt,
+        is_broken=bool(broken),
+        is_drained=all(one.is_drained for one in found),
+    )
 
 
 @dataclass(frozen=True, slots=True)

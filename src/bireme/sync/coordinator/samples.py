@@ -35,11 +35,14 @@ class SyncMode(StrEnum):
 class GroupSettings:
     """How groups form: they connect all replicas at least every `connect_every` batches of each.
 
-    With more than `pairs_above` replicas a group that is not forced is cut into pairs.
+    With more than `pairs_above` replicas a group that is not forced is cut into pairs. Groups are of ranks,
+    each rank of a replica with others of its stage, or `of_replicas`, with all their ranks: where ranks share
+    weights these are averaged over the same replicas everywhere.
     """
 
     connect_every: int = 10
     pairs_above: int = 8
+    of_replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class CoordinatorSettings:
     other has come for `grace_s`. The run begins at the batch `first`, with the samples `waiting` and those
     from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end. A run in which all
     replicas wait for each other ends after `timeout_s`, and not before `lease_s`, if `timeout_s` is not 0.
+    Where replicas train batches of their own, shares of a window that are `is_equal` do not follow speeds.
     """
 
     mode: SyncMode
@@ -68,7 +72,17 @@ class CoordinatorSettings:
     waiting: tuple[SamplePlaces, ...] = ()
     num_samples: int = 0
     timeout_s: float = 0.0
+    is_equal: bool = False
     groups: GroupSettings = GroupSettings()
+
+    @property
+    def num_formers(self) -> int:
+        """How many places a replica comes to with each batch where groups form."""
+        return 1 if self.groups.of_replicas else self.num_stages
+
+    def former_of(self, stage: int) -> int:
+        """The place where a rank's groups form."""
+        return 0 if self.groups.of_replicas else stage
 
     @property
     def averages(self) -> bool:

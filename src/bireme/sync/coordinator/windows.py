@@ -1,7 +1,8 @@
 """Samples where each replica trains batches of its own: `groups` and `diloco`.
 
 A replica is dealt its share of a batch whenever it wants one, as long as its window has places left. So a
-fast one trains more batches, and all are done at about the same time. In `groups`, where the coordinator sees
+fast one trains more batches, and all are done at about the same time; with equal shares none is dealt more
+than the others in a window, unless one of these ends. In `groups`, where the coordinator sees
 how long each takes, a slow one is not dealt a last batch that the others would have to wait for: its window
 ends there, and they take what is left. A sample counts once it is in weights that others have, in all parts
 of the model: stages in `groups`, fragments in `diloco`.
@@ -80,7 +81,11 @@ def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> Coord
     while batch < wants:
         left = 0 if is_over else pool.num_left(until)
         count = _count(state, replica, dealing.counts(batch)[replica], left)
-        if not count or _would_end_last(state, dealing, replica, batch, window, left, now_s):
+        if state.settings.is_equal:
+            is_done = _has_equal_share(state, dealing, replica, batch, window, left)
+        else:
+            is_done = _would_end_last(state, dealing, replica, batch, window, left, now_s)
+        if not count or is_done:
             end = End(replica, window.number, batch, until)
             ends = (*(one for one in ends if one.replica != replica), end)
             break
@@ -89,6 +94,31 @@ def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> Coord
     paces = state.paces.begun(replica, now_s) if batch > first else state.paces
     dealt_to = state.dealt_to | {replica: batch}
     return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=dealt_to, paces=paces)
+
+
+def _has_equal_share(
+    state: CoordinatorState, dealing: Dealing, replica: int, batch: int, window: Window, left: int
+) -> bool:
+    """Whether the batches of a replica below that one are as many as the run's own in the window, and the
+    others still train all that is left in theirs.
+    """
+
+    def num_missing(one: int, dealt: int) -> int:
+        """How many batches that replica lacks in the window, to which those below `dealt` were dealt."""
+        last = next((end for end in state.ends if end.replica == one), None)
+        if last is not None and last.window == window.number:
+            return 0
+        begun, fresh = (
+            (state.settings.first, state.settings.fresh) if last is None else (last.batch, last.until)
+        )
+        return max(-(-(window.until - fresh) // state.settings.batch_size) - (dealt - begun), 0)
+
+    if window is _NO_END or num_missing(replica, batch):
+        return False
+    counts = dealing.counts(batch)
+    others = (one for one in state.membership.replicas if one != replica)
+    dealt_to, first = state.dealt_to, state.settings.first
+    return left <= sum(num_missing(one, dealt_to.get(one, first)) * counts[one] for one in others)
 
 
 def _would_end_last(
@@ -124,7 +154,7 @@ def _trainer(
     """A replica to which the batches below `dealt` were dealt, as its last stage was seen to come to groups;
     None if it is not known how long it takes.
     """
-    last = state.settings.num_stages - 1
+    last = state.settings.num_formers - 1
     batch_s = state.paces.batch_s.get((last, replica), 0.0)
     if state.groups is None or not batch_s:
         return None
@@ -169,7 +199,7 @@ def _count(state: CoordinatorState, replica: int, share: int, left: int) -> int:
 def num_parts_of(state: CoordinatorState) -> int:
     """Of how many parts of the model it is known whether others have a replica's samples in their weights."""
     is_diloco = state.settings.mode is SyncMode.DILOCO
-    return len(state.lines) - 1 if is_diloco else state.settings.num_stages
+    return len(state.lines) - 1 if is_diloco else state.settings.num_formers
 
 
 def progress_of(state: CoordinatorState) -> tuple[Progress, ...]:

@@ -6,8 +6,9 @@ each member in turn, so every link is busy all the time; two members exchange.
     a piece that begins at member 0 of 4       0 ──▶ 1 ──▶ 2 ──▶ 3        parts: each adds its own
                                                3 ──▶ 0 ──▶ 1 ──▶ 2        the total goes on
 
-Each piece of a sum is made at one member, or by two in the same way, so all members have the same bits. What
-a member contributes is only read, so an attempt that lost a member is repeated with the same contribution.
+Each piece of a sum is made at one member, or by two in the same way, so all members have the same bits. A flat
+with a first member of its own has the same bits wherever it lies among the flats. What a member contributes is
+only read, so an attempt that lost a member is repeated with the same contribution.
 
 If a whole contribution is small, the way around the ring takes longer than the bytes: each member then sends
 its own to each other one, and adds in the order of the ring, to the same bits.
@@ -141,13 +142,22 @@ class RoundGroup:
         """Return once every member has called this."""
         self.all_reduce(torch.zeros(1)).wait()
 
-    def add_up(self, own: Sequence[Tensor], into: Sequence[Tensor], factor: float = 1.0) -> Pending:
-        """Begin to write the sum of all members' tensors, each times that member's factor, into others."""
-        pieces = [
-            _Piece(mine, target)
-            for flat, result in zip(own, into, strict=True)
-            for mine, target in zip(_cut(flat), _cut(result), strict=True)
-        ]
+    def add_up(
+        self,
+        own: Sequence[Tensor],
+        into: Sequence[Tensor],
+        factor: float = 1.0,
+        firsts: Sequence[int | None] = (),
+    ) -> Pending:
+        """Begin to write the sum of all members' tensors, each times that member's factor, into others.
+
+        `firsts` are as in a `Contribution`.
+        """
+        pieces: list[_Piece] = []
+        for flat, result, first in zip(own, into, firsts or [None] * len(own), strict=True):
+            begin = len(pieces) if first is None else first
+            parts = zip(_cut(flat), _cut(result), strict=True)
+            pieces += [_Piece(mine, target, begin + place) for place, (mine, target) in enumerate(parts)]
         if self.size == 1:
             for piece in pieces:
                 piece.into.copy_(piece.scaled(factor))
@@ -204,10 +214,11 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a flat: what is read, and where its sum goes."""
+    """A part of a flat: what is read, and where its sum goes, which begins at the `first` member."""
 
     own: Tensor
     into: Tensor
+    first: int = 0
 
     def scaled(self, factor: float) -> Tensor:
         """This member's part as it counts in the sum."""
@@ -252,7 +263,7 @@ class _Ring:
 
     def _offset(self, place: int) -> int:
         """How far this member is from where a piece begins."""
-        return (self._group.rank - place) % self._group.size
+        return (self._group.rank - self._pieces[place].first) % self._group.size
 
     def _send(self, kind: int, number: int, what: Tensor) -> None:
         self._group.send((self._group.rank + 1) % self._group.size, kind, number, what)
@@ -282,7 +293,8 @@ class Contribution:
 
     `weight` is the weight of its samples. `holds` says for each parameter whether it has a gradient there; if
     not, `flats` are zero. `numbers` are further ones to add up: those in `means` as the gradients, the others
-    as they are. `digest` is the last one of the member's weights.
+    as they are. `digest` is the last one of the member's weights. `firsts` gives for each flat a number that
+    fixes at which member its sum begins, the same on all members, or None: then that follows from its place.
     """
 
     flats: Sequence[Tensor]
@@ -292,6 +304,7 @@ class Contribution:
     means: tuple[float, ...] = ()
     numbers: tuple[float, ...] = ()
     digest: Digest = NO_DIGEST
+    firsts: Sequence[int | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +353,9 @@ def sum_over(
     if how is not None:
         holds, more = how.sum(group, own, into, factors, me)
     elif is_small:
-        _add_in_ring_order(all_own, factors, into)
+        _add_in_ring_order(all_own, factors, into, own.firsts)
     else:
-        group.add_up(own.flats, into, factors[group.rank]).wait()
+        group.add_up(own.flats, into, factors[group.rank], own.firsts).wait()
     means = tuple(
         sum(factor * one.means[place] for factor, one in zip(factors, all_own, strict=True))
         for place in range(len(own.means))
@@ -395,16 +408,21 @@ def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequenc
 
 @torch.no_grad()
 def _add_in_ring_order(
-    all_own: Sequence[Contribution], factors: Sequence[float], into: Sequence[Tensor]
+    all_own: Sequence[Contribution],
+    factors: Sequence[float],
+    into: Sequence[Tensor],
+    firsts: Sequence[int | None],
 ) -> None:
-    """The sum of small gradients, as the ring makes it: each flat, a piece, begins at the next member."""
+    """The sum of small gradients, as the ring makes it: each flat is a piece."""
     places = [place for place, target in enumerate(into) if target.numel()]
     for number, place in enumerate(places):
         parts = [
             _Piece(one.flats[place], into[place]).scaled(factor)
             for one, factor in zip(all_own, factors, strict=True)
         ]
-        first, *rest = (parts[(number + step) % len(parts)] for step in range(len(parts)))
+        fixed = firsts[place] if firsts else None
+        begin = number if fixed is None else fixed
+        first, *rest = (parts[(begin + step) % len(parts)] for step in range(len(parts)))
         into[place].copy_(first)
         for part in rest:
             into[place].add_(part)

@@ -188,10 +188,9 @@ def _check_quorum(tables: Tables) -> None:
     sync, balance, data = tables.sync, tables.balance, tables.data
     if sync.mode == "allreduce":
         return
-    unused = ("start", "measured") if sync.averages else ("start",)
     refused = {
         "sync.codec": (sync.codec, "none" if sync.averages else sync.codec),
-        "balance.mode": (balance.mode, None if balance.mode in unused else balance.mode),
+        "balance.mode": (balance.mode, None if balance.mode == "start" else balance.mode),
         "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
         "balance.replan": (balance.replan, False),
         "data.private": (data.private, None),
