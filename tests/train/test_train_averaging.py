@@ -13,22 +13,20 @@ import typer
 from bireme.cli import train
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.run import read_run
 from bireme.runtime.board import RunFailed
 from bireme.train import launching
-from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
 from bireme.train.prepare import PreparedRun, check_replicas
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
-from tests.support.small_models import gpt
 from tests.support.training import losses, running, settings, steps_of_checkpoints, write_run
 
 WIDTH = 2
 STEPS, BATCH = 12, 8
 UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
+TIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32"
 
 
 PACED = "tests.support.paced_samples:paced"
@@ -38,15 +36,23 @@ PACED_STEPS = 600
 
 
 def write_averaging(
-    folder: Path, mode: str, schedule: str, depth: int, data: str = "", **more: object
+    folder: Path,
+    mode: str,
+    schedule: str,
+    depth: int,
+    data: str = "",
+    *,
+    model: str = UNTIED,
+    num_ranks: int | None = None,
+    **more: object,
 ) -> Path:
-    """A run file of two replicas."""
-    path = write_run(folder, schedule, depth, model=UNTIED, data=data)
+    """A run file of two replicas, each of so many stages on so many ranks."""
+    path = write_run(folder, schedule, depth, model=model, data=data)
     plan = folder / f"plan-{schedule}-{depth}.json"
     document = json.loads(plan.read_text())
     document["plan"]["width"] = WIDTH
     plan.write_text(json.dumps(document))
-    text = path.read_text().replace(f"workers = {depth}", f"workers = {depth * WIDTH}")
+    text = path.read_text().replace(f"workers = {depth}", f"workers = {(num_ranks or depth) * WIDTH}")
     keys = "".join(f"{name} = {value}\n" for name, value in more.items())
     path.write_text(f'{text}\n[sync]\nmode = "{mode}"\n{keys}')
     return path
@@ -93,6 +99,55 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
     assert (checked.status, ledger["ok"]) == (0, True)
     assert ledger["samples_committed"] == (STEPS + 4) * BATCH
     assert ledger["samples_open"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "schedule", "model", "more"),
+    [
+        ("groups", "zbv", TIED, {"connect_every": 2}),
+        ("groups", "1f1b", TIED, {"connect_every": 2}),
+        ("diloco", "interleaved", TIED, {"diloco_every": 2, "average_optimizer": "true"}),
+        ("diloco", "2bw", TIED, {"diloco_every": 2, "diloco_fragments": 2}),
+        ("quorum", "zbv", TIED, {}),
+    ],
+)
+def test_replicas_with_tied_weights_or_several_stages_on_a_rank_train_each_sample_once(
+    mode: str,
+    schedule: str,
+    model: str,
+    more: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    depth = 2 if schedule in ("1f1b", "2bw") else 4
+    path = write_averaging(tmp_path, mode, schedule, depth, model=model, num_ranks=2, **more)
+    trained = bireme(capsys, "train", str(path), "--json")
+    assert trained.status == 0, trained.err
+    document = json.loads(trained.out)
+
+    assert (document["steps"], document["reason"]) == (STEPS, "finished")
+    assert document["sync"]["samples_committed"] == STEPS * BATCH
+    found = losses(tmp_path / "runs" / "run")
+    assert found[max(found)] < found[min(found)]
+
+
+@pytest.mark.slow
+def test_with_balance_off_replicas_that_average_weights_train_as_many_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_averaging(tmp_path, "groups", "1f1b", 1)
+    trained = bireme(capsys, "train", str(path), *settings(balance__mode="off"), "--json")
+    assert trained.status == 0, trained.err
+
+    lines = [
+        json.loads(line) for line in (tmp_path / "runs" / "run" / "ledger.jsonl").read_text().splitlines()
+    ]
+    counted = {0: 0, 1: 0}
+    for line in lines:
+        for member, own in zip(line.get("members", ()), line.get("samples", ()), strict=True):
+            counted[member] += sum(end - begin for begin, end in own)
+    assert counted == dict.fromkeys(range(WIDTH), STEPS * BATCH // WIDTH)
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ each member in turn, so every link is busy all the time; two members exchange.
     a piece that begins at member 0 of 4       0 ──▶ 1 ──▶ 2 ──▶ 3        parts: each adds its own
                                                3 ──▶ 0 ──▶ 1 ──▶ 2        the total goes on
 
-Each piece of a sum is made at one member, or by two in the same way, so all members have the same bits. A flat
-with a first member of its own has the same bits wherever it lies among the flats. What a member contributes is
-only read, so an attempt that lost a member is repeated with the same contribution.
+Each piece of a sum is made at one member, or by two in the same way, so all members have the same bits. A
+flat with a first member of its own has the same bits wherever it lies among the flats. What a member
+contributes is only read, so an attempt that lost a member is repeated with the same contribution.
 
 If a whole contribution is small, the way around the ring takes longer than the bytes: each member then sends
 its own to each other one, and adds in the order of the ring, to the same bits.
