@@ -118,8 +118,9 @@ def test_a_flat_with_a_first_member_has_the_same_bits_wherever_it_lies(length: i
     def summed(parts: Sequence[Contribution]) -> list[Tensor]:
         mesh = Mesh(num)
         found = run_threads(num, lambda me: mesh.sum(parts[me], me, range(num), Stamp(0, 7, 0)))
-        assert all(torch.equal(flats[-1], found[0][1][-1]) for _, flats in found)
-        return found[0][1]
+        flats: list[Tensor] = found[0][1]
+        assert all(torch.equal(own[-1], flats[-1]) for _, own in found)
+        return flats
 
     assert torch.equal(summed(alone)[0], summed(after_others)[-1])
 

@@ -277,7 +277,7 @@ class AveragingAgent(PeerAgent):
 
     # The rank's thread.
 
-    def bind(self, likes: Sequence[Sequence[Tensor]], firsts: Sequence[int | None]) -> None:
+    def bind(self, likes: Sequence[Sequence[Tensor]], firsts: Sequence[int | None] = ()) -> None:
         """Learn what the sums of each line lie in. `firsts` are those of each line's contributions."""
         with self._changed:
             before = self.lines
