@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.model.part import LoraPart, TrainedPart
 from bireme.plan.plan import Paging, Plan
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.diloco import Averaging, DilocoSettings, num_due
@@ -23,7 +24,7 @@ from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle
 from tests.support.oracles import Update
 from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
-from tests.support.small_models import Batch, real_batches
+from tests.support.small_models import Batch, gpt, real_batches, token_batches
 
 BATCH = 16
 MARKS = (4, 7)
@@ -68,7 +69,8 @@ def assert_as_expected(
         for window, (weights, end) in enumerate(zip(told.weights, told.ends, strict=True)):
             for name, tensor in weights.items():
                 what = f"{name} of {rank} after batch {end}"
-                assert is_close(tensor, updates[end - 1].weights[name]), what
+                learned = updates[end - 1].weights
+                assert is_close(tensor, learned.get(name, run.model.weights[name])), what
                 assert torch.equal(tensor, held.setdefault((window, name), tensor)), what
             for name, state in told.states[window].items() if run.averages_optimizer else ():
                 for key, value in state.items():
@@ -192,6 +194,72 @@ def test_outer_steps_keep_tied_weights_the_same_on_all_ranks(schedule: str, per_
     run.run()
 
     assert_as_expected(run, expected_of_outer_steps(run, settings), tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("diloco", [None, DilocoSettings(2)])
+def test_of_a_model_with_an_adapter_only_the_adapter_is_averaged_and_sent(
+    diloco: DilocoSettings | None,
+) -> None:
+    pytest.importorskip("peft")
+    part = TrainedPart(lora=LoraPart(2, dropout=0.0, targets=("query_key_value", "up")))
+    model = gpt("layers=3", part=part)
+    setting = Setting(Plan((4,), 4, "2bw", updates_early=False))
+    data = token_batches(BATCH * 4, 1)[0]
+    lag = 0 if diloco is None else 1
+    run = AveragingReplicas(model, setting, 2, data, (4,), BATCH, diloco=diloco, lag=lag, in_step=True)
+    run.run()
+
+    expected = expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco)
+    assert_as_expected(run, expected, tolerance=1e-12)
+    learning = {state.name for state in model.graph.parameters if state.trainable}
+    for told in run.told.values():
+        num_bytes = sum(tensor.nbytes for name, tensor in told.weights[-1].items() if name in learning)
+        num_rounds = len(told.groups) + 1 if diloco is None else 3
+        assert told.sent_bytes == num_rounds * num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("diloco", [None, DilocoSettings(2)])
+def test_replicas_that_step_with_muon_are_plain_loops_with_the_same_averages(
+    diloco: DilocoSettings | None,
+) -> None:
+    setting = replace(setting_of("zbv", recompute=True), optimizer="muon")
+    run = AveragingReplicas(
+        tied_regression(),
+        setting,
+        2,
+        data_for(4),
+        (4,),
+        BATCH,
+        diloco=diloco,
+        lag=0 if diloco is None else 1,
+        averages_optimizer=True,
+        in_step=True,
+    )
+    run.run()
+
+    expected = expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco)
+    assert_as_expected(run, expected, tolerance=1e-12)
+
+
+@pytest.mark.slow
+def test_outer_steps_of_every_batch_with_rate_1_and_no_momentum_are_means_of_the_weights() -> None:
+    """With SGD that is a step with the gradients of all samples."""
+    setting = replace(setting_of("1f1b"), optimizer="sgd")
+    settings = DilocoSettings(1, rate=1.0, momentum=0.0)
+    run = AveragingReplicas(regression(), setting, 2, data_for(4), (4,), BATCH, diloco=settings, in_step=True)
+    run.run()
+
+    told = [run.told[RankId(replica, 0, 0)] for replica in range(2)]
+    together = [run.rows([one for own in told for one in own.dealt[batch]]) for batch in range(4)]
+    assert isinstance(setting.plan, Plan)
+    expected = oracle(run.model, replace(setting, plan=replace(setting.plan, width=2)), together)[-1]
+    for rank, own in run.told.items():
+        for name, tensor in own.weights[-1].items():
+            torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-11, atol=1e-12, msg=str(rank))
 
 
 @pytest.mark.slow

@@ -141,6 +141,40 @@ def _uses(program: Program, step: Instruction, version: int) -> bool:
     return step.kind is Kind.FORWARD and step.version == version
 
 
+SEVERAL_STAGES = [("interleaved", 4), ("zbv", 4), ("1f1b", 4), ("2bw", 4), ("2bw-fresh", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("name", "num_stages"), SEVERAL_STAGES)
+def test_a_rank_averages_all_its_stages_at_once(name: str, num_stages: int, lag: int) -> None:
+    program = program_of(name, num_stages, 4, 4, lag, per_rank=2)
+    assert check(program).ok
+    for track in program.tracks:
+        steps = [step for step in track if step.kind is Kind.UPDATE or step.kind in AVERAGES]
+        for first, second in zip(steps[::2], steps[1::2], strict=True):
+            assert (first.kind, first.batch) == (second.kind, second.batch)
+            assert first.stage != second.stage
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", ["interleaved", "2bw"])
+def test_the_checker_finds_averages_of_one_rank_that_are_apart(name: str, lag: int) -> None:
+    program = program_of(name, 4, 4, 3, lag, per_rank=2)
+    for rank, track in enumerate(program.tracks):
+        steps = list(track)
+        places = [at for at, step in enumerate(steps) if step.kind is Kind.AVERAGE_END and step.batch == 1]
+        assert places[1] == places[0] + 1
+        # The second end after what the rank does next, or the first start after the ends.
+        late = [*steps[: places[1]], steps[places[1] + 1], steps[places[1]], *steps[places[1] + 2 :]]
+        start = next(
+            at for at, step in enumerate(steps) if step.kind is Kind.AVERAGE_START and step.batch == 1
+        )
+        after = [*steps[:start], *steps[start + 1 : places[1] + 1], steps[start], *steps[places[1] + 1 :]]
+        for one in (late, after):
+            assert not check(spoilt(program, rank, one)).ok, (rank, name, lag)
+
+
 def test_a_program_that_averages_nothing_may_not_hold_an_average() -> None:
     program = replace(program_of("2bw"), average_lag=None)
     assert "replicas average no weights" in check(program).problems[0]
@@ -167,7 +201,7 @@ def test_groups_that_name_who_is_not_there_wait_in_a_circle() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_programs_with_averages_compute_what_a_plain_loop_does(name: str, lag: int) -> None:
     """Which weights each micro-batch runs on, and the weights in the end, on plain numbers."""
-    for d, m, per_rank in ((1, 2, 1), (2, 2, 1), (3, 5, 1), (4, 3, 2)):
+    for d, m, per_rank in ((1, 2, 1), (2, 2, 1), (3, 5, 1), (4, 3, 2), (6, 3, 3)):
         program = program_of(name, d, m, 6, lag, per_rank=per_rank)
         used, ends = interpreted(program, 3)
         wanted, wanted_ends = in_a_loop(program, 3)

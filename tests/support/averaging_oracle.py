@@ -72,7 +72,7 @@ def _expected(
 
 def _averaged(run: AveragingReplicas, names: Iterable[str], weights: Weights, state: State) -> list[Tensor]:
     """What replicas average of the parameters of these names."""
-    ordered = sorted(names)
+    ordered = sorted(weights.keys() & set(names))  # all others are frozen
     if not run.averages_optimizer:
         return [weights[name] for name in ordered]
     moments = [state[name][key] for name in ordered for key in sorted(state[name].keys() - {"step"})]

@@ -17,7 +17,7 @@ from bireme.sync.coordinator.messages import (
     RoundAt,
     Window,
 )
-from bireme.sync.coordinator.samples import Began, Committed, SyncMode
+from bireme.sync.coordinator.samples import Began, Committed, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Heard, Tick
 from tests.support.coordinated import settings_for
 from tests.support.extent import draws
@@ -88,6 +88,75 @@ def test_in_groups_samples_count_once_the_weights_of_all_stages_are_in_a_group_w
     assert not talk.is_lasting
     words = [talk.word(rank).group for rank in talk.reports]
     assert all(word is not None and word.is_settled for word in words)
+
+
+def test_a_group_of_replicas_forms_and_counts_once_all_their_ranks_are_there_and_hold_its_mean() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 2, num_lines=0, groups=GroupSettings(of_replicas=True))
+    for rank in talk.reports:
+        talk.say(rank, wants=1)
+    for rank in talk.reports:
+        assert talk.word(rank).group is None
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0))
+    words = [talk.word(rank).group for rank in talk.reports]
+    assert words == [words[0]] * 4, "all ranks of all members are told the same"
+    assert words[0] is not None
+    assert [one.replica for one in words[0].members] == [0, 1]
+    at = GroupAt(arrived=0, wait_s=1.0, summed=words[0].number, attempt=words[0].attempt)
+    for rank in talk.reports:
+        assert talk.committed == []
+        talk.say(rank, group=at)
+    assert talk.committed == [(0, (0,)), (0, (1,))]
+    assert all(
+        word is not None and word.is_settled for word in map(lambda r: talk.word(r).group, talk.reports)
+    )
+
+
+def test_a_group_of_replicas_is_made_again_if_any_rank_of_a_member_could_not_reach_another() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 2, num_lines=0, groups=GroupSettings(of_replicas=True))
+    for rank in talk.reports:
+        talk.say(rank, wants=1, group=GroupAt(arrived=0, wait_s=1.0))
+    first, *others = talk.reports
+    word = talk.word(first).group
+    assert word is not None
+    for rank in others:
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0, summed=word.number, attempt=word.attempt))
+    talk.say(first, group=GroupAt(arrived=0, wait_s=1.0, attempt=word.attempt, is_broken=True))
+    again = [talk.word(rank).group for rank in talk.reports]
+    assert again == [replace(word, attempt=word.attempt + 1)] * 4
+
+
+def test_the_ranks_of_a_replica_follow_the_one_that_has_gone_on_where_another_coordinator_takes_up() -> None:
+    talk = Talk(SyncMode.GROUPS, 2, 2, num_lines=0, groups=GroupSettings(of_replicas=True))
+    for rank in talk.reports:
+        talk.say(rank, wants=1, group=GroupAt(arrived=0, wait_s=1.0))
+    word = talk.word(RankId(0, 0, 0)).group
+    assert word is not None
+    known = {rank: Known(talk.word(rank)) for rank in talk.reports}
+    for rank in talk.reports:
+        talk.say(rank, group=GroupAt(arrived=0, wait_s=1.0, summed=word.number, attempt=word.attempt))
+    settled = talk.word(RankId(0, 0, 0)).group
+    # One rank has heard that the group counts and is at its next batch; the others have heard nothing.
+    gone_on = RankId(0, 0, 1)
+    talk.say(gone_on, group=GroupAt(arrived=1, wait_s=1.0, last=settled))
+    known[gone_on] = Known(replace(talk.word(gone_on), group=None))
+    heard = {
+        rank: Heard(replace(report, known=known[rank]), talk.now_s) for rank, report in talk.reports.items()
+    }
+    taken = taken_up(talk.state.settings, CoordinatorCandidate(0, 1), heard, is_late=False)
+    assert taken is not None
+    for rank in talk.reports:
+        assert word_for(taken.state, rank).group == settled
+
+
+def test_a_round_without_samples_is_made_if_a_replica_waits_for_it_and_not_for_those_that_drain() -> None:
+    talk = Talk(SyncMode.DILOCO, 2, 1)
+    nothing = RoundAt(ready=0)
+    for rank in talk.reports:
+        talk.say(rank, rounds=(nothing, RoundAt()))
+    assert not talk.word(RankId(0, 0, 0)).grants
+    talk.say(RankId(0, 0, 0), rounds=(replace(nothing, is_due=True), RoundAt()))
+    (grant,) = talk.word(RankId(0, 0, 0)).grants
+    assert [part.num_samples for part in grant.parts] == [0, 0]
 
 
 def test_what_a_replica_is_dealt_is_news_for_its_own_ranks_alone_and_a_group_for_its_members() -> None:

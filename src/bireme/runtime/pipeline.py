@@ -340,7 +340,7 @@ class Pipeline(HeldState):
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
-            donations = WeightDonations(averages, self.stages, lambda: self._updates.scale)
+            donations = WeightDonations(averages, self.stages, lambda: self._updates.scale, averaging.rebuilt)
             self._updates.before_update = donations.before_update
         tell = on_instruction or teller(world)
         self._interpreter = Interpreter(

@@ -358,7 +358,15 @@ class AveragingReplica(MortalReplica):
 
     agreement = None
 
-    def __init__(self, world: World, order: ReplicaOrder, run: RunFile, num_replicas: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        order: ReplicaOrder,
+        run: RunFile,
+        num_replicas: int,
+        *,
+        rebuilt: frozenset[str] = frozenset(),
+    ) -> None:
         self._life = order.life
         rank = RankId(order.life.replica, order.life.life, world.rank)
         self._agent = AveragingAgent(
@@ -385,7 +393,7 @@ class AveragingReplica(MortalReplica):
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if diloco is None else sync.diloco_overlap
         self.averaging = Averaging(
-            self._agent, self._batch_size, diloco, lag, order.first, sync.average_optimizer
+            self._agent, self._batch_size, diloco, lag, order.first, sync.average_optimizer, rebuilt
         )
         self.step = order.first
         """How many batches of the run were trained by the last meeting."""

@@ -353,8 +353,9 @@ def _kept_bytes(part: RankPart, saved: SavedPlan, replica: int) -> int:
 
 def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | AveragingReplica:
     plan = saved.plan
+    rebuilt = _in_base(part, load_graph(part.folder.graph))
     if part.run.sync.averages:
-        return AveragingReplica(part.world, order, part.run, plan.width)
+        return AveragingReplica(part.world, order, part.run, plan.width, rebuilt=rebuilt)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     return Replica(
@@ -365,7 +366,7 @@ def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | 
         spare=spare,
         balances=balances,
         compare_every=part.run.sync.compare_every,
-        rebuilt=_in_base(part, load_graph(part.folder.graph)),
+        rebuilt=rebuilt,
         kept_bytes=_kept_bytes(part, saved, order.life.replica),
     )
 

@@ -313,6 +313,8 @@ class Averaging:
     lag: int = 0
     first: int = 0
     averages_optimizer: bool = False
+    rebuilt: frozenset[str] = frozenset()
+    """The weights that every life of a replica has by itself, and that none is sent."""
 
     def programs(self, plan: AnyPlan) -> ProgramPlan:
         """What a plan runs with averages in it."""
@@ -347,13 +349,19 @@ class Averaging:
 
 class WeightDonations:
     """Takes snapshots for other replicas, of all stages of a rank right before the first of them is updated
-    from a batch: updates of a batch follow each other.
+    from a batch: updates of a batch follow each other. What replicas have `rebuilt` by themselves is not in
+    them.
     """
 
     def __init__(
-        self, averages: Averages, stages: Mapping[int, Stage], clip_scale: Callable[[], float]
+        self,
+        averages: Averages,
+        stages: Mapping[int, Stage],
+        clip_scale: Callable[[], float],
+        rebuilt: frozenset[str],
     ) -> None:
         self._averages, self._stages, self._clip_scale = averages, stages, clip_scale
+        self._rebuilt = rebuilt
         self._updated = -1
         """The last batch that a stage was updated from."""
 
@@ -368,7 +376,8 @@ class WeightDonations:
             return
         tensors = self._averages.donated()
         for stage in self._stages.values():
-            tensors |= sections_of(stage, [*stage.banks.newest(), *stage.buffers], replica=0)
+            names = {*stage.banks.newest(), *stage.buffers} - self._rebuilt
+            tensors |= sections_of(stage, names, replica=0)
         agent.provide(name, Snapshot(batch, self._clip_scale(), tensors))
 
 
