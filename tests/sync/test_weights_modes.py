@@ -106,9 +106,8 @@ def test_a_group_of_replicas_forms_and_counts_once_all_their_ranks_are_there_and
         assert talk.committed == []
         talk.say(rank, group=at)
     assert talk.committed == [(0, (0,)), (0, (1,))]
-    assert all(
-        word is not None and word.is_settled for word in map(lambda r: talk.word(r).group, talk.reports)
-    )
+    settled = [talk.word(rank).group for rank in talk.reports]
+    assert all(word is not None and word.is_settled for word in settled)
 
 
 def test_a_group_of_replicas_is_made_again_if_any_rank_of_a_member_could_not_reach_another() -> None:

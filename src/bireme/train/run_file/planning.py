@@ -31,7 +31,8 @@ class Balancing(Table):
         default=None,
         description="off keeps the plan's shares; start measures every replica before the first step; "
         "measured lets shares follow the speed of the replicas while they train; by default measured where "
-        "devices of the plan's replicas differ in speed, else off",
+        "devices of the plan's replicas differ in speed, else off. With groups and diloco, off gives all "
+        "replicas the same number of batches, and shares follow speeds otherwise",
         examples=["measured"],
     )
     batch: Literal["keep", "grow"] = Field(
