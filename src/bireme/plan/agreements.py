@@ -78,11 +78,10 @@ def agreements(
 
 
 def _may_average(plan: Plan, request: PlanRequest) -> bool:
-    """Whether a run of the plan may: its replicas share nothing, sums and weights are sent as they are from
-    where they are, and each rank has one stage.
+    """Whether a run of the plan may: its replicas share nothing, and sums and weights are sent as they are
+    from where they are.
     """
-    is_plain = request.shard == "none" and request.sums.is_dense and plan.paging is None
-    return is_plain and plan.source.num_ranks == plan.num_stages
+    return request.shard == "none" and request.sums.is_dense and plan.paging is None
 
 
 def _forecasts(
@@ -118,13 +117,15 @@ def _agreement(steps: AgreementSteps, own_s: float) -> Agreement:
 
 
 def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:
-    """Of the stage with the most weights. All stages exchange theirs at the same time, each in a ring, and a
+    """Of the rank with the most weights. All ranks exchange theirs at the same time, each in a ring, and a
     link that several of them cross is slower by as much.
     """
-    weights = [
+    source = best.plan.source
+    of_stages = [
         sum(unit.parameter_bytes for unit in profile.units[stage.begin : stage.end])
         for stage in best.forecast.stages
     ]
+    weights = [sum(of_stages[one] for one in source.stages_of(rank)) for rank in range(source.num_ranks)]
     rings = [sorted(cluster.number_of(name) for name in names) for names in best.plan.devices]
     crossing: Counter[Lane] = Counter()
     for num_bytes, ring in zip(weights, rings, strict=True):
