@@ -125,6 +125,18 @@ def test_stages_whose_replicas_exchange_over_one_link_share_it() -> None:
     assert found[-1].samples_per_s > 4 * found[0].samples_per_s
 
 
+def test_a_rank_exchanges_the_weights_of_all_its_stages() -> None:
+    device = Device("a device", "emulated", 2**30)
+    cluster = Cluster((Server("one", (device,) * 4, (Bridge("bus", (0, 1, 2, 3), Link(1e3)),)),))
+    request = PlanRequest(8, depth=2, width=2, schedule="zbv")
+    answer = find_plan(tiny_profile(), cluster, request)
+    assert isinstance(answer, Answer)
+    assert answer.best.plan.num_stages == 4
+    found = agreements(answer.best, tiny_profile(), cluster, request)
+    assert [one.mode for one in found[::3]] == ["allreduce", "diloco"]
+    assert found[-1].samples_per_s > 1.5 * found[0].samples_per_s
+
+
 @pytest.mark.parametrize(("width", "shard"), [(1, "none"), (2, "optimizer")])
 def test_replicas_that_cannot_average_weights_have_no_other_way_to_agree(width: int, shard: str) -> None:
     request = PlanRequest(8, depth=2 // width, width=width, schedule="1f1b", shard=shard)
