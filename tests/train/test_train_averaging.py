@@ -152,21 +152,21 @@ def test_with_balance_off_replicas_that_average_weights_train_as_many_samples(
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize(("mode", "depth", "killed"), [("groups", 2, 0), ("diloco", 1, 1)])
+@pytest.mark.parametrize(("mode", "depth", "killed"), [("groups", 2, 0), ("diloco", 2, 1)])
 def test_a_replica_that_is_killed_comes_back_and_no_sample_counts_twice(
     mode: str, depth: int, killed: int, tmp_path: Path
 ) -> None:
-    """With groups it is the one that leads, of which the first rank is killed."""
-    path, run = write_averaging(tmp_path, mode, "1f1b", depth, PACED), tmp_path / "runs" / "run"
+    """With groups it is the one that leads, of which the first rank is killed. Ranks share weights."""
+    path, run = write_averaging(tmp_path, mode, "1f1b", depth, PACED, model=TIED), tmp_path / "runs" / "run"
     more = settings(training__steps=PACED_STEPS, cluster__timeout_s=16)
     with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as started:
         started.wait_for_step(4)
-        os.kill(started.ranks[killed], signal.SIGKILL)
+        os.kill(started.ranks[killed * depth], signal.SIGKILL)
         started.wait_for_words(f"Replica {killed} is back")
         os.kill(started.process.pid, signal.SIGTERM)
         ended = started.ended()
     document = ended.document
-    assert f"Replica {killed} ended: rank {killed}, its process was killed by signal 9" in ended.err
+    assert f"Replica {killed} ended: rank {killed * depth}, its process was killed by signal 9" in ended.err
 
     assert document["reason"] == "signal"
     assert document["checkpoint"] == document["steps"]
