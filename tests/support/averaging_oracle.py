@@ -15,6 +15,7 @@ from torch import Tensor
 from bireme.runtime.averaging.diloco import DilocoSettings
 from bireme.sync.coordinator.messages import GroupMember, RankId
 from tests.support.averaging_threads import AveragingReplicas
+from tests.support.coded_oracle import CodedOracle
 from tests.support.engine_parity import oracle
 from tests.support.oracles import Update
 from tests.support.patience import patience_s
@@ -43,6 +44,29 @@ class _Meetings:
             came = self._changed.wait_for(lambda: len(self._brought.get(what, {})) == num, patience_s())
         assert came, what
         return dict(sorted(self._brought[what].items()))
+
+
+class _Coded:
+    """The codec of all replicas, as one of them works it out. Drifts are by name."""
+
+    def __init__(self, codec: str) -> None:
+        self._oracle = CodedOracle(codec)
+
+    def mean(
+        self, number: int, names: Sequence[str], brought: Mapping[int, Sequence[Tensor]]
+    ) -> list[Tensor]:
+        of_replicas = {
+            replica: dict(zip(names, tensors, strict=True)) for replica, tensors in brought.items()
+        }
+        sums = self._oracle.sum(number, of_replicas)
+        return [sums[name] * (1.0 / len(brought)) for name in names]  # type: ignore[operator]
+
+    def unsent(self, replica: int, name: str) -> Tensor | float:
+        """What a replica has not sent of a drift, which all replicas have sent by now."""
+        return self._oracle._residuals.get((replica, name), 0.0)
+
+    def clear(self) -> None:
+        self._oracle._residuals.clear()
 
 
 def _mean(brought: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
@@ -83,25 +107,49 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
     """With each rank averaged in the groups that there were, and all weights at the end of each window."""
     meetings = _Meetings()
     ranks = _weights_of_ranks(run)
+    coded = [_Coded(run.codec) for _ in range(run.num_replicas)] if run.codec != "none" else []
+    first = {state.name: run.model.weights[state.name] for state in run.model.graph.parameters}
+    starts = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(run.num_replicas)]
+
+    def bring_drifts(group: object, rank: int, replica: int, weights: Weights) -> None:
+        drifts = [weights[name] - starts[replica][name] for name in sorted(ranks[rank])]
+        meetings.bring(group, replica, drifts)
+
+    def take_drifts(group: tuple[int, Sequence[object]], replica: int, weights: Weights) -> None:
+        names = sorted(ranks[group[0]])
+        means = coded[replica].mean(0, names, meetings.take(group, len(group[1])))
+        for name, mean in zip(names, means, strict=True):
+            weights[name].copy_(mean + starts[replica][name])
 
     def after_step(replica: int, batch: int, weights: Weights, state: State) -> None:
         told = [run.told[RankId(replica, 0, rank)] for rank in range(len(ranks))]
         groups = [
             (rank, one.groups.get(batch, (GroupMember(replica, batch),))) for rank, one in enumerate(told)
         ]
-        own = [_averaged(run, ranks[rank], weights, state) for rank, _ in groups]
-        for group, tensors in zip(groups, own, strict=True):
+        if coded:
+            for group in groups:
+                bring_drifts(group, group[0], replica, weights)
+            for group in groups:
+                if len(group[1]) > 1:
+                    take_drifts(group, replica, weights)
+        own = [_averaged(run, ranks[rank], weights, state) for rank, _ in groups if not coded]
+        for group, tensors in zip(groups, own, strict=not coded):
             meetings.bring(group, replica, tensors)
-        for group, tensors in zip(groups, own, strict=True):
+        for group, tensors in zip(groups, own, strict=not coded):
             if len(group[1]) > 1:
                 for tensor, mean in zip(tensors, _mean(meetings.take(group, len(group[1]))), strict=True):
                     tensor.copy_(mean)
         if batch + 1 in told[0].ends:
+            for name in weights if coded else ():
+                weights[name].add_(coded[replica].unsent(replica, name))
             everything = _averaged(run, weights, weights, state)
             window = told[0].ends.index(batch + 1)
             meetings.bring(window, replica, everything)
             for tensor, mean in zip(everything, _mean(meetings.take(window, run.num_replicas)), strict=True):
                 tensor.copy_(mean)
+            if coded:
+                coded[replica].clear()
+                starts[replica] = {name: tensor.clone() for name, tensor in weights.items()}
 
     return _expected(run, after_step)
 
@@ -127,13 +175,21 @@ def expected_of_outer_steps(run: AveragingReplicas, settings: DilocoSettings) ->
     buffers = [{name: torch.zeros_like(tensor) for name, tensor in first.items()} for _ in starts]
     offered: list[dict[str, Tensor]] = [{} for _ in starts]
     remembered: list[list[Tensor]] = [[] for _ in starts]
+    coded = [_Coded(run.codec) for _ in starts] if run.codec != "none" else []
+    rounds = [0 for _ in starts]
 
-    def step(what: object, replica: int, drifts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def step(what: tuple[str, int], replica: int, drifts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """How the start has changed."""
         names = sorted(drifts)
         meetings.bring(what, replica, [drifts[name] for name in names])
         changes = {}
-        for name, mean in zip(names, _mean(meetings.take(what, run.num_replicas)), strict=True):
+        brought = meetings.take(what, run.num_replicas)
+        if coded and what[0] == "round":
+            means = coded[replica].mean(rounds[replica], names, brought)
+            rounds[replica] += 1
+        else:
+            means = _mean(brought)
+        for name, mean in zip(names, means, strict=True):
             start, buffer = starts[replica][name], buffers[replica][name]
             before = start.clone()
             buffer.mul_(settings.momentum).add_(mean)
@@ -167,9 +223,13 @@ def expected_of_outer_steps(run: AveragingReplicas, settings: DilocoSettings) ->
             end(replica, batch, weights, state)
             if (batch + 1) % settings.every:  # else nothing was trained since the last round
                 drifts = {name: starts[replica][name] - weights[name] for name in weights}
+                for name in drifts if coded else ():
+                    drifts[name] += coded[replica].unsent(replica, name)
                 step(("window", batch), replica, drifts)
                 average_state(("window", batch), replica, moments_of(state), state)
             for name, tensor in weights.items():
                 tensor.copy_(starts[replica][name])
+            if coded:
+                coded[replica].clear()
 
     return _expected(run, after_step)

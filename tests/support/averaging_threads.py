@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bireme.balance import ShareLimits
+from bireme.codec.sum_description import parse_sum_codec
 from bireme.runtime.averaging.agent import AveragingAgent
 from bireme.runtime.averaging.diloco import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
@@ -65,6 +66,7 @@ class AveragingReplicas:
         connect_every: int = 1,
         grace_s: float = 30.0,
         averages_optimizer: bool = False,
+        codec: str = "none",
         in_step: bool = False,
         of_replicas: bool = False,
         on_instruction: Callable[[RankId, Instruction], None] = lambda _rank, _step: None,
@@ -74,6 +76,7 @@ class AveragingReplicas:
         self.num_replicas, self.batch_size = num_replicas, batch_size
         self.depth = setting.plan.source.num_ranks
         self.diloco, self.lag, self.averages_optimizer = diloco, lag, averages_optimizer
+        self.codec = codec
         least = setting.plan.source.num_microbatches
         self.hub = Hub(
             CoordinatorSettings(
@@ -158,6 +161,7 @@ class AveragingReplicas:
                 self.diloco,
                 self.lag,
                 averages_optimizer=self.averages_optimizer,
+                codec=parse_sum_codec(self.codec),
             ),
         )
         marks = [mark * self.batch_size for mark in self.marks]

@@ -96,6 +96,12 @@ class Feedback:
         copy = self._copies[1 - self._settled] if self._is_open else {}
         return {name: kept[key] for name, kept in copy.items() if key in kept}
 
+    def clear_residuals(self) -> None:
+        """All that was not sent has been sent by other means."""
+        for kept in (*self._given.values(), *self.before.values()):
+            if RESIDUAL in kept:
+                kept[RESIDUAL].zero_()
+
     def put(self, name: str, key: str, value: Tensor) -> None:
         """Have this settled for a parameter."""
         kept = self.before.get(name)
@@ -190,7 +196,8 @@ class CodedSums:
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
         number = group.rank if sender is None else sender
         own = [
-            _Own(name, view, staged.get(name, {}), f"{batch} {number} {name}") for name, view in coded.items()
+            _Own(name, view, staged.get(name, {}), f"{batch} {number} {_seed_name(name)}")
+            for name, view in coded.items()
         ]
         parts = (1.0,) * group.size if factors is None else factors
         first = [*whole.values()] or [one.view for one in own]
@@ -263,6 +270,11 @@ class _Own:
         return self.kept.get(RESIDUAL, self.view)
 
 
+def _seed_name(name: str) -> str:
+    """What seeds the chances of a tensor: without what tells its copies on one rank apart."""
+    return name.partition("@")[0]
+
+
 def _sum_all(
     group: Group, tensors: Mapping[str, Tensor], apart: Collection[str], slice_bytes: int, sent: SentBytes
 ) -> None:
@@ -292,7 +304,7 @@ class _Factors:
 def _factors(own: Sequence[_Own], rank: int, factor: float, word: str) -> list[_Factors]:
     found = []
     for one in own:
-        matrix, seed = as_matrix(one.wanted), crc32(f"{word}{one.name}".encode())
+        matrix, seed = as_matrix(one.wanted), crc32(f"{word}{_seed_name(one.name)}".encode())
         left = matrix @ _basis(one, matrix, rank, seed)
         found.append(_Factors(one, matrix, left if factor == 1.0 else left.mul_(factor), seed, factor))
     return found

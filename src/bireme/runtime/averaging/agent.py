@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bireme.runtime.averaging.groups import PLACES, GroupJob, RankGroups
+from bireme.runtime.averaging.groups import PLACES, GroupJob, HowOfRound, RankGroups
 from bireme.runtime.quorum.agent import HEAL_SHARE, OFFER_LOOK_S, has_hung_up
 from bireme.runtime.quorum.peer_agent import (
     LOOK_S,
@@ -142,7 +142,7 @@ class SettledRound:
 
 class RankRounds:
     """A line of rounds as one rank sees it; a sum lies in flats `like` these, and `firsts` are those of their
-    `Contribution`.
+    `Contribution`. `how` is how contributions to a round are added up, other than as they are.
 
     `at` is what it reports: there the rounds that it has used are committed. `next` is the first one whose
     sum the agent does not have, or has not heard to count.
@@ -154,10 +154,12 @@ class RankRounds:
         like: Sequence[Tensor],
         firsts: Sequence[int | None],
         device: torch.device | None,
+        how: HowOfRound | None,
     ) -> None:
         self.number = number
         self.like = like
         self.firsts = firsts
+        self.how = how
         self.at = RoundAt()
         self.next = 0
         self.offer: Offer | None = None
@@ -277,11 +279,22 @@ class AveragingAgent(PeerAgent):
 
     # The rank's thread.
 
-    def bind(self, likes: Sequence[Sequence[Tensor]], firsts: Sequence[int | None] = ()) -> None:
-        """Learn what the sums of each line lie in. `firsts` are those of each line's contributions."""
+    def bind(
+        self,
+        likes: Sequence[Sequence[Tensor]],
+        firsts: Sequence[int | None] = (),
+        hows: Sequence[HowOfRound | None] = (),
+        group_how: HowOfRound | None = None,
+    ) -> None:
+        """Learn what the sums of each line lie in. `firsts` are those of each line's contributions, and
+        `hows` how these are added up: as they are for lines without. `group_how` is that of groups.
+        """
         with self._changed:
-            before = self.lines
-            self.lines = [RankRounds(number, like, firsts, self._device) for number, like in enumerate(likes)]
+            before, self._groups.how = self.lines, group_how
+            self.lines = [
+                RankRounds(number, like, firsts, self._device, hows[number] if number < len(hows) else None)
+                for number, like in enumerate(likes)
+            ]
             for old, new in zip(before, self.lines, strict=False):
                 new.begin(old.at.committed)
 
@@ -466,6 +479,7 @@ class AveragingAgent(PeerAgent):
                 grant.attempt,
                 word,
                 lambda word: grant in word.grants,
+                None if line.how is None else line.how(grant.round),
             )
         except (SupersededError, LineBroken) as error:
             line.give_back(result)

@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator
-from bireme.memory.arena import Slots
+from bireme.memory.arena import Arena, Slots
 from bireme.runtime.averaging.agent import AveragingAgent, Offer, SettledRound
 from bireme.runtime.banks import WeightBanks
+from bireme.runtime.quorum.peer_agent import RoundSum
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
-from bireme.sync.exchange import SentBytes
-from bireme.sync.quorum.ring import Contribution
+from bireme.sync.coded import RESIDUAL, CodedSums
+from bireme.sync.exchange import FlatViews, SentBytes
+from bireme.sync.quorum.coded_rounds import CodedFlats, bases_in
+from bireme.sync.quorum.ring import Contribution, SumsFlats
 
 # The weights of a rank as the flats that are averaged: the arenas of all its stages, in their order.
 #
@@ -131,6 +135,100 @@ def _held(row: _Row, state: Mapping[str, Mapping[str, Any]], whole: slice) -> It
             yield part, slice(begin - whole.start, end - whole.start)
 
 
+# Averages through a codec: what goes through it is how far weights are from where all replicas had them.
+#
+# A codec loses a share of what it is given, and that share is kept and given to it next time. Of the weights
+# themselves that would be much; of their drift since all replicas had the same it is little. What optimizers
+# remember goes as it is.
+
+_UNSENT = "unsent"
+"""The section of snapshots for what codecs keep."""
+
+
+class _CodedDrifts:
+    """The drifts of some places of a rank's weights, in sums through a codec."""
+
+    def __init__(
+        self,
+        codec: SumCodec,
+        parts: Sequence[_Part],
+        places: Sequence[slice],
+        moments: Sequence[Tensor],
+        firsts: Sequence[int | None],
+        sent: SentBytes,
+        *,
+        keeps_basis: bool,
+    ) -> None:
+        self._coded, self._sent = CodedSums(codec, keeps_basis=keeps_basis), sent
+        slots: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        for number, (part, place) in enumerate(zip(parts, places, strict=True)):
+            for name, slot in part.slots.items():
+                begin, end = max(slot.begin, place.start), min(slot.end, place.stop)
+                if begin >= end:
+                    continue
+                is_whole = end - begin == slot.end - slot.begin
+                label = name if is_whole else f"{name}:{begin - slot.begin}"
+                label = f"{label}@{number}" if label in slots else label
+                slots[label] = number, begin - place.start, slot.shape if is_whole else (end - begin,)
+        for number, one in enumerate(moments, len(parts)):
+            slots[f"{number}"] = number, 0, (one.numel(),)
+        self._views = FlatViews(slots)
+        self._num_parts = len(parts)
+        self._plain = {label for label, (number, _, _) in slots.items() if number >= len(parts)}
+        self._apart = {label for label, (number, _, _) in slots.items() if firsts[number] is not None}
+
+    def how(self, number: int) -> SumsFlats:
+        """How the contributions to the round of that number are added up."""
+        return CodedFlats(number, self._views, self._coded, self._sent, plain=self._plain, apart=self._apart)
+
+    def settle(self, result: RoundSum, *, is_own: bool) -> None:
+        """A round counts, whose result this is: what it left is kept if this rank's own drift is in it."""
+        assert result.summed is not None, "what counts was summed"
+        is_own = is_own and result.is_own
+        self._coded.settle(counts=is_own, common=None if is_own else bases_in(result.summed.more))
+
+    def drop(self) -> None:
+        """A round does not count after all."""
+        self._coded.settle(counts=False)
+
+    def add_unsent(self, drifts: Sequence[Tensor]) -> None:
+        """Add what was not sent to drifts, in place."""
+        if self._coded.feedback is None:
+            return
+        views = self._views.in_([*drifts, *(drifts[0].new_empty(0) for _ in self._plain)])
+        for label, kept in self._coded.feedback.before.items():
+            if RESIDUAL in kept:
+                views[label].add_(kept[RESIDUAL])
+
+    def clear(self) -> None:
+        """All replicas have the same weights: nothing is unsent."""
+        if self._coded.feedback is not None:
+            self._coded.feedback.clear_residuals()
+
+    def sections(self, line: int) -> dict[str, Tensor]:
+        """What is kept, by the names of a snapshot; copied."""
+        feedback = self._coded.feedback
+        if feedback is None:
+            return {}
+        return {
+            f"{_UNSENT}/{line}/{label}/{key}": value.clone()
+            for label, kept in feedback.after(feedback.num_batches).items()
+            for key, value in kept.items()
+        }
+
+    def load(self, line: int, saved: Mapping[str, Tensor]) -> None:
+        """Continue with what was kept elsewhere, or with nothing."""
+        if self._coded.feedback is None:
+            return
+        found: dict[str, dict[str, Tensor]] = {}
+        begin = f"{_UNSENT}/{line}/"
+        for key, value in saved.items():
+            if key.startswith(begin):
+                label, _, what = key.removeprefix(begin).rpartition("/")
+                found.setdefault(label, {})[what] = value
+        self._coded.feedback.load(found, num_batches=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Met:
     """A mean over all replicas: who had a part in it, and the sums of what they gave along."""
@@ -141,7 +239,7 @@ class Met:
 
 class Averages(ABC):
     """The averages of one rank; of its weights, or of its optimizer's state too. `shared` are the weights
-    that several stages of its replica hold.
+    that several stages of its replica hold. Drifts of weights go through `codec`.
     """
 
     def __init__(
@@ -152,8 +250,9 @@ class Averages(ABC):
         *,
         shared: Collection[str] = (),
         averages_optimizer: bool = False,
+        codec: SumCodec = DENSE,
     ) -> None:
-        self.agent = agent
+        self.agent, self._codec = agent, codec
         self._stages = [stages[index] for index in sorted(stages)]
         self._device = device
         self._parts = tuple(_parts_of(self._stages, shared))
@@ -202,7 +301,24 @@ class Averages(ABC):
         """Continue from loaded weights, with what was saved with them."""
         del saved
 
+    def _coded(self, places: Sequence[slice], *, keeps_basis: bool) -> _CodedDrifts | None:
+        """Sums of drifts at these places through the codec, if there is one."""
+        if self._codec == DENSE:
+            return None
+        moments = self._moments_like(places)
+        return _CodedDrifts(
+            self._codec, self._parts, places, moments, self._firsts, self.sent, keeps_basis=keeps_basis
+        )
+
+    def _start_arenas(self) -> list[Arena]:
+        """Room on the host for weights as all replicas had them."""
+        host = torch.device("cpu")
+        return [
+            Arena(part.slots, flat.dtype, host) for part, flat in zip(self._parts, self._flats, strict=True)
+        ]
+
     def _note(self, num_members: int, flats: Sequence[Tensor]) -> None:
+        """Count flats that have been sent as they are."""
         num_bytes = sum(flat.nbytes for flat in flats)
         self.sent.note(num_members, raw=num_bytes, sent=num_bytes)
 
@@ -266,44 +382,89 @@ class GroupAverages(Averages):
         *,
         shared: Collection[str] = (),
         averages_optimizer: bool = False,
+        codec: SumCodec = DENSE,
     ) -> None:
-        super().__init__(agent, stages, device, shared=shared, averages_optimizer=averages_optimizer)
+        super().__init__(
+            agent, stages, device, shared=shared, averages_optimizer=averages_optimizer, codec=codec
+        )
         like = [torch.empty_like(flat, device="meta") for flat in self._flats]
-        agent.bind([[*like, *self._moments_like(self._everywhere)]], self._firsts)
+        # The members of groups change, so no basis is the same on all of them.
+        self._drifts = self._coded(self._everywhere, keeps_basis=False)
+        self._start = [] if self._drifts is None else self._start_arenas()
+        self.load({})
+        agent.bind(
+            [[*like, *self._moments_like(self._everywhere)]],
+            self._firsts,
+            group_how=None if self._drifts is None else self._drifts.how,
+        )
+
+    def donated(self) -> dict[str, Tensor]:
+        """The weights that drifts are from, and what was not sent of drifts."""
+        if self._drifts is None:
+            return {}
+        return arena_sections(START, self._start) | self._drifts.sections(0)
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Drifts are from what was saved so, or from the weights."""
+        for start, flat in zip(self._start, self._flats, strict=bool(self._start)):
+            start.flat.copy_(flat)
+        load_arenas(START, self._start, saved)
+        if self._drifts is not None:
+            self._drifts.load(0, saved)
 
     def _start_batch(self, batch: int) -> None:
-        """Nobody writes to these weights before the mean is part of them, so they are not copied."""
-        self.agent.arrive(batch, self._offer(()))
+        """Nothing writes to these weights before the mean is part of them, so they are not copied."""
+        flats, ready, firsts = self._flats, self._event(), self._firsts
+
+        def make() -> Contribution:
+            own = copied(flats, ready)
+            if self._drifts is not None:
+                own = [flat - start.flat for flat, start in zip(own, self._start, strict=True)]
+            own = [*own, *self._moments_taken(self._everywhere)]
+            return Contribution(own, b"", 1.0, 1.0, firsts=firsts)
+
+        self.agent.arrive(batch, make)
 
     def _end_batch(self, batch: int) -> None:
         job = self.agent.group(batch)
-        if job.result is not None:
+        if job.result is None:
+            if self._drifts is not None:
+                self._drifts.drop()
+            return
+        if self._drifts is None:
             self._note(job.size, job.result.flats)
-            self._become(job.result.flats)
-            self.agent.give_back(job)
+        else:
+            self._drifts.settle(job.result, is_own=True)
+            for mean, start in zip(job.result.flats, self._start, strict=False):
+                mean.add_(start.flat)
+        self._become(job.result.flats)
+        self.agent.give_back(job)
 
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """All weights become their mean."""
-        mean = self.agent.lines[-1]
+        mean, flats, ready, firsts = self.agent.lines[-1], self._flats, self._event(), self._firsts
+
+        def make() -> Contribution:
+            own = copied(flats, ready)
+            if self._drifts is not None:
+                own = [flat.clone() for flat in own]
+                self._drifts.add_unsent(own)
+            own = [*own, *self._moments_taken(self._everywhere)]
+            return Contribution(own, b"", 1.0, 1.0, (), numbers, firsts=firsts)
+
         self.agent.drain()
-        self.agent.offer(mean, Offer(self._offer(numbers), trained=num_trained))
+        self.agent.offer(mean, Offer(make, trained=num_trained))
         self.agent.wait_settled([mean])
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
         self._note(len(settled.parts), settled.result.flats)
         self._become(settled.result.flats, is_drained=True)
+        if self._drifts is not None:
+            self._drifts.clear()
+            for start, found in zip(self._start, settled.result.flats, strict=False):
+                start.flat.copy_(found)
         mean.give_back(settled.result)
         return met(settled)
-
-    def _offer(self, numbers: tuple[float, ...]) -> Callable[[], Contribution]:
-        """What gives the weights as they are, and the optimizer's state, where and when they are needed."""
-        flats, ready, firsts = self._flats, self._event(), self._firsts
-
-        def make() -> Contribution:
-            own = [*copied(flats, ready), *self._moments_taken(self._everywhere)]
-            return Contribution(own, b"", 1.0, 1.0, (), numbers, firsts=firsts)
-
-        return make
 
     def _become(self, means: Sequence[Tensor], *, is_drained: bool = False) -> None:
         self._write(lambda number, flat: flat.copy_(means[number]), is_drained=is_drained)
@@ -322,3 +483,27 @@ def copied(flats: Sequence[Tensor], ready: torch.Event | None) -> Sequence[Tenso
         return flats
     ready.synchronize()
     return [flat.to("cpu") for flat in flats]
+
+
+START = "start"
+"""The section of snapshots for weights as all replicas had them."""
+
+
+def arena_sections(
+    section: str, arenas: Sequence[Arena], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Copies of arenas, or of the tensors of these names in them, by the names of a snapshot."""
+    return {
+        f"{section}/{name}": view.clone()
+        for arena in arenas
+        for name, view in arena.views.items()
+        if names is None or name in names
+    }
+
+
+def load_arenas(section: str, arenas: Sequence[Arena], saved: Mapping[str, Tensor]) -> None:
+    """Copy the tensors that a snapshot has of arenas into these."""
+    for arena in arenas:
+        for name, view in arena.views.items():
+            if (found := saved.get(f"{section}/{name}")) is not None:
+                view.copy_(found)

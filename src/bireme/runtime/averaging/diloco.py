@@ -30,13 +30,21 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.errors import BiremeError
-from bireme.memory.arena import Arena
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.averaging.agent import AveragingAgent, Offer, RankRounds, SettledRound
-from bireme.runtime.averaging.averages import Averages, GroupAverages, Met, met
+from bireme.runtime.averaging.averages import (
+    START,
+    Averages,
+    GroupAverages,
+    Met,
+    arena_sections,
+    load_arenas,
+    met,
+)
 from bireme.runtime.layout import AnyPlan, Layout
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
 from bireme.runtime.snapshot import Snapshot, sections_of
@@ -45,8 +53,8 @@ from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.quorum.ring import Contribution
 
-_MOMENTUM, _START = "diloco", "diloco-start"
-"""The sections of snapshots."""
+_MOMENTUM = "diloco"
+"""The section of snapshots for the outer momentum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +113,23 @@ class _DilocoAverages(Averages):
         *,
         shared: Collection[str] = (),
         averages_optimizer: bool = False,
+        codec: SumCodec = DENSE,
     ) -> None:
-        super().__init__(agent, stages, device, shared=shared, averages_optimizer=averages_optimizer)
-        self._settings, self._batch_size, self._first = settings, batch_size, first
-        host = torch.device("cpu")
-        flats = self._flats
-        self._start, self._momentum = (
-            [Arena(part.slots, flat.dtype, host) for part, flat in zip(self._parts, flats, strict=True)]
-            for _ in range(2)
+        super().__init__(
+            agent, stages, device, shared=shared, averages_optimizer=averages_optimizer, codec=codec
         )
+        self._settings, self._batch_size, self._first = settings, batch_size, first
+        flats = self._flats
+        self._start, self._momentum = self._start_arenas(), self._start_arenas()
         sizes = [flat.numel() for flat in flats]
         num = settings.fragments
         self._fragments = [
             _Fragment(tuple(slice(size * one // num, size * (one + 1) // num) for size in sizes))
             for one in range(num)
         ]
+        coded = [self._coded(one.places, keeps_basis=True) for one in self._fragments]
+        self._coded_drifts = [one for one in coded if one is not None]
+        """Those of each fragment, if drifts go through a codec."""
         self._samples = self._batches = 0
         """Samples that this replica has trained, and batches of the run, as far as its own are."""
         self.load({})
@@ -130,6 +140,7 @@ class _DilocoAverages(Averages):
                 [*whole, *self._moments_like(self._everywhere)],
             ],
             self._firsts,
+            [one.how for one in self._coded_drifts],
         )
 
     def _start_batch(self, batch: int) -> None:
@@ -163,6 +174,8 @@ class _DilocoAverages(Averages):
         offered = [*drifts, *self._moments_taken(self._everywhere)]
 
         def make() -> Contribution:
+            for coded, fragment in zip(self._coded_drifts, self._fragments, strict=False):
+                coded.add_unsent(fragment.of(drifts))
             return Contribution(
                 offered, b"", float(samples), float(samples), (), numbers, firsts=self._firsts
             )
@@ -181,6 +194,8 @@ class _DilocoAverages(Averages):
         for number, fragment in enumerate(self._fragments):
             self._step(number, fragment.of(settled.result.flats[: len(drifts)]), settled)
             fragment.counted = self._samples
+        for coded in self._coded_drifts:
+            coded.clear()
         self._write(lambda number, flat: flat.copy_(self._start[number].flat), is_drained=True)
         if _weight(settled):
             self._put_moments(settled.result.flats[len(drifts) :], self._everywhere)
@@ -189,21 +204,24 @@ class _DilocoAverages(Averages):
 
     def sections(self, names: Collection[str]) -> dict[str, Tensor]:
         """The outer momentum."""
-        return _sections(_MOMENTUM, self._momentum, names)
+        return arena_sections(_MOMENTUM, self._momentum, names)
 
     def donated(self) -> dict[str, Tensor]:
-        """The momentum and the start."""
-        return _sections(_MOMENTUM, self._momentum) | _sections(_START, self._start)
+        """The momentum, the start, and what was not sent of drifts."""
+        found = arena_sections(_MOMENTUM, self._momentum) | arena_sections(START, self._start)
+        for line, coded in enumerate(self._coded_drifts):
+            found |= coded.sections(line)
+        return found
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """The start is what was saved of it, or the weights."""
         for momentum, start, flat in zip(self._momentum, self._start, self._flats, strict=True):
             momentum.flat.zero_()
             start.flat.copy_(flat)
-            for section, own in ((_MOMENTUM, momentum), (_START, start)):
-                for name, view in own.views.items():
-                    if (found := saved.get(f"{section}/{name}")) is not None:
-                        view.copy_(found)
+        load_arenas(_MOMENTUM, self._momentum, saved)
+        load_arenas(START, self._start, saved)
+        for line, coded in enumerate(self._coded_drifts):
+            coded.load(line, saved)
 
     def _offer(self, number: int) -> None:
         fragment = self._fragments[number]
@@ -248,7 +266,10 @@ class _DilocoAverages(Averages):
         self.agent.offer(line, Offer(lambda: line.nothing(0), is_due=is_due))
 
     def _follow(self, line: RankRounds, fragment: _Fragment, settled: SettledRound) -> None:
-        self._note(len(settled.parts), settled.result.flats)
+        if self._coded_drifts:
+            self._coded_drifts[line.number].settle(settled.result, is_own=settled.is_own)
+        else:
+            self._note(len(settled.parts), settled.result.flats)
         starts = fragment.of([one.flat for one in self._start])
         befores = [start.clone() for start in starts]
         self._step(line.number, settled.result.flats, settled)
@@ -283,17 +304,6 @@ def _weight(settled: SettledRound) -> float:
     return settled.result.summed.weight
 
 
-def _sections(
-    section: str, arenas: Sequence[Arena], names: Collection[str] | None = None
-) -> dict[str, Tensor]:
-    return {
-        f"{section}/{name}": view.clone()
-        for arena in arenas
-        for name, view in arena.views.items()
-        if names is None or name in names
-    }
-
-
 # What a pipeline needs where its replica averages weights with others: its agent, and how to join.
 #
 # The pipeline itself is of one replica, with a plan of width 1, and knows no rank of another one.
@@ -304,7 +314,8 @@ class Averaging:
     """How a pipeline averages with others: in groups, or by `diloco` steps that come `lag` batches late.
 
     A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
-    With `averages_optimizer` what optimizers remember of the weights is averaged along with these.
+    With `averages_optimizer` what optimizers remember of the weights is averaged along with these. Drifts of
+    weights go through `codec`.
     """
 
     agent: AveragingAgent
@@ -315,6 +326,7 @@ class Averaging:
     averages_optimizer: bool = False
     rebuilt: frozenset[str] = frozenset()
     """The weights that every life of a replica has by itself, and that none is sent."""
+    codec: SumCodec = DENSE
 
     def programs(self, plan: AnyPlan) -> ProgramPlan:
         """What a plan runs with averages in it."""
@@ -333,7 +345,12 @@ class Averaging:
         shared = layout.tied.keys() | layout.repeated
         if self.diloco is None:
             return GroupAverages(
-                self.agent, stages, device, shared=shared, averages_optimizer=self.averages_optimizer
+                self.agent,
+                stages,
+                device,
+                shared=shared,
+                averages_optimizer=self.averages_optimizer,
+                codec=self.codec,
             )
         return _DilocoAverages(
             self.agent,
@@ -344,6 +361,7 @@ class Averaging:
             self.first,
             shared=shared,
             averages_optimizer=self.averages_optimizer,
+            codec=self.codec,
         )
 
 

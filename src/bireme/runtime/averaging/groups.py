@@ -11,12 +11,16 @@ from bireme.runtime.quorum.peer_agent import AddUp, Buffers, RoundSum, Supersede
 from bireme.sync.coordinator.groups import first_wait_s, next_wait_s
 from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
 from bireme.sync.quorum.line import LineBroken
-from bireme.sync.quorum.ring import Contribution
+from bireme.sync.quorum.ring import Contribution, SumsFlats
 
 # How rounds of several lines, windows and groups share one order of numbers.
 
 PLACES = 40
 """Bits of a number within a line or a window, in stamps and requests."""
+
+
+HowOfRound = Callable[[int], SumsFlats]
+"""How the contributions to the round or group of that number are added up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +50,8 @@ class RankGroups:
         say: Callable[[], None],
     ) -> None:
         self.job: GroupJob | None = None
+        self.how: HowOfRound | None = None
+        """How the contributions to a group are added up, other than as they are."""
         self.is_drained = False
         self._own, self._add_up, self._changed, self._say = own, add_up, changed, say
         self._at: GroupAt | None = None
@@ -112,7 +118,7 @@ class RankGroups:
             return word.group is not None and (word.group.number, word.group.attempt) == key
 
         try:
-            self._add_up(
+            job.result.summed = self._add_up(
                 job.contribution,
                 job.result.flats,
                 [one.replica for one in group.members],
@@ -120,6 +126,7 @@ class RankGroups:
                 group.attempt,
                 word,
                 is_wanted,
+                None if self.how is None else self.how(group.number),
             )
         except (SupersededError, LineBroken) as error:
             self._buffers.give_back(job.result)
