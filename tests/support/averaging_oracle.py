@@ -59,7 +59,7 @@ class _Coded:
             replica: dict(zip(names, tensors, strict=True)) for replica, tensors in brought.items()
         }
         sums = self._oracle.sum(number, of_replicas)
-        return [sums[name] * (1.0 / len(brought)) for name in names]  # type: ignore[operator]
+        return [sums[name] * (1.0 / len(brought)) for name in names]  # type: ignore[operator, misc]
 
     def unsent(self, replica: int, name: str) -> Tensor | float:
         """What a replica has not sent of a drift, which all replicas have sent by now."""

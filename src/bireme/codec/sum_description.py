@@ -215,11 +215,13 @@ def quorum_sums(sums: SumCost = DENSE_SUMS) -> SumCost:
     return replace(sums, kept_share=sums.kept_share + 2.0, is_on_host=True)
 
 
-def averages_with(state_share: float) -> SumCost:
-    """The cost of averaging weights, along with what optimizers remember of each: so many bytes for each of
-    its gradient. Until the mean is there a rank has a copy of what it offered and room for the mean.
+def averages_with(state_share: float, sums: SumCost = DENSE_SUMS) -> SumCost:
+    """The cost of averaging weights as `sums` does, along with what optimizers remember of each: so many
+    bytes for each of its gradient. Until the mean is there a rank has a copy of what it offered and room for
+    the mean. Drifts through a codec are from weights that a rank keeps.
     """
-    return SumCost(message_share=1.0 + state_share, kept_share=2.0 * state_share, is_on_host=True)
+    kept = sums.kept_share + 2.0 * state_share + (0.0 if sums.is_dense else 1.0)
+    return replace(sums, message_share=sums.message_share + state_share, kept_share=kept, is_on_host=True)
 
 
 def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:

@@ -83,10 +83,12 @@ def gradient_document(run: RunFile, graph: Graph) -> dict[str, Any]:
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
-    if run.sync.averages and run.sync.average_optimizer:
-        return averages_with(moments_share(graph.parameters, run.training.optimizer))
     codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
     found = sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+    if run.sync.averages and (run.sync.average_optimizer or codec != DENSE):
+        averaged = run.sync.average_optimizer
+        share = moments_share(graph.parameters, run.training.optimizer) if averaged else 0.0
+        return averages_with(share, found)
     return quorum_sums(found) if run.sync.mode == "quorum" else found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.runtime.averaging.agent import AveragingAgent
@@ -393,7 +394,14 @@ class AveragingReplica(MortalReplica):
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if diloco is None else sync.diloco_overlap
         self.averaging = Averaging(
-            self._agent, self._batch_size, diloco, lag, order.first, sync.average_optimizer, rebuilt
+            self._agent,
+            self._batch_size,
+            diloco,
+            lag,
+            order.first,
+            sync.average_optimizer,
+            rebuilt,
+            parse_sum_codec(sync.codec),
         )
         self.step = order.first
         """How many batches of the run were trained by the last meeting."""

@@ -189,7 +189,6 @@ def _check_quorum(tables: Tables) -> None:
     if sync.mode == "allreduce":
         return
     refused = {
-        "sync.codec": (sync.codec, "none" if sync.averages else sync.codec),
         "balance.mode": (balance.mode, None if balance.mode == "start" else balance.mode),
         "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
         "balance.replan": (balance.replan, False),
