@@ -15,7 +15,7 @@ from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import holdings
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
-from bireme.plan.plan_request import PlanRequest, TierLimits
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.problem import PlanningProblem, check_shard
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
@@ -184,15 +184,13 @@ def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(BiremeError, match="'gradients'"):
         PlanRequest(batch_size=4, shard="gradients")
-    with pytest.raises(BiremeError, match="not offloaded"):
-        PlanRequest(batch_size=4, shard="optimizer", memory=TierLimits())
-    with pytest.raises(BiremeError, match="trial steps, which need whole gradients"):
+    with pytest.raises(BiremeError, match="replicas share the weights, and the schedule is"):
         PlanningProblem(
             profile_of_much(), cluster(), PlanRequest(batch_size=4, shard="weights", schedule="2bw-fresh")
         )
     request = PlanRequest(batch_size=4, shard="optimizer")
     check_shard(request, "adamw")
-    with pytest.raises(BiremeError, match="muon, which steps whole"):
+    with pytest.raises(BiremeError, match="the profile is of muon"):
         PlanningProblem(replace(profile_of_much(), optimizer="muon"), cluster(), request)
 
 
@@ -203,7 +201,7 @@ def test_what_cannot_be_shared_is_refused_before_it_is_measured(
     words = ["plan", "training.optimizer=muon", "memory.shard=optimizer"]
     told = bireme(capsys, *with_sets(words))
     assert told.status == 2
-    assert 'training.optimizer is "muon", which steps whole' in told.err
+    assert 'training.optimizer is "muon"' in told.err
 
 
 def test_with_master_weights_fresh_updates_keep_no_other_copy_of_the_newest_weights() -> None:

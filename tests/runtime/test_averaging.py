@@ -3,19 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
 from bireme.model.part import LoraPart, TrainedPart
-from bireme.plan.plan import Paging, Plan
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.diloco import Averaging, DilocoSettings, num_due
-from bireme.schedule.accesses import Sizes
-from bireme.schedule.budgets import Budgets
+from bireme.plan.plan import Plan
+from bireme.runtime.averaging.diloco import DilocoSettings, num_due
 from bireme.sync.coordinator.groups import Arrived
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.state import Paces
@@ -409,12 +404,3 @@ def test_rounds_of_fragments_follow_each_other() -> None:
         f: [p for p in range(1, 13) if num_due(settings, f, p) > num_due(settings, f, p - 1)] for f in (0, 1)
     }
     assert due == {0: [4, 8, 12], 1: [2, 6, 10]}
-
-
-def test_weights_that_page_are_not_averaged() -> None:
-    one = (1.0,)
-    sizes = Sizes(one, one, one, one, one, one, one)
-    plan = Plan((), 1, "1f1b", paging=Paging((Budgets(1),), sizes))
-
-    with pytest.raises(BiremeError, match="the plan offloads them"):
-        Averaging(cast(AveragingAgent, None), BATCH).programs(plan)

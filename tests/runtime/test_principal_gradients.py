@@ -141,7 +141,8 @@ def test_gradients_take_the_bytes_of_their_components_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"), [("zb-h1", "backwards in two halves"), ("1f1b", "matches no parameter")]
+    ("schedule", "words"),
+    [("zb-h1", "two halves of a backward"), ("1f1b", "matches no parameter")],
 )
 def test_what_cannot_stream_is_refused_before_anything_is_open(schedule: str, words: str) -> None:
     model = tiny_text()

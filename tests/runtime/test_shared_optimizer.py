@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import cast
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.diloco import Averaging
 from bireme.runtime.banks import BankMemory
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot, joined
@@ -274,17 +271,10 @@ def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:
     model, plan = tiny_text(tied=True), plan_for("1f1b", width=2)
     refused = {
         "Muon steps .* as a whole": Setting(plan, "muon", shard="optimizer"),
-        'does not go with sums through "int8"': Setting(plan, sum_codec="int8", shard="optimizer"),
-        "principal components": Setting(plan, gradient="principal:2", shard="optimizer"),
         "There is no shard 'gradients'": Setting(plan, shard="gradients"),
-        "gradients of one replica alone": Setting(plan_for("2bw-fresh", width=2), shard="weights"),
+        "gradients of one replica before any sum": Setting(plan_for("2bw-fresh", width=2), shard="weights"),
         'but shard is "none"': Setting(replace(plan, whole_weights=2)),
     }
     for sentence, setting in refused.items():
         with pytest.raises(BiremeError, match=sentence):
             pipeline_of(model, setting, ThreadFabric(plan.num_ranks).of(0))
-    alone, averaging = plan_for("1f1b"), Averaging(cast(AveragingAgent, None), 4)
-    with pytest.raises(BiremeError, match="does not go with replicas that average weights"):
-        pipeline_of(
-            model, Setting(alone, shard="optimizer"), ThreadFabric(alone.num_ranks).of(0), averaging=averaging
-        )

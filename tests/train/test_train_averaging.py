@@ -4,22 +4,17 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import typer
 
 from bireme.cli import train
-from bireme.errors import BiremeError
-from bireme.plan.plan import Plan
 from bireme.report.page.run import read_run
 from bireme.runtime.board import RunFailed
 from bireme.train import launching
-from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.prepare import PreparedRun, check_replicas
-from bireme.train.run_file import RunFile
+from bireme.train.prepare import PreparedRun
 from tests.support.command import bireme
 from tests.support.training import losses, running, settings, steps_of_checkpoints, write_run
 
@@ -191,6 +186,7 @@ def test_what_averages_do_not_go_with_is_refused_before_anything_starts(
         (settings(sync__diloco_every=4), "sync.diloco_every is 4"),
         (settings(sync__grace_s=2), "sync.grace_s is 2"),
         (settings(sync__mode="quorum", sync__average_optimizer="true"), "sync.average_optimizer is True"),
+        (settings(balance__mode="start"), 'balance.mode is "start"'),
         (
             settings(sync__mode="diloco", sync__diloco_every=2, sync__diloco_overlap=3),
             "sync.diloco_overlap is 3",
@@ -215,12 +211,3 @@ def test_a_run_that_cannot_go_on_ends_with_status_1_and_says_how_to_resume(
 
     assert ended.value.exit_code == 1
     assert f"The coordinator has ended.\nTo resume: bireme resume {tmp_path}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["quorum", "groups", "diloco"])
-def test_a_plan_that_pages_is_refused_before_anything_starts(mode: str) -> None:
-    """It may come from a file."""
-    run = RunFile.model_validate({"format": 1, "sync": {"mode": mode}})
-    plan = cast(Plan, SimpleNamespace(width=2, paging="some"))
-    with pytest.raises(BiremeError, match="the plan offloads"):
-        check_replicas(run, plan, cast(Samples, []))

@@ -67,6 +67,10 @@ VERBS = {
         "Trace a training iteration: what the peak consists of, which blocks are idle, "
         "what could be swapped.",
     ),
+    "capabilities": Verb(
+        LOOK,
+        "Show which capabilities go together, or the keys of a run file that switch on some of them.",
+    ),
     "bench": Verb(LOOK, "Measure Bireme on this machine and compare it with its limits and peers."),
 }
 

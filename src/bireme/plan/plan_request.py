@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
+from bireme.capabilities import refuse_excluded
 from bireme.codec.description import BoundaryCodecs, parse_codec
-from bireme.codec.sum_description import DENSE_SUMS, SumCost
+from bireme.codec.sum_description import DENSE, DENSE_SUMS, SumCost
 from bireme.errors import BiremeError, closest
 from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.loads import Recompute
@@ -202,19 +203,22 @@ class PlanRequest:
             parse_codec(self.codec)
         if self.shard not in SHARDS:
             raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
-        if self.shard != "none" and self.memory is not None:
-            raise BiremeError(
-                f"Replicas share the {self.shard}, whose parts are not offloaded, but memory may be "
-                "offloaded too. Leave out one of the two."
-            )
-        if self.shard != "none" and self.sums != DENSE_SUMS:
-            raise BiremeError(
-                f"Replicas share the {self.shard}, of which each gets the plain sum of its part, but sums go "
-                f"through {self.sums.codec}, or gradients are not whole. Leave out one of the two."
-            )
+        refuse_excluded(self.used)
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:
                 raise BiremeError(f"The penalty of {rule} is {steps}; it must be 1 or more.")
+
+    @property
+    def used(self) -> dict[str, str]:
+        """The capabilities that it asks for beside the schedule, each with words that name it."""
+        found = {} if self.shard == "none" else {f"shard-{self.shard}": f"replicas share the {self.shard}"}
+        if self.memory is not None:
+            found["offloading"] = "memory may be paged"
+        if self.sums.codec != DENSE:
+            found["sum-codec"] = f'sums go through "{self.sums.codec}"'
+        if self.whole_backwards:
+            found["principal"] = "gradients are principal components"
+        return found
 
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimizer; 1 if each has its own."""

@@ -336,16 +336,6 @@ class Assembly:
         """The weights whose gradients are kept as components."""
         if self.form is None:
             return {}
-        if self.plan.source.splits_backward:
-            raise BiremeError(
-                f"{self.plan.source.name} runs backwards in two halves, and principal components need whole "
-                'ones. Use a schedule such as 1f1b or 2bw, or training.gradient = "whole".'
-            )
-        if self.compiles:
-            raise BiremeError(
-                "A compiled stage cannot give the pairs that principal components are made from. Leave out "
-                'model.compile, or use training.gradient = "whole".'
-            )
         return chosen_maps(self.graph, self.form)
 
     def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, _EvaluationStage]:

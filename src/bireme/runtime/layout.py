@@ -21,6 +21,7 @@ from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
+from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.source import ProgramSource, source_of
@@ -106,6 +107,15 @@ def on_pages(plan: AnyPlan, device: torch.device) -> AnyPlan:
         return plan
     fitting = named.on_pages(page_bytes(device))
     return replace(plan, plan=fitting) if isinstance(plan, SavedPlan) else fitting
+
+
+def does_page(plan: AnyPlan) -> bool:
+    """Whether a plan pages anything."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    if isinstance(named, Plan):
+        return named.paging is not None
+    program = named if isinstance(named, Program) else named.source.settled()
+    return any(program.tiers)
 
 
 def runnable(plan: AnyPlan) -> ProgramPlan:
@@ -294,3 +304,22 @@ def _uses(stages: Mapping[int, Sequence[Unit]]) -> Counter[str]:
     return Counter(
         name for units in stages.values() for name in {name for unit in units for name in unit.parameters}
     )
+
+
+def used_by_plan(source: ProgramSource, layout: Layout, *, pages: bool) -> dict[str, str]:
+    """The capabilities that a plan uses for a model, each with words that name it.
+
+    A program that is in no catalogue counts as the schedule whose passes and updates are like its own.
+    """
+    alike = {
+        source.name: source.name in SCHEDULES and source.rule is not Rule.STASHED,
+        "interleaved": source.num_stages > source.num_ranks,
+        "zb-h1": source.splits_backward,
+        "2bw-fresh": source.rule is Rule.FRESH,
+    }
+    found = {name: f'the schedule is "{source.name}"' for name, is_so in alike.items() if is_so}
+    if pages:
+        found["offloading"] = "the plan pages"
+    if layout.tied:
+        found["tied"] = f"{next(iter(layout.tied))} is shared by stages on several ranks"
+    return found

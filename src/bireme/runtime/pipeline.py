@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bireme.balance import Shares
+from bireme.capabilities import refuse_excluded
 from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.codec.sum_description import DENSE, GradientForm, SumCodec, parse_gradient, parse_sum_codec
 from bireme.devices import check_supported
@@ -36,19 +37,21 @@ from bireme.runtime.layout import (
     AnyPlan,
     Layout,
     Weights,
+    does_page,
     for_sharers,
     layout_of,
     on_pages,
     prepared,
     runnable,
     unhurried,
+    used_by_plan,
     work_of,
 )
 from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.chunk_store import PagingSettings
-from bireme.runtime.paging.rank_paging import RankPaging, TierMoves
+from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.quorum.agreement import QuorumAgreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.shared_weights import Sharers, sharers_of
@@ -96,43 +99,33 @@ def _cutter_of(
     )
 
 
-# What a pipeline cannot do together.
+# The capabilities that a pipeline uses.
 
 
-def _check_together(
+def _used(
     shard: str,
     form: GradientForm | None,
     codec: SumCodec,
-    paging: RankPaging | None,
+    optimizer: OptimizerFactory | str,
     agreement: QuorumAgreement | None,
     averaging: Averaging | None,
-) -> None:
-    """Refuse what does not go together, before anything is open."""
-    if agreement is not None and paging is not None:
-        raise BiremeError(
-            "Replicas that may die send gradients that lie on their devices. Leave out offloading, or the "
-            "agreement."
-        )
-    if form is not None and paging is not None:
-        raise BiremeError(
-            f'The plan offloads, which keeps gradients whole, and gradients are kept as "{form}". Leave '
-            "out one of the two."
-        )
-    if shard == "none":
-        return
-    also = {
-        "replicas that may die": agreement is not None,
-        "replicas that average weights": averaging is not None,
-        "offloading": paging is not None,
-        "gradients as principal components": form is not None,
-        f'sums through "{codec}"': codec != DENSE,
+    *,
+    compiles: bool,
+) -> dict[str, str]:
+    """Those that arguments ask for, each with words that name it."""
+    diloco = None if averaging is None else averaging.diloco
+    every = {
+        "shard-optimizer": (shard == "optimizer", 'shard is "optimizer"'),
+        "shard-weights": (shard == "weights", 'shard is "weights"'),
+        "principal": (form is not None, f'gradient is "{form}"'),
+        "sum-codec": (codec != DENSE, f'sum_codec is "{codec}"'),
+        "muon": (optimizer == "muon", 'optimizer is "muon"'),
+        "compile": (compiles, "compile is True"),
+        "quorum": (agreement is not None, "there is an agreement"),
+        "groups": (averaging is not None and diloco is None, "replicas average weights in groups"),
+        "diloco": (diloco is not None, "replicas average what they learned"),
     }
-    for what, is_asked in also.items():
-        if is_asked:
-            raise BiremeError(
-                f'Replicas share the {shard} (shard = "{shard}"), which does not go with {what}. Leave '
-                "out one of the two."
-            )
+    return {name: words for name, (is_used, words) in every.items() if is_used}
 
 
 # Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks.
@@ -267,6 +260,10 @@ class Pipeline(HeldState):
         units = units_of(graph)
         self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
+        refuse_excluded(
+            used_by_plan(self.plan.source, self.layout, pages=does_page(plan))
+            | _used(shard, form, codec, optimizer, agreement, averaging, compiles=compile)
+        )
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan, programs)
         sharers = sharers_of(shard, self.layout)
@@ -283,7 +280,6 @@ class Pipeline(HeldState):
             compiles=compile,
             clips=clip_norm is not None,
         )
-        _check_together(shard, form, codec, self._paging, agreement, averaging)
         batches = Batches()
         assembly = Assembly(
             graph,

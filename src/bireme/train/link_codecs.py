@@ -25,41 +25,11 @@ from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.plan.plan_request import may_delay_updates
 from bireme.profile.optimizers import kept_gradients, moments_share, sum_cost_of
 from bireme.profile.profile import Profile
-from bireme.schedule.catalogue import SCHEDULES
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.planning import AUTO, LinksTable
 
-# Gradients that a run keeps as principal components: what they take, and what they do not go with.
-
-
-def check_gradient(run: RunFile, graph: Graph) -> None:
-    """Refuse a form of gradients that the model, or how it runs, does not go with."""
-    form = run.training.gradient_form
-    if form is None:
-        return
-    if run.model.compile:
-        raise BiremeError(
-            f"training.gradient is {form}, but model.compile is set: a compiled stage cannot give the pairs "
-            "that components are made from. Leave out one of the two."
-        )
-    asked = run.plan.schedule
-    if asked != "auto" and SCHEDULES[asked].splits_backward:
-        raise BiremeError(
-            f"training.gradient is {form}, which needs whole backwards, but plan.schedule is {asked}, which "
-            "splits them. Use a schedule such as 1f1b or 2bw."
-        )
-    chosen_maps(graph, form)
-
-
-def check_schedule(run: RunFile, plan: Plan) -> None:
-    """Refuse a plan whose backwards are not whole where components are made from them."""
-    form = run.training.gradient_form
-    if form is not None and plan.source.splits_backward:
-        raise BiremeError(
-            f"training.gradient is {form}, which needs whole backwards, but {plan.schedule} splits them. "
-            "Use a schedule such as 1f1b or 2bw."
-        )
+# Gradients that a run keeps as principal components: what they take.
 
 
 def with_kept_gradients(run: RunFile, graph: Graph, profile: Profile) -> Profile:
@@ -69,6 +39,12 @@ def with_kept_gradients(run: RunFile, graph: Graph, profile: Profile) -> Profile
         return profile
     may_delay = may_delay_updates(run.plan.schedule, synchronous=run.plan.synchronous)
     return kept_gradients(graph, form).counted_in(profile, may_delay=may_delay)
+
+
+def check_gradient(run: RunFile, graph: Graph) -> None:
+    """Refuse patterns of training.gradient_of that name no weight of a linear map."""
+    if run.training.gradient_form is not None:
+        chosen_maps(graph, run.training.gradient_form)
 
 
 def gradient_document(run: RunFile, graph: Graph) -> dict[str, Any]:

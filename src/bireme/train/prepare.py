@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bireme.capabilities import refuse_excluded, used_by
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
 from bireme.devices import num_accelerators
@@ -31,6 +33,7 @@ from bireme.plan.plan_file import (
 )
 from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.report.plan_document import saved_plan_document, sync_document
+from bireme.runtime.layout import layout_of, used_by_plan
 from bireme.runtime.processes import has_server, start_process
 from bireme.train.base_weights import has_base, keep_base
 from bireme.train.captured_run import CapturedRun, micro_batches
@@ -38,14 +41,11 @@ from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import RECORD
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData, check_sizes
-from bireme.train.data.samples import Samples
-from bireme.train.data.stream import StreamSamples
 from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import InitialWeights, remove_initial
 from bireme.train.link_codecs import (
     check_boundaries,
     check_gradient,
-    check_schedule,
     gradient_document,
     sums_of,
     tell_changed_codecs,
@@ -78,6 +78,7 @@ from bireme.train.resume_checks import (
 )
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, with_model_defaults
+from bireme.train.run_file.checks import value_of
 from bireme.train.run_file.planning import AUTO
 from bireme.train.run_log import check_trackers
 from bireme.train.run_plan import PlannedRun, check_devices
@@ -149,50 +150,22 @@ def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
 # Whether the replicas of a run can go on without each other: known before anything starts.
 
 
-def check_replicas(run: RunFile, plan: Plan, samples: Samples) -> None:
-    """Refuse a run whose replicas may die, but could not go on without each other."""
-    mode = run.sync.mode
-    if mode == "allreduce":
-        return
-    if plan.width < 2:
+def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
+    """Refuse a plan, as one from a file may be, that does not go with what the run asks for."""
+    mode, program = run.sync.mode, plan.by_program
+    if mode != "allreduce" and plan.width < 2:
         raise BiremeError(
             f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
             'plan.width to 2 or more, or use sync.mode = "allreduce".'
         )
-    if isinstance(samples, StreamSamples):
-        raise BiremeError(
-            f'sync.mode is "{mode}", in which samples may be trained in another order than they come, but '
-            "the data are a stream. Download them, or leave out streaming=true."
-        )
-    if plan.paging is not None:
-        what = "weights" if run.sync.averages else "gradients"
-        raise BiremeError(
-            f'sync.mode is "{mode}", in which whole {what} are sent from where they lie, but the plan '
-            'offloads. Leave offloading out of the plan, or use sync.mode = "allreduce".'
-        )
-
-
-def check_paged(run: RunFile, plan: Plan) -> None:
-    """Refuse a plan that pages or shares weights, as one from a file may, where the run asks for what
-    does not go with that.
-    """
     if plan.whole_weights and run.memory.shard != "weights":
         raise BiremeError(
             f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "
             f'"{run.memory.shard}". Set memory.shard = "weights", or use a plan that was made without it.'
         )
-    if plan.paging is None:
-        return
-    asked = {
-        "memory.shard": (run.memory.shard, "none"),
-        "training.gradient": (run.training.gradient, "whole"),
-    }
-    for key, (value, usual) in asked.items():
-        if value != usual:
-            raise BiremeError(
-                f'{key} is "{value}", but the plan offloads, which goes with "{usual}" only. Set {key} to '
-                f'"{usual}", or use a plan that does not offload.'
-            )
+    layout = layout_of(graph, units_of(graph), program, 0, program.num_ranks)
+    used = used_by_plan(program.source, layout, pages=plan.paging is not None)
+    refuse_excluded(used_by(partial(value_of, run)) | used)
 
 
 Progress = Callable[[float, str], None]
@@ -219,10 +192,8 @@ class PreparedRun:
     initial: InitialWeights | None = None
 
     def __post_init__(self) -> None:  # refuses replicas and shares that cannot be
-        check_paged(self.run, self.plan.plan)
-        check_replicas(self.run, self.plan.plan, self.data.training)
+        check_plan(self.run, self.plan.plan, self.graph)
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
-        check_schedule(self.run, self.plan.plan)
 
 
 def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: bool = True) -> PreparedRun:

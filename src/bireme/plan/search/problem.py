@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from bireme.capabilities import exclusion, refuse_excluded
 from bireme.cluster.cluster import Cluster, Lane
 from bireme.cluster.device import NO_ENGINE
 from bireme.cluster.symmetry import Symmetry
@@ -231,12 +232,8 @@ class PlanningProblem:
 
 
 def check_shard(request: PlanRequest, optimizer: str) -> None:
-    """Refuse to share an optimizer that has no parts."""
-    if request.shard != "none" and optimizer == "muon":
-        raise BiremeError(
-            f"Replicas share the {request.shard}, but the profile is of muon, which steps whole matrices. "
-            "Profile with adamw or sgd, or leave out shard."
-        )
+    """Refuse an optimizer that excludes what the request asks for."""
+    refuse_excluded(request.used | ({"muon": "the profile is of muon"} if optimizer == "muon" else {}))
 
 
 def check_numbers(request: PlanRequest, num_devices: int) -> None:
@@ -272,19 +269,13 @@ def _schedules(request: PlanRequest) -> tuple[str, ...]:
         found = [name for name, one in SCHEDULES.items() if one.rule is not Rule.STASHED]
         if request.synchronous:
             found = [name for name in found if SCHEDULES[name].rule is Rule.SYNCHRONOUS]
-        if request.shares_weights:
-            found = [name for name in found if SCHEDULES[name].rule is not Rule.FRESH]
-        return tuple(n for n in found if not (request.whole_backwards and SCHEDULES[n].splits_backward))
+        return tuple(n for n in found if not any(exclusion(used, n) for used in request.used))
     schedule = schedule_named(request.schedule)
     if schedule.rule is Rule.STASHED:
         raise BiremeError(
             f"The engine does not run {schedule.name}, so Bireme cannot plan for it. Use 2bw, its successor."
         )
-    if request.shares_weights and schedule.rule is Rule.FRESH:
-        raise BiremeError(
-            f"Replicas share the weights, but {schedule.name} makes trial steps, which need whole gradients "
-            "of one replica. Use another schedule, such as 2bw, or share the optimizer only."
-        )
+    refuse_excluded(request.used | {schedule.name: f'the schedule is "{schedule.name}"'})
     if request.synchronous and schedule.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
             f"{schedule.name} delays updates, but updates must be synchronous. Leave out one of the two, or "

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from bireme.bounds import bytes_text
+from bireme.capabilities import exclusion
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.codec.sum_description import DENSE_SUMS
@@ -271,8 +272,14 @@ class _Remedies:
     def _try_sharing(self) -> None:
         """Replicas that share an optimizer."""
         request = self._request
-        may_share = request.shard == "none" and request.sums == DENSE_SUMS and request.width != 1
-        if may_share and len(self._problem.devices) > 1 and self._problem.profile.optimizer != "muon":
+        uses = {
+            "sum-codec": request.sums != DENSE_SUMS,
+            "principal": request.whole_backwards,
+            "muon": self._problem.profile.optimizer == "muon",
+        }
+        may_share = not any(exclusion("shard-optimizer", name) for name, is_used in uses.items() if is_used)
+        has_replicas = request.width != 1 and len(self._problem.devices) > 1
+        if request.shard == "none" and has_replicas and may_share:
             self._try("replicas that share the optimizer (shard optimizer)", shard="optimizer", memory=None)
 
     def _more_memory(self) -> None:

@@ -333,11 +333,6 @@ class Averaging:
         named = plan.plan if isinstance(plan, SavedPlan) else plan
         if not isinstance(named, Plan):
             raise BiremeError("Replicas average weights in programs of a plan, not in one that is given.")
-        if named.paging is not None:
-            raise BiremeError(
-                "Replicas average weights that lie on their devices, but the plan offloads them. Make a plan "
-                "that does not offload."
-            )
         return named.averaging(self.lag)
 
     def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:

@@ -3,6 +3,10 @@
 It may assume that every key is right by itself. It must not look at files, devices or models.
 """
 
+from functools import partial
+from typing import Any
+
+from bireme.capabilities import refuse_excluded, used_by
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
@@ -10,19 +14,22 @@ from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Planni
 from bireme.train.run_file.tables import ClusterTable, Lora, Model, Sync, Tables
 from bireme.train.run_file.training import Training
 
-# What `[memory]` of a run file goes with: paging, and replicas that share.
+
+def value_of(tables: Tables, key: str) -> Any:
+    """The value of a key such as "plan.schedule"."""
+    found: Any = tables
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+# Keys of `[memory]`.
 
 
 def check_memory(tables: Tables) -> None:
     """Refuse keys of `[memory]` that contradict each other or other tables."""
     check_paging(tables.memory, tables.plan)
     _check_updates(tables)
-    _check_shard(tables)
-    if tables.memory.is_on and tables.training.gradient != "whole":
-        raise BiremeError(
-            f'training.gradient is "{tables.training.gradient}", but memory.device is set, and only whole '
-            "gradients are offloaded. Leave one of the two out."
-        )
 
 
 def check_paging(memory: Memory, plan: Planning) -> None:
@@ -82,34 +89,6 @@ def _check_updates(tables: Tables) -> None:
         )
 
 
-def _check_shard(tables: Tables) -> None:
-    """Replicas that share an optimizer need each other in every batch, and step parts of parameters."""
-    if tables.memory.shard == "none":
-        return
-    why = {
-        "memory.device": (tables.memory.device, None, "what replicas share is not offloaded"),
-        "sync.mode": (tables.sync.mode, "allreduce", "each replica needs all others in every batch"),
-        "sync.codec": (tables.sync.codec, "none", "each replica gets the plain sum of its part"),
-        "training.gradient": (tables.training.gradient, "whole", "only whole gradients have parts"),
-    }
-    for key, (value, usual, reason) in why.items():
-        if value != usual:
-            raise BiremeError(
-                f'memory.shard is "{tables.memory.shard}", but {key} is {value!r}, and {reason}. Leave out '
-                "one of the two."
-            )
-    if tables.memory.shard == "weights" and tables.plan.schedule == "2bw-fresh":
-        raise BiremeError(
-            'memory.shard is "weights", but plan.schedule is "2bw-fresh", whose trial steps need whole '
-            'gradients of one replica. Use "2bw", or memory.shard = "optimizer".'
-        )
-    if tables.training.optimizer == "muon":
-        raise BiremeError(
-            f'memory.shard is "{tables.memory.shard}", but training.optimizer is "muon", which steps whole '
-            'matrices, and parts begin and end within them. Use "adamw" or "sgd", or leave out memory.shard.'
-        )
-
-
 DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
 """Two ways to say the same."""
 
@@ -126,7 +105,8 @@ have one in that mode alone.
 
 
 def check_together(tables: Tables) -> None:
-    """Refuse keys that contradict each other, and those that another key makes idle."""
+    """Refuse capabilities that exclude each other, keys that contradict each other, and idle keys."""
+    refuse_excluded(used_by(partial(value_of, tables)))
     _check_model_and_data(tables)
     _check_part(tables.model)
     _check_optimizer(tables.training)
@@ -143,7 +123,7 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     check_memory(tables)
-    _check_quorum(tables)
+    _check_balance_of_mode(tables)
     _check_modes(tables.sync)
 
 
@@ -165,12 +145,6 @@ def _check_model_and_data(tables: Tables) -> None:
         )
     if data.source is None and data.mixture is None:
         raise BiremeError("data.source is None, and so is data.mixture. Give one of them.")
-    if data.private is not None and data.mixture is not None:
-        raise BiremeError(
-            f"data.private names {len(data.private)} servers, and data.mixture {len(data.mixture)} sources: "
-            "private samples go with the samples of one public source. Leave out one of the two, or make the "
-            "mixture one source."
-        )
     if data.evaluation_fraction is not None and data.evaluation_source is not None:
         raise BiremeError(
             f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "
@@ -183,28 +157,21 @@ def _check_model_and_data(tables: Tables) -> None:
         )
 
 
-def _check_quorum(tables: Tables) -> None:
-    """With replicas that may die the coordinator deals out samples, and sums go over lines of their own."""
-    sync, balance, data = tables.sync, tables.balance, tables.data
-    if sync.mode == "allreduce":
-        return
-    refused = {
-        "balance.mode": (balance.mode, None if balance.mode == "start" else balance.mode),
-        "balance.batch": (balance.batch, type(balance).model_fields["batch"].default),
-        "balance.replan": (balance.replan, False),
-        "data.private": (data.private, None),
-        "training.gradient": (
-            tables.training.gradient,
-            "whole" if sync.averages else tables.training.gradient,
-        ),
-        "memory.device": (tables.memory.device, None),
+def _check_balance_of_mode(tables: Tables) -> None:
+    """The coordinator assigns samples by speed, so that keys of another way to do it have no effect."""
+    sync, balance = tables.sync, tables.balance
+    usual = Balancing()
+    idle = {
+        "mode": balance.mode if balance.mode == "start" else usual.mode,
+        "batch": balance.batch,
+        "replan": balance.replan,
     }
-    for key, (value, usual) in refused.items():
-        if value != usual:
-            what = "weights" if sync.averages else "gradients"
+    for name, value in idle.items():
+        if sync.is_coordinated and value != getattr(usual, name):
+            text = f'"{value}"' if isinstance(value, str) else str(value).lower()
             raise BiremeError(
-                f'{key} is {value!r}, but sync.mode is "{sync.mode}", in which samples are dealt out by '
-                f'speed and {what} are sent as they are. Leave {key} out, or use sync.mode = "allreduce".'
+                f'balance.{name} is {text}, but sync.mode is "{sync.mode}", in which the coordinator assigns '
+                f'samples by the speed of the replicas. Leave balance.{name} out, or use sync.mode = "allreduce".'
             )
 
 

@@ -1,0 +1,361 @@
+"""The capabilities of Bireme: which keys of a run file switch each on, and which two exclude each other.
+
+Only `refuse_excluded` refuses two capabilities together. Run files, plans and pipelines from Python all call
+it. Capabilities of one axis are alternatives: a run has at most one of them, so two of them are not a pair.
+docs/composition.md, `bireme capabilities` and tests/composition/ are made from this file.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from bireme.errors import BiremeError, closest
+
+Read = Callable[[str], Any]
+"""Gives the value of a key of a run file, such as "plan.schedule"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One capability. `settings` are keys of a run file that switch it on, each as `--set` takes it.
+
+    `is_used` finds out whether a run file uses it. `excludes` gives for other capabilities the reason of
+    principle why a run cannot have both.
+    """
+
+    name: str
+    title: str
+    axis: str
+    settings: Mapping[str, str | int]
+    is_used: Callable[[Read], bool]
+    excludes: Mapping[str, str]
+
+    @property
+    def key(self) -> str:
+        """The key that an error names."""
+        return next(iter(self.settings))
+
+
+HOST, FOLDER, ROWS = "HOST", "TEXTS", "ROWS.txt"
+"""In settings: the name of this machine, a folder of texts, and a file of rows. They differ by machine."""
+
+
+def _is(key: str, *values: object) -> Callable[[Read], bool]:
+    return lambda read: read(key) in values
+
+
+def _is_set(key: str) -> Callable[[Read], bool]:
+    return lambda read: read(key) not in (None, False)
+
+
+def _is_other_than(key: str, *usual: object) -> Callable[[Read], bool]:
+    return lambda read: read(key) not in usual
+
+
+def _has_codec_between(read: Read) -> bool:
+    return read("links.codec") not in (None, "none") or bool(read("links.boundaries"))
+
+
+def _is_tied(read: Read) -> bool:
+    # Without the word in its source, a plan finds out whether a model ties weights of two stages.
+    source = str(read("model.source")).replace(" ", "")
+    return source.startswith("gpt:") and "tied=true" in source and (read("plan.depth") or 1) > 1
+
+
+def _streams(read: Read) -> bool:
+    sources = [read("data.source"), *(one.source for one in read("data.mixture") or ())]
+    return any("streaming=true" in str(one).replace(" ", "") for one in sources)
+
+
+SCHEDULE, AGREEMENT = "schedule", "how replicas agree"
+
+_SPLIT = (
+    "Principal components of a gradient are made from the inputs and output gradients of a layer in one "
+    "backward, and this schedule runs the two halves of a backward at different times."
+)
+_COMPILED = (
+    "Principal components are made from the inputs and output gradients of each layer, and a compiled stage "
+    "does not give them."
+)
+_TRIAL = (
+    "A trial step takes gradients of one replica before any sum, and a replica that shares weights has only "
+    "its own part of them."
+)
+
+
+def _schedule(name: str, title: str, **excludes: str) -> Capability:
+    settings: dict[str, str | int] = {"plan.schedule": name, "plan.depth": 2, "cluster.workers": 4}
+    return Capability(name, title, SCHEDULE, settings, _is("plan.schedule", name), excludes)
+
+
+_UNTIED = "gpt:layers=2,width=64,heads=2,tied=false"
+
+
+def _mode(name: str, mode: str, title: str, **more: str | int) -> Capability:
+    settings: dict[str, str | int] = {"sync.mode": mode, "plan.width": 2, "cluster.workers": 4}
+    settings |= {key.replace("__", "."): value for key, value in more.items()}
+    # With one replica there is nobody to sum with, so the usual mode is in use only with more of them.
+    is_used = _is("sync.mode", mode)
+    if mode == "allreduce":
+        return Capability(
+            name, title, AGREEMENT, settings, lambda read: is_used(read) and (read("plan.width") or 1) > 1, {}
+        )
+    return Capability(name, title, AGREEMENT, settings, is_used, {})
+
+
+_ALL = (
+    _schedule("sequential", "One micro-batch at a time"),
+    _schedule("gpipe", "GPipe: all forwards, then all backwards"),
+    _schedule("1f1b", "1F1B"),
+    _schedule("1f1b-sliced", "1F1B with the first micro-batches sliced in halves"),
+    _schedule("interleaved", "Interleaved 1F1B: several stages on a rank"),
+    _schedule("zb-h1", "ZB-H1: zero bubble, backward in halves", principal=_SPLIT),
+    _schedule("zbv", "ZB-V: zero bubble, two stages on a rank", principal=_SPLIT),
+    _schedule("2bw", "PipeDream-2BW: updates one batch late"),
+    _schedule("2bw-fresh", "2BW with trial steps"),
+    _mode("allreduce", "allreduce", "All-reduce of gradients in every batch"),
+    _mode("quorum", "quorum", "Sums of gradients of the replicas that are ready; replicas may die"),
+    _mode(
+        "groups", "groups", "Averages of weights in groups of replicas that are ready", model__source=_UNTIED
+    ),
+    _mode(
+        "diloco",
+        "diloco",
+        "DiLoCo: averages of what replicas learned",
+        sync__diloco_every=2,
+        model__source=_UNTIED,
+    ),
+    Capability(
+        "boundary-codec",
+        "Codec at stage boundaries",
+        "codec at stage boundaries",
+        {"links.codec": "int8", "plan.depth": 2, "cluster.workers": 4},
+        _has_codec_between,
+        {},
+    ),
+    Capability(
+        "sum-codec",
+        "Codec in sums over replicas",
+        "codec in sums",
+        {"sync.codec": "int4", "plan.width": 2, "cluster.workers": 4},
+        _is_other_than("sync.codec", "none"),
+        {},
+    ),
+    Capability(
+        "principal",
+        "Gradients as principal components",
+        "form of gradients",
+        {"training.gradient": "principal:4"},
+        _is_other_than("training.gradient", "whole"),
+        {"compile": _COMPILED},
+    ),
+    Capability(
+        "balance",
+        "Shares of a batch that follow the speed of the replicas",
+        "balance",
+        {"balance.mode": "measured", "plan.width": 2, "cluster.workers": 4},
+        _is("balance.mode", "measured"),
+        {},
+    ),
+    Capability(
+        "shard-optimizer",
+        "ZeRO-1: replicas share the optimizer",
+        "what replicas share",
+        {"memory.shard": "optimizer", "plan.width": 2, "cluster.workers": 4},
+        _is("memory.shard", "optimizer"),
+        {},
+    ),
+    Capability(
+        "shard-weights",
+        "ZeRO-3: replicas share weights, gradients and the optimizer",
+        "what replicas share",
+        {"memory.shard": "weights", "plan.width": 2, "cluster.workers": 4},
+        _is("memory.shard", "weights"),
+        {"2bw-fresh": _TRIAL},
+    ),
+    Capability(
+        "offloading",
+        "Offloading to host memory and disk",
+        "offloading",
+        {"memory.device": "12MB"},
+        _is_set("memory.device"),
+        {},
+    ),
+    Capability(
+        "recompute",
+        "Activation checkpointing",
+        "activations",
+        {"plan.recompute": "always"},
+        _is("plan.recompute", "always"),
+        {},
+    ),
+    Capability(
+        "compile",
+        "Stages compiled by torch",
+        "compilation",
+        {"model.compile": "true"},
+        _is_set("model.compile"),
+        {},
+    ),
+    Capability(
+        "bfloat16",
+        "bfloat16 with float32 master weights",
+        "number format",
+        {"model.dtype": "bfloat16"},
+        _is("model.dtype", "bfloat16"),
+        {},
+    ),
+    Capability(
+        "muon",
+        "Muon",
+        "optimizer",
+        {"training.optimizer": "muon"},
+        _is("training.optimizer", "muon"),
+        {},
+    ),
+    Capability(
+        "lora",
+        "LoRA adapter",
+        "part of the model that learns",
+        {"model.lora.rank": 4, "model.lora.targets": '["query_key_value"]', "model.lora.merge": "true"},
+        _is_set("model.lora.rank"),
+        {},
+    ),
+    Capability(
+        "tied",
+        "Weights tied over stages",
+        "tied weights",
+        {"model.source": "gpt:layers=2,width=64,heads=2,tied=true", "plan.depth": 2, "cluster.workers": 4},
+        _is_tied,
+        {},
+    ),
+    Capability(
+        "private-data",
+        "Samples that only one server reads",
+        "private data",
+        {"data.private": f'{{"{HOST}" = "stdlib"}}'},
+        _is_set("data.private"),
+        {},
+    ),
+    Capability(
+        "mixture",
+        "A weighted mixture of sources",
+        "mixture",
+        {"data.mixture": f'[{{source = "stdlib", weight = 3}}, {{source = "{FOLDER}"}}]'},
+        _is_set("data.mixture"),
+        {},
+    ),
+    Capability(
+        "stream",
+        "Data read as a stream",
+        "stream",
+        {"data.source": f"hf:{ROWS},streaming=true"},
+        _streams,
+        {},
+    ),
+)
+
+CAPABILITIES: Mapping[str, Capability] = {one.name: one for one in _ALL}
+"""All of them, by their names."""
+
+# Pairs that only missing code excludes. Delete a line when its pair works.
+_MEANS = "Means of weights are sent without a codec so far."
+_RESIDENT = "A replica that may die sends tensors that lie on its device so far."
+_ALONE = "Replicas that share state need all of each other in every batch so far."
+_RANK_BY_RANK = "Each rank averages its only stage so far."
+_COPIES = "Each rank averages its own weights so far, and copies of a tied weight on two ranks would differ."
+_PLAIN = "Each replica gets the plain sum of its part so far."
+_PARTS = "Gradients that replicas sum in parts are whole so far."
+_NOT_BOTH = "A chunk is either offloaded or shared so far."
+_NO_ORDER = "Samples that return from a replica that died come later than a stream can go back so far."
+_PUBLIC = "The coordinator assigns samples that every replica can read so far."
+_ONE_SOURCE = "Private samples go with the samples of one public source that can be counted so far."
+
+NOT_YET: Mapping[tuple[str, str], str] = {
+    ("groups", "sum-codec"): _MEANS,
+    ("diloco", "sum-codec"): _MEANS,
+    ("quorum", "offloading"): _RESIDENT,
+    ("groups", "offloading"): _RESIDENT,
+    ("diloco", "offloading"): _RESIDENT,
+    ("quorum", "shard-optimizer"): _ALONE,
+    ("quorum", "shard-weights"): _ALONE,
+    ("groups", "shard-optimizer"): _ALONE,
+    ("groups", "shard-weights"): _ALONE,
+    ("diloco", "shard-optimizer"): _ALONE,
+    ("diloco", "shard-weights"): _ALONE,
+    ("groups", "interleaved"): _RANK_BY_RANK,
+    ("diloco", "interleaved"): _RANK_BY_RANK,
+    ("groups", "zbv"): _RANK_BY_RANK,
+    ("diloco", "zbv"): _RANK_BY_RANK,
+    ("groups", "tied"): _COPIES,
+    ("diloco", "tied"): _COPIES,
+    ("sum-codec", "shard-optimizer"): _PLAIN,
+    ("sum-codec", "shard-weights"): _PLAIN,
+    ("principal", "shard-optimizer"): _PARTS,
+    ("principal", "shard-weights"): _PARTS,
+    ("principal", "offloading"): "Only whole gradients are offloaded so far.",
+    ("muon", "shard-optimizer"): "Muon steps whole matrices, and parts begin and end within them so far.",
+    ("muon", "shard-weights"): "Muon steps whole matrices, and parts begin and end within them so far.",
+    ("shard-optimizer", "offloading"): _NOT_BOTH,
+    ("shard-weights", "offloading"): _NOT_BOTH,
+    ("quorum", "stream"): _NO_ORDER,
+    ("groups", "stream"): _NO_ORDER,
+    ("diloco", "stream"): _NO_ORDER,
+    ("quorum", "private-data"): _PUBLIC,
+    ("groups", "private-data"): _PUBLIC,
+    ("diloco", "private-data"): _PUBLIC,
+    ("private-data", "mixture"): _ONE_SOURCE,
+    ("private-data", "stream"): _ONE_SOURCE,
+}
+
+
+def exclusion(one: str, other: str) -> str | None:
+    """Why a run cannot have both; None if it can."""
+    first, second = CAPABILITIES[one], CAPABILITIES[other]
+    return (
+        first.excludes.get(other)
+        or second.excludes.get(one)
+        or NOT_YET.get((one, other))
+        or NOT_YET.get((other, one))
+    )
+
+
+def pairs(capabilities: Iterable[Capability]) -> Iterator[tuple[Capability, Capability]]:
+    """Every two of these that are of different axes, once."""
+    return ((one, other) for one, other in combinations(capabilities, 2) if one.axis != other.axis)
+
+
+def settings_of(capabilities: Sequence[Capability]) -> dict[str, str | int]:
+    """The keys of a run file that switch on all of these. A source beside a mixture becomes one of it."""
+    found = {key: value for one in capabilities for key, value in one.settings.items()}
+    if "data.mixture" in found and "data.source" in found:
+        source = found.pop("data.source")
+        found["data.mixture"] = f'[{{source = "stdlib", weight = 3}}, {{source = "{source}"}}]'
+    return found
+
+
+def used_by(read: Read) -> dict[str, str]:
+    """The capabilities that a run file uses, each with words that name what asks for it."""
+    return {one.name: _words(one.key, read(one.key)) for one in _ALL if one.is_used(read)}
+
+
+def refuse_excluded(used: Mapping[str, str]) -> None:
+    """Refuse two capabilities that exclude each other; `used` has words for what asks for each."""
+    for (one, words), (other, more) in combinations(used.items(), 2):
+        reason = exclusion(one, other)
+        if reason is not None:
+            raise BiremeError(f"{words}, and {more}. {reason} Leave out one of the two.")
+
+
+def capability_named(name: str) -> Capability:
+    """The capability of that name."""
+    if name not in CAPABILITIES:
+        raise BiremeError(f"There is no capability {name!r}. {closest(name, CAPABILITIES)}")
+    return CAPABILITIES[name]
+
+
+def _words(key: str, value: object) -> str:
+    if isinstance(value, str):
+        return f'{key} is "{value}"'
+    return f"{key} is {value}" if isinstance(value, int) and not isinstance(value, bool) else f"{key} is set"
