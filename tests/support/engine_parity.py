@@ -6,7 +6,7 @@ the same model in the same stages. What is compared is everything that an update
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bireme.balance import Shares
 from bireme.codec import LinkCodecs, through
 from bireme.codec.above import Thresholds
 from bireme.model.graph import learned_values
@@ -27,7 +28,7 @@ from bireme.runtime.averaging.diloco import Averaging
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
-from bireme.runtime.microbatches import micro_batch_seed
+from bireme.runtime.microbatches import LazyBatch, micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
@@ -48,6 +49,7 @@ __all__ = [
     "Trained",
     "assert_equal",
     "evaluated",
+    "note_training",
     "oracle",
     "pipeline_of",
     "plan_for",
@@ -88,6 +90,7 @@ class Setting:
     gradient_of: tuple[str, ...] | None = None
     paging: PagingSettings | None = None
     shard: str = "none"
+    compiles: bool = False
 
     @property
     def factory(self) -> OptimizerFactory:
@@ -110,6 +113,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
+    shares: list[Shares] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     states: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -147,6 +151,7 @@ def pipeline_of(
         gradient_of=setting.gradient_of,
         paging=setting.paging,
         shard=setting.shard,
+        compile=setting.compiles,
         agreement=agreement,
         averaging=averaging,
     )
@@ -162,17 +167,23 @@ def train_rank(
     trained = Trained()
     for window in setting.split(data):
         between(pipeline)
-        for result in pipeline.train(window):
-            assert result.batch == len(trained.losses)
-            trained.losses.append(result.loss)
-            trained.norms.append(result.grad_norm)
-            trained.skipped.append(result.is_skipped)
-            trained.weights.append(_newest(pipeline))
-            trained.states.append(_optimizer_states(pipeline))
+        note_training(pipeline, window, trained)
+    return trained
+
+
+def note_training(pipeline: Pipeline, batches: Iterable[Batch | LazyBatch], trained: Trained) -> None:
+    """Train on batches, and note all that is seen."""
+    for result in pipeline.train(batches):
+        assert result.batch == len(trained.losses)
+        trained.losses.append(result.loss)
+        trained.norms.append(result.grad_norm)
+        trained.skipped.append(result.is_skipped)
+        trained.shares.append(result.shares)
+        trained.weights.append(_newest(pipeline))
+        trained.states.append(_optimizer_states(pipeline))
     for stage in pipeline.stages.values():
         assert stage.num_kept == 0
         trained.buffers |= {name: buffer.clone() for name, buffer in stage.buffers.items()}
-    return trained
 
 
 def _newest(pipeline: Pipeline) -> dict[str, Tensor]:

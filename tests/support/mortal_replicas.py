@@ -222,7 +222,8 @@ Act = Callable[[RankId, Instruction], None]
 class Replicas:
     """Replicas of a pipeline, each with a plan of width 1, that train `num_batches` of `data`.
 
-    `on_instruction` may raise `Killed`; with `revives` a replica that died begins its next life.
+    `on_instruction` may raise `Killed`; with `revives` a replica that died begins its next life. Each
+    micro-batch has `least` samples or more.
     """
 
     def __init__(
@@ -242,11 +243,12 @@ class Replicas:
         timeout_s: float = 20.0,
         pace: Callable[[RankId, int], None] = lambda _rank, _batch: None,
         compare_every: int = 0,
+        least: int = 1,
     ) -> None:
         self.model, self.setting, self.data = model, setting, data
         self.num_replicas, self.num_batches, self.batch_size = num_replicas, num_batches, batch_size
         self.depth = setting.plan.source.num_ranks
-        least = self._spare = setting.plan.source.num_microbatches
+        least = self._spare = setting.plan.source.num_microbatches * least
         self.hub = Hub(
             CoordinatorSettings(
                 SyncMode.QUORUM,

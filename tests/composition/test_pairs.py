@@ -1,0 +1,60 @@
+"""Every pair of capabilities that is not excluded trains, and computes what one process does."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bireme.capabilities import CAPABILITIES, exclusion, pairs
+from bireme.sync.coordinator.groups import Arrived
+from bireme.sync.coordinator.state import Paces
+from tests.support.composition import Composition
+
+pytestmark = pytest.mark.slow
+
+TOGETHER = [
+    (one.name, other.name)
+    for one, other in pairs(CAPABILITIES.values())
+    if exclusion(one.name, other.name) is None
+]
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A compiled stage is the stage: what torch makes of it is compared in tests/model/test_compiled.py."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group is of all replicas that do not drain, and no window ends early, as in test_averaging."""
+    monkeypatch.setattr(Paces, "with_arrival", lambda own, *_: own)
+    monkeypatch.setattr(
+        Paces,
+        "arrived",
+        lambda _, stage, replica, batch, _wait_s: Arrived(stage, replica, batch, 60.0, 60.0),
+    )
+
+
+@pytest.mark.parametrize("pair", TOGETHER, ids=" and ".join)
+def test_two_capabilities_together_compute_what_one_process_does(pair: tuple[str, str]) -> None:
+    Composition(frozenset(pair)).check()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "boundary-codec balance tied quorum",
+        "2bw boundary-codec sum-codec tied balance",
+        "zbv quorum tied recompute",
+        "2bw-fresh diloco boundary-codec lora",
+        "2bw shard-optimizer tied lora bfloat16",
+        "1f1b private-data balance recompute boundary-codec",
+        "offloading recompute tied boundary-codec sum-codec",
+    ],
+)
+def test_more_than_two_do_so_too(names: str) -> None:
+    Composition(frozenset(names.split())).check()
