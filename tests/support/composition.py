@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from bireme.balance import Policy, limits_of
 from bireme.capabilities import CAPABILITIES
-from bireme.codec.description import BorderCodecs
+from bireme.codec.description import BoundaryCodecs
 from bireme.plan.plan import Plan
 from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.outer import OuterSettings
+from bireme.runtime.averaging.diloco import DilocoSettings
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
@@ -201,12 +201,12 @@ class Composition:
                 _check_close(weights, expected[batch].weights, max(self._tolerance, 1e-11))
 
     def _check_averages(self) -> None:
-        outer = OuterSettings(2) if "diloco" in self.names else None
-        run = _ReadingAverages(self, outer)
+        diloco = DilocoSettings(2) if "diloco" in self.names else None
+        run = _ReadingAverages(self, diloco)
         run.run()
         _check_ledger([line.samples for line in run.hub.rounds])
         _check_same([(told.weights[-1], {}) for told in run.told.values()])
-        expected = expected_of_groups(run) if outer is None else expected_of_outer_steps(run, outer)
+        expected = expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco)
         for rank, told in run.told.items():
             updates = expected[rank.replica]
             self._check_near([told.losses[one.batch] for one in updates], updates)
@@ -238,7 +238,7 @@ class Composition:
             schedule,
             width=1 if mode in ("quorum", "groups", "diloco") else WIDTH,
             recompute=tuple(range(num_stages)) if "recompute" in names else (),
-            codecs=(BorderCodecs("int8", "int8"),) * (num_stages - 1) if "boundary-codec" in names else (),
+            codecs=(BoundaryCodecs("int8", "int8"),) * (num_stages - 1) if "boundary-codec" in names else (),
             updates_early=False,
         )
         bank_dtype = torch.bfloat16 if "bfloat16" in names else None
@@ -369,7 +369,7 @@ class _ReadingReplicas(Replicas):
 class _ReadingAverages(AveragingReplicas):
     """Replicas that average weights, each with a loader of its own."""
 
-    def __init__(self, composition: Composition, outer: OuterSettings | None) -> None:
+    def __init__(self, composition: Composition, diloco: DilocoSettings | None) -> None:
         self._composition = composition
         super().__init__(
             composition.model,
@@ -378,8 +378,8 @@ class _ReadingAverages(AveragingReplicas):
             {},
             (NUM_BATCHES,),
             BATCH,
-            outer=outer,
-            lag=0 if outer is None else 1,
+            diloco=diloco,
+            lag=0 if diloco is None else 1,
             in_step=True,
         )
 

@@ -171,7 +171,8 @@ def _check_balance_of_mode(tables: Tables) -> None:
             text = f'"{value}"' if isinstance(value, str) else str(value).lower()
             raise BiremeError(
                 f'balance.{name} is {text}, but sync.mode is "{sync.mode}", in which the coordinator assigns '
-                f'samples by the speed of the replicas. Leave balance.{name} out, or use sync.mode = "allreduce".'
+                f"samples by the speed of the replicas. Leave balance.{name} out, or use sync.mode = "
+                '"allreduce".'
             )
 
 
