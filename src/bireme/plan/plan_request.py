@@ -213,7 +213,7 @@ class PlanRequest:
         """The capabilities that it asks for beside the schedule, each with words that name it."""
         found = {} if self.shard == "none" else {f"shard-{self.shard}": f"replicas share the {self.shard}"}
         if self.memory is not None:
-            found["offloading"] = "memory may be paged"
+            found["offloading"] = "memory may be offloaded"
         if self.sums.codec != DENSE:
             found["sum-codec"] = f'sums go through "{self.sums.codec}"'
         if self.whole_backwards:

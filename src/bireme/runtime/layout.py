@@ -109,8 +109,8 @@ def on_pages(plan: AnyPlan, device: torch.device) -> AnyPlan:
     return replace(plan, plan=fitting) if isinstance(plan, SavedPlan) else fitting
 
 
-def does_page(plan: AnyPlan) -> bool:
-    """Whether a plan pages anything."""
+def does_offload(plan: AnyPlan) -> bool:
+    """Whether a plan offloads anything."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan):
         return named.paging is not None
@@ -306,7 +306,7 @@ def _uses(stages: Mapping[int, Sequence[Unit]]) -> Counter[str]:
     )
 
 
-def used_by_plan(source: ProgramSource, layout: Layout, *, pages: bool) -> dict[str, str]:
+def used_by_plan(source: ProgramSource, layout: Layout, *, offloads: bool) -> dict[str, str]:
     """The capabilities that a plan uses for a model, each with words that name it.
 
     A program that is in no catalogue counts as the schedule whose passes and updates are like its own.
@@ -318,8 +318,8 @@ def used_by_plan(source: ProgramSource, layout: Layout, *, pages: bool) -> dict[
         "2bw-fresh": source.rule is Rule.FRESH,
     }
     found = {name: f'the schedule is "{source.name}"' for name, is_so in alike.items() if is_so}
-    if pages:
-        found["offloading"] = "the plan pages"
+    if offloads:
+        found["offloading"] = "the plan offloads"
     if layout.tied:
         found["tied"] = f"{next(iter(layout.tied))} is shared by stages on several ranks"
     return found

@@ -37,7 +37,7 @@ from bireme.runtime.layout import (
     AnyPlan,
     Layout,
     Weights,
-    does_page,
+    does_offload,
     for_sharers,
     layout_of,
     on_pages,
@@ -261,7 +261,7 @@ class Pipeline(HeldState):
         self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
         refuse_excluded(
-            used_by_plan(self.plan.source, self.layout, pages=does_page(plan))
+            used_by_plan(self.plan.source, self.layout, offloads=does_offload(plan))
             | _used(shard, form, codec, optimizer, agreement, averaging, compiles=compile)
         )
         if self.layout.tied:

@@ -164,7 +164,7 @@ def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
             f'"{run.memory.shard}". Set memory.shard = "weights", or use a plan that was made without it.'
         )
     layout = layout_of(graph, units_of(graph), program, 0, program.num_ranks)
-    used = used_by_plan(program.source, layout, pages=plan.paging is not None)
+    used = used_by_plan(program.source, layout, offloads=plan.paging is not None)
     refuse_excluded(used_by(partial(value_of, run)) | used)
 
 
