@@ -268,9 +268,6 @@ _COPIES = "Each rank averages its own weights so far, and copies of a tied weigh
 _PLAIN = "Each replica gets the plain sum of its part so far."
 _PARTS = "Gradients that replicas sum in parts are whole so far."
 _NOT_BOTH = "A chunk is either offloaded or shared so far."
-_NO_ORDER = "Samples that return from a replica that died come later than a stream can go back so far."
-_PUBLIC = "The coordinator assigns samples that every replica can read so far."
-_ONE_SOURCE = "Private samples go with the samples of one public source that can be counted so far."
 
 NOT_YET: Mapping[tuple[str, str], str] = {
     ("groups", "sum-codec"): _MEANS,
@@ -299,14 +296,6 @@ NOT_YET: Mapping[tuple[str, str], str] = {
     ("muon", "shard-weights"): "Muon steps whole matrices, and parts begin and end within them so far.",
     ("shard-optimizer", "offloading"): _NOT_BOTH,
     ("shard-weights", "offloading"): _NOT_BOTH,
-    ("quorum", "stream"): _NO_ORDER,
-    ("groups", "stream"): _NO_ORDER,
-    ("diloco", "stream"): _NO_ORDER,
-    ("quorum", "private-data"): _PUBLIC,
-    ("groups", "private-data"): _PUBLIC,
-    ("diloco", "private-data"): _PUBLIC,
-    ("private-data", "mixture"): _ONE_SOURCE,
-    ("private-data", "stream"): _ONE_SOURCE,
 }
 
 

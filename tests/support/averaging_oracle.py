@@ -83,7 +83,7 @@ def _expected(
         told = run.told[RankId(replica, 0, 0)]
         ends = (0, *told.ends)
         windows = tuple(end - begin for begin, end in pairwise(ends))
-        data = [run.rows(told.dealt[batch]) for batch in range(told.ends[-1])]
+        data = [run.batch(replica, batch, told.dealt[batch]) for batch in range(told.ends[-1])]
         return oracle(
             run.model,
             replace(run.setting, windows=windows),

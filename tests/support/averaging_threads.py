@@ -121,6 +121,10 @@ class AveragingReplicas:
             if one.error is not None:
                 raise one.error
 
+    def batch(self, _replica: int, _number: int, samples: Sequence[SamplePlaces]) -> Batch:
+        """What a replica reads of the samples of its batch."""
+        return self.rows(samples)
+
     def rows(self, samples: Sequence[SamplePlaces]) -> Batch:
         """The data at some places."""
         return {

@@ -4,7 +4,7 @@ The names of capabilities say how a run is made: its model, plan, data, and how 
 is as small as a model with all that can be: a table, layers, and a head that may share the table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import isfinite
@@ -30,9 +30,10 @@ from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.loader import RankBatches
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of
 from bireme.train.data.placing import SampleOrder, Stock
-from bireme.train.data.readable import ELSEWHERE, ReadableOrder, ReadableSamples
+from bireme.train.data.readable import ELSEWHERE, ReadableSamples
 from bireme.train.data.samples import PackedSamples, Samples, Tokens
 from bireme.train.data.stream import StreamCut, StreamSamples
+from bireme.train.private_census import ReadableData
 from bireme.train.replica import DealtBatches
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
@@ -190,7 +191,13 @@ class Composition:
         plan = cast(Plan, self.setting.plan)
         setting = self._of_oracle(replace(self.setting, plan=replace(plan, width=WIDTH)))
         norms = dict(norm for seen in run.seen.values() for norm in seen.norms.items())
-        expected = oracle(self.model, setting, run.committed(), sizes=run.sizes(), norms=norms)
+        parts = run.parts()
+        data = [{name: torch.cat([one[name] for one in own]) for name in own[0]} for own in parts]
+        sizes = [
+            [size for one in own for size in apportioned(len(one["labels"]), [1] * NUM_MICROBATCHES)]
+            for own in parts
+        ]
+        expected = oracle(self.model, setting, data, sizes=sizes, norms=norms)
         assert len(expected) == NUM_BATCHES
         _check_ledger([line.samples for line in run.hub.rounds])
         last = NUM_BATCHES - 1
@@ -294,14 +301,61 @@ class Composition:
         return samples
 
     def _data(self, own: int, pipeline: Pipeline) -> tuple[Samples, SampleOrder]:
-        public = self.public()
-        if "private-data" not in self.names:
+        home = self.home(own)
+        if home is None:
+            public = self.public()
             return public, order_of(public, SEED)
         rows = pipeline.cutter.rows_of_replicas
-        stock = Stock(len(public), tuple(map(len, PRIVATE)), BATCH)
-        even = (BATCH // WIDTH,) * WIDTH
-        order = ReadableOrder(stock, SEED, OWNERS, even, lambda step: rows(step, BATCH), own=own)
-        return ReadableSamples(public, PRIVATE[own], f"server{own}"), order
+        return home.samples, home.order(lambda step: rows(step, BATCH))
+
+    def home(self, own: int, *, is_added: bool = False) -> ReadableData | None:
+        """What a replica reads on its server; None if nothing is private."""
+        if "private-data" not in self.names:
+            return None
+        public = self.public()
+        num_public = NUM_BATCHES * BATCH if "stream" in self.names else len(public)
+        return ReadableData(
+            ReadableSamples(public, PRIVATE[own], f"server{own}"),
+            order_of(public, SEED),
+            Stock(num_public, tuple(map(len, PRIVATE)), BATCH, is_added),
+            SEED,
+            ("server0", "server1"),
+            OWNERS,
+            own,
+            (BATCH // WIDTH,) * WIDTH,
+        )
+
+    def dealt(
+        self,
+        replica: int,
+        pipeline: Pipeline,
+        num_batches: int,
+        deal: Callable[[int], Sequence[range] | None],
+    ) -> DealtBatches:
+        """What a replica reads of the samples that a coordinator assigns."""
+        home = self.home(OWNERS[replica], is_added=True)
+        samples = self.public() if home is None else home.samples
+        return DealtBatches(
+            samples,
+            order_of(samples, SEED) if home is None else home.public,
+            BATCH,
+            pipeline.num_trained,
+            num_batches,
+            prefetch=0,
+            wanted=pipeline.cutter.wanted,
+            deal=deal,
+            private=None if home is None else home.added(replica),
+        )
+
+    def read(self, replica: int, batch: int, places: Sequence[SamplePlaces]) -> Batch:
+        """The same of one batch, as one process reads it."""
+        home = self.home(OWNERS[replica], is_added=True)
+        samples = self.public() if home is None else home.samples
+        order = order_of(samples, SEED) if home is None else home.public
+        numbers = [int(number) for one in places for number in order.numbers(one.begin, one.count)]
+        if home is not None:
+            numbers += home.added(replica)(batch).tolist()
+        return dict(samples.take(numbers))
 
     def _whole(self, step: int, pipeline: Pipeline) -> Batch:
         """A batch as somebody has it who may read everything."""
@@ -348,22 +402,21 @@ class _ReadingReplicas(Replicas):
         )
 
     def _batches(self, agent: Agent, pipeline: Pipeline) -> Iterator[Any]:
-        samples = self._composition.public()
-        return iter(
-            DealtBatches(
-                samples,
-                order_of(samples, SEED),
-                BATCH,
-                pipeline.num_trained,
-                NUM_BATCHES - pipeline.num_trained,
-                prefetch=0,
-                wanted=pipeline.cutter.wanted,
-                deal=lambda number: _ranges(agent.dealt(number).samples),
-            )
-        )
+        def deal(number: int) -> Sequence[range]:
+            return _ranges(agent.dealt(number).samples)
 
-    def _rows(self, samples: Sequence[SamplePlaces]) -> Batch:
-        return _read(self._composition.public(), samples)
+        left = NUM_BATCHES - pipeline.num_trained
+        return iter(self._composition.dealt(agent.own.replica, pipeline, left, deal))
+
+    def parts(self) -> list[list[Batch]]:
+        """What each member of each committed round has read."""
+        return [
+            [
+                self._composition.read(replica, line.batch, own)
+                for replica, own in zip(line.members, line.samples, strict=True)
+            ]
+            for line in self.hub.rounds
+        ]
 
 
 class _ReadingAverages(AveragingReplicas):
@@ -383,12 +436,10 @@ class _ReadingAverages(AveragingReplicas):
             in_step=True,
         )
 
-    def rows(self, samples: Sequence[SamplePlaces]) -> Batch:
-        return _read(self._composition.public(), samples)
+    def batch(self, replica: int, number: int, samples: Sequence[SamplePlaces]) -> Batch:
+        return self._composition.read(replica, number, samples)
 
     def _batches(self, rank: RankId, agent: AveragingAgent, pipeline: Pipeline) -> Iterator[Any]:
-        samples = self._composition.public()
-
         def deal(number: int) -> Sequence[range] | None:
             dealt = self._dealt(rank, agent, number)
             if dealt is None:
@@ -396,28 +447,11 @@ class _ReadingAverages(AveragingReplicas):
             self.told[rank].dealt[number] = dealt.samples
             return _ranges(dealt.samples)
 
-        return iter(
-            DealtBatches(
-                samples,
-                order_of(samples, SEED),
-                BATCH,
-                pipeline.num_trained,
-                1 << 20,
-                prefetch=0,
-                wanted=pipeline.cutter.wanted,
-                deal=deal,
-            )
-        )
+        return iter(self._composition.dealt(rank.replica, pipeline, 1 << 20, deal))
 
 
 def _ranges(samples: Sequence[SamplePlaces]) -> list[range]:
     return [range(one.begin, one.end) for one in samples]
-
-
-def _read(samples: Samples, places: Sequence[SamplePlaces]) -> Batch:
-    order = order_of(samples, SEED)
-    numbers = [int(number) for one in places for number in order.numbers(one.begin, one.count)]
-    return dict(samples.take(numbers))
 
 
 def _check_ledger(rounds: Sequence[Sequence[Sequence[SamplePlaces]]]) -> None:

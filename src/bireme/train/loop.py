@@ -94,7 +94,10 @@ class _RunReading:
         """What reads the batches of the run; that one is its first."""
         if self._loader is None:
             asked = self._run.data
-            make = RankBatches if self._member is None else self._member.batches
+            make: Callable[..., RankBatches] = RankBatches
+            if self._member is not None:
+                private = None if self._home is None else self._home.added(self._member.number)
+                make = partial(self._member.batches, private=private)
             self._loader = make(
                 *self._samples(pipeline),
                 self._run.training.batch_size,
@@ -114,6 +117,8 @@ class _RunReading:
         """What this rank reads, and in which order."""
         if self._home is None:
             return self._data.training, self._data.order(self._run.data.seed)
+        if self._member is not None:
+            return self._home.samples, self._home.public
         batch_size = self._run.training.batch_size
         return self._home.samples, self._home.order(
             lambda step: pipeline.cutter.rows_of_replicas(step, batch_size)

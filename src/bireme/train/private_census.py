@@ -16,6 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bireme.cluster.cluster import Cluster
@@ -27,9 +28,10 @@ from bireme.model.units import units_of
 from bireme.plan.plan import Plan, homes_of, servers_of_places
 from bireme.profile.control import cache_folder
 from bireme.runtime.microbatches import apportioned
-from bireme.train.data.placing import Epoch, Stock
+from bireme.train.data.mixture import order_of, sources_of
+from bireme.train.data.placing import Epoch, Numbers, Placing, SampleOrder, Stock
 from bireme.train.data.prepare import RunData, check_sizes, is_repeatable, samples_digest
-from bireme.train.data.readable import ReadableOrder, ReadableSamples
+from bireme.train.data.readable import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.model import RunModel
@@ -61,11 +63,6 @@ class _Document(BaseModel):
 
 def census_of(run: RunFile, model: RunModel, graph: Graph, data: RunData, servers: Iterable[str]) -> Census:
     """What some servers hold, whose processes are on this machine. Refuses what cannot be trained on."""
-    if isinstance(data.training, StreamSamples):
-        raise BiremeError(
-            "data.private goes with public samples that can be counted, but data.source is a stream. "
-            "Download it, or leave out streaming=true."
-        )
     found = {}
     for server in servers:
         samples = private_samples_of(run, model, server)
@@ -150,12 +147,13 @@ def readers_of(graph: Graph) -> tuple[int, ...]:
 class ReadableData:
     """The samples that this process may read, and where all samples are placed.
 
-    `owners` are the servers with private samples, `homes` the place in it of each replica's home, and `own`
-    that of this process's server; None where nothing private is there. `planned` are the rows of a batch that
-    the plan gives each replica.
+    `public` is the order of the public samples. `owners` are the servers with private samples, `homes` the
+    place in it of each replica's home, and `own` that of this process's server; None where nothing private is
+    there. `planned` are the rows of a batch that the plan gives each replica.
     """
 
     samples: Samples
+    public: SampleOrder
     stock: Stock
     seed: int
     owners: tuple[str, ...]
@@ -165,7 +163,29 @@ class ReadableData:
 
     def order(self, rows: Callable[[int], Sequence[int]]) -> ReadableOrder:
         """The order of the run, where `rows(step)` are those that each replica has of a batch."""
-        return ReadableOrder(self.stock, self.seed, self.homes, self.planned, rows, own=self.own)
+        return ReadableOrder(
+            self.stock, self.seed, self.homes, self.planned, rows, own=self.own, public=self.public
+        )
+
+    def added(self, replica: int) -> Callable[[int], Numbers]:
+        """The private samples that a replica adds to the public ones of its batches, by the batch's number.
+
+        The replicas of one home divide its samples of each batch.
+        """
+        home = self.homes[replica]
+        if home is None:
+            return lambda _batch: np.empty(0, np.int64)
+        alike = [number for number, one in enumerate(self.homes) if one == home]
+        place, turns = alike.index(replica), self._placing.turns[home]
+
+        def numbers(batch: int) -> Numbers:
+            count = turns.count(batch)
+            begin, end = (count * one // len(alike) for one in (place, place + 1))
+            if self.own != home:
+                return np.full(end - begin, ELSEWHERE, np.int64)
+            return ELSEWHERE - 1 - turns.numbers(batch, begin, end)
+
+        return numbers
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -189,12 +209,33 @@ class ReadableData:
             for server, taken, there in zip(self.owners, epoch.own, stock.num_private, strict=True)
         )
         repeated = f", {epoch.public_repeated} more than once" if epoch.public_repeated else ""
+        if stock.is_added:
+            return (
+                f"Each step has {stock.batch_size} public samples and private ones beside them. An epoch has "
+                f"{stock.steps_per_epoch} steps and takes {own}."
+            )
         public = f"{min(epoch.public, stock.num_public)} of {stock.num_public} public ones{repeated}"
         return f"An epoch has {stock.steps_per_epoch} steps and takes {own}, and {public}."
 
     @property
     def _epoch(self) -> Epoch:
-        return self.order(lambda _step: self.planned).placing.epoch
+        return self._placing.epoch
+
+    @property
+    def _placing(self) -> Placing:
+        return self.order(lambda _step: self.planned).placing
+
+
+def stock_of(run: RunFile, public: Samples, census: Census) -> Stock:
+    """The samples of a run. If public ones are a stream, an epoch is the whole run.
+
+    A coordinator assigns public samples alone, so private ones come beside them.
+    """
+    private = tuple(census[name].num_samples for name in sorted(census))
+    size, is_added = run.training.batch_size, run.sync.is_coordinated
+    is_stream = any(isinstance(one, StreamSamples) for one in sources_of(public).values())
+    left = run.training.steps * size - (0 if is_added else sum(private))
+    return Stock(max(left, 1) if is_stream else len(public), private, size, is_added)
 
 
 def readable_data(
@@ -208,20 +249,47 @@ def readable_data(
     place: int,
 ) -> ReadableData:
     """What the process at a place of the plan reads. It opens the private data of its own server alone."""
+    homes, own = _homes(graph, census, plan, cluster), None
     owners = tuple(sorted(census))
-    numbers = {name: number for number, name in enumerate(owners)}
     server = servers_of_places(plan, cluster)[place]
-    own = private_samples_of(run, model, server) if server in census else None
-    homes = homes_of(plan, cluster, readers_of(graph))
-    m, size = plan.num_microbatches, run.training.batch_size
-    shares = plan.micro_batch_sizes or (1,) * plan.width
-    rows = apportioned(size, [share for share in shares for _ in range(m)])
+    if server in census:
+        own = private_samples_of(run, model, server)
     return ReadableData(
         ReadableSamples(public, own, server),
-        Stock(len(public), tuple(census[name].num_samples for name in owners), size),
+        order_of(public, run.data.seed),
+        stock_of(run, public, census),
         run.data.seed,
         owners,
-        tuple(None if home is None else numbers.get(home) for home in homes),
-        numbers.get(server),
-        tuple(sum(rows[first : first + m]) for first in range(0, len(rows), m)),
+        homes,
+        owners.index(server) if server in census else None,
+        _planned_rows(run, plan),
     )
+
+
+def most_added(
+    run: RunFile, graph: Graph, public: Samples, census: Census, plan: Plan, cluster: Cluster
+) -> tuple[int, ...]:
+    """The most private samples that each replica adds to a batch of public ones."""
+    homes, planned = _homes(graph, census, plan, cluster), _planned_rows(run, plan)
+    rows = [
+        sum(one for one, home in zip(planned, homes, strict=True) if home == owner)
+        for owner in range(len(census))
+    ]
+    turns = Placing(stock_of(run, public, census), run.data.seed, tuple(rows)).turns
+    most = [-(-one.window // one.steps) for one in turns]
+    return tuple(0 if home is None else -(-most[home] // homes.count(home)) for home in homes)
+
+
+def _homes(graph: Graph, census: Census, plan: Plan, cluster: Cluster) -> tuple[int | None, ...]:
+    """The place of each replica's home among the servers with private samples."""
+    owners = sorted(census)
+    homes = homes_of(plan, cluster, readers_of(graph))
+    return tuple(owners.index(home) if home is not None and home in census else None for home in homes)
+
+
+def _planned_rows(run: RunFile, plan: Plan) -> tuple[int, ...]:
+    """The rows of a batch that the plan gives each replica."""
+    m = plan.num_microbatches
+    shares = plan.micro_batch_sizes or (1,) * plan.width
+    rows = apportioned(run.training.batch_size, [share for share in shares for _ in range(m)])
+    return tuple(sum(rows[first : first + m]) for first in range(0, len(rows), m))

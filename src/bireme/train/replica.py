@@ -41,7 +41,7 @@ from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT, RankBatches
-from bireme.train.data.placing import SampleOrder
+from bireme.train.data.placing import Numbers, SampleOrder
 from bireme.train.data.samples import Samples
 from bireme.train.data.workers import Task
 from bireme.train.outcome import Outcome
@@ -189,14 +189,20 @@ class Replica(MortalReplica):
 
 class DealtBatches(RankBatches):
     """Batches of the samples that are dealt to a replica; `deal` waits until they are, or gives None where
-    there are no more in this iteration.
+    there are no more in this iteration. `private` gives the private samples that come after them.
     """
 
     keeps_workers = True
 
-    def __init__(self, *words: Any, deal: Callable[[int], Sequence[range] | None], **more: Any) -> None:
+    def __init__(
+        self,
+        *words: Any,
+        deal: Callable[[int], Sequence[range] | None],
+        private: Callable[[int], Numbers] | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(*words, **more)
-        self._deal = deal
+        self._deal, self._private = deal, private
 
     def _tasks(self) -> Iterator[Task]:
         assert self._end is not None, "a run has a last batch"
@@ -204,6 +210,8 @@ class DealtBatches(RankBatches):
             if (places := self._deal(number)) is None:
                 return
             chosen = tuple(int(one) for own in places for one in self._order.numbers(own.start, len(own)))
+            if self._private is not None:
+                chosen += tuple(map(int, self._private(number)))
             seed = (self._order.seed * SEED_FACTOR + (places[0].start if places else 0)) % SEED_LIMIT
             wanted = None if self._wants is None else self._wants(number, len(chosen))
             yield Task(number, chosen, seed, wanted)

@@ -14,6 +14,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome, SyncFigures, first_of
 from bireme.train.plan_search import first_delayed_step
 from bireme.train.prepare import PreparedRun
+from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
 from bireme.train.resume_checks import left_at
 from bireme.train.run_file import RunFile
@@ -53,6 +54,14 @@ def replica_settings(
     step = 0 if checkpoint is None else checkpoint.manifest.step
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
+    if prepared.census:
+        own = most_added(
+            run, prepared.graph, prepared.data.training, prepared.census, plan, prepared.machines.cluster
+        )
+        most = (
+            max(one - added, least) for one, added, least in zip(limits.most, own, limits.least, strict=True)
+        )
+        limits = replace(limits, most=tuple(most))
     return CoordinatorSettings(
         SyncMode(run.sync.mode),
         plan.width,

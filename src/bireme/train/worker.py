@@ -393,6 +393,7 @@ def _home(part: RankPart, saved: SavedPlan) -> ReadableData | None:
     if not part.start.census:
         return None
     graph, cluster = load_graph(part.folder.graph), read_cluster(part.folder.cluster)
+    replica = 0 if part.order is None else part.order.life.replica
     return readable_data(
         part.run,
         part.model,
@@ -401,7 +402,7 @@ def _home(part: RankPart, saved: SavedPlan) -> ReadableData | None:
         part.start.census,
         saved.plan,
         cluster,
-        part.world.rank,
+        replica * saved.plan.source.num_ranks + part.world.rank,
     )
 
 

@@ -156,11 +156,16 @@ def hashed(words: _Words) -> _Words:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """How many samples there are, public ones and private ones of each owner, for batches of one size."""
+    """How many samples there are, public ones and private ones of each owner, for batches of one size.
+
+    With `is_added` a batch has that many public samples, and private ones beside them; otherwise private
+    samples take places in it.
+    """
 
     num_public: int
     num_private: tuple[int, ...]
     batch_size: int
+    is_added: bool = False
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch < 1 or self.num_public < 1 or min(self.num_private, default=1) < 1:
@@ -173,7 +178,37 @@ class Stock:
     @property
     def steps_per_epoch(self) -> int:
         """K: the steps that everybody makes in an epoch."""
-        return (self.num_public + sum(self.num_private)) // self.batch_size
+        placed = 0 if self.is_added else sum(self.num_private)
+        return (self.num_public + placed) // self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateTurns:
+    """When an owner's samples take their turns: `window` of its `num_samples` in each epoch, spread evenly
+    over `steps` steps. The next epoch goes on after them.
+    """
+
+    num_samples: int
+    window: int
+    steps: int
+    seed: int
+
+    def before(self, step: int) -> int:
+        """How many samples come in the steps before this one, since the run began."""
+        epoch, place = divmod(step, self.steps)
+        return epoch * self.window + self.window * place // self.steps
+
+    def count(self, step: int) -> int:
+        """How many samples a step has."""
+        return self.before(step + 1) - self.before(step)
+
+    def numbers(self, step: int, begin: int, end: int) -> Numbers:
+        """The numbers of the samples of a step, from the one at `begin` up to but without `end`."""
+        if begin >= end:
+            return np.empty(0, np.int64)
+        mixed = Order(self.window, self.seed).numbers(self.before(step) + begin, end - begin)
+        epoch = step // self.steps
+        return (epoch * self.window + mixed) % self.num_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,30 +247,34 @@ class Placing:
     def epoch(self) -> Epoch:
         """What an epoch takes with these rows."""
         places = self.stock.steps_per_epoch * self.stock.batch_size
-        return Epoch(self.stock, self._windows, places - sum(self._windows))
+        own = tuple(one.window for one in self.turns)
+        return Epoch(self.stock, own, places if self.stock.is_added else places - sum(own))
+
+    @property
+    def turns(self) -> tuple[PrivateTurns, ...]:
+        """Those of each owner. An epoch has places for as many samples as the owner has rows in its steps."""
+        steps = self.stock.steps_per_epoch
+        return tuple(
+            PrivateTurns(one, min(one, steps * room), steps, self.seed + 1 + owner)
+            for owner, (one, room) in enumerate(zip(self.stock.num_private, self.rows, strict=True))
+        )
 
     def draws(self, step: int, rows: Sequence[int]) -> tuple[int, ...]:
         """How many rows of a step get private samples, for each owner, of the rows that it has now."""
-        _, place = divmod(step, self.stock.steps_per_epoch)
-        return tuple(
-            min(self._before(window, place + 1) - self._before(window, place), room)
-            for window, room in zip(self._windows, rows, strict=True)
-        )
+        return tuple(min(one.count(step), room) for one, room in zip(self.turns, rows, strict=True))
 
     def private(self, step: int, owner: int, count: int) -> Numbers:
         """The numbers of an owner's samples for a step, among its own."""
-        epoch, place = divmod(step, self.stock.steps_per_epoch)
-        window = self._windows[owner]
-        if not count:
-            return np.empty(0, np.int64)
-        order = Order(window, self.seed + 1 + owner)
-        mixed = order.numbers(epoch * window + self._before(window, place), count)
-        return (epoch * window + mixed) % self.stock.num_private[owner]
+        return self.turns[owner].numbers(step, 0, count)
+
+    def public_before(self, step: int) -> int:
+        """How many places of the steps before this one are for public samples, since the run began."""
+        return step * self.stock.batch_size - sum(one.before(step) for one in self.turns)
 
     def public(self, step: int, count: int) -> Numbers:
         """The numbers of the public samples for a step."""
-        epoch, place = divmod(step, self.stock.steps_per_epoch)
-        first = place * self.stock.batch_size - sum(self._before(one, place) for one in self._windows)
+        epoch = step // self.stock.steps_per_epoch
+        first = self.public_before(step) - self.public_before(epoch * self.stock.steps_per_epoch)
         there = self.stock.num_public
         if not count:
             return np.empty(0, np.int64)
@@ -243,15 +282,3 @@ class Placing:
         order = Order(there, self.seed)
         runs = np.split(places, np.flatnonzero(places[1:] == 0) + 1)  # one, unless they start again in it
         return np.concatenate([order.numbers(epoch * there + int(run[0]), len(run)) for run in runs])
-
-    @property
-    def _windows(self) -> tuple[int, ...]:
-        """How many of its samples each owner has places for in an epoch."""
-        steps = self.stock.steps_per_epoch
-        return tuple(
-            min(one, steps * room) for one, room in zip(self.stock.num_private, self.rows, strict=True)
-        )
-
-    def _before(self, window: int, place: int) -> int:
-        """How many of them come in the steps of an epoch before this one."""
-        return window * place // self.stock.steps_per_epoch

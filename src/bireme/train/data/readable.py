@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train.data.placing import Numbers, Order, Placing, Stock
+from bireme.train.data.placing import Numbers, Order, Placing, SampleOrder, Stock
 from bireme.train.data.samples import Batch, Samples
 
 ELSEWHERE = -1
@@ -87,7 +87,8 @@ class ReadableOrder:
 
     `owners` has the owner of each replica by its place in the stock, None where a replica takes public
     samples alone; `own` is the owner that this rank is of. `planned` are the rows of a batch that the plan
-    gives each replica, one after the other, and `rows(step)` those that they have.
+    gives each replica, one after the other, and `rows(step)` those that they have. `public` is the order of
+    public samples. Samples of one source that can be counted come once in each epoch of the stock.
     """
 
     def __init__(
@@ -99,24 +100,26 @@ class ReadableOrder:
         rows: Callable[[int], Sequence[int]],
         *,
         own: int | None,
+        public: SampleOrder | None = None,
     ) -> None:
         self.seed = seed
+        self._public = public or Order(stock.num_public, seed)
         self._stock, self._owners, self._rows, self._own = stock, tuple(owners), rows, own
         self.placing = Placing(stock, seed, self._of_owners(planned))
 
     def __str__(self) -> str:
         """The same on all ranks of a run."""
-        return f"{self.placing} {self._owners}"
+        return f"{self.placing} {self._owners} {self._public}"
 
     @property
     def num_samples(self) -> int:
         """The public ones."""
-        return self._stock.num_public
+        return self._public.num_samples
 
     @property
     def probes(self) -> tuple[int, ...]:
         """Public samples spread over the data."""
-        return Order(self._stock.num_public, self.seed).probes
+        return self._public.probes
 
     def batch(self, number: int, batch_size: int) -> Numbers:
         """The numbers of the samples in a batch of the run."""
@@ -131,7 +134,11 @@ class ReadableOrder:
             is_public[places] = False
             if owner == self._own:
                 found[places] = ELSEWHERE - 1 - self.placing.private(number, owner, count)
-        found[is_public] = self.placing.public(number, int(is_public.sum()))
+        num_public = int(is_public.sum())
+        if isinstance(self._public, Order):
+            found[is_public] = self.placing.public(number, num_public)
+        else:
+            found[is_public] = self._public.numbers(self.placing.public_before(number), num_public)
         return found
 
     def numbers(self, first: int, count: int) -> Numbers:

@@ -5,6 +5,7 @@ draws from the seed and the epoch. So a run that resumes finds its place by read
 before, which takes time that grows with the place; `seek` does it, and tells how far it is.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,9 @@ _HELD_AT_ONCE = 64
 """Rows to keep apart before looking whether they are enough."""
 
 _TOLD_EVERY = 1 << 10
+
+_KEPT_TOKENS = 1 << 21
+"""Tokens of the last samples, which are kept."""
 
 Sample = list[Ids]
 """The pieces of a sample, as signed ids (see `Tokens`)."""
@@ -87,7 +91,8 @@ class StreamCut:
 class StreamSamples:
     """Samples of a stream, by the number that they have in a run of `seed`.
 
-    They can be taken in rising order; a number that has passed is found by starting again. The first
+    They are read in rising order. The last ones are kept, for a coordinator assigns samples anew that a
+    replica had when it died. A number before them is found by reading from the beginning again. The first
     `num_apart` rows are left out of every epoch, for they are kept for evaluation.
     """
 
@@ -111,6 +116,7 @@ class StreamSamples:
         self._next = 0
         self._samples = self._from_the_beginning()
         self._first: Sample | None = None
+        self._last = deque[Sample](maxlen=max(_KEPT_TOKENS // cut.length, 1))
 
     def __len__(self) -> int:
         return _NUM_SAMPLES
@@ -127,20 +133,27 @@ class StreamSamples:
         """Read up to the sample of that number; `tell` hears now and then how many have been left out."""
         if number < self._next:
             self._next, self._samples = 0, self._from_the_beginning()
+            self._last.clear()
         while self._next < number:
-            next(self._samples)
-            self._next += 1
+            self._read()
             if tell is not None and self._next % _TOLD_EVERY == 0:
                 tell(self._next)
 
     def _sample(self, number: int) -> Sample:
         if number == 0 and self._first is not None:
             return self._first  # it is looked at before the run begins
+        if 0 < self._next - number <= len(self._last):
+            return self._last[number - self._next]
         self.seek(number)
-        sample = next(self._samples)
-        self._next += 1
+        sample = self._read()
         if number == 0:
             self._first = sample
+        return sample
+
+    def _read(self) -> Sample:
+        sample = next(self._samples)
+        self._next += 1
+        self._last.append(sample)
         return sample
 
     def _from_the_beginning(self) -> Iterator[Sample]:
