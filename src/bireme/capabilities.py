@@ -89,7 +89,7 @@ def _schedule(name: str, title: str, **excludes: str) -> Capability:
     return Capability(name, title, SCHEDULE, settings, _is("plan.schedule", name), excludes)
 
 
-_UNTIED = "gpt:layers=2,width=64,heads=2,tied=false"
+_UNTIED = "gpt:layers=2,width=64,heads=2,vocab=257,context=128,tied=false"
 
 
 def _mode(name: str, mode: str, title: str, **more: str | int) -> Capability:
@@ -226,7 +226,11 @@ _ALL = (
         "tied",
         "Weights tied over stages",
         "tied weights",
-        {"model.source": "gpt:layers=2,width=64,heads=2,tied=true", "plan.depth": 2, "cluster.workers": 4},
+        {
+            "model.source": "gpt:layers=2,width=64,heads=2,vocab=257,context=128,tied=true",
+            "plan.depth": 2,
+            "cluster.workers": 4,
+        },
         _is_tied,
         {},
     ),

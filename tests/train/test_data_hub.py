@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bireme.errors import BiremeError
 from bireme.train.data.encoding import tokenized
@@ -142,6 +143,23 @@ def test_a_stream_goes_on_exactly_where_it_was_left(folder: Path) -> None:
         wishes = {"packing": packing, "length": 40, "evaluation_fraction": 0.0}
         seen = rows(streamed(folder, **wishes), count=40)
         assert rows(streamed(folder, **wishes), first=25, count=15) == seen[25:], packing
+
+
+def test_samples_of_a_stream_come_back_without_reading_it_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator assigns samples anew of a replica that died. Far ones are read from the start."""
+    monkeypatch.setattr("bireme.train.data.stream._KEPT_TOKENS", 9 * 30)
+    samples = streamed(folder, evaluation_fraction=0.0).training
+    assert isinstance(samples, StreamSamples)
+    seen = samples.take(range(100))["input_ids"]
+    starts: list[int] = []
+    begin = samples._from_the_beginning
+    monkeypatch.setattr(samples, "_from_the_beginning", lambda: starts.append(1) or begin())
+    assert torch.equal(samples.take([80, 99, 70])["input_ids"], seen[[80, 99, 70]])
+    assert not starts
+    assert torch.equal(samples.take([20, 60, 99])["input_ids"], seen[[20, 60, 99]])
+    assert len(starts) == 1
 
 
 def test_the_beginning_of_a_stream_is_kept_apart_for_evaluation(folder: Path) -> None:

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
-from bireme.train.data.placing import Epoch, Stock
-from bireme.train.data.readable import ELSEWHERE, ReadableOrder
+from bireme.train.data.placing import Epoch, Numbers, Order, Stock
+from bireme.train.data.readable import ELSEWHERE, ReadableOrder, ReadableSamples
+from bireme.train.data.samples import Samples
+from bireme.train.private_census import ReadableData
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,21 @@ class Case:
 
     def replica_of(self, row: int) -> int:
         return int(np.searchsorted(list(accumulate(self.rows)), row, side="right"))
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """An order that is not of one source."""
+
+    num_samples: int
+    seed: int = 0
+    probes: tuple[int, ...] = ()
+
+    def batch(self, number: int, batch_size: int) -> Numbers:
+        return self.numbers(number * batch_size, batch_size)
+
+    def numbers(self, first: int, count: int) -> Numbers:
+        return np.arange(first, first + count)
 
 
 @st.composite
@@ -160,3 +178,42 @@ def test_what_cannot_be_placed_is_refused() -> None:
         Stock(100, (0,), 10)
     with pytest.raises(BiremeError, match="all of them a batch"):
         Stock(3, (2,), 10)
+
+
+@given(cases(), st.integers(0, 3))
+def test_replicas_that_add_private_samples_take_each_of_their_home_once_in_an_epoch(
+    case: Case, epoch: int
+) -> None:
+    """The replicas of one home divide its samples; one that is elsewhere knows how many there are."""
+    stock = replace(case.stock, is_added=True)
+
+    def home(own: int | None) -> ReadableData:
+        public = Order(stock.num_public, case.seed)
+        samples = ReadableSamples(cast(Samples, []), None, "")
+        return ReadableData(samples, public, stock, case.seed, (), case.owners, own, case.rows)
+
+    steps = range(epoch * stock.steps_per_epoch, (epoch + 1) * stock.steps_per_epoch)
+    for owner, count in enumerate(stock.num_private):
+        replicas = [number for number, one in enumerate(case.owners) if one == owner]
+        most = sum(case.rows[one] for one in replicas)
+        found: list[int] = []
+        for step in steps:
+            own = [home(owner).added(one)(step) for one in replicas]
+            elsewhere = [home(None).added(one)(step) for one in replicas]
+            assert [len(one) for one in own] == [len(one) for one in elsewhere]
+            assert all((one == ELSEWHERE).all() for one in elsewhere)
+            assert sum(map(len, own)) <= most
+            found += (ELSEWHERE - 1 - np.concatenate(own)).tolist()
+        assert len(set(found)) == len(found) == min(count, most * stock.steps_per_epoch)
+        assert set(found) <= set(range(count))
+    assert all(len(home(None).added(one)(0)) == 0 for one, own in enumerate(case.owners) if own is None)
+
+
+def test_public_samples_of_any_order_have_the_places_that_private_ones_leave() -> None:
+    """They go on from step to step, as those of a mixture do, each with its source's own epochs."""
+    stock, rows = Stock(40, (7,), 6), (6,)
+    order = Mixed(1000)
+    for own in (None, 0):
+        readable = ReadableOrder(stock, 3, (0,), rows, lambda _step: rows, own=own, public=order)
+        found = [number for step in range(30) for number in readable.batch(step, 6).tolist() if number >= 0]
+        assert found == list(range(len(found)))

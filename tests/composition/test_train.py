@@ -1,0 +1,44 @@
+"""Some pairs of capabilities as whole runs, by the keys that `bireme capabilities` gives."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import bireme
+from tests.support.training import settings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "zbv tied",
+        "quorum private-data",
+        "groups mixture",
+        "diloco stream",
+        "shard-weights boundary-codec",
+        "sum-codec principal",
+        "offloading lora",
+        "2bw compile",
+    ],
+)
+def test_a_run_with_both_ends_well(names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(bireme(capsys, "capabilities", *names.split(), "--json").out)
+    (pair,) = document["pairs"]
+    assert pair["excluded"] is None
+    sets = [word for key, value in pair["settings"].items() for word in ("--set", f"{key}={value}")]
+    more = settings(
+        training__steps=3,
+        training__batch_size=16,
+        training__evaluation_batches=1,
+        cluster__device="cpu",
+        cluster__threads_per_worker=1,
+        log__folder=tmp_path / "runs",
+        log__sample_tokens=0,
+        export__at_end="false",
+    )
+    result = bireme(capsys, "train", *sets, *more, "--json")
+    assert result.status == 0, result.err
+    assert result.document["steps"] == 3
