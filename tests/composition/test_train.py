@@ -28,13 +28,15 @@ def test_a_run_with_both_ends_well(names: str, tmp_path: Path, capsys: pytest.Ca
     document = json.loads(bireme(capsys, "capabilities", *names.split(), "--json").out)
     (pair,) = document["pairs"]
     assert pair["excluded"] is None
-    sets = [word for key, value in pair["settings"].items() for word in ("--set", f"{key}={value}")]
+    keys = {"model.source": "gpt:layers=2,width=16,heads=2,vocab=257,context=32"} | pair["settings"]
+    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     more = settings(
         training__steps=3,
         training__batch_size=16,
         training__evaluation_batches=1,
         cluster__device="cpu",
         cluster__threads_per_worker=1,
+        cluster__timeout_s=600,
         log__folder=tmp_path / "runs",
         log__sample_tokens=0,
         export__at_end="false",
