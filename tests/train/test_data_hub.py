@@ -4,6 +4,7 @@ import json
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,13 +154,12 @@ def test_samples_of_a_stream_come_back_without_reading_it_again(
     samples = streamed(folder, evaluation_fraction=0.0).training
     assert isinstance(samples, StreamSamples)
     seen = samples.take(range(100))["input_ids"]
-    starts: list[int] = []
-    begin = samples._from_the_beginning
-    monkeypatch.setattr(samples, "_from_the_beginning", lambda: starts.append(1) or begin())
+    begin = Mock(wraps=samples._from_the_beginning)
+    monkeypatch.setattr(samples, "_from_the_beginning", begin)
     assert torch.equal(samples.take([80, 99, 70])["input_ids"], seen[[80, 99, 70]])
-    assert not starts
+    assert not begin.called
     assert torch.equal(samples.take([20, 60, 99])["input_ids"], seen[[20, 60, 99]])
-    assert len(starts) == 1
+    assert begin.call_count == 1
 
 
 def test_the_beginning_of_a_stream_is_kept_apart_for_evaluation(folder: Path) -> None:
