@@ -157,10 +157,11 @@ def expected_of_groups(run: AveragingReplicas) -> list[list[Update]]:
 def _weights_of_ranks(run: AveragingReplicas) -> list[set[str]]:
     """The weights of each rank, those of several ranks at the first of them."""
     source = run.setting.plan.source
+    trained = {state.name for state in run.model.graph.parameters if state.trainable}
     found: list[set[str]] = [set() for _ in range(source.num_ranks)]
     for rank, own in enumerate(found):
         for stage in source.stages_of(rank):
-            own.update(run.model.stage(run.setting.plan, stage).parameters)
+            own.update(trained.intersection(run.model.stage(run.setting.plan, stage).parameters))
         own.difference_update(*found[:rank])
     return found
 

@@ -257,7 +257,7 @@ class Composition:
             optimizer="muon" if "muon" in names else "adamw",
             bank_dtype=bank_dtype,
             reads_apart="private-data" in names and mode in (None, "allreduce"),
-            sum_codec="int4" if "sum-codec" in names else "none",
+            sum_codec="int4" if "sum-codec" in names and mode not in ("groups", "diloco") else "none",
             gradient="principal:1" if "principal" in names else "whole",
             shard=(self._of_axis("what replicas share") or "shard-none").removeprefix("shard-"),
             compiles="compile" in names,
@@ -434,6 +434,7 @@ class _ReadingAverages(AveragingReplicas):
             diloco=diloco,
             lag=0 if diloco is None else 1,
             in_step=True,
+            codec="int4" if "sum-codec" in composition.names else "none",
         )
 
     def batch(self, replica: int, number: int, samples: Sequence[SamplePlaces]) -> Batch:
