@@ -1,4 +1,4 @@
-"""Replicas in groups, rank by rank on a simulated clock: whatever the order, the run comes to its end.
+"""Replicas that average weights, on a simulated clock: in whatever order ranks act, the run comes to its end.
 
 Agents, programs, the coordinator and the order of a run are the real ones.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bireme.sync.coordinator.samples import Began
+from bireme.sync.coordinator.samples import Began, SyncMode
 from tests.support.averaging_ranks import Case, RankWorld, simulated
 from tests.support.extent import draws
 
@@ -36,6 +36,10 @@ def case_of(seed: int, **more: object) -> Case:
         "is_tied": random.random() < 0.4,
         **more,
     }
+    if random.random() < 0.4:
+        fragments, lag = random.choice([1, 2]), random.choice([1, 2])
+        every = random.choice([2, 3, 5])
+        fields |= {"mode": SyncMode.DILOCO, "diloco_every": every, "fragments": fragments, "lag": lag}
     fields["steps"] = fields["first"] + 8
     return Case(seed=seed, **fields)
 

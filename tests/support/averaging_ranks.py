@@ -1,6 +1,6 @@
-"""Replicas in groups on a simulated clock: agents, averages, the coordinator and the order of a run are real.
+"""Replicas that average weights on a simulated clock; agents, averages and the coordinator are real.
 
-Ranks run their real programs instruction by instruction. What is not real is what would take a machine: the
+Ranks run their real programs instruction by instruction, in the order of a real run. What is not real is what would take a machine: the
 gradients, sockets, and samples. A stage is one number. Messages to and from the coordinator come late, twice
 or in another order; ranks begin late; replicas die and come back.
 """
@@ -81,6 +81,11 @@ class Case:
     """Whether messages come late, twice and in another order."""
     stops_after: int | None = None
     """One of the replicas asks to stop after so many batches of its own."""
+    mode: SyncMode = SyncMode.GROUPS
+    diloco_every: int = 1
+    fragments: int = 1
+    lag: int = 0
+    """With diloco, batches that a mean may come late."""
     is_tied: bool = False
     """Whether all ranks of a replica share their weights, so that groups are of replicas."""
     outlives_leaving: int | None = None
@@ -109,7 +114,7 @@ class RankWorld(Turns):
         self.case = case
         micro_batches = max(case.num_stages, 2)
         self.settings = CoordinatorSettings(
-            SyncMode.GROUPS,
+            case.mode,
             case.num_replicas,
             case.num_stages,
             case.batch_size,
@@ -118,10 +123,19 @@ class RankWorld(Turns):
             timeout_s=TIMEOUT_S,
             first=case.first,
             fresh=case.first * case.batch_size,
+            num_lines=case.fragments,
             groups=GroupSettings(case.connect_every, of_replicas=case.is_tied),
         )
-        self.source = Plan(tuple(range(1, case.num_stages)), micro_batches, case.schedule).averaging(0).source
-        sync = {"mode": "groups", "connect_every": case.connect_every}
+        plan = Plan(tuple(range(1, case.num_stages)), micro_batches, case.schedule)
+        self.source = plan.averaging(case.lag).source
+        sync: dict[str, Any] = {"mode": "groups", "connect_every": case.connect_every}
+        if case.mode is SyncMode.DILOCO:
+            sync = {
+                "mode": "diloco",
+                "diloco_every": case.diloco_every,
+                "diloco_fragments": case.fragments,
+                "diloco_overlap": case.lag,
+            }
         training = {"batch_size": case.batch_size, "steps": case.steps}
         self.run_file = RunFile.model_validate({"format": 1, "sync": sync, "training": training})
         self.lines: list[Began | Committed] = []
@@ -438,10 +452,11 @@ class SimulatedAgent(AveragingAgent):
                 raise SupersededError
             raise LineBroken((lost() or [members[0]])[0], "it is gone")
         parts = [come[one] for one in members]
+        weight = sum(one.weight for one in parts)
         for place_of, flat in enumerate(into):
-            flat.copy_(sum(one.flats[place_of] for one in parts) / len(parts))
+            flat.copy_(sum(one.flats[place_of] * one.nominal for one in parts) / (weight or 1.0))
         numbers = tuple(map(sum, zip(*(one.numbers for one in parts), strict=True)))
-        return Summed(b"", float(len(parts)), (), numbers)
+        return Summed(b"", weight, (), numbers)
 
     def _pulled(self, line: RankRounds, commit: Commit, word: CoordinatorReply) -> SumResult | None:
         source = self._source(commit)
@@ -468,7 +483,7 @@ class SimulatedAgent(AveragingAgent):
         result = line.room()
         for flat, its in zip(result.flats, found.flats, strict=True):
             flat.copy_(its)
-        result.attempt, result.summed = commit.attempt, found.summed
+        result.attempt, result.summed, result.parts = commit.attempt, found.summed, found.parts
         return result
 
 
@@ -539,6 +554,7 @@ class SimulatedRank:
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.flat.copy_(snapshot.tensors["weights"])
+        self.averages.load(snapshot.tensors)
 
     def _failed(self, error: BaseException) -> None:
         if not isinstance(error, Killed | DroppedError):
@@ -600,7 +616,8 @@ class SimulatedRank:
             self._wait_for_ranks(lambda: step.batch in own.told)
             name = self.agent.due(step.batch)
             if name is not None:
-                self.agent.provide(name, Snapshot(step.batch, 1.0, {"weights": self.flat.clone()}))
+                tensors = {"weights": self.flat.clone()} | self.averages.donated()
+                self.agent.provide(name, Snapshot(step.batch, 1.0, tensors))
             change = world.random.random()
             self.flat += own.changes.setdefault(step.batch, change) if self.case.is_tied else change
             self.num_trained += 1
