@@ -1,8 +1,8 @@
 """Replicas that average weights on a simulated clock; agents, averages and the coordinator are real.
 
-Ranks run their real programs instruction by instruction, in the order of a real run. What is not real is what would take a machine: the
-gradients, sockets, and samples. A stage is one number. Messages to and from the coordinator come late, twice
-or in another order; ranks begin late; replicas die and come back.
+Ranks run their real programs instruction by instruction, in the order of a real run. What is not real is what
+would take a machine: the gradients, sockets, and samples. A stage is one number. Messages to and from the
+coordinator come late, twice or in another order; ranks begin late; replicas die and come back.
 """
 
 from collections.abc import Callable, Iterator

@@ -158,6 +158,19 @@ def test_a_round_without_samples_is_made_if_a_replica_waits_for_it_and_not_for_t
     assert [part.num_samples for part in grant.parts] == [0, 0]
 
 
+def test_an_attempt_after_a_broken_one_of_another_fragment_has_a_later_number() -> None:
+    """Ranks ignore messages that are older than their last attempt, whichever fragment that was of."""
+    talk = Talk(SyncMode.DILOCO, 2, 1, num_lines=2)
+    ready = RoundAt(ready=0, num_samples=4)
+    for rank in talk.reports:
+        talk.say(rank, rounds=(ready, ready, RoundAt()))
+    (first,) = talk.word(RankId(0, 0, 0)).grants
+    talk.say(RankId(0, 0, 0), rounds=(replace(ready, lost=(1,)), ready, RoundAt()))
+    (second,) = talk.word(RankId(0, 0, 0)).grants
+    assert (first.line, second.line) == (0, 1)
+    assert second.attempt > first.attempt
+
+
 def test_what_a_replica_is_dealt_is_news_for_its_own_ranks_alone_and_a_group_for_its_members() -> None:
     talk = Talk(SyncMode.GROUPS, 3, 2, num_lines=0)
     first, second, _ = ({RankId(replica, 0, stage) for stage in range(2)} for replica in range(3))

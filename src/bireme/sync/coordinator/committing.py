@@ -303,6 +303,7 @@ def _with_line(state: CoordinatorState, number: int, now_s: float, lines: Lines)
         grace_s=state.settings.grace_s,
         now_s=now_s,
         silent=_silent(state, now_s) if ready else frozenset(),
+        attempts=max(one.attempts for one in state.lines),
     )
     return replace(state, lines=tuple(line if one.number == number else one for one in state.lines))
 

@@ -388,7 +388,7 @@ class RoundSequence:
     first_attempt: int = 0
     """Of a round: that of another term is another one, even with the same members."""
     attempts: int = 0
-    """Attempts of the present round that were granted."""
+    """The number of the next attempt at the present round, within its term."""
     grant: Grant | None = None
     ready: frozenset[int] = frozenset()
     since_s: float = 0.0
@@ -399,10 +399,11 @@ class RoundSequence:
         found = frozenset(ready)
         return self if found == self.ready else replace(self, ready=found, since_s=now_s)
 
-    def granted(self, parts: tuple[RoundPart, ...]) -> "RoundSequence":
-        """With an attempt at the present round."""
-        grant = Grant(self.number, self.committed, self.first_attempt + self.attempts, parts)
-        return replace(self, grant=grant, attempts=self.attempts + 1)
+    def granted(self, parts: tuple[RoundPart, ...], attempts: int) -> "RoundSequence":
+        """With an attempt at the present round, which has at least that number within its term."""
+        number = max(self.attempts, attempts)
+        grant = Grant(self.number, self.committed, self.first_attempt + number, parts)
+        return replace(self, grant=grant, attempts=number + 1)
 
     def after_commit(self) -> "RoundSequence":
         """Ready for the next round."""
@@ -444,9 +445,11 @@ def next_grant(
     grace_s: float,
     now_s: float,
     silent: Collection[int] = (),
+    attempts: int = 0,
 ) -> RoundSequence:
-    """The line with its present round granted, if that is due, to those `ready` with so many samples. Nobody
-    waits for who is `silent`, once the quorum is ready.
+    """The line with its present round granted, if that is due, to those `ready` with so many samples. No
+    replica waits for those that are `silent`, once the quorum is ready. `attempts` is greater than the number
+    of any attempt at the present round of another line: ranks ignore what is older than the last attempt.
     """
     line = line.with_ready(ready, now_s)
     if not ready:
@@ -455,7 +458,7 @@ def next_grant(
     is_over = missing <= set(silent) or now_s >= line.since_s + grace_s
     if missing and not (len(ready) >= quorum and is_over):
         return line
-    return line.granted(tuple(RoundPart(replica, num) for replica, num in sorted(ready.items())))
+    return line.granted(tuple(RoundPart(replica, num) for replica, num in sorted(ready.items())), attempts)
 
 
 def _at(report: Report, line: int) -> RoundAt:
