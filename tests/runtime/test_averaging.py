@@ -259,9 +259,13 @@ def test_outer_steps_of_every_batch_with_rate_1_and_no_momentum_are_means_of_the
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
-def test_with_sgd_the_average_of_all_in_every_batch_is_a_step_with_the_summed_gradients() -> None:
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_with_sgd_the_average_of_all_in_every_batch_is_a_step_with_the_summed_gradients(
+    is_tied: bool,
+) -> None:
+    model = tied_regression() if is_tied else regression()
     setting = replace(setting_of("1f1b"), optimizer="sgd")
-    run = AveragingReplicas(regression(), setting, 2, data_for(4), (4,), BATCH, in_step=True)
+    run = AveragingReplicas(model, setting, 2, data_for(4), (4,), BATCH, in_step=True, of_replicas=is_tied)
     run.run()
 
     told = [run.told[RankId(replica, 0, 0)] for replica in range(2)]
