@@ -240,7 +240,8 @@ def test_who_gets_a_sum_from_another_rank_does_not_wait_in_vain_however_long_tha
 
     def answer(made: socket.socket, _what: int, _name: int) -> None:
         may_come.wait(patience_s())
-        send_tensors(made, {"weight": 1.0, "numbers": (), "parts": (1,)}, [torch.ones(2)])
+        words = {"weight": 1.0, "numbers": (), "parts": (1,), "tensors": ()}
+        send_tensors(made, words, [torch.ones(2)])
 
     board = PeerConnections(RankId(1, 0, 0), answer, timeout_s=patience_s())
     try:
