@@ -14,7 +14,7 @@ from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.quorum import launch as launching
 from bireme.runtime.quorum.launch import LedgerTail, ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, Site
+from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, ReplicaPart, Site
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
 from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode
@@ -67,11 +67,16 @@ def test_a_standstill_ends_the_run_by_no_mistake_of_the_user_and_no_replica_star
     monkeypatch.setattr(launching, "Crew", AllWait)
     coordinator, told = Well(), list[str]()
     settings = CoordinatorSettings(SyncMode.GROUPS, 2, 1, 8, ShareLimits((1, 1), (8, 8)))
-    site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", (0, 1), 0.0)
+    site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", parts(0, 0, 1), 0.0)
     with pytest.raises(RunFailed, match=r"^All replicas wait\.$"):
         launch_replicas(never_runs, settings, ledger=tmp_path / LEDGER, tell=told.append, site=site)
     assert told == []
     assert coordinator.is_closed
+
+
+def parts(host: int, *replicas: int) -> tuple[ReplicaPart, ...]:
+    """Replicas of one rank on a host."""
+    return tuple(ReplicaPart(replica, (0,), (host,)) for replica in replicas)
 
 
 HOSTS = (("10.0.0.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3))
@@ -103,7 +108,13 @@ class Heard:
 
 def contact_of(heard: Heard, told: list[str], how_it_ended: str = "") -> Contact:
     site = Site(
-        2, cast(CoordinatorProcess, Well()), HOSTS, "secret", (2,), 0.0, how_it_ended=lambda: how_it_ended
+        2,
+        cast(CoordinatorProcess, Well()),
+        HOSTS,
+        "secret",
+        parts(2, 2),
+        0.0,
+        how_it_ended=lambda: how_it_ended,
     )
     return Contact(site, cast(Observer, heard), QUORUM, told.append)
 
@@ -196,7 +207,7 @@ def launched(heard: Heard, monkeypatch: pytest.MonkeyPatch, folder: Path, told: 
     monkeypatch.setattr(launching, "Observer", lambda *_: heard)
     monkeypatch.setattr(launching._Replica, "results", None)
     (folder / LEDGER).write_text("")
-    site = Site(2, cast(CoordinatorProcess, Well()), HOSTS, "secret", (2,), 0.0)
+    site = Site(2, cast(CoordinatorProcess, Well()), HOSTS, "secret", parts(2, 2), 0.0)
     return launch_replicas(never_runs, QUORUM, ledger=folder / LEDGER, tell=told.append, site=site)
 
 
@@ -215,7 +226,9 @@ def test_a_replica_that_waits_is_ended_when_the_others_ended_the_run_without_it(
 def test_a_request_to_stop_reaches_the_next_life_too(tmp_path: Path) -> None:
     """The life that was asked was dropped before it could agree on a step with the others."""
     crews = [Waits(), Waits()]
-    replica = launching._Replica(2, lambda life: cast(Any, crews[life.life]), 0)
+    replica = launching._Replica(
+        *parts(2, 2), lambda _part, life, _store: cast(Any, crews[life.life]), 0, None
+    )
     replica.begin()
     crews[0].request = signal.SIGUSR1
     replica.give_up()

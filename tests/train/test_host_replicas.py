@@ -1,9 +1,10 @@
-"""Which processes the launcher of each host starts, and that a replica is on one host."""
+"""Which processes the launcher of each host starts, and which replicas are on one host."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
+from bireme.runtime.quorum.site import ReplicaPart
 from bireme.train import launched_rank, rank_zero_setup
 from bireme.train.folder import RunFolder
 from bireme.train.machines import LaunchedProcess
-from bireme.train.rank_zero_setup import check_launchers, processes_of, replicas_of_hosts, within_servers
+from bireme.train.rank_zero_setup import check_launchers, parts_of_hosts, processes_of, within_servers
 from bireme.train.rendezvous import Environment
 from bireme.train.run_file import RunFile
 
@@ -23,6 +26,15 @@ CPU = Device("cpu", "cpu", 10**9)
 CARDS = (Card("eth0", (0, 1), Link(1e9)),)
 TWO = Cluster(tuple(Server(name, (CPU, CPU), cards=CARDS) for name in "ab"))
 PLAN = Plan((1,), 2, "1f1b", width=2)
+
+
+@dataclass(frozen=True)
+class PreparedPlan:
+    """What `set_up_run` looks at of a prepared run."""
+
+    run: RunFile
+    plan: SavedPlan
+    machines: SimpleNamespace
 
 
 def launchers(*num_cuda: int) -> dict[str, list[LaunchedProcess]]:
@@ -48,23 +60,39 @@ def test_a_launcher_starts_a_process_for_each_device_of_its_host(
     assert [[one.rank for one in members] for members in found.values()] == expected
 
 
-def test_a_replica_is_started_on_the_host_of_its_first_stage() -> None:
-    run = RunFile.model_validate({"format": 1})
-    assert replicas_of_hosts([2, 3, 0, 1], processes_of(run, launchers(0, 0)), 2) == [[1], [0]]
+def test_each_host_starts_the_ranks_of_its_own_devices() -> None:
+    nodes = processes_of(RunFile.model_validate({"format": 1}), launchers(0, 0))
+    whole = [[ReplicaPart(1, (0, 1), (0,))], [ReplicaPart(0, (0, 1), (1,))]]
+    assert parts_of_hosts([2, 3, 0, 1], nodes, 2) == whole
+
+
+def test_a_replica_over_two_hosts_has_a_part_on_each_and_its_first_host_has_rank_0() -> None:
+    nodes = processes_of(RunFile.model_validate({"format": 1, "cluster": {"workers": 1}}), launchers(0, 0))
+    first, second = ReplicaPart(0, (0,), (1, 0)), ReplicaPart(0, (1,), (1, 0))
+    assert parts_of_hosts([1, 0], nodes, 2) == [[second], [first]]
 
 
 def test_stages_of_a_replica_change_places_with_equal_devices_to_be_on_one_host() -> None:
     by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
-    assert within_servers(by_stage, TWO, "quorum").devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))
-    assert within_servers(PLAN, TWO, "diloco") == PLAN
+    assert within_servers(by_stage, TWO).devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))
+    assert within_servers(PLAN, TWO) == PLAN
 
 
-def test_a_replica_on_two_hosts_is_refused_where_its_devices_are_not_equal() -> None:
+def test_a_replica_stays_on_two_hosts_where_their_devices_are_not_equal() -> None:
     fast = replace(CPU, speed=2.0)
     unequal = Cluster((TWO.servers[0], replace(TWO.servers[1], devices=(fast, fast))))
     by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
-    with pytest.raises(BiremeError, match=r'"groups", .* replica 0 on several hosts: a, b'):
-        within_servers(by_stage, unequal, "groups")
+    assert within_servers(by_stage, unequal) == by_stage
+
+
+def test_hosts_with_too_few_devices_for_a_replica_share_replicas_and_the_others_keep_theirs_whole() -> None:
+    servers = []
+    for name, count in (("a", 2), ("b", 1), ("c", 1)):
+        card = Card("eth0", tuple(range(count)), Link(1e9))
+        servers.append(Server(name, (CPU,) * count, cards=(card,)))
+    split = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "c/cpu0")))
+    found = within_servers(split, Cluster(tuple(servers)))
+    assert found.devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "c/cpu0"))
 
 
 def test_two_processes_on_a_host_are_refused() -> None:
@@ -117,16 +145,12 @@ def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its plan may be a new one, or of a run whose replicas could not die."""
-    fast = replace(CPU, speed=2.0)
-    unequal = Cluster((TWO.servers[0], replace(TWO.servers[1], devices=(fast, fast))))
     by_stage = replace(PLAN, devices=(("a/cpu0", "a/cpu1"), ("b/cpu0", "b/cpu1")))
     run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}, "log": {"name": "run"}})
-    again = SimpleNamespace(
-        run=run, plan=SimpleNamespace(plan=by_stage), machines=SimpleNamespace(cluster=unequal)
-    )
+    again = PreparedPlan(run, SavedPlan(by_stage), SimpleNamespace(cluster=TWO))
     found = {
         "_begun": RunFolder(tmp_path),
-        "_cluster": unequal,
+        "_cluster": TWO,
         "_is_for": True,
         "prepared_again": again,
         **dict.fromkeys(("check_finds_checkpoints", "check_rate", "_check_progress")),
@@ -134,6 +158,11 @@ def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
     }
     for name, value in found.items():
         monkeypatch.setattr(rank_zero_setup, name, lambda *_, value=value, **__: value)
+    written: list[SavedPlan] = []
+    monkeypatch.setattr(rank_zero_setup, "write_plan", lambda _path, plan: written.append(plan))
+    monkeypatch.setattr(RunFolder, "record", lambda _folder: None)
+    monkeypatch.setattr(rank_zero_setup, "count_start", Mock(side_effect=InterruptedError))
     environment = cast(Environment, SimpleNamespace(job=None, may_restart=False, is_restart=False))
-    with pytest.raises(BiremeError, match="replica 0 on several hosts"):
+    with pytest.raises(InterruptedError):
         rank_zero_setup.set_up_run(environment, run, launchers(0, 0), lambda *_: [], lambda _text: None)
+    assert [one.plan.devices for one in written] == [(("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))]

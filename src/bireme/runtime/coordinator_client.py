@@ -20,6 +20,8 @@ from bireme.errors import BiremeError
 from bireme.sync.coordinator.messages import (
     TERM,
     CoordinatorReply,
+    HostStart,
+    HostStarts,
     Incarnation,
     Known,
     Notice,
@@ -43,6 +45,8 @@ _FAREWELL = 3.0
 
 BEAT_S = 0.5
 """How often an observer asks a host."""
+_STARTS = b'{"starts"'
+"""How an answer about starts begins."""
 
 _NOTHING = CoordinatorReply(epoch=0, number=-1)
 
@@ -64,12 +68,16 @@ class Observer:
     """Asks the coordinators of all hosts, again and again, for the word of the one that coordinates.
 
     A launcher also reports with it which lives of its replicas have ended: to all hosts, as any of them may
-    have to take up.
+    have to take up. Launchers agree through it on starts of replicas over several hosts.
     """
 
     def __init__(self, hosts: Sequence[Address], token: str) -> None:
         self._hosts, self._token = tuple(hosts), token.encode()
         self._ended: frozenset[Incarnation] = frozenset()
+        self._own_starts: dict[int, HostStart] = {}
+        """By the replica."""
+        self._starts: dict[int, tuple[float, tuple[HostStart, ...]]] = {}
+        """The last answer of each host about starts, and when it came."""
         self._word = _NOTHING
         self._heard_s = time.monotonic()
         self._refused_s: dict[int, float] = {}
@@ -105,6 +113,16 @@ class Observer:
         """Say from now on that a start of a replica is over for certain."""
         self._ended |= {life}
 
+    def say_start(self, start: HostStart) -> None:
+        """Say from now on that this host starts its ranks of an incarnation."""
+        self._own_starts = self._own_starts | {start.incarnation.replica: start}
+
+    def starts(self, limit_s: float) -> list[HostStart]:
+        """The starts of all hosts, as the answers of the last seconds have them, and of this host."""
+        now_s = time.monotonic()
+        heard = [own for at_s, own in list(self._starts.values()) if now_s - at_s <= limit_s]
+        return [*self._own_starts.values(), *(one for own in heard for one in own)]
+
     def close(self, *, waits: bool = True) -> None:
         """End the talk; its threads end within two beats, which this waits for unless told otherwise."""
         self._is_closing.set()
@@ -116,19 +134,21 @@ class Observer:
             try:
                 with socket.create_connection(self._hosts[number], timeout=BEAT_S) as made:
                     self._refused_s.pop(number, None)
-                    self._talk(made)
+                    self._talk(made, number)
             except ConnectionRefusedError:
                 self._refused_s.setdefault(number, time.monotonic())
             except (OSError, BiremeError):
                 self._refused_s.pop(number, None)
+            self._starts.pop(number, None)
             if self._is_closing.wait(BEAT_S):
                 return
 
-    def _talk(self, made: socket.socket) -> None:
+    def _talk(self, made: socket.socket, number: int) -> None:
         made.sendall(self._token + b"\n")
         come = b""
         while not self._is_closing.is_set():
-            made.sendall(encode(Notice(tuple(sorted(self._ended)))) + b"\n")
+            notice = Notice(tuple(sorted(self._ended)), tuple(self._own_starts.values()))
+            made.sendall(encode(notice) + b"\n")
             ends_s = time.monotonic() + BEAT_S
             while (left_s := ends_s - time.monotonic()) > 0:
                 made.settimeout(left_s)
@@ -138,7 +158,10 @@ class Observer:
                         return
                     *lines, come = (come + more).split(b"\n")
                     for line in lines:
-                        self._take(decode(CoordinatorReply, line))
+                        if line.startswith(_STARTS):
+                            self._starts[number] = time.monotonic(), decode(HostStarts, line).starts
+                        else:
+                            self._take(decode(CoordinatorReply, line))
 
     def _take(self, word: CoordinatorReply) -> None:
         with self._lock:

@@ -26,6 +26,8 @@ from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, h
 from bireme.sync.coordinator.messages import (
     TERM,
     CoordinatorReply,
+    HostStart,
+    HostStarts,
     Incarnation,
     Notice,
     RankId,
@@ -133,6 +135,7 @@ class _Caller:
         self.come = b""
         self.going = b""
         self.next: CoordinatorReply | None = None
+        self.starts: HostStarts | None = None
 
     def lines(self) -> list[bytes]:
         """The whole lines that have come. Raises an `OSError` if the caller has hung up."""
@@ -147,6 +150,8 @@ class _Caller:
     def flush(self) -> bool:
         """Send what can be sent; whether more is to go."""
         while True:
+            if not self.going and self.starts is not None:
+                self.going, self.starts = encode(self.starts) + b"\n", None
             if not self.going and self.next is not None:
                 self.going, self.next = encode(self.next) + b"\n", None
             if not self.going:
@@ -182,6 +187,8 @@ class CoordinatorServer:
         self._callers: dict[socket.socket, _Caller] = {}
         self._ranks: dict[RankId, _Caller] = {}
         self._ended: deque[Incarnation] = deque()
+        self._starts: dict[_Caller, tuple[float, tuple[HostStart, ...]]] = {}
+        """The last notice of each launcher about starts, and when it came."""
         self._answer = answer
         self._is_asked = self._is_closing = False
         self._stopped_s = 0.0
@@ -288,8 +295,23 @@ class CoordinatorServer:
                 continue
             for life in report.ended:
                 self._step(Ended(life))
+            if report.starts:
+                self._starts.pop(caller, None)  # the newest are the last
+                self._starts[caller] = self._now_s(), report.starts
+                caller.starts = self._starts_of_hosts()
             if self._host.state is not None:
                 caller.next = word_for(self._host.state, _NOBODY)
+
+    def _starts_of_hosts(self) -> HostStarts:
+        """The starts of the launchers that were heard within the lease, of each host the last one."""
+        since_s = self._now_s() - self._host.settings.lease_s
+        found = {
+            (one.host, one.incarnation.replica): one
+            for at_s, own in self._starts.values()
+            for one in own
+            if at_s >= since_s
+        }
+        return HostStarts(tuple(found.values()))
 
     def _reports(self, caller: _Caller) -> list[Report | Notice]:
         """What a caller has said. Raises an error if it has hung up, or is no rank of this run."""
@@ -334,6 +356,7 @@ class CoordinatorServer:
             self._selector.unregister(caller.socket)
             caller.socket.close()
             self._ranks = {rank: one for rank, one in self._ranks.items() if one is not caller}
+            self._starts.pop(caller, None)
 
 
 _START_S = 60.0

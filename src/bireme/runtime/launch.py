@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, current_process
@@ -22,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
-from bireme.runtime.board import Board, Failure, FailureKind, grace_s
+from bireme.runtime.board import Board, Failure, FailureKind, Heartbeat, RankFailed, grace_s
 from bireme.runtime.processes import UNREPORTED, Process, preload, start_process
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
+    from bireme.runtime.stores import Store
     from bireme.runtime.world import World
 
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 _UNGUARDED_STATUS = 64
 """The exit status of a process that came to launch processes while it was itself being started."""
+_RESULT, _FAILURE = b"+", b"-"
+"""How the last message of a rank to its starter begins."""
 LOCALHOST = "127.0.0.1"
 _LOOPBACK = ("lo", "lo0")
 
@@ -44,8 +48,9 @@ _LOOPBACK = ("lo", "lo0")
 @dataclass(frozen=True, slots=True)
 class RankSetup:
     """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
-    in the store. The first of them is the process `first_local` of the machine, and the rank `first_rank` of
-    all that a run has, by which processes are called.
+    in the store, at `host` and `port`. The first of them is the process `first_local` of the machine, and the
+    rank `first_rank` of all that a run has, by which processes are called. If other hosts start ranks too,
+    `ranks` are those that are started here.
     """
 
     port: int
@@ -57,12 +62,20 @@ class RankSetup:
     prefix: str = ""
     first_local: int = 0
     first_rank: int = 0
+    host: str = LOCALHOST
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def ranks_here(self) -> tuple[int, ...]:
+        """The ranks that are started on this host."""
+        return self.ranks or tuple(range(self.num_processes))
 
 
 def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
     """Be that rank until its function has returned or anything has failed.
 
-    From its starter comes the pickled function with its arguments, to it goes the pickled result.
+    From its starter comes the pickled function with its arguments, to it goes the pickled result, or why
+    there is none.
     """
     world = _world(order, rank)
     try:
@@ -70,13 +83,28 @@ def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         with world:
             result = _call(starter.recv_bytes(), world)
-        starter.send_bytes(result)
-    except BaseException:
-        # The traceback, or who else is to blame, is in the store by now.
+            if order.ranks:  # the host that shows the results may be another one
+                world.store.set(_result_key(rank), b64encode(result).decode())
+        starter.send_bytes(_RESULT + result)
+    except BaseException as error:
+        # The traceback, or who else is to blame, is in the store by now, which may be out of reach.
+        with suppress(OSError):
+            starter.send_bytes(_FAILURE + _failure_of(error, rank).encode().encode())
         sys.stdout.flush()
         sys.exit(1)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _result_key(rank: int) -> str:
+    return f"result/{rank}"
+
+
+def _failure_of(error: BaseException, rank: int) -> Failure:
+    """A failure as the starter of the rank shows it; that of another rank stays that rank's."""
+    if isinstance(error, RankFailed):
+        return Failure(error.rank, error.instruction, error.summary, error.text)
+    return Failure.of(error, rank, None)
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
@@ -88,19 +116,22 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 def _world(order: RankSetup, rank: int) -> "World":
     # For libraries that start their threads when they are imported, and for processes that this one starts.
     os.environ["OMP_NUM_THREADS"] = str(order.num_threads)
-    _stay_on_this_machine()
+    if order.ranks:
+        os.environ["LOCAL_WORLD_SIZE"] = str(len(order.ranks))
+    if order.host == LOCALHOST:
+        _stay_on_this_machine()
     import torch
 
     from bireme.runtime.stores import PrefixStore, Store, open_store
     from bireme.runtime.world import World
 
     torch.set_num_threads(order.num_threads)
-    store: Store = open_store(LOCALHOST, order.port, serve=False, timeout_s=order.timeout_s)
+    store: Store = open_store(order.host, order.port, serve=False, timeout_s=order.timeout_s)
     return World(
         PrefixStore(order.prefix, store) if order.prefix else store,
         rank=rank,
         size=order.num_processes,
-        local_rank=order.first_local + rank,
+        local_rank=order.first_local + order.ranks_here.index(rank),
         timeout_s=order.timeout_s,
         backend=order.backend,
         device=order.device,
@@ -149,6 +180,10 @@ POLL_S = 0.1
 """How often to look for a root cause that is no process's end."""
 _TERMINATION_S = 1.0
 """From SIGTERM to SIGKILL."""
+_LOOK_S = 0.5
+"""How often to ask a store on another host."""
+STORE_S = 3.0
+"""How long a store on another host may be out of reach."""
 _DELIVERY_S = 5.0
 """How long an ended process's last bytes may be on their way."""
 
@@ -225,6 +260,8 @@ class _Rank:
     def __init__(self, order: RankSetup, rank: int, call: bytes) -> None:
         self.number = rank
         self.result: bytes | None = None
+        self.failure: Failure | None = None
+        """What it said of its failure."""
         self.process: Process | None = None
         self._order, self._call = order, call
 
@@ -258,21 +295,122 @@ class _Rank:
     def _talk(self, talk: Connection) -> None:
         with talk, suppress(EOFError, OSError):
             talk.send_bytes(self._call)
-            self.result = talk.recv_bytes()
+            said = talk.recv_bytes()
+            if said.startswith(_RESULT):
+                self.result = said.removeprefix(_RESULT)
+            else:
+                self.failure = Failure.decode(said.removeprefix(_FAILURE))
+
+
+class RemoteBoard:
+    """The board of ranks whose store is on another host, for the starter of some of them.
+
+    A thread asks the store, which may be out of reach, or never answer. If it stays out of reach, that is the
+    root cause here: the other host has ended, and the replica with it.
+    """
+
+    def __init__(self, order: RankSetup) -> None:
+        self._order = order
+        self._cause: Failure | None = None
+        self._to_record: Failure | None = None
+        self._pulses: dict[int, Heartbeat | None] = {}
+        self._is_closing = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="bireme board", daemon=True).start()
+
+    def cause(self) -> Failure | None:
+        """The root cause, once one is known here."""
+        return self._cause
+
+    def pulses(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
+        """The last signs of life of these ranks that are known here."""
+        return [self._pulses.get(rank) for rank in ranks]
+
+    def record(self, failure: Failure) -> Failure:
+        """Write down a root cause. Returns the one that counts, as far as it is found out in time."""
+        with self._changed:
+            self._to_record = failure
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._cause, STORE_S)
+            self._cause = self._cause or failure
+            return self._cause
+
+    def close(self) -> None:
+        """Ask no more."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        board, reached_s = None, time.monotonic()
+        while not self._is_closing and self._cause is None:
+            try:
+                board = board or self._connected()
+                self._look(board)
+                reached_s = time.monotonic()
+            except Exception as error:
+                board = None
+                if time.monotonic() > reached_s + STORE_S:
+                    why = (
+                        f"the host that has the store of its replica, {self._order.host}, is gone ({error})."
+                    )
+                    self._note(Failure.told(why, self._order.ranks_here[0], None))
+            with self._changed:
+                if self._to_record is None:
+                    self._changed.wait(_LOOK_S)
+
+    def _connected(self) -> Board:
+        from bireme.runtime.stores import PrefixStore, open_store
+
+        order = self._order
+        # Torch would try for long, and print a page for each try.
+        socket.create_connection((order.host, order.port), timeout=STORE_S).close()
+        store = open_store(order.host, order.port, serve=False, timeout_s=STORE_S)
+        return Board(PrefixStore(order.prefix, store), order.num_processes)
+
+    def _look(self, board: Board) -> None:
+        ranks = self._order.ranks_here
+        self._pulses = dict(zip(ranks, board.pulses(ranks), strict=True))
+        failure = self._to_record
+        self._note(board.cause() if failure is None else board.record(failure))
+
+    def _note(self, cause: Failure | None) -> None:
+        with self._changed:
+            self._cause = self._cause or cause
+            self._changed.notify_all()
 
 
 class Crew:
-    """All processes of a launch. Whatever happens inside this context, none of them is left after it."""
+    """All processes of a launch on this host. Whatever happens inside this context, none of them is left
+    after it. `store` is that of ranks on several hosts, if this host has it.
+    """
 
-    def __init__(self, order: RankSetup, call: bytes, board: Board) -> None:
+    def __init__(
+        self, order: RankSetup, call: bytes, board: Board | RemoteBoard, store: "Store | None" = None
+    ) -> None:
         self.cause: Failure | None = None
         self.is_given_up = False
         """Whether somebody else wants the end of it."""
         self.request: signal.Signals | None = None
         """The signal that its processes were sent last, or are sent when they start."""
-        self.ranks = [_Rank(order, rank, call) for rank in range(order.num_processes)]
+        self.ranks = [_Rank(order, rank, call) for rank in order.ranks_here]
         self._grace_s = grace_s(order.timeout_s)
-        self._board = board
+        self._board, self._order, self._store = board, order, store
+
+    def results(self) -> list[bytes] | None:
+        """What all ranks have returned, in their order; None if a rank here has returned nothing. Nothing of
+        ranks on several hosts where another host has their store.
+        """
+        found = {rank.number: rank.result for rank in self.ranks}
+        if None in found.values():
+            return None
+        if self._order.ranks and self._store is None:
+            return []
+        for rank in range(self._order.num_processes) if self._store is not None else ():
+            key = f"shared/{_result_key(rank)}"  # as the rank's world names it
+            if rank not in found and self._store is not None and self._store.check([key]):
+                found[rank] = b64decode(self._store.get(key))
+        return [own for _, own in sorted(found.items()) if own is not None]
 
     def start(self) -> None:
         """Start them all."""
@@ -292,7 +430,7 @@ class Crew:
             self.cause = self._board.cause()
             for rank in ended:
                 if self.cause is None and rank.last_words() is None:
-                    self.cause = self._board.record(self._obituary(rank))
+                    self.cause = self._board.record(rank.failure or self._obituary(rank))
             if self.cause is not None:
                 return
             running = [rank for rank in running if rank not in ended and rank.result is None]
@@ -322,6 +460,8 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
+        if isinstance(self._board, RemoteBoard):
+            self._board.close()
         try:
             if interrupted or (self.cause is not None and self.cause.blame is FailureKind.INTERRUPT):
                 self._signal_all(signal.SIGINT)

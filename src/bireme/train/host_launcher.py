@@ -32,7 +32,7 @@ from bireme.report.terminal import progress_bar
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.quorum.site import Site
+from bireme.runtime.quorum.site import ReplicaPart, Site
 from bireme.runtime.socket_transport import own_address
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.export import has_ended
@@ -41,8 +41,8 @@ from bireme.train.launching import VISIBLE, FinishedRun, finish, signals_passed_
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun, prepared_before
 from bireme.train.rank_part import RunStart
-from bireme.train.rank_zero_setup import RunSetup, replicas_of_hosts
-from bireme.train.rendezvous import Announcements, Environment, Orders, until
+from bireme.train.rank_zero_setup import RunSetup, parts_of_hosts
+from bireme.train.rendezvous import NAMED, Announcements, Environment, Orders, let_gloo_use_the_way_to, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
 
@@ -50,19 +50,19 @@ _TOKEN_BYTES = 16
 _ASK_S = 5.0
 """How long a coordinator may take to answer a host that has been started again."""
 
-_OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
-"""What the processes of a replica, which are all on this host, must not take for theirs."""
+_OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What the processes of a replica must not take for theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _HostOrders:
-    """What rank 0 tells the launchers of all hosts: what coordinators are told, the replicas of each host,
-    and the step after which updates are delayed.
+    """What rank 0 tells the launchers of all hosts: what coordinators are told, the parts of replicas of each
+    host, and the step after which updates are delayed.
     """
 
     settings: CoordinatorSettings
     token: str
-    replicas: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[ReplicaPart, ...], ...]
     first_delayed_step: int
 
 
@@ -90,7 +90,7 @@ def host_orders(led: RunSetup) -> dict[str, Any]:
     orders = _HostOrders(
         replica_settings(led.prepared, led.folder, led.checkpoint),
         secrets.token_hex(_TOKEN_BYTES),
-        tuple(map(tuple, replicas_of_hosts(led.places, led.nodes, plan.source.num_ranks))),
+        tuple(map(tuple, parts_of_hosts(led.places, led.nodes, plan.source.num_ranks))),
         start.first_delayed_step,
     )
     found: dict[str, Any] = _HOST_ORDERS.dump_python(orders, mode="json")
@@ -103,7 +103,7 @@ def meet_hosts(orders: Orders, number: int, talk: Announcements) -> Site:
     coordinator = _coordinator(own, number, folder)
     coordinator.start()
     talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
-    heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.replicas))]
+    heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.parts))]
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if number == 0:
         _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
@@ -112,7 +112,7 @@ def meet_hosts(orders: Orders, number: int, talk: Announcements) -> Site:
         coordinator,
         hosts,
         own.token,
-        own.replicas[number],
+        own.parts[number],
         time.monotonic(),
         how_it_ended=partial(_how_it_ended, folder, own.token),
     )
@@ -148,7 +148,7 @@ def under_way(
         coordinator,
         found.hosts,
         orders.token,
-        orders.replicas[number],
+        orders.parts[number],
         time.monotonic() - since_s,
         first_life=int(since_s),
         how_it_ended=partial(_how_it_ended, RunFolder(Path(found.orders.folder)), orders.token),
@@ -182,7 +182,7 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
     own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
     threads, plan = orders.threads, load_plan(folder.plan).plan
     if threads is None and orders.device == "cpu":
-        threads = max(1, num_cores() // max(1, len(site.replicas) * own.settings.num_stages))
+        threads = max(1, num_cores() // max(1, site.num_ranks))
     start = RunStart(
         folder.path,
         None if orders.checkpoint is None else Path(orders.checkpoint),
@@ -256,7 +256,7 @@ def _how_it_ended(folder: RunFolder, token: str) -> str:
 def _coordinator(orders: _HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:
     """The coordinator of a host. That of the first one begins the run, if it was not started before."""
     begins = number == 0 and not port
-    num_hosts = len(orders.replicas)
+    num_hosts = len(orders.parts)
     order = CoordinatorOrder(
         orders.settings, number, num_hosts, orders.token, folder.ledger, port=port, begins=begins
     )
@@ -280,6 +280,10 @@ def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> I
     os.environ["BIREME_ADDRESS"] = own_address()  # also while this host is cut off
     for name in _OF_THE_LAUNCHER:
         os.environ.pop(name, None)
+    if site.spans:
+        let_gloo_use_the_way_to(own_address())
+    else:
+        os.environ.pop(NAMED, None)
     if device == ACCELERATOR and (visible := _visible(plan, cluster, site, before.get(VISIBLE))) is not None:
         os.environ[VISIBLE] = visible
     try:
@@ -292,7 +296,7 @@ def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> I
 def _visible(plan: Plan, cluster: Cluster, site: Site, visible: str | None) -> str | None:
     """What CUDA_VISIBLE_DEVICES must be for the processes of this host, replica by replica."""
     places = {placed.name: placed.place for placed in cluster.devices()}
-    names = [row[replica] for replica in site.replicas for row in plan.devices]
+    names = [plan.devices[rank][part.replica] for part in site.parts for rank in part.ranks if plan.devices]
     if not set(names) <= places.keys():
         return visible
     known = visible.split(",") if visible else [str(place) for place in range(num_accelerators())]

@@ -21,6 +21,7 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import write_plan
 from bireme.report.terminal import progress_bar
+from bireme.runtime.quorum.site import ReplicaPart
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
@@ -33,7 +34,7 @@ from bireme.train.resume_checks import check_finds_checkpoints, check_rate, chec
 from bireme.train.run_file import RunFile
 from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
-# The hosts of a run whose replicas may die: what each of them starts, and that each replica is on one host.
+# The hosts of a run whose replicas may die: which ranks each of them starts.
 #
 # Something like torchrun starts one process on each host, which is the launcher of that host: it starts the
 # processes of its replicas, as many as there are devices, and starts them again if they die. So whoever
@@ -90,13 +91,12 @@ def _counts(run: RunFile, launchers: Sequence[LaunchedProcess]) -> list[int]:
     return [one.num_cuda if uses_gpus else CPU_WORKERS for one in launchers]
 
 
-def within_servers(plan: Plan, cluster: Cluster, mode: str) -> Plan:
-    """A plan with each replica on one server: this one, or with other devices in the place of equal ones.
-
-    Replicas that share a server stay in their order.
+def within_servers(plan: Plan, cluster: Cluster) -> Plan:
+    """A plan with as many replicas on one server as its devices allow: this plan, or with other devices in
+    the place of equal ones. Replicas that share a server stay in their order.
     """
     depth = plan.source.num_ranks
-    if _split(plan, cluster) is None:
+    if not _spans_servers(plan, cluster):
         return plan
     devices = {placed.name: placed for placed in cluster.devices()}
     used = {name for row in plan.devices for name in row} & devices.keys()
@@ -107,34 +107,32 @@ def within_servers(plan: Plan, cluster: Cluster, mode: str) -> Plan:
     for name, placed in devices.items():
         if name in used:
             by_server.setdefault(placed.server, []).append(name)
-    fits = all(len(names) % depth == 0 for names in by_server.values())
-    if found and are_equal and fits:
-        ordered = [name for names in by_server.values() for name in names]
-        replicas = [ordered[first : first + depth] for first in range(0, len(ordered), depth)]
-        return replace(plan, devices=tuple(zip(*replicas, strict=True)))
-    replica, servers = _split(plan, cluster) or (0, [])
-    raise BiremeError(
-        f'sync.mode is "{mode}", but the plan has the stages of replica {replica} on several hosts: '
-        f"{', '.join(servers)}. A replica lives and dies with one host. Set plan.depth to at most the "
-        'devices of a host, name the devices in plan.file, or use sync.mode = "allreduce".'
-    )
+    if not found or not are_equal or max(map(len, by_server.values())) < depth:
+        return plan
+    whole = {server: len(names) // depth * depth for server, names in by_server.items()}
+    ordered = [name for server, names in by_server.items() for name in names[: whole[server]]]
+    ordered += [name for server, names in by_server.items() for name in names[whole[server] :]]
+    replicas = [ordered[first : first + depth] for first in range(0, len(ordered), depth)]
+    return replace(plan, devices=tuple(zip(*replicas, strict=True)))
 
 
-def _split(plan: Plan, cluster: Cluster) -> tuple[int, list[str]] | None:
-    """The first replica that is on more than one server, and these."""
+def _spans_servers(plan: Plan, cluster: Cluster) -> bool:
+    """Whether a replica is on more than one server."""
     servers, depth = servers_of_places(plan, cluster), plan.source.num_ranks
-    for replica in range(plan.width):
-        own = sorted(set(servers[replica * depth : (replica + 1) * depth]))
-        if len(own) > 1:
-            return replica, own
-    return None
+    return any(len(set(servers[first : first + depth])) > 1 for first in range(0, len(servers), depth))
 
 
-def replicas_of_hosts(places: Sequence[int], nodes: Nodes, depth: int) -> list[list[int]]:
-    """The replicas of each host, where the process `places[p]` takes the place p of the plan."""
-    firsts = places[::depth]
-    own = [{one.rank for one in members} for members in nodes.values()]
-    return [[replica for replica, first in enumerate(firsts) if first in ranks] for ranks in own]
+def parts_of_hosts(places: Sequence[int], nodes: Nodes, depth: int) -> list[list[ReplicaPart]]:
+    """The parts of replicas of each host, where the process `places[p]` takes the place p of the plan."""
+    host_of = {one.rank: host for host, members in enumerate(nodes.values()) for one in members}
+    found: list[list[ReplicaPart]] = [[] for _ in nodes]
+    for replica in range(len(places) // depth):
+        own = [host_of[process] for process in places[replica * depth : (replica + 1) * depth]]
+        hosts = tuple(dict.fromkeys(own))
+        for host in hosts:
+            ranks = tuple(rank for rank, each in enumerate(own) if each == host)
+            found[host].append(ReplicaPart(replica, ranks, hosts))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +332,11 @@ def _prepared_anew(
 
 
 def _on_hosts(prepared: PreparedRun) -> PreparedRun:
-    """With each replica on one host, where replicas may die."""
+    """With replicas on one host each where replicas may die and devices allow it."""
     sync = prepared.run.sync
     if not sync.is_coordinated:
         return prepared
-    plan = within_servers(prepared.plan.plan, prepared.machines.cluster, sync.mode)
+    plan = within_servers(prepared.plan.plan, prepared.machines.cluster)
     return replace(prepared, plan=replace(prepared.plan, plan=plan))
 
 

@@ -99,7 +99,7 @@ def launch_here(
     site: Site | None = None,
 ) -> list[Outcome]:
     """What the ranks of a replica of this host come to, of one that leads at the end if it is here; nothing
-    if no replica here has come to the end. Without a `site` all replicas are here.
+    if no replica whose rank 0 is here has come to the end. Without a `site` all replicas are here.
     """
     launched = launch_replicas(
         train_replica,
@@ -113,12 +113,13 @@ def launch_here(
         device=device,
         site=site,
     )
-    if not launched.results:
+    found = [outcomes for outcomes in launched.results if outcomes]
+    if not found:
         return []
     told = launched.ledger
     mode = SyncMode(run.sync.mode)
     figures = SyncFigures(mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone)
-    outcomes = max(launched.results, key=_newest)
+    outcomes = max(found, key=_newest)
     return [replace(one, sync=figures) for one in outcomes]
 
 

@@ -9,6 +9,7 @@ the last replica. A sample that cannot be read ends its replica; if it fails aga
 import json
 import pickle
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -23,8 +24,8 @@ from bireme.errors import BiremeError, SampleError
 from bireme.runtime.board import Board, Failure, FailureKind
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.launch import LOCALHOST, Crew, RankSetup, pickled, preload_own
-from bireme.runtime.quorum.site import Contact, Site
+from bireme.runtime.launch import LOCALHOST, Crew, RankSetup, RemoteBoard, pickled, preload_own
+from bireme.runtime.quorum.site import Contact, ReplicaPart, Site, Starts
 from bireme.runtime.socket_transport import own_address
 from bireme.sync.coordinator.messages import TERM, Absence, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings, in_force
@@ -213,7 +214,7 @@ def launch_replicas(
     tail = _AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
     here = site or _only_site(settings, ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
-    num_ranks = len(here.replicas) * settings.num_stages
+    own_store = f"{own_address()}:{store.port}"
 
     def has_begun() -> bool:
         committed = () if observer is None else observer.word.committed
@@ -222,25 +223,31 @@ def launch_replicas(
         first = 0 if settings.averages else settings.first
         return tail.num_rounds > 0 or max(committed, default=0) > first
 
-    def crew_of(life: Incarnation) -> Crew:
+    def crew_of(part: ReplicaPart, life: Incarnation, address: str) -> Crew:
         own = ReplicaOrder(
             life, here.hosts, here.token, settings.lease_s, here.began_s, has_begun(), settings.first
         )
+        has_store = here.number == part.hosts[0]
+        host, _, port = ("", "", store.port) if has_store else address.rpartition(":")
         order = RankSetup(
-            port=store.port,
+            host=host or LOCALHOST,
+            port=int(port),
             num_processes=settings.num_stages,
             timeout_s=timeout_s,
-            num_threads=threads_per_process or max(1, num_cores() // num_ranks),
+            num_threads=threads_per_process or max(1, num_cores() // here.num_ranks),
             backend=backend,
             device=device,
             prefix=f"replica {life.replica} life {life.life}",
-            first_local=here.replicas.index(life.replica) * settings.num_stages,
+            ranks=() if part.is_whole else part.ranks,
+            first_local=sum(len(one.ranks) for one in here.parts[: here.parts.index(part)]),
             first_rank=life.replica * settings.num_stages,
         )
-        board = Board(PrefixStore(order.prefix, store), settings.num_stages)
-        return Crew(order, pickled(function, (own, *args)), board)
+        own_part = PrefixStore(order.prefix, store)
+        board = Board(own_part, settings.num_stages) if has_store else RemoteBoard(order)
+        return Crew(order, pickled(function, (own, *args)), board, own_part if has_store else None)
 
-    replicas = [_Replica(number, crew_of, here.first_life) for number in here.replicas]
+    starts = None if observer is None else Starts(here, observer, own_store, settings.lease_s, tell)
+    replicas = [_Replica(part, crew_of, here.first_life, starts) for part in here.parts]
     try:
         if observer is not None:
             for one in replicas if here.first_life else ():
@@ -249,7 +256,9 @@ def launch_replicas(
         for one in replicas:
             one.begin()
         contact = None if observer is None else Contact(here, observer, settings, tell)
-        return _Supervision(replicas, here, contact, tail, tell, has_begun).results()
+        return _Supervision(
+            replicas, here, contact, tail, tell, has_begun, starts, settings.num_stages
+        ).results()
     finally:
         for one in replicas:
             one.give_up()
@@ -266,15 +275,25 @@ def _only_site(settings: CoordinatorSettings, ledger: Path) -> Site:
     coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
     coordinator.start()
     hosts = ((own_address(), coordinator.port),)
-    return Site(0, coordinator, hosts, token, tuple(range(settings.num_replicas)), time.monotonic())
+    ranks = tuple(range(settings.num_stages))
+    parts = tuple(ReplicaPart(replica, ranks, (0,)) for replica in range(settings.num_replicas))
+    return Site(0, coordinator, hosts, token, parts, time.monotonic())
 
 
 class _Replica:
-    """A replica in all its lives; the thread of each ends with its crew."""
+    """The ranks of a replica on this host, in all its lives; the thread of each ends with its crew. If other
+    hosts have ranks too, `starts` says when a life starts.
+    """
 
-    def __init__(self, number: int, crew_of: Callable[[Incarnation], Crew], first_life: int) -> None:
-        self.number = number
-        self.life = Incarnation(number, first_life - 1)
+    def __init__(
+        self,
+        part: ReplicaPart,
+        crew_of: Callable[[ReplicaPart, Incarnation, str], Crew],
+        first_life: int,
+        starts: Starts | None,
+    ) -> None:
+        self.part, self.number = part, part.replica
+        self.life = Incarnation(part.replica, first_life - 1)
         self.num_in_vain = 0
         self.was_member = self.is_told = False
         """Whether it has trained in this life, and whether the others know that this life is over."""
@@ -285,22 +304,27 @@ class _Replica:
         self.is_over = False
         """Whether it is not started again."""
         self.crew: Crew | None = None
-        self._crew_of = crew_of
+        """None while it waits for its other hosts."""
+        self._crew_of, self._starts = crew_of, starts
+        self._request: signal.Signals | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks it has."""
-        return 0 if self.crew is None else len(self.crew.ranks)
-
-    def begin(self) -> None:
-        """Begin the next life."""
-        self.life = Incarnation(self.number, self.life.life + 1)
+    def begin(self, least: int = 0) -> None:
+        """Begin the next life, of that number at least; if other hosts have ranks too, once all are there."""
+        self.life = Incarnation(self.number, max(self.life.life + 1, least))
         self.was_member = self.is_told = False
-        request = None if self.crew is None else self.crew.request
-        self.crew = self._crew_of(self.life)
-        self.crew.request = request  # the life before was asked to stop, and could not
+        self._request = self._request if self.crew is None else self.crew.request
+        self.crew = self._thread = None
+        if self.part.is_whole or self._starts is None:
+            self.start("")
+        else:
+            self._starts.propose(self.life)
+
+    def start(self, store: str) -> None:
+        """Start the processes of this life; `store` is the address of the store that other hosts have."""
+        self.crew = self._crew_of(self.part, self.life, store)
+        self.crew.request = self._request  # the life before was asked to stop, and could not
         name = f"bireme replica {self.number}"
         self._thread = threading.Thread(target=self._run, args=(self.crew,), name=name, daemon=True)
         self._thread.start()
@@ -315,8 +339,8 @@ class _Replica:
         """What its ranks returned, if they have come to their end."""
         if self.lives or self.crew is None or self.crew.cause is not None:
             return None
-        found = [rank.result for rank in self.crew.ranks]
-        return None if None in found else [pickle.loads(one) for one in found if one is not None]
+        found = self.crew.results()
+        return None if found is None else [pickle.loads(one) for one in found]
 
     @property
     def cause(self) -> Failure | None:
@@ -328,7 +352,7 @@ class _Replica:
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether its processes were asked to stop."""
-        return self.crew is not None and self.crew.request is not None
+        return (self._request if self.crew is None else self.crew.request) is not None
 
     def give_up(self) -> None:
         """End its processes."""
@@ -360,7 +384,10 @@ class _Supervision:
         tail: LedgerTail,
         tell: Callable[[str], None],
         has_begun: Callable[[], bool],
+        starts: Starts | None,
+        num_stages: int,
     ) -> None:
+        self._starts, self._num_stages = starts, num_stages
         self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
         self._coordinator = site.coordinator
         self._contact, self._has_begun = contact, has_begun
@@ -380,6 +407,7 @@ class _Supervision:
                 self._tail.read()
                 return _Launched(self._done(), self._tail)
             for one in self._replicas:
+                self._meet_hosts(one)
                 self._note_death(one)
             time.sleep(LOOK_S)
 
@@ -413,6 +441,36 @@ class _Supervision:
     def _done(self) -> list[list[Any]]:
         """What the ranks of those replicas returned that have come to their end."""
         return [found for one in self._replicas if (found := one.results) is not None]
+
+    def _meet_hosts(self, one: _Replica) -> None:
+        """Do what the launchers of a replica's hosts agree on: start its ranks here, or end them, because the
+        life is over on another host. A host that is gone before the life trains ends it as well.
+        """
+        if self._starts is None or one.part.is_whole or one.is_over:
+            return
+        found = self._starts.agreement(one.part)
+        is_over = found.number > one.life.life
+        if one.crew is None:
+            if is_over:
+                one.begin(found.number)
+            elif found.missing:
+                self._starts.tell_missing(one.part, found.missing)
+            else:
+                one.start(found.store)
+            return
+        if not is_over and (one.was_member or not found.missing or one.results is not None):
+            return
+        self._tell_end(one)
+        if one.lives:
+            one.give_up()
+        elif one.cause is None and one.results is None:
+            one.died_s = one.died_s or time.monotonic()
+            hosts = self._starts.addresses([host for host in one.part.hosts if host != self._site.number])
+            self._tell(
+                f"Replica {one.number} ended on {hosts}. It starts again once all of its hosts are there."
+            )
+            self._tail.read()  # as in `_after_death`
+            one.begin(found.number)
 
     def _note_death(self, one: _Replica) -> None:
         """See whether a replica has died: the others learn of it at once, and it begins again once all of its
@@ -457,7 +515,7 @@ class _Supervision:
         one.died_s = one.died_s or time.monotonic()
         has_trained = one.was_member and self._tail.num_rounds >= one.first_round + _LEAST_ROUNDS
         one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
-        rank = one.number * one.num_ranks + cause.rank
+        rank = one.number * self._num_stages + cause.rank
         what = f"Replica {one.number} ended: rank {rank}, {cause.summary}"
         if one.num_in_vain >= _MOST_IN_VAIN:
             one.is_over = True
@@ -467,7 +525,8 @@ class _Supervision:
             return
         left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
         rest = f"The run continues with {left}" if others else "Nothing is lost"
-        self._tell(f"{what} {rest}; replica {one.number} starts again.")
+        when = "" if one.part.is_whole else " once all of its hosts are there"
+        self._tell(f"{what} {rest}; replica {one.number} starts again{when}.")
         self._tail.read()  # what counted before this life does not say that it trains
         one.begin()
 

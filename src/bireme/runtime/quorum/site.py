@@ -4,14 +4,15 @@ Each host has a launcher, which starts the replicas of that host, and a coordina
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Address, Observer, coordinating
 from bireme.runtime.coordinator_process import CoordinatorProcess
-from bireme.sync.coordinator.messages import Absence, CoordinatorReply
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply, HostStart, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.starts import StartAgreement, start_agreement
 from bireme.sync.coordinator.state import Changes
 
 LOOK_S = 1.0
@@ -21,8 +22,24 @@ MOST_ALONE_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaPart:
+    """The `ranks` of a replica that are started on one host. The replica is on `hosts`, and its rank 0 on the
+    first of them.
+    """
+
+    replica: int
+    ranks: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of the replica are on this host."""
+        return len(self.hosts) == 1
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
-    """The host `number` of a run, and the `replicas` that are started there. `hosts` are where the
+    """The host `number` of a run, and the `parts` of replicas that are started there. `hosts` are where the
     coordinators of all hosts listen; callers know the `token`. Its `coordinator` has been started. The run
     began at `began_s`, by the clock of this machine (`time.monotonic`); the first lives here have the number
     `first_life`. `how_it_ended` returns the sentence that says how the run ended, as its folder has it, or
@@ -33,10 +50,20 @@ class Site:
     coordinator: CoordinatorProcess
     hosts: tuple[Address, ...]
     token: str
-    replicas: tuple[int, ...]
+    parts: tuple[ReplicaPart, ...]
     began_s: float
     first_life: int = 0
     how_it_ended: Callable[[], str] = lambda: ""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks are started on this host."""
+        return sum(len(part.ranks) for part in self.parts)
+
+    @property
+    def spans(self) -> bool:
+        """Whether a replica of this host has ranks on other hosts."""
+        return not all(part.is_whole for part in self.parts)
 
     @property
     def others(self) -> str:
@@ -51,6 +78,44 @@ class Site:
     def coordinates(self, word: CoordinatorReply) -> bool:
         """Whether a word is of the coordinator on this host."""
         return coordinating(word, self.hosts) == self.number
+
+
+class Starts:
+    """When a replica with ranks on several hosts starts here: once the launchers of all its hosts agree. They
+    hear of each other through `observer`. `store` is the address of this host's store for ranks.
+    """
+
+    def __init__(
+        self, site: Site, observer: Observer, store: str, lease_s: float, tell: Callable[[str], None]
+    ) -> None:
+        self._site, self._observer, self._store = site, observer, store
+        self._lease_s, self._tell = lease_s, tell
+        self._proposed_s: dict[int, float] = {}
+        """When each replica began to wait for its hosts; those of which that was reported are absent."""
+
+    def propose(self, incarnation: Incarnation) -> None:
+        """Say that this host can start its ranks of an incarnation, and runs no ranks of an earlier one."""
+        self._observer.say_start(HostStart(self._site.number, incarnation, self._store))
+        self._proposed_s[incarnation.replica] = time.monotonic()
+
+    def agreement(self, part: ReplicaPart) -> StartAgreement:
+        """What the hosts of a replica propose now."""
+        return start_agreement(part.replica, part.hosts, self._observer.starts(self._lease_s))
+
+    def tell_missing(self, part: ReplicaPart, missing: Sequence[int]) -> None:
+        """Report once which hosts a replica waits for, when it has waited for a lease."""
+        since_s = self._proposed_s.get(part.replica)
+        if since_s is None or time.monotonic() < since_s + self._lease_s:
+            return
+        del self._proposed_s[part.replica]
+        self._tell(
+            f"Replica {part.replica} waits for {self.addresses(missing)}: start bireme train there again, in "
+            "the same way as before. The replica starts once all of its hosts are there."
+        )
+
+    def addresses(self, hosts: Sequence[int]) -> str:
+        """The addresses of hosts, for people."""
+        return " and ".join(f"host {number} ({self._site.hosts[number][0]})" for number in hosts)
 
 
 class Contact:
@@ -78,7 +143,7 @@ class Contact:
             return
         self._noted = word
         for change in self._changes.in_word(word):
-            if change.replica in self._site.replicas:
+            if change.replica in {part.replica for part in self._site.parts}:
                 continue  # the launcher has seen that by itself
             if change.why is None:
                 self._tell(f"{change.text}.")

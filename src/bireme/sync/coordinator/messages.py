@@ -201,14 +201,37 @@ class Report:
     known: "Known | None" = None
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class HostStart:
+    """The incarnation of a replica over several hosts that the host can start its ranks of, or has started.
+    No rank of an earlier incarnation runs there. `store` is the address of the host's store for such ranks.
+    """
+
+    host: int
+    incarnation: Incarnation
+    store: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the launcher of a host says: these starts of its replicas are over for certain."""
+    """What the launcher of a host says: these starts of its replicas are over for certain, and it `starts`
+    its ranks of replicas over several hosts.
+    """
 
     ended: tuple[Incarnation, ...]
+    starts: tuple[HostStart, ...] = ()
 
 
 # What the coordinator answers.
+
+
+@dataclass(frozen=True, slots=True)
+class HostStarts:
+    """The newest starts of all hosts that this coordinator hears of. Also a coordinator that does not
+    coordinate answers the launchers of such hosts with it.
+    """
+
+    starts: tuple[HostStart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,10 +463,10 @@ class Known:
 
 # Messages between ranks and the coordinator as lines of JSON.
 
-Message = TypeVar("Message", Report, Notice, CoordinatorReply)
+Message = TypeVar("Message", Report, Notice, HostStarts, CoordinatorReply)
 
 
-def encode(message: Report | Notice | CoordinatorReply) -> bytes:
+def encode(message: Report | Notice | HostStarts | CoordinatorReply) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
     return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 

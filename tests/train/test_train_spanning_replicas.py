@@ -1,0 +1,93 @@
+"""Replicas over several hosts: a host dies, the other replica goes on, and a replacement heals the first.
+
+All hosts are this machine, each with a launcher and processes of its own.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.killing.mortal_run import losses_of_one_process
+from bireme.sync.coordinator.ledger_check import check_ledger
+from tests.support.copies import Copy
+from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
+from tests.support.training import Running, losses, settings, write_run
+from tests.train.test_train_replica_hosts import free_port, rounds_of, wait_for_members
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+NUM_HOSTS, DEPTH = 4, 2
+PACE_S = 0.05
+LEASE_SHARE = 0.05
+
+
+class Hosts:
+    """The launchers of the hosts of a run, by their numbers."""
+
+    def __init__(self, folder: Path, mode: str, stack: ExitStack, words: Sequence[str]) -> None:
+        self.run = folder / "runs" / "run"
+        self.run.parent.mkdir()
+        path = write_run(folder, "1f1b", DEPTH, data="tests.support.paced_samples:paced")
+        plan = folder / f"plan-1f1b-{DEPTH}.json"
+        document = json.loads(plan.read_text())
+        document["plan"]["width"] = NUM_HOSTS // DEPTH
+        plan.write_text(json.dumps(document))
+        text = path.read_text().replace(f"workers = {DEPTH}", "workers = 1")
+        path.write_text(f'{text}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
+        self._stack, self._words, self._port = stack, [str(path), "--json", *words], str(free_port())
+        self.launchers = dict[int, Running]()
+        for number in range(NUM_HOSTS):
+            self.start(number)
+
+    def start(self, number: int) -> Running:
+        """`bireme train` on a host, for the first time or again."""
+        self.launchers[number] = self._stack.enter_context(self._launcher(number))
+        return self.launchers[number]
+
+    @contextmanager
+    def _launcher(self, number: int) -> Iterator[Running]:
+        variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "GROUP_RANK": str(number)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, PACE: str(PACE_S)}
+        process = Copy(["-m", "bireme", "train", *self._words], self.run.parent, variables=variables)
+        try:
+            yield Running(process, self.run, process.err)
+        finally:
+            process.close()
+
+
+@pytest.mark.parametrize("lost", [3, 0], ids=["another", "the_one_that_coordinates"])
+def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_heals_it(
+    lost: int, tmp_path: Path
+) -> None:
+    more = settings(training__steps=5000, training__optimizer="sgd", training__learning_rate=0.003)
+    more += settings(checkpoint__every_steps=0)
+    broken, whole = lost // DEPTH, 1 - lost // DEPTH
+    with ExitStack() as stack:
+        hosts = Hosts(tmp_path, "quorum", stack, more)
+        partner = hosts.launchers[lost ^ 1]
+        other = hosts.launchers[whole * DEPTH]
+        wait_for_members(other, 0, 1)
+        hosts.launchers[lost].kill_all()
+        wait_for_members(other, whole)
+        partner.wait_for_words(f"Replica {broken} waits for host {lost}")
+        hosts.start(lost)
+        wait_for_members(other, 0, 1)
+        os.kill(other.process.pid, signal.SIGTERM)
+        ended = [one.ended() for _, one in sorted(hosts.launchers.items())]
+
+    assert [one.status for one in ended] == [0, 0, 0, 0], ended
+    (document,) = (json.loads(one.out) for one in ended if one.out)
+    assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
+    assert [one["rank"] for one in document["ranks"]] == [0, 1]
+    assert {(0, 1), (whole,)} <= {tuple(line["members"]) for line in rounds_of(hosts.run)}
+    assert f"Replica {broken} is back after" in ended[lost ^ 1].err
+    assert check_ledger(hosts.run / "ledger.jsonl").is_whole
+    expected = losses_of_one_process(hosts.run)
+    for step, loss in losses(hosts.run).items():
+        assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
