@@ -12,10 +12,10 @@ import pytest
 from bireme.balance import ShareLimits
 from bireme.errors import BiremeError
 from bireme.runtime import coordinator_process as coordinator_server
-from bireme.runtime.coordinator_client import CoordinatorClient
+from bireme.runtime.coordinator_client import CoordinatorClient, Observer
 from bireme.runtime.coordinator_process import CoordinatorServer, Ledger, listener
 from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, waiting
-from bireme.sync.coordinator.messages import RankId
+from bireme.sync.coordinator.messages import HostStart, Incarnation, RankId
 from bireme.sync.coordinator.samples import LEDGER, Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
 from tests.support.patience import patience_s
@@ -124,3 +124,31 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     server._serve()
     assert events == [Tick()]
     server._listening.close()
+
+
+def test_launchers_hear_of_each_other_over_a_coordinator_that_does_not_coordinate_until_one_ends() -> None:
+    """A replica over several hosts starts without the host that coordinated, which may have died."""
+    settings = CoordinatorSettings(SyncMode.QUORUM, 2, 2, 8, ShareLimits((1, 1), (8, 8)), lease_s=3600.0)
+    candidate = CoordinatorCandidate(1, 2)
+    server = CoordinatorServer(waiting(settings, candidate), listener("127.0.0.1"), "secret", ledger=None)
+    observers = [Observer([("127.0.0.1", server.port)], "secret") for _ in range(2)]
+    said = [HostStart(host, Incarnation(0, 7), f"host{host}:1") for host in range(2)]
+
+    def wait_until_known(*expected: HostStart) -> None:
+        end_s = time.monotonic() + patience_s()
+        while set(observers[0].starts(settings.lease_s)) != set(expected):
+            assert time.monotonic() < end_s, observers[0].starts(settings.lease_s)
+            time.sleep(0.01)
+
+    server.start()
+    try:
+        for observer, start in zip(observers, said, strict=True):
+            observer.say_start(start)
+            observer.start()
+        wait_until_known(*said)
+        observers[1].close()
+        wait_until_known(said[0])
+    finally:
+        for observer in observers:
+            observer.close()
+        server.close()

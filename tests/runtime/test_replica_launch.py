@@ -226,9 +226,8 @@ def test_a_replica_that_waits_is_ended_when_the_others_ended_the_run_without_it(
 def test_a_request_to_stop_reaches_the_next_life_too(tmp_path: Path) -> None:
     """The life that was asked was dropped before it could agree on a step with the others."""
     crews = [Waits(), Waits()]
-    replica = launching._Replica(
-        *parts(2, 2), lambda _part, life, _store: cast(Any, crews[life.life]), 0, None
-    )
+    (part,) = parts(2, 2)
+    replica = launching._Replica(part, lambda _part, life, _store: cast(Any, crews[life.life]), 0, None)
     replica.begin()
     crews[0].request = signal.SIGUSR1
     replica.give_up()

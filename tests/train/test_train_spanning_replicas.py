@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.killing.mortal_run import losses_of_one_process
+from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.copies import Copy
 from tests.support.paced_samples import PACE
@@ -22,8 +23,10 @@ from tests.train.test_train_replica_hosts import free_port, rounds_of, wait_for_
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
+UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
 NUM_HOSTS, DEPTH = 4, 2
 PACE_S = 0.05
+MORE_STEPS = 8
 LEASE_SHARE = 0.05
 
 
@@ -33,7 +36,7 @@ class Hosts:
     def __init__(self, folder: Path, mode: str, stack: ExitStack, words: Sequence[str]) -> None:
         self.run = folder / "runs" / "run"
         self.run.parent.mkdir()
-        path = write_run(folder, "1f1b", DEPTH, data="tests.support.paced_samples:paced")
+        path = write_run(folder, "1f1b", DEPTH, model=UNTIED, data="tests.support.paced_samples:paced")
         plan = folder / f"plan-1f1b-{DEPTH}.json"
         document = json.loads(plan.read_text())
         document["plan"]["width"] = NUM_HOSTS // DEPTH
@@ -54,7 +57,9 @@ class Hosts:
     def _launcher(self, number: int) -> Iterator[Running]:
         variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "GROUP_RANK": str(number)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, PACE: str(PACE_S)}
-        process = Copy(["-m", "bireme", "train", *self._words], self.run.parent, variables=variables)
+        words = ["-m", "bireme", "train", *self._words]
+        # With a server of its own all of the host's processes are in one group.
+        process = Copy(words, self.run.parent, variables=variables, first=serve_from_here)
         try:
             yield Running(process, self.run, process.err)
         finally:
@@ -91,3 +96,29 @@ def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_he
     expected = losses_of_one_process(hosts.run)
     for step, loss in losses(hosts.run).items():
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", ["outer", "groups"])
+def test_replicas_that_average_weights_may_span_hosts_and_a_rank_that_dies_ends_its_replica_only(
+    mode: str, tmp_path: Path
+) -> None:
+    more = settings(training__steps=5000, checkpoint__every_steps=0)
+    more += settings(sync__outer_every=4) if mode == "outer" else []
+    with ExitStack() as stack:
+        hosts = Hosts(tmp_path, mode, stack, more)
+        first, _, third, fourth = hosts.launchers.values()
+        first.wait_for_step(5)
+        (rank,) = fourth.ranks
+        os.kill(rank, signal.SIGKILL)
+        for one in (third, fourth):
+            one.wait_for_words("Replica 1 is back after")
+        first.wait_for_step(max(losses(hosts.run)) + MORE_STEPS)
+        os.kill(fourth.process.pid, signal.SIGTERM)
+        ended = [one.ended() for one in hosts.launchers.values()]
+
+    assert [one.status for one in ended] == [0, 0, 0, 0], ended
+    (document,) = (json.loads(one.out) for one in ended if one.out)
+    assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
+    assert "killed by signal 9" in ended[3].err
+    assert check_ledger(hosts.run / "ledger.jsonl").is_whole
