@@ -6,6 +6,11 @@ good as a new process. Its clients ask over a socket; each copy has a socket to 
 A copy lives no longer than the pipe that its client holds, its lifeline. The server ends when its owner, the
 first client, does. So whatever ends the owner ends all. A server that is killed ends no copy: each goes on,
 and its client learns of its end by the socket that they share.
+
+Python's own server (`multiprocessing`, forkserver with preload) is a new process, which imports torch and the
+package a second time. On two busy cores four ranks were ready after 22 to 27 s with it and after 10 to 17 s
+with this one, which is a copy of the process that has imported them. All of these processes had 520 MB with
+it and 280 MB with this one. A server of either kind that is killed ends no copy and is started again.
 """
 
 import atexit
