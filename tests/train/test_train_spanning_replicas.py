@@ -99,12 +99,12 @@ def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_he
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["outer", "groups"])
+@pytest.mark.parametrize("mode", ["diloco", "groups"])
 def test_replicas_that_average_weights_may_span_hosts_and_a_rank_that_dies_ends_its_replica_only(
     mode: str, tmp_path: Path
 ) -> None:
     more = settings(training__steps=5000, checkpoint__every_steps=0)
-    more += settings(sync__outer_every=4) if mode == "outer" else []
+    more += settings(sync__diloco_every=4) if mode == "diloco" else []
     with ExitStack() as stack:
         hosts = Hosts(tmp_path, mode, stack, more)
         first, _, third, fourth = hosts.launchers.values()
