@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from benchmarks.killing.injector import MISTAKE, ORDERS, PACE
-from benchmarks.killing.process_group import living, name_of
+from benchmarks.killing.session import living, name_of
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph_file import load_graph

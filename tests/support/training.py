@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.killing.process_group import living, name_of
+from benchmarks.killing.session import living, name_of
 from tests.support.copies import Copy
 from tests.support.paced_samples import GATE, PACE
 from tests.support.patience import patience_s
@@ -184,7 +184,9 @@ class Running:
 
     def kill_all(self) -> None:
         """Every process of it at once, as a power cut would."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in living(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(patience_s())
 
 

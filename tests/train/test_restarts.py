@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.killing.process_group import living
+from benchmarks.killing.session import living
 from bireme.errors import BiremeError
 from bireme.runtime.board import RankFailed
 from bireme.sync.coordinator.ledger_check import check_ledger

@@ -6,6 +6,7 @@ All hosts are this machine, each with a launcher and processes of its own.
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.killing.mortal_run import losses_of_one_process
+from benchmarks.killing.session import living, name_of
 from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.copies import Copy
@@ -66,10 +68,19 @@ class Hosts:
             process.close()
 
 
-@pytest.mark.parametrize("lost", [3, 0], ids=["another", "the_one_that_coordinates"])
+def wait_until_none(session: int) -> None:
+    """Until no process of a session is left."""
+    end_s = time.monotonic() + patience_s()
+    while left := living(session):
+        assert time.monotonic() < end_s, [name_of(pid) for pid in left]
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("lost", [3, 0], ids=["its_launcher_is_killed", "with_the_coordinator"])
 def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_heals_it(
     lost: int, tmp_path: Path
 ) -> None:
+    """`kill -9` of the launcher alone ends all processes of its host, and nothing else."""
     more = settings(training__steps=5000, training__optimizer="sgd", training__learning_rate=0.003)
     more += settings(checkpoint__every_steps=0)
     broken, whole = lost // DEPTH, 1 - lost // DEPTH
@@ -78,7 +89,11 @@ def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_he
         partner = hosts.launchers[lost ^ 1]
         other = hosts.launchers[whole * DEPTH]
         wait_for_members(other, 0, 1)
-        hosts.launchers[lost].kill_all()
+        if lost == 0:
+            hosts.launchers[lost].kill_all()
+        else:
+            os.kill(hosts.launchers[lost].process.pid, signal.SIGKILL)
+            wait_until_none(hosts.launchers[lost].process.pid)
         wait_for_members(other, whole)
         partner.wait_for_words(f"Replica {broken} waits for host {lost}")
         hosts.start(lost)

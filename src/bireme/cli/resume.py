@@ -1,11 +1,14 @@
 """`bireme resume`: continue a run as if it had never stopped."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bireme.cli.options import Json, Restarts, begin
+from bireme.cli.supervised import supervised
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -43,12 +46,25 @@ def resume(
 
     [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
     """
+    supervised(partial(resumed, sets=set_, restarts=restarts, anyway=anyway, as_json=as_json))
+    resumed(run_dir, set_, restarts=restarts, anyway=anyway, as_json=as_json)
+
+
+def resumed(
+    run_dir: Path,
+    sets: Sequence[str] | None = None,
+    *,
+    restarts: int | None,
+    anyway: bool,
+    as_json: bool,
+) -> None:
+    """Continue a run to its end in this process. What was set before holds for the rest of the run."""
     from bireme.cli.train import run_to_end
     from bireme.train.folder import RunFolder
 
     RunFolder(run_dir).restore(_tell)
     folder = RunFolder.of(run_dir)
-    run = folder.load_run(set_ or ())
+    run = folder.load_run(sets or ())
     begin()
     from bireme.report.terminal import progress_bar
     from bireme.train.checkpoint.checkpoint import newest_good

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of
+from bireme.cli.supervised import report_folder, supervised
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ def train(
             )
         _train_with_others(run_file, sets, anyway=anyway, as_json=as_json)
         return
+    if not dry_run:
+        from bireme.cli.resume import resumed
+
+        supervised(partial(resumed, restarts=restarts, anyway=anyway, as_json=as_json))
     from bireme.train.folder import RunFolder, load_asked
 
     run = load_asked(run_file, sets)
@@ -130,6 +135,7 @@ def run_to_end(
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
+    report_folder(folder.path.resolve())
     try:
         finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
     except KeyboardInterrupt:

@@ -70,6 +70,7 @@ def serve(owner: socket.socket, owner_pid: int) -> NoReturn:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.close(nowhere)
+    _call_this_process("bireme server")
     server = _Server(owner)
     while os.getppid() == owner_pid:
         server.wait(LOOK_S)
@@ -251,12 +252,17 @@ def _live(
         os._exit(status)
 
 
+def _call_this_process(name: str) -> None:
+    """Have the system list this process under a name."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:_CALLED_BYTES], encoding="utf-8")
+
+
 def _work(talk: Connection) -> None:
     """Become what is asked for, and do it."""
     prepared = talk.recv()
     assert isinstance(prepared, Preparation)
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(prepared.name[:_CALLED_BYTES], encoding="utf-8")
+    _call_this_process(prepared.name)
     for name in os.environ.keys() - prepared.environment.keys():
         del os.environ[name]
     os.environ.update(prepared.environment)

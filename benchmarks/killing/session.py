@@ -1,4 +1,4 @@
-"""The processes of a group, as Linux lists them."""
+"""The processes of a session, as Linux lists them."""
 
 import re
 from contextlib import suppress
@@ -7,13 +7,13 @@ from pathlib import Path
 __all__ = ["living", "name_of"]
 
 
-def living(group: int) -> list[int]:
-    """The processes of a group that run, without those that have ended and are not waited for yet."""
+def living(session: int) -> list[int]:
+    """The processes of a session that run, without those that have ended and are not waited for yet."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _parent, own, *_ = re.sub(r"^.*\) ", "", stat.read_text()).split()
-            if own == str(group) and state != "Z":
+            state, _parent, _group, own, *_ = re.sub(r"^.*\) ", "", stat.read_text()).split()
+            if own == str(session) and state != "Z":
                 found.append(int(stat.parent.name))
     return found
 
