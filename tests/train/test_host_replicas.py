@@ -95,10 +95,13 @@ def test_hosts_with_too_few_devices_for_a_replica_share_replicas_and_the_others_
     assert found.devices == (("a/cpu0", "b/cpu0"), ("a/cpu1", "c/cpu0"))
 
 
-def test_two_processes_on_a_host_are_refused() -> None:
+def test_a_host_with_several_processes_of_torchrun_has_as_many_ranks() -> None:
+    """The first of them starts the ranks, the others wait."""
     (member,) = launchers(0)["a"]
-    with pytest.raises(BiremeError, match="2 were started on a"):
-        check_launchers({"a": [member, replace(member, rank=1)]}, "groups")
+    nodes = {"0": [replace(member, rank=rank, node="0") for rank in range(3)]}
+    check_launchers(nodes, "groups")
+    (found,) = processes_of(RunFile.model_validate({"format": 1}), nodes).values()
+    assert [one.rank for one in found] == [0, 1, 2]
 
 
 def test_hosts_that_all_have_one_name_are_told_to_take_names_of_their_own() -> None:

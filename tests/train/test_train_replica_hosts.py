@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.killing.mortal_run import losses_of_one_process
+from benchmarks.killing.session import living, name_of
 from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.copies import Copy
@@ -191,10 +192,21 @@ def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies
     assert ledger.read_text().count('"kind":"start"') == 2
 
 
-def test_a_host_with_several_processes_of_torchrun_is_told_to_start_one(tmp_path: Path) -> None:
+def test_where_torchrun_starts_a_process_for_each_rank_one_of_them_starts_all_ranks(tmp_path: Path) -> None:
+    """A rank that dies is started again, which torchrun never sees: it would end all others."""
     run = tmp_path / "runs" / "run"
-    with torchrun_train(run, str(written(tmp_path))) as started:
+    more = settings(plan__file="", plan__width=2, plan__depth=1, plan__schedule="1f1b", training__steps=5000)
+    more += settings(cluster__workers=2)
+    with torchrun_train(run, str(written(tmp_path)), *more, pace_s=PACE_S) as started:
+        started.running.wait_for_step(2)
+        launcher, *others = started.ranks
+        ranks = [pid for pid in living(launcher) if name_of(pid).startswith("bireme rank 1")]
+        os.kill(ranks[0], signal.SIGKILL)
+        started.running.wait_for_words("Replica 1 is back after")
+        os.kill(launcher, signal.SIGTERM)
         ended = started.ended()
 
-    assert ended.err.count("Start one on each host") == 1
-    assert not run.exists()
+    assert len(others) == 1
+    assert ended.status == 0, ended
+    assert {(0, 1), (0,)} <= {tuple(line["members"]) for line in rounds_of(run)}
+    assert check_ledger(run / "ledger.jsonl").is_whole

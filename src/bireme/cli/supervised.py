@@ -101,7 +101,10 @@ def _wait(pid: int) -> tuple[bool, int]:
             os.killpg(pid, signal.SIGCONT)
         else:
             is_asked = True
-            os.kill(pid, number)
+            if number == signal.SIGINT:  # as a terminal does: to the ranks too
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
 
 
 def _reported(reader: int) -> Path | None:

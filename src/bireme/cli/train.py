@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from bireme.train.folder import RunFolder
     from bireme.train.launching import FinishedRun
     from bireme.train.prepare import PreparedRun
+    from bireme.train.run_file import RunFile
 
 
 INTERRUPTED_STATUS = 130
 """Exit status that shells use for a command ended by Ctrl-C."""
+
+NO_PROGRESS_STATUS = 3
+"""Differs from the status of wrong input, for scripts that restart runs."""
 
 
 def train(
@@ -62,8 +66,6 @@ def train(
         _train_with_others(run_file, sets, anyway=anyway, as_json=as_json)
         return
     if not dry_run:
-        from bireme.cli.resume import resumed
-
         supervised(partial(resumed, restarts=restarts, anyway=anyway, as_json=as_json))
     from bireme.train.folder import RunFolder, load_asked
 
@@ -120,6 +122,69 @@ def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) ->
         typer.echo(f"On the disk, {room.sentence}{short}.")
     if taken:
         typer.echo(f"The run itself would be refused: {taken}")
+
+
+def resumed(
+    run_dir: Path,
+    sets: Sequence[str] | None = None,
+    *,
+    restarts: int | None,
+    anyway: bool,
+    as_json: bool,
+) -> None:
+    """Continue a run to its end in this process. What was set before holds for the rest of the run."""
+    from bireme.train.folder import RunFolder
+
+    RunFolder(run_dir).restore(_tell)
+    folder = RunFolder.of(run_dir)
+    run = folder.load_run(sets or ())
+    begin()
+    from bireme.report.terminal import progress_bar
+    from bireme.train.checkpoint.checkpoint import newest_good
+    from bireme.train.disk_room import check_room
+    from bireme.train.export import has_ended
+    from bireme.train.prepare import prepared_again
+    from bireme.train.resume_checks import check_finds_checkpoints, check_rate
+    from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
+
+    check_finds_checkpoints(run, folder)
+    checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)
+    at = 0 if checkpoint is None else checkpoint.manifest.step
+    # A run that was killed at its very end must still export its model.
+    if has_ended(run, folder, at):
+        raise BiremeError(
+            f"{run_dir} has finished its {at} steps. To train further: --set training.steps={2 * at}"
+            f"{_rate_of(run, at)}."
+        )
+    check_rate(run, folder, at, _tell)
+    try:
+        if not anyway:
+            check_restart_limit(folder, at)
+    except RestartLimitError as error:
+        typer.echo(f"bireme: {error}", err=True)
+        raise typer.Exit(NO_PROGRESS_STATUS) from None
+    with progress_bar("preparing") as progress:
+        prepared = prepared_again(run, folder, progress, checkpoint, _tell)
+    if not anyway:
+        check_room(prepared, folder, at)
+    count_start(folder, at)
+    begins = "" if checkpoint else ", because there is no checkpoint yet"
+    typer.echo(f"bireme: resuming after step {at} of {run.training.steps}{begins}.", err=True)
+    run_to_end(prepared, folder, checkpoint, restarts=restarts, as_json=as_json)
+
+
+def _rate_of(run: "RunFile", steps: int) -> str:
+    """What to say of the learning rate as well, where it has come to its end."""
+    if run.training.schedule == "constant" or run.training.schedule_steps is not None:
+        return ""
+    return (
+        f" --set training.schedule_steps={steps}, which keeps the last learning rate; with --set "
+        "training.after_schedule=restart as well it warms up and falls once more"
+    )
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(f"bireme: {sentence}", err=True)
 
 
 def run_to_end(

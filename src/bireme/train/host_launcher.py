@@ -5,9 +5,12 @@ others by. So any host may die, also the first. One that is started again finds 
 others are, and goes on with its replicas in their next lives.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -16,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -57,13 +61,18 @@ _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 @dataclass(frozen=True, slots=True)
 class _HostOrders:
     """What rank 0 tells the launchers of all hosts: what coordinators are told, the parts of replicas of each
-    host, and the step after which updates are delayed.
+    host, the host of each process that was started, and the step after which updates are delayed.
     """
 
     settings: CoordinatorSettings
     token: str
     parts: tuple[tuple[ReplicaPart, ...], ...]
+    hosts_of_ranks: tuple[int, ...]
     first_delayed_step: int
+
+    def launcher(self, host: int) -> int:
+        """The rank of the process that is the launcher of a host: the first there."""
+        return self.hosts_of_ranks.index(host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class _UnderWay:
 _HOST_ORDERS, _UNDER_WAY = TypeAdapter(_HostOrders), TypeAdapter(_UnderWay)
 
 
-def host_orders(led: RunSetup) -> dict[str, Any]:
+def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> dict[str, Any]:
     """What `meet_hosts` takes, as it goes through the store."""
     plan = led.prepared.plan.plan
     start = with_delay(led.prepared, led.checkpoint, RunStart(led.folder.path, None, None, False, {}))
@@ -91,15 +100,22 @@ def host_orders(led: RunSetup) -> dict[str, Any]:
         replica_settings(led.prepared, led.folder, led.checkpoint),
         secrets.token_hex(_TOKEN_BYTES),
         tuple(map(tuple, parts_of_hosts(led.places, led.nodes, plan.source.num_ranks))),
+        tuple(hosts_of_ranks),
         start.first_delayed_step,
     )
     found: dict[str, Any] = _HOST_ORDERS.dump_python(orders, mode="json")
     return found
 
 
-def meet_hosts(orders: Orders, number: int, talk: Announcements) -> Site:
-    """Start the coordinator of this host, and learn where those of the others listen."""
+def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> Site | None:
+    """Start the coordinator of this host, and learn where those of the others listen. None if this process is
+    not the launcher of its host.
+    """
     own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
+    number = own.hosts_of_ranks[rank]
+    if rank != own.launcher(number):
+        return None
+    _hold_host(own, number)
     coordinator = _coordinator(own, number, folder)
     coordinator.start()
     talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
@@ -120,15 +136,21 @@ def meet_hosts(orders: Orders, number: int, talk: Announcements) -> Site:
 
 def under_way(
     environment: Environment, run_file: Path | None, sets: Sequence[str]
-) -> tuple[Orders, Site] | None:
-    """The run that this process was the launcher of a host in, if it goes on without this host."""
+) -> tuple[Orders, Site | None] | None:
+    """The run that this process had a part in, if it goes on without this host. There is no site if this
+    process is not the launcher of its host.
+    """
     before = _begun_before(environment, run_file, sets)
     found = None if before is None else _under_way_in(before[1])
     if found is None or found.reason:
         return None
-    orders, number = _HOST_ORDERS.validate_python(found.orders.hosts), environment.rank
-    if len(found.hosts) != environment.size or not _answers(found.hosts, orders.token):
+    orders = _HOST_ORDERS.validate_python(found.orders.hosts)
+    if len(orders.hosts_of_ranks) != environment.size or not _answers(found.hosts, orders.token):
         return None
+    number = orders.hosts_of_ranks[environment.rank]
+    if environment.rank != orders.launcher(number):
+        return found.orders, None
+    _hold_host(orders, number)
     address, port = found.hosts[number]
     try:
         socket.create_server(("", port)).close()
@@ -153,6 +175,49 @@ def under_way(
         first_life=int(since_s),
         how_it_ended=partial(_how_it_ended, RunFolder(Path(found.orders.folder)), orders.token),
     )
+
+
+# The processes of a host beside its launcher, where something like torchrun starts one for each rank. They
+# wait until the launcher has ended: it holds a lock that the system frees, whatever ends it.
+
+_LAUNCHER_S = 300.0
+"""How long a launcher may take to appear."""
+
+
+def _hold_host(orders: _HostOrders, number: int) -> None:
+    """Be the launcher of a host until this process ends."""
+    with suppress(OSError):  # another launcher that has not ended yet: the port of its coordinator tells that
+        fcntl.lockf(_lock_of(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def wait_for_launcher(orders: Orders, rank: int) -> None:
+    """Return once the launcher of this host has come and ended."""
+    own = _HOST_ORDERS.validate_python(orders.hosts)
+    host = own.hosts_of_ranks[rank]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # which are for the launcher, and end this process with it
+    lock = _lock_of(own, host)
+
+    def is_held() -> bool:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.lockf(lock, fcntl.LOCK_UN)
+        return False
+
+    if not until(is_held, _LAUNCHER_S):
+        raise BiremeError(
+            f"Rank {rank} waited {_LAUNCHER_S:g} s for rank {own.launcher(host)}, which starts the "
+            "processes of this host, and did not appear."
+        )
+    fcntl.lockf(lock, fcntl.LOCK_SH)
+    fcntl.lockf(lock, fcntl.LOCK_UN)
+
+
+def _lock_of(orders: _HostOrders, host: int) -> int:
+    name = f"bireme-{hashlib.sha256(orders.token.encode()).hexdigest()[:16]}-{host}.lock"
+    return os.open(Path(gettempdir()) / name, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def how_it_ended_before(environment: Environment, run_file: Path | None, sets: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.quorum.site import Site
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.disk_room import check_room
@@ -37,6 +38,7 @@ from bireme.train.host_launcher import (
     meet_hosts,
     train_on_host,
     under_way,
+    wait_for_launcher,
 )
 from bireme.train.launching import DONE, FinishedRun, finish
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
@@ -94,10 +96,11 @@ def join(
     """
     environment = Environment.of(os.environ)
     if sentence := how_it_ended_before(environment, run_file, sets):
-        _tell(sentence)
+        if environment.has_own_output:
+            _tell(sentence)
         return None
     if (back := under_way(environment, run_file, sets)) is not None:
-        return train_on_host(*back, None)
+        return _on_host(*back, environment.rank, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
     store = rendezvous(environment)
     joined = _Joined(environment, store, anyway=anyway)
@@ -111,6 +114,16 @@ def join(
         first_line = str(error).splitlines()[0]
         _tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
         raise SystemExit(1) from None
+
+
+def _on_host(
+    orders: Orders, site: Site | None, rank: int, prepared: PreparedRun | None
+) -> FinishedRun | None:
+    """Train the ranks of this host. If this process is not its launcher, wait for that."""
+    if site is not None:
+        return train_on_host(orders, site, prepared)
+    wait_for_launcher(orders, rank)
+    return None
 
 
 class _Joined:
@@ -150,8 +163,8 @@ class _Joined:
         if told is None:
             return None
         orders = Orders(**told)
-        if site is not None:
-            return train_on_host(orders, site, None if led is None else led.prepared)
+        if orders.hosts is not None:
+            return _on_host(orders, site, rank, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
@@ -181,7 +194,7 @@ class _Joined:
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
-                orders = _orders(led)
+                orders = _orders(led, nodes)
                 talk.say("orders", asdict(orders))
                 self._take(orders, nodes)
                 self._hear_complaints()
@@ -341,7 +354,9 @@ class _Joined:
             raise cause.to_others()
 
 
-def _orders(led: RunSetup) -> Orders:
+def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> Orders:
+    hosts = {one.rank: host for host, members in enumerate(nodes.values()) for one in members}
+    hosts_of_ranks = [host for _, host in sorted(hosts.items())]
     return Orders(
         folder=str(led.folder.path),
         digest=digest_of(led.folder),
@@ -353,7 +368,7 @@ def _orders(led: RunSetup) -> Orders:
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,
-        hosts=host_orders(led) if led.prepared.run.sync.is_coordinated else None,
+        hosts=host_orders(led, hosts_of_ranks) if led.prepared.run.sync.is_coordinated else None,
     )
 
 

@@ -36,9 +36,9 @@ from bireme.train.stops import RestartLimitError, check_restart_limit, count_sta
 
 # The hosts of a run whose replicas may die: which ranks each of them starts.
 #
-# Something like torchrun starts one process on each host, which is the launcher of that host: it starts the
-# processes of its replicas, as many as there are devices, and starts them again if they die. So whoever
-# started the launchers never sees a rank die.
+# Something like torchrun starts processes on each host. The first of a host is its launcher: it starts the
+# ranks of the host, as many as there are devices, and starts them again if they die. The others wait for its
+# end. So whoever started these processes never sees a rank die.
 
 Nodes = Mapping[str, Sequence[LaunchedProcess]]
 
@@ -47,22 +47,23 @@ _ALIKE = 1.1
 
 
 def check_launchers(nodes: Nodes, mode: str) -> None:
-    """Refuse more than one process on a host."""
+    """Refuse hosts that cannot be told apart: several processes of one host name, and no launcher numbers the
+    hosts as torchrun does.
+    """
     for members in nodes.values():
-        if len(members) > 1:
-            name = members[0].host
+        name = members[0].host
+        if len(members) > 1 and members[0].node == name:
             raise BiremeError(
-                f'sync.mode is "{mode}", in which bireme train starts the processes of a host itself, and '
-                f"again if they die, but {len(members)} were started on {name}. Start one on each host, as "
-                "with --nproc-per-node 1, and set cluster.workers or cluster.source; or use sync.mode = "
-                f'"allreduce". If these are {len(members)} hosts that all call themselves {name}, give each '
-                "of them a name of its own."
+                f'sync.mode is "{mode}", in which each host has one launcher, but {len(members)} processes '
+                f"were started on hosts that call themselves {name}. If these are {len(members)} hosts, give "
+                "each a name of its own. If it is one host, start one process there, which starts the "
+                "others; or set GROUP_RANK to the number of the host, as torchrun does."
             )
 
 
 def processes_of(run: RunFile, nodes: Nodes) -> dict[str, list[LaunchedProcess]]:
     """The processes that the launchers of all hosts will start, numbered host by host."""
-    counts = _counts(run, [members[0] for members in nodes.values()])
+    counts = _counts(run, [members[0] for members in nodes.values()], [*map(len, nodes.values())])
     found, first = dict[str, list[LaunchedProcess]](), 0
     for (node, (launcher, *_)), count in zip(nodes.items(), counts, strict=True):
         found[node] = [
@@ -73,7 +74,8 @@ def processes_of(run: RunFile, nodes: Nodes) -> dict[str, list[LaunchedProcess]]
     return found
 
 
-def _counts(run: RunFile, launchers: Sequence[LaunchedProcess]) -> list[int]:
+def _counts(run: RunFile, launchers: Sequence[LaunchedProcess], started: Sequence[int]) -> list[int]:
+    """The ranks of each host. If several processes were started there, as many, unless the run file says."""
     asked = run.cluster
     if asked.source is not None:
         servers = {server.name: len(server.devices) for server in load_cluster(asked.source).servers}
@@ -88,7 +90,8 @@ def _counts(run: RunFile, launchers: Sequence[LaunchedProcess]) -> list[int]:
     if asked.workers is not None:
         return [asked.workers] * len(launchers)
     uses_gpus = asked.device != "cpu" and asked.backend != "gloo" and all(one.num_cuda for one in launchers)
-    return [one.num_cuda if uses_gpus else CPU_WORKERS for one in launchers]
+    own = [one.num_cuda if uses_gpus else CPU_WORKERS for one in launchers]
+    return [num if num > 1 else count for num, count in zip(started, own, strict=True)]
 
 
 def within_servers(plan: Plan, cluster: Cluster) -> Plan:
