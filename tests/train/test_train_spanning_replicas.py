@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,17 @@ from benchmarks.killing.session import living, name_of
 from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.copies import Copy
+from tests.support.hosts import Host, hosts, set_cable
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
 from tests.support.training import Running, losses, settings, write_run
-from tests.train.test_train_replica_hosts import free_port, rounds_of, wait_for_members
+from tests.train.test_train_replica_hosts import (
+    TIMEOUT_SHARE,
+    free_port,
+    on_host,
+    rounds_of,
+    wait_for_members,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -35,7 +43,14 @@ LEASE_SHARE = 0.05
 class Hosts:
     """The launchers of the hosts of a run, by their numbers."""
 
-    def __init__(self, folder: Path, mode: str, stack: ExitStack, words: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        stack: ExitStack,
+        words: Sequence[str],
+        machines: Sequence[Host | None] = (None,) * NUM_HOSTS,
+    ) -> None:
         self.run = folder / "runs" / "run"
         self.run.parent.mkdir()
         path = write_run(folder, "1f1b", DEPTH, model=UNTIED, data="tests.support.paced_samples:paced")
@@ -45,6 +60,7 @@ class Hosts:
         plan.write_text(json.dumps(document))
         text = path.read_text().replace(f"workers = {DEPTH}", "workers = 1")
         path.write_text(f'{text}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
+        self._machines = machines
         self._stack, self._words, self._port = stack, [str(path), "--json", *words], str(free_port())
         self.launchers = dict[int, Running]()
         for number in range(NUM_HOSTS):
@@ -58,10 +74,13 @@ class Hosts:
     @contextmanager
     def _launcher(self, number: int) -> Iterator[Running]:
         variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "GROUP_RANK": str(number)}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port, PACE: str(PACE_S)}
+        first, machine = self._machines[0], self._machines[number]
+        address = "127.0.0.1" if first is None else first.address
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": self._port, PACE: str(PACE_S)}
         words = ["-m", "bireme", "train", *self._words]
-        # With a server of its own all of the host's processes are in one group.
-        process = Copy(words, self.run.parent, variables=variables, first=serve_from_here)
+        # With a server of its own all of the host's processes are in one session.
+        begin = serve_from_here if machine is None else partial(on_host, machine)
+        process = Copy(words, self.run.parent, variables=variables, first=begin)
         try:
             yield Running(process, self.run, process.err)
         finally:
@@ -85,32 +104,53 @@ def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_he
     more += settings(checkpoint__every_steps=0)
     broken, whole = lost // DEPTH, 1 - lost // DEPTH
     with ExitStack() as stack:
-        hosts = Hosts(tmp_path, "quorum", stack, more)
-        partner = hosts.launchers[lost ^ 1]
-        other = hosts.launchers[whole * DEPTH]
+        run_hosts = Hosts(tmp_path, "quorum", stack, more)
+        partner = run_hosts.launchers[lost ^ 1]
+        other = run_hosts.launchers[whole * DEPTH]
         wait_for_members(other, 0, 1)
         if lost == 0:
-            hosts.launchers[lost].kill_all()
+            run_hosts.launchers[lost].kill_all()
         else:
-            os.kill(hosts.launchers[lost].process.pid, signal.SIGKILL)
-            wait_until_none(hosts.launchers[lost].process.pid)
+            os.kill(run_hosts.launchers[lost].process.pid, signal.SIGKILL)
+            wait_until_none(run_hosts.launchers[lost].process.pid)
         wait_for_members(other, whole)
         partner.wait_for_words(f"Replica {broken} waits for host {lost}")
-        hosts.start(lost)
+        run_hosts.start(lost)
         wait_for_members(other, 0, 1)
         os.kill(other.process.pid, signal.SIGTERM)
-        ended = [one.ended() for _, one in sorted(hosts.launchers.items())]
+        ended = [one.ended() for _, one in sorted(run_hosts.launchers.items())]
 
     assert [one.status for one in ended] == [0, 0, 0, 0], ended
     (document,) = (json.loads(one.out) for one in ended if one.out)
     assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
-    assert {(0, 1), (whole,)} <= {tuple(line["members"]) for line in rounds_of(hosts.run)}
+    assert {(0, 1), (whole,)} <= {tuple(line["members"]) for line in rounds_of(run_hosts.run)}
     assert f"Replica {broken} is back after" in ended[lost ^ 1].err
-    assert check_ledger(hosts.run / "ledger.jsonl").is_whole
-    expected = losses_of_one_process(hosts.run)
-    for step, loss in losses(hosts.run).items():
+    assert check_ledger(run_hosts.run / "ledger.jsonl").is_whole
+    expected = losses_of_one_process(run_hosts.run)
+    for step, loss in losses(run_hosts.run).items():
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
+
+
+def test_a_host_of_a_replica_that_is_cut_off_has_its_ranks_back_with_the_network(tmp_path: Path) -> None:
+    """Both hosts of the replica end their ranks, and agree on the next life once they reach each other."""
+    more = settings(training__steps=5000, checkpoint__every_steps=0)
+    more += settings(cluster__timeout_s=TIMEOUT_SHARE * patience_s())
+    with hosts(NUM_HOSTS) as machines, ExitStack() as stack:
+        run = Hosts(tmp_path, "quorum", stack, more, machines)
+        first, _, third, fourth = run.launchers.values()
+        wait_for_members(first, 0, 1)
+        set_cable(3, is_plugged=False)
+        wait_for_members(first, 0)
+        third.wait_for_words("Replica 1 waits for host 3")
+        set_cable(3, is_plugged=True)
+        wait_for_members(first, 0, 1)
+        os.kill(fourth.process.pid, signal.SIGTERM)
+        ended = [one.ended() for one in run.launchers.values()]
+
+    assert [one.status for one in ended] == [0, 0, 0, 0], ended
+    assert {(0, 1), (0,)} <= {tuple(line["members"]) for line in rounds_of(run.run)}
+    assert check_ledger(run.run / "ledger.jsonl").is_whole
 
 
 @pytest.mark.few(1)
@@ -121,19 +161,19 @@ def test_replicas_that_average_weights_may_span_hosts_and_a_rank_that_dies_ends_
     more = settings(training__steps=5000, checkpoint__every_steps=0)
     more += settings(sync__diloco_every=4) if mode == "diloco" else []
     with ExitStack() as stack:
-        hosts = Hosts(tmp_path, mode, stack, more)
-        first, _, third, fourth = hosts.launchers.values()
+        run_hosts = Hosts(tmp_path, mode, stack, more)
+        first, _, third, fourth = run_hosts.launchers.values()
         first.wait_for_step(5)
         (rank,) = fourth.ranks
         os.kill(rank, signal.SIGKILL)
         for one in (third, fourth):
             one.wait_for_words("Replica 1 is back after")
-        first.wait_for_step(max(losses(hosts.run)) + MORE_STEPS)
+        first.wait_for_step(max(losses(run_hosts.run)) + MORE_STEPS)
         os.kill(fourth.process.pid, signal.SIGTERM)
-        ended = [one.ended() for one in hosts.launchers.values()]
+        ended = [one.ended() for one in run_hosts.launchers.values()]
 
     assert [one.status for one in ended] == [0, 0, 0, 0], ended
     (document,) = (json.loads(one.out) for one in ended if one.out)
     assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
     assert "killed by signal 9" in ended[3].err
-    assert check_ledger(hosts.run / "ledger.jsonl").is_whole
+    assert check_ledger(run_hosts.run / "ledger.jsonl").is_whole

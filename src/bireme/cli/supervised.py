@@ -34,10 +34,13 @@ _report: int | None = None
 def supervised(resume: Callable[[Path], None]) -> None:
     """Return in a copy of this process, the launcher. If that is killed, `resume` is called in another copy.
 
-    This process itself ends here. It returns at once if it cannot be copied: on other systems than Linux, or
-    if it has several threads, as a process has that uses this package and is not the command.
+    This process itself ends here. It returns at once if this process is not only the command: its output is
+    taken by other code, or it has several threads, of which a copy would lack all but one. On other systems
+    than Linux it returns at once, too.
     """
-    if sys.platform != "linux" or len(list(Path("/proc/self/task").iterdir())) > 1:
+    if sys.platform != "linux" or sys.stdout is not sys.__stdout__:
+        return
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
         return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     folder: Path | None = None

@@ -4,6 +4,7 @@ This process holds the store, so that it survives any rank, and is the one that 
 root cause, once. The processes end with it, however it ends.
 """
 
+import hmac
 import os
 import pickle
 import signal
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _UNGUARDED_STATUS = 64
 """The exit status of a process that came to launch processes while it was itself being started."""
+_SIGNATURE_BYTES = 32
 _RESULT, _FAILURE = b"+", b"-"
 """How the last message of a rank to its starter begins."""
 LOCALHOST = "127.0.0.1"
@@ -50,7 +52,7 @@ class RankSetup:
     """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
     in the store, at `host` and `port`. The first of them is the process `first_local` of the machine, and the
     rank `first_rank` of all that a run has, by which processes are called. If other hosts start ranks too,
-    `ranks` are those that are started here.
+    `ranks` are those that are started here, and results in the store are signed with the `key`.
     """
 
     port: int
@@ -64,6 +66,7 @@ class RankSetup:
     first_rank: int = 0
     host: str = LOCALHOST
     ranks: tuple[int, ...] = ()
+    key: str = ""
 
     @property
     def ranks_here(self) -> tuple[int, ...]:
@@ -84,7 +87,9 @@ def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
         with world:
             result = _call(starter.recv_bytes(), world)
             if order.ranks:  # the host that shows the results may be another one
-                world.store.set(_result_key(rank), b64encode(result).decode())
+                world.store.set(
+                    _result_key(rank), b64encode(_signature(order, rank, result) + result).decode()
+                )
         starter.send_bytes(_RESULT + result)
     except BaseException as error:
         # The traceback, or who else is to blame, is in the store by now, which may be out of reach.
@@ -98,6 +103,12 @@ def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
 
 def _result_key(rank: int) -> str:
     return f"result/{rank}"
+
+
+def _signature(order: RankSetup, rank: int, result: bytes) -> bytes:
+    """What only processes of the run can put before a result in the store, which asks nobody for a key."""
+    signed = f"{order.prefix} rank {rank} ".encode() + result
+    return hmac.digest(order.key.encode(), signed, "sha256")
 
 
 def _failure_of(error: BaseException, rank: int) -> Failure:
@@ -409,7 +420,10 @@ class Crew:
         for rank in range(self._order.num_processes) if self._store is not None else ():
             key = f"shared/{_result_key(rank)}"  # as the rank's world names it
             if rank not in found and self._store is not None and self._store.check([key]):
-                found[rank] = b64decode(self._store.get(key))
+                said = b64decode(self._store.get(key))
+                signature, result = said[:_SIGNATURE_BYTES], said[_SIGNATURE_BYTES:]
+                if hmac.compare_digest(signature, _signature(self._order, rank, result)):
+                    found[rank] = result
         return [own for _, own in sorted(found.items()) if own is not None]
 
     def start(self) -> None:

@@ -5,7 +5,6 @@ others by. So any host may die, also the first. One that is started again finds 
 others are, and goes on with its replicas in their next lives.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -186,12 +185,16 @@ _LAUNCHER_S = 300.0
 
 def _hold_host(orders: _HostOrders, number: int) -> None:
     """Be the launcher of a host until this process ends."""
+    import fcntl  # not on every system
+
     with suppress(OSError):  # another launcher that has not ended yet: the port of its coordinator tells that
         fcntl.lockf(_lock_of(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def wait_for_launcher(orders: Orders, rank: int) -> None:
     """Return once the launcher of this host has come and ended."""
+    import fcntl
+
     own = _HOST_ORDERS.validate_python(orders.hosts)
     host = own.hosts_of_ranks[rank]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

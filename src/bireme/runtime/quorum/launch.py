@@ -239,6 +239,7 @@ def launch_replicas(
             device=device,
             prefix=f"replica {life.replica} life {life.life}",
             ranks=() if part.is_whole else part.ranks,
+            key=here.token,
             first_local=sum(len(one.ranks) for one in here.parts[: here.parts.index(part)]),
             first_rank=life.replica * settings.num_stages,
         )
