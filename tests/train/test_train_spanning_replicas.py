@@ -153,6 +153,22 @@ def test_a_host_of_a_replica_that_is_cut_off_has_its_ranks_back_with_the_network
     assert check_ledger(run.run / "ledger.jsonl").is_whole
 
 
+def test_a_run_of_which_each_replica_has_lost_a_host_ends_with_the_way_on(tmp_path: Path) -> None:
+    """No replica has all the weights. The hosts that are left waited for replacements for ever."""
+    more = settings(training__steps=5000, checkpoint__every_steps=0)
+    with ExitStack() as stack:
+        run_hosts = Hosts(tmp_path, "quorum", stack, more)
+        first, second, third, fourth = run_hosts.launchers.values()
+        wait_for_members(first, 0, 1)
+        for one in (second, fourth):
+            one.kill_all()
+        ended = [one.ended() for one in (first, third)]
+
+    assert [one.status for one in ended] == [1, 1], ended
+    for one in ended:
+        assert "resume" in one.err, one.err
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["diloco", "groups"])
 def test_replicas_that_average_weights_may_span_hosts_and_a_rank_that_dies_ends_its_replica_only(

@@ -50,6 +50,8 @@ from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
 
 _TOKEN_BYTES = 16
+_END_S = 30.0
+"""How long the host that leads at the end may take to write down how the run ended."""
 _ASK_S = 5.0
 """How long a coordinator may take to answer a host that has been started again."""
 
@@ -276,6 +278,13 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
     except RunFailed as failure:
         _tell(str(failure))
         raise SystemExit(1) from None
+    if outcomes is None and not until(lambda: bool(site.how_it_ended()), _END_S):
+        _tell(
+            "All replicas have ended, and the run's folder does not say that the run has. The output of the "
+            "other hosts may say why. Start bireme train on all hosts again: the run resumes from its newest "
+            "checkpoint."
+        )
+        raise SystemExit(1)
     if not outcomes or not first_of(outcomes).leads:
         ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
         _tell(site.how_it_ended() or ended)

@@ -29,7 +29,7 @@ def run_replicas(
 
     It is one that knows of the newest checkpoint, as the one that wrote it does.
     """
-    return launch_here(
+    found = launch_here(
         prepared.run,
         folder,
         replica_settings(prepared, folder, checkpoint),
@@ -38,6 +38,7 @@ def run_replicas(
         backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
         device=prepared.machines.device,
     )
+    return found or []
 
 
 def with_delay(prepared: PreparedRun, checkpoint: Checkpoint | None, begin: RunStart) -> RunStart:
@@ -97,9 +98,10 @@ def launch_here(
     backend: Backend,
     device: str,
     site: Site | None = None,
-) -> list[Outcome]:
-    """What the ranks of a replica of this host come to, of one that leads at the end if it is here; nothing
-    if no replica whose rank 0 is here has come to the end. Without a `site` all replicas are here.
+) -> list[Outcome] | None:
+    """What the ranks of a replica of this host come to, of one that leads at the end if its rank 0 is here;
+    nothing if the rank 0 of each is elsewhere. None if no replica here has come to the end. Without a `site`
+    all replicas are here.
     """
     launched = launch_replicas(
         train_replica,
@@ -113,6 +115,8 @@ def launch_here(
         device=device,
         site=site,
     )
+    if not launched.results:
+        return None
     found = [outcomes for outcomes in launched.results if outcomes]
     if not found:
         return []

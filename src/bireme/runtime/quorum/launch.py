@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError, SampleError
-from bireme.runtime.board import Board, Failure, FailureKind
+from bireme.runtime.board import Board, Failure, FailureKind, RunFailed
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.launch import LOCALHOST, Crew, RankSetup, RemoteBoard, pickled, preload_own
@@ -29,6 +29,7 @@ from bireme.runtime.quorum.site import Contact, ReplicaPart, Site, Starts
 from bireme.runtime.socket_transport import own_address
 from bireme.sync.coordinator.messages import TERM, Absence, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings, in_force
+from bireme.sync.coordinator.starts import StartAgreement
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
@@ -161,6 +162,8 @@ not started again.
 """
 _LEAST_ROUNDS = 5
 """So many batches count before a life has trained; by then it is known whether its weights are right."""
+_ABSENT_S = 1.0
+"""A launcher that no coordinator has heard of for so long is gone, and not just calling again."""
 _PARTING_S = 30.0
 """How long replicas that train may take to end after the first one has."""
 
@@ -304,6 +307,8 @@ class _Replica:
         """When it died, until it is back."""
         self.is_over = False
         """Whether it is not started again."""
+        self.alone_s: float | None = None
+        """Since when another host of this life is gone."""
         self.crew: Crew | None = None
         """None while it waits for its other hosts."""
         self._crew_of, self._starts = crew_of, starts
@@ -316,7 +321,7 @@ class _Replica:
         self.life = Incarnation(self.number, max(self.life.life + 1, least))
         self.was_member = self.is_told = False
         self._request = self._request if self.crew is None else self.crew.request
-        self.crew = self._thread = None
+        self.crew = self._thread = self.alone_s = None
         if self.part.is_whole or self._starts is None:
             self.start("")
         else:
@@ -445,7 +450,7 @@ class _Supervision:
 
     def _meet_hosts(self, one: _Replica) -> None:
         """Do what the launchers of a replica's hosts agree on: start its ranks here, or end them, because the
-        life is over on another host. A host that is gone before the life trains ends it as well.
+        life is over on another host. A launcher that is gone has taken its ranks along.
         """
         if self._starts is None or one.part.is_whole or one.is_over:
             return
@@ -459,19 +464,32 @@ class _Supervision:
             else:
                 one.start(found.store)
             return
-        if not is_over and (one.was_member or not found.missing or one.results is not None):
+        if not found.missing:
+            one.alone_s = None
+        one.alone_s = one.alone_s or (time.monotonic() if found.missing else None)
+        is_alone = one.alone_s is not None and time.monotonic() > one.alone_s + _ABSENT_S
+        if one.results is not None or not (is_over or is_alone):
             return
         self._tell_end(one)
         if one.lives:
             one.give_up()
-        elif one.cause is None and one.results is None:
-            one.died_s = one.died_s or time.monotonic()
-            hosts = self._starts.addresses([host for host in one.part.hosts if host != self._site.number])
-            self._tell(
-                f"Replica {one.number} ended on {hosts}. It starts again once all of its hosts are there."
+        elif one.cause is None:
+            self._after_end_elsewhere(one, found)
+
+    def _after_end_elsewhere(self, one: _Replica, found: StartAgreement) -> None:
+        """What follows from the end of a replica's life on another host."""
+        assert self._starts is not None, "the replica has other hosts"
+        others = [host for host in one.part.hosts if host != self._site.number]
+        what = f"Replica {one.number} ended on {self._starts.addresses(found.missing or others)}."
+        if self._has_begun() and not self._others(one):
+            raise RunFailed(
+                f"{what} No replica is left that has the weights. Start bireme train on all hosts again: the "
+                "run resumes from its newest checkpoint."
             )
-            self._tail.read()  # as in `_after_death`
-            one.begin(found.number)
+        one.died_s = one.died_s or time.monotonic()
+        self._tell(f"{what} It starts again once all of its hosts are there.")
+        self._tail.read()  # as in `_after_death`
+        one.begin(found.number)
 
     def _note_death(self, one: _Replica) -> None:
         """See whether a replica has died: the others learn of it at once, and it begins again once all of its
