@@ -13,7 +13,8 @@ from bireme.runtime.board import Failure, RunFailed
 from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.quorum import launch as launching
-from bireme.runtime.quorum.launch import LedgerTail, ReplicaOrder, launch_replicas
+from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.quorum.ledger_tail import LedgerTail
 from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, ReplicaPart, Site
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member

@@ -46,8 +46,9 @@ def supervised(resume: Callable[[Path], None]) -> None:
     folder: Path | None = None
     while True:
         reader, writer = os.pipe()
-        sys.stdout.flush()  # or each copy would print what is left there
-        sys.stderr.flush()
+        for stream in (sys.__stdout__, sys.__stderr__):  # or each copy would print what is left there
+            if stream is not None:
+                stream.flush()
         own_pid, pid = os.getpid(), os.fork()
         if pid == 0:
             os.close(reader)

@@ -32,7 +32,7 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan
 from bireme.report.terminal import progress_bar
-from bireme.runtime.board import RunFailed
+from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.quorum.site import ReplicaPart, Site
@@ -50,6 +50,7 @@ from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
 
 _TOKEN_BYTES = 16
+_WAY_ON = "Start bireme train on all hosts again: the run resumes from its newest checkpoint."
 _END_S = 30.0
 """How long the host that leads at the end may take to write down how the run ended."""
 _ASK_S = 5.0
@@ -277,12 +278,13 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
             )
     except RunFailed as failure:
         _tell(str(failure))
+        if isinstance(failure, RankFailed):
+            _tell(_WAY_ON)
         raise SystemExit(1) from None
     if outcomes is None and not until(lambda: bool(site.how_it_ended()), _END_S):
         _tell(
             "All replicas have ended, and the run's folder does not say that the run has. The output of the "
-            "other hosts may say why. Start bireme train on all hosts again: the run resumes from its newest "
-            "checkpoint."
+            f"other hosts may say why. {_WAY_ON}"
         )
         raise SystemExit(1)
     if not outcomes or not first_of(outcomes).leads:

@@ -6,16 +6,14 @@ mistake of the user ends all where a first start meets it, as do a failure of th
 the last replica. A sample that cannot be read ends its replica; if it fails again, the run ends.
 """
 
-import json
 import pickle
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,133 +23,15 @@ from bireme.runtime.board import Board, Failure, FailureKind, RunFailed
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.launch import LOCALHOST, Crew, RankSetup, RemoteBoard, pickled, preload_own
+from bireme.runtime.quorum.ledger_tail import AveragingTail, LedgerTail
 from bireme.runtime.quorum.site import Contact, ReplicaPart, Site, Starts
 from bireme.runtime.socket_transport import own_address
-from bireme.sync.coordinator.messages import TERM, Absence, Incarnation
-from bireme.sync.coordinator.samples import CoordinatorSettings, in_force
+from bireme.sync.coordinator.messages import Absence, Incarnation
+from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.sync.coordinator.starts import StartAgreement
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
-
-
-# The ledger as who started a run reads it while it grows: who trains now, and how much counts.
-
-
-class LedgerTail:
-    """What has been added to a ledger since this was made."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # A half line at the end goes when the coordinator opens it.
-        self._place = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
-        self._epochs: set[int] = set()
-        self._last_term = -1
-        self._samples: dict[int, int] = {}
-        """The samples of each batch that counts."""
-        self._returned: dict[int, tuple[int, int]] = {}
-        """How many had come back by then, to be dealt again, since the term began that is named first."""
-
-    def read(self) -> Collection[int]:
-        """The members of the last round that was added since this was last asked; nobody if none was."""
-        members: tuple[int, ...] = ()
-        lines = dict(enumerate(map(json.loads, self._lines())))
-        for record in in_force(lines, self._last_term).values():
-            self._last_term = record["epoch"] // TERM
-            self._epochs.add(record["epoch"])
-            if record["kind"] == "round":
-                members = tuple(record["members"])
-                own = (end - begin for pairs in record["samples"] for begin, end in pairs)
-                self._samples[record["batch"]] = sum(own)
-                self._returned[record["batch"]] = record["epoch"] // TERM, record.get("returned", 0)
-            else:  # what was written after the last word of a coordinator that died is undone
-                undone = [batch for batch in self._samples if batch >= record["batch"]]
-                for batch in undone:
-                    del self._samples[batch], self._returned[batch]
-        return members
-
-    @property
-    def num_rounds(self) -> int:
-        """How many batches count."""
-        return len(self._samples)
-
-    @property
-    def num_committed(self) -> int:
-        """How many samples count."""
-        return sum(self._samples.values())
-
-    @property
-    def num_epochs(self) -> int:
-        """How many epochs the membership has had up to that of the last round. Those of one coordinator are
-        numbered in a row, so that those are counted, too, in which nothing came to count.
-        """
-        terms = (list(own) for _, own in groupby(sorted(self._epochs), key=lambda epoch: epoch // TERM))
-        return sum(own[-1] - own[0] + 1 for own in terms)
-
-    @property
-    def num_redone(self) -> int:
-        """How many samples were dealt and did not count in their batch, so that they are dealt again."""
-        return sum(dict(sorted(self._returned.values())).values())
-
-    def _lines(self) -> list[bytes]:
-        """The whole lines that have been added."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._place)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._place += len(whole)
-        return whole.splitlines()
-
-
-# The ledger of replicas that train batches of their own, as who started the run reads it while it grows.
-
-
-class _AveragingTail(LedgerTail):
-    """Each line is of one replica's batch, so all whose batches came to count are members."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._num_rounds = self._num_committed = 0
-        self._num_returned: dict[int, int] = {}
-        """By the term that they came back in."""
-        self._begins_at: int | None = None
-        """How many samples counted before the first line."""
-
-    def read(self) -> Collection[int]:
-        """The replicas whose batches were added since this was last asked."""
-        members: set[int] = set()
-        lines = dict(enumerate(map(json.loads, self._lines())))
-        for record in in_force(lines, self._last_term).values():
-            self._last_term = record["epoch"] // TERM
-            self._epochs.add(record["epoch"])
-            if record["kind"] == "round":
-                members.update(record["members"])
-                self._num_rounds += 1
-                self._num_committed += sum(end - begin for own in record["samples"] for begin, end in own)
-                self._num_returned[self._last_term] = record.get("returned", 0)
-            else:  # which may undo what the ranks had not heard of from a coordinator that died
-                known = record["fresh"] - sum(end - begin for begin, end in record["open"])
-                if self._begins_at is None:
-                    self._begins_at = known - self._num_committed
-                self._num_committed = known - self._begins_at
-        return members
-
-    @property
-    def num_rounds(self) -> int:
-        """How many batches count, each of one replica."""
-        return self._num_rounds
-
-    @property
-    def num_committed(self) -> int:
-        """How many samples count."""
-        return self._num_committed
-
-    @property
-    def num_redone(self) -> int:
-        """How many samples came back from replicas that died before they counted."""
-        return sum(self._num_returned.values())
 
 
 LOOK_S = 0.1
@@ -214,7 +94,7 @@ def launch_replicas(
 
     preload_own(function)
     store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    tail = _AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
+    tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
     here = site or _only_site(settings, ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
     own_store = f"{own_address()}:{store.port}"
