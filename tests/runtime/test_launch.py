@@ -4,6 +4,8 @@ import functools
 import subprocess
 import sys
 import threading
+from base64 import b64encode
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +22,7 @@ from bireme.runtime import launch as launching
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.launch import Crew, RankSetup, launch
 from bireme.runtime.processes import Process
+from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from tests.support.ranks import add_ranks, report_threads, run_script, torchrun, until
 
@@ -50,6 +53,21 @@ def test_processes_of_a_replica_are_called_by_the_ranks_that_messages_name(
     Crew(order, b"", cast(Board, None)).start()
 
     assert called == ["bireme rank 4", "bireme rank 5"]
+
+
+def test_a_result_from_another_host_counts_only_if_it_is_signed_with_the_key_of_the_run() -> None:
+    """The store of the ranks asks nobody for a key, and results are unpickled."""
+    order = RankSetup(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", ranks=(0,), key="secret")
+    store = HashStore()
+    crew = Crew(order, b"", cast(Board, None), store)
+    crew.ranks[0].result = b"own"
+    results = []
+    for key in ("secret", "guessed"):
+        signed = launching._signature(replace(order, key=key), 1, b"other") + b"other"
+        store.set("shared/result/1", b64encode(signed).decode())
+        results.append(crew.results())
+
+    assert results == [[b"own", b"other"], [b"own"]]
 
 
 @pytest.mark.slow
