@@ -93,10 +93,10 @@ def test_all_processes_of_a_run_stop_and_go_on_with_the_command(tmp_path: Path) 
     gate = Gate(tmp_path / "gate", 60)
     with running(run, "train", str(path), *settings(training__steps=STEPS), "--json", gate=gate) as train:
         train.wait_for_step(1)
-        launcher = launcher_of(train)
+        both = [train.process.pid, launcher_of(train)]
         os.killpg(train.process.pid, signal.SIGTSTP)
         end_s = time.monotonic() + patience_s()
-        while ") T" not in Path(f"/proc/{launcher}/stat").read_text():
+        while not all(") T" in Path(f"/proc/{pid}/stat").read_text() for pid in both):
             assert time.monotonic() < end_s
             time.sleep(0.02)
         os.killpg(train.process.pid, signal.SIGCONT)
