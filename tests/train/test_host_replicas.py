@@ -107,7 +107,7 @@ def test_a_host_with_several_processes_of_torchrun_has_as_many_ranks() -> None:
 def test_hosts_that_all_have_one_name_are_told_to_take_names_of_their_own() -> None:
     """Hosts that no torchrun has numbered are told apart by their names."""
     (member,) = launchers(0)["a"]
-    with pytest.raises(BiremeError, match="hosts that call themselves a. If these are 3 hosts, give each"):
+    with pytest.raises(BiremeError, match=r"hosts that call themselves a\. If these are 3 hosts, give each"):
         check_launchers({"a": [replace(member, rank=rank) for rank in range(3)]}, "quorum")
 
 
