@@ -56,7 +56,7 @@ def test_processes_of_a_replica_are_called_by_the_ranks_that_messages_name(
 
 
 def test_a_result_from_another_host_counts_only_if_it_is_signed_with_the_key_of_the_run() -> None:
-    """The store of the ranks asks nobody for a key, and results are unpickled."""
+    """The store of the ranks asks for no key, and results are unpickled."""
     order = RankSetup(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", ranks=(0,), key="secret")
     store = HashStore()
     crew = Crew(order, b"", cast(Board, None), store)

@@ -106,7 +106,7 @@ def _result_key(rank: int) -> str:
 
 
 def _signature(order: RankSetup, rank: int, result: bytes) -> bytes:
-    """What only processes of the run can put before a result in the store, which asks nobody for a key."""
+    """What only processes of the run can put before a result: the store itself asks for no key."""
     signed = f"{order.prefix} rank {rank} ".encode() + result
     return hmac.digest(order.key.encode(), signed, "sha256")
 
@@ -272,7 +272,7 @@ class _Rank:
         self.number = rank
         self.result: bytes | None = None
         self.failure: Failure | None = None
-        """What it said of its failure."""
+        """The failure that the process reported, if it did."""
         self.process: Process | None = None
         self._order, self._call = order, call
 
@@ -347,7 +347,7 @@ class RemoteBoard:
             return self._cause
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking the store."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

@@ -348,7 +348,7 @@ class _Supervision:
             one.alone_s = None
         one.alone_s = one.alone_s or (time.monotonic() if found.missing else None)
         is_alone = one.alone_s is not None and time.monotonic() > one.alone_s + _ABSENT_S
-        if one.results is not None or not (is_over or is_alone):
+        if not (is_over or is_alone) or one.results is not None:
             return
         self._tell_end(one)
         if one.lives:

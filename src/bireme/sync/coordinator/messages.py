@@ -201,7 +201,7 @@ class Report:
     known: "Known | None" = None
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class HostStart:
     """The incarnation of a replica over several hosts that the host can start its ranks of, or has started.
     No rank of an earlier incarnation runs there. `store` is the address of the host's store for such ranks.
