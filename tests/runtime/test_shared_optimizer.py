@@ -121,6 +121,8 @@ class Case:
     alone: Setting
     tied: bool = False
     tolerance: float = 0.0
+    has_whole: bool = False
+    """Whether each matrix is of one replica, so parts are less equal."""
 
     @property
     def model(self) -> Model:
@@ -138,6 +140,10 @@ CASES = {
         Setting(plan_for("2bw-fresh", width=3), clip_norm=0.5, bank_dtype=SHORT), tolerance=1e-5
     ),
     "tied on one rank": Case(Setting(ON_ONE_RANK, clip_norm=0.5), tied=True, tolerance=1e-12),
+    "Muon": Case(Setting(plan_for("1f1b", width=2), "muon"), has_whole=True),
+    "Muon, short, with trial steps": Case(
+        Setting(plan_for("2bw-fresh", width=3), "muon", bank_dtype=SHORT), has_whole=True
+    ),
 }
 
 WEIGHTS_TOO = {
@@ -149,6 +155,7 @@ WEIGHTS_TOO = {
         Setting(replace(ON_ONE_RANK, whole_weights=1), clip_norm=0.5), tied=True, tolerance=1e-12
     ),
     "split backwards": Case(Setting(plan_for("zb-h1", width=2))),
+    "Muon": Case(Setting(plan_for("2bw", width=2), "muon", clip_norm=0.5), tolerance=1e-12, has_whole=True),
 }
 """The same for replicas that share the weights as well."""
 
@@ -198,12 +205,12 @@ def test_it_computes_what_replicas_with_an_optimizer_each_do(shard: str, name: s
     for place in range(per_replica):
         for stage, whole in enumerate(expected[place].memory):
             own = [found[place + replica * per_replica].memory[stage] for replica in range(width)]
-            assert_parts([one.apart_bytes for one in own], whole.apart_bytes)
-            assert_parts([one.optimizer_bytes for one in own], whole.optimizer_bytes)
+            kinds = ["apart_bytes", "optimizer_bytes"] + ["banks_bytes"] * (shard == "weights")
+            for kind in kinds:
+                sizes, size = [getattr(one, kind) for one in own], getattr(whole, kind)
+                assert_parts(sizes, size, size / 4 if case.has_whole else 1024)
             if shard == "optimizer":
                 assert all(one.banks_bytes == whole.banks_bytes for one in own)
-            else:
-                assert_parts([one.banks_bytes for one in own], whole.banks_bytes)
     if shard == "weights":
         assert_gathered(found, expected, replace(plan, whole_weights=plan.whole_weights or 2))
 
@@ -225,12 +232,12 @@ def assert_gathered(found: Sequence[Seen], plain: Sequence[Seen], plan: Plan) ->
         assert all(one.gathered < one.sent for one in own)
 
 
-def assert_parts(sizes: Sequence[int], whole: int) -> None:
+def assert_parts(sizes: Sequence[int], whole: int, more: float) -> None:
     """These are equal parts, but for what the owners of pieces of one parameter count each, and for places
-    where parts may begin.
+    where parts may begin, which make the largest `more` than the mean.
     """
     assert whole <= sum(sizes) <= whole + 500
-    assert max(sizes) <= whole / len(sizes) + 1024
+    assert max(sizes) <= whole / len(sizes) + more
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
@@ -270,7 +277,6 @@ def test_the_schedule_can_change_on_the_way() -> None:
 def test_what_does_not_go_with_it_is_refused_in_a_sentence() -> None:
     model, plan = tiny_text(tied=True), plan_for("1f1b", width=2)
     refused = {
-        "Muon steps .* as a whole": Setting(plan, "muon", shard="optimizer"),
         "There is no shard 'gradients'": Setting(plan, shard="gradients"),
         "gradients of one replica before any sum": Setting(plan_for("2bw-fresh", width=2), shard="weights"),
         'but shard is "none"': Setting(replace(plan, whole_weights=2)),

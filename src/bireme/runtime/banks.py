@@ -272,7 +272,7 @@ class WeightBanks(_BankContents):
             factory,
             {name: (self._dtypes[name], name in summed_apart) for name in given},
             memory.optimizer(),
-            None if sharers is None else sharers.cut,
+            None if sharers is None else sharers.membership,
         )
         self._trials = Trials(self._stepper)
         parts = self._stepper.parts or (None,) * len(self._stepper.parameter_groups)

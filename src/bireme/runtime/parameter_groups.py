@@ -4,6 +4,7 @@ apart.
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -37,16 +38,34 @@ class ParameterGroup:
 
 
 def parameter_groups_of(
-    parameters: Mapping[str, Tensor], alike: Mapping[str, Hashable]
+    parameters: Mapping[str, Tensor],
+    alike: Mapping[str, Hashable],
+    owners: Mapping[str, int] | None = None,
 ) -> tuple[ParameterGroup, ...]:
-    """Lay out parameters: those whose entries in `alike` are equal share a parameter group."""
+    """Lay out parameters: those whose entries in `alike` are equal share a parameter group. In a group, the
+    parameters of each of the `owners` lie together.
+    """
     groups: dict[tuple[Hashable, torch.dtype], list[str]] = {}
     for name, tensor in parameters.items():
         groups.setdefault((alike[name], tensor.dtype), []).append(name)
     return tuple(
-        ParameterGroup(Slots({name: parameters[name].shape for name in _ordered(names, parameters)}), dtype)
+        ParameterGroup(
+            Slots({name: parameters[name].shape for name in _ordered(names, parameters, owners or {})}), dtype
+        )
         for (_, dtype), names in groups.items()
     )
+
+
+def owners_of(sizes: Mapping[str, int], num_members: int) -> dict[str, int]:
+    """The owner of each of these parameters, which have so many elements: the largest first, each to the
+    member that has the fewest so far.
+    """
+    loads = [0] * num_members
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owners[name] = min(range(num_members), key=loads.__getitem__)
+        loads[owners[name]] += sizes[name]
+    return {name: owners[name] for name in sizes}
 
 
 def without(parameter_groups: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
@@ -61,28 +80,43 @@ def without(parameter_groups: Sequence[ParameterGroup], names: Collection[str]) 
     return tuple(parameter_group for parameter_group in left if len(parameter_group.slots))
 
 
-def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
-    return sorted(names, key=lambda name: parameters[name].numel() % ALIGNED_ELEMENTS != 0)
+def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor], owners: Mapping[str, int]) -> list[str]:
+    return sorted(
+        names, key=lambda name: (owners.get(name, 0), parameters[name].numel() % ALIGNED_ELEMENTS != 0)
+    )
 
 
 # The part of a parameter group that one of several replicas owns: a run of its elements, which may begin and
 # end in the middle of parameters.
 #
 # What an optimizer remembers of a parameter group, and the copy of its weights that is stepped, then exist
-# for this part alone. A parameter that is cut is stepped as flat pieces, each by its owner.
+# for this part alone. A parameter that is cut is stepped as flat pieces, each by its owner. Where an
+# optimizer needs parameters whole, as Muon needs matrices, parts begin and end between parameters.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterGroupPart:
     """The part of one `member`; `parts` are those of all members.
 
-    `own` lays out the pieces in it, which are flat, and `pieces` says where in its parameter each lies.
+    `own` lays out the pieces in it, and `pieces` gives the elements of its parameter that each has. Pieces
+    are flat; with `is_whole` they are whole parameters in their shapes. `cuts` are the pieces of each
+    parameter that all members have, in the members' order.
     """
 
     parts: Parts
     member: int
     own: ParameterGroup
     pieces: Mapping[str, slice]
+    cuts: Mapping[str, tuple[slice, ...]]
+    is_whole: bool = False
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """How many elements each piece of every member has."""
+        return [
+            [one.stop - one.start for one in of_all if one.start < one.stop]
+            for of_all in zip(*self.cuts.values(), strict=True)
+        ]
 
     def of(self, flat: Tensor) -> Tensor:
         """This part of an arena."""
@@ -91,7 +125,7 @@ class ParameterGroupPart:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The pieces in an arena of the whole parameter group."""
         part = self.of(flat)
-        return {name: part[slot.begin : slot.end] for name, slot in self.own.slots.items()}
+        return {name: part[slot.begin : slot.end].view(slot.shape) for name, slot in self.own.slots.items()}
 
     def piece(self, name: str, tensor: Tensor) -> Tensor:
         """The piece of a tensor of its parameter's shape; of a piece, that itself."""
@@ -99,19 +133,44 @@ class ParameterGroupPart:
         return tensor if is_piece else tensor.reshape(-1)[self.pieces[name]]
 
 
-def part_of(parameter_group: ParameterGroup, member: int, num_members: int) -> ParameterGroupPart:
-    """The part of a member: as many elements as the others', to a few."""
-    num_elements = parameter_group.slots.num_elements
-    ideal = (place * num_elements // num_members for place in range(1, num_members))
-    parts = (0, *(_aligned(parameter_group.slots, place) for place in ideal), num_elements)
-    begin, end = parts[member], parts[member + 1]
-    pieces = {
-        name: slice(max(slot.begin, begin) - slot.begin, min(slot.end, end) - slot.begin)
-        for name, slot in parameter_group.slots.items()
-        if max(slot.begin, begin) < min(slot.end, end)
+def part_of(
+    parameter_group: ParameterGroup,
+    member: int,
+    num_members: int,
+    owners: Mapping[str, int] | None = None,
+) -> ParameterGroupPart:
+    """The part of a member: as many elements as the others', to a few. With `owners` it has the parameters
+    that it owns, which lie together.
+    """
+    slots = parameter_group.slots
+    if owners is None:
+        ideal = (place * slots.num_elements // num_members for place in range(1, num_members))
+        parts = (0, *(_aligned(slots, place) for place in ideal), slots.num_elements)
+    else:
+        loads = [0] * num_members
+        for name, slot in slots.items():
+            loads[owners[name]] += slot.end - slot.begin
+        parts = (0, *accumulate(loads))
+    cuts = {
+        name: tuple(_within(slot.begin, slot.end, begin, end) for begin, end in pairwise(parts))
+        for name, slot in slots.items()
     }
-    own = Slots({name: (piece.stop - piece.start,) for name, piece in pieces.items()})
-    return ParameterGroupPart(parts, member, ParameterGroup(own, parameter_group.dtype), pieces)
+    of_member = {name: of_all[member] for name, of_all in cuts.items()}
+    pieces = {name: piece for name, piece in of_member.items() if piece.start < piece.stop}
+    own = Slots(
+        {
+            name: (piece.stop - piece.start,) if owners is None else slots[name].shape
+            for name, piece in pieces.items()
+        }
+    )
+    laid_out = ParameterGroup(own, parameter_group.dtype)
+    return ParameterGroupPart(parts, member, laid_out, pieces, cuts, owners is not None)
+
+
+def _within(begin: int, end: int, first: int, last: int) -> slice:
+    """The elements from the first up to the last of a parameter that lies from begin to end."""
+    start = max(begin, first)
+    return slice(start - begin, max(min(end, last), start) - begin)
 
 
 def _aligned(slots: Slots, place: int) -> int:

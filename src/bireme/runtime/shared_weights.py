@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from bireme.memory.system_memory import give_back_heap
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
 from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
-from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, ParameterGroupWeights, part_of
-from bireme.runtime.stepper import Home, Stepper
+from bireme.runtime.parameter_groups import ParameterGroupPart, ParameterGroupWeights
+from bireme.runtime.stepper import Home, Membership, Stepper
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
-from bireme.sync.exchange import BatchGradients, Parts, SentBytes, pieces_of, rounds_of, sum_parts
+from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of, sum_parts
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
@@ -75,9 +76,10 @@ class Sharers:
         if self._worker is not None:
             self._worker.close()
 
-    def cut(self, parameter_group: ParameterGroup) -> ParameterGroupPart:
-        """This replica's part of a parameter group."""
-        return part_of(parameter_group, self.member, self.num_members)
+    @property
+    def membership(self) -> Membership:
+        """Which of the members this replica is."""
+        return Membership(self.member, self.num_members)
 
     def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
         """Begin to fill flat tensors with all members' parts; a member's own must be there.
@@ -224,18 +226,35 @@ def _make_shared_trial(
         part, source = store.part, store.apart
         assert part is not None, "what is tried is shared"
         assert source is not None, "trial versions are made from weights apart"
-        for begin in rounds_of(part.parts, CHUNK_ELEMENTS):
-            given = pieces_of(flat, part.parts, begin, CHUNK_ELEMENTS)
+        for pieces in _trial_rounds(part):
+            given = [flat[piece] for piece in pieces]
             gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)
             sharers.summed_bytes += _sent_bytes(sharers, given)
             made = [torch.empty_like(one, dtype=store.banks[bank].flat.dtype) for one in gradients]
             for member, (gradient, goal) in enumerate(zip(gradients, made, strict=True)):
+                begin = pieces[sharers.member].start - part.parts[sharers.member]
                 chunk = list(_tried(part, homes, source.flat, begin, gradient, goal, helds[member]))
                 trials.try_chunk(chunk, lr_factor=lr_factor, factor=factors[member])
             sharers.gathered_bytes += _sent_bytes(sharers, made)
-            target = pieces_of(store.banks[bank].flat, part.parts, begin, CHUNK_ELEMENTS)
+            target = [store.banks[bank].flat[piece] for piece in pieces]
             for piece, came in zip(target, _exchanged(sharers, made, [*map(len, target)]), strict=True):
                 piece.copy_(came)
+
+
+def _trial_rounds(part: ParameterGroupPart) -> Iterator[list[slice]]:
+    """The elements of every member's part that are tried together: some, or the next whole parameter."""
+    if not part.is_whole:
+        for begin in rounds_of(part.parts, CHUNK_ELEMENTS):
+            yield [
+                slice(min(first + begin, end), min(first + begin + CHUNK_ELEMENTS, end))
+                for first, end in pairwise(part.parts)
+            ]
+        return
+    ends = [*part.parts[:-1]]
+    owned = zip_longest(*part.sizes, fillvalue=0)
+    for sizes in owned:
+        yield [slice(end, end + size) for end, size in zip(ends, sizes, strict=True)]
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
 
 
 def _exchanged(sharers: Sharers, given: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:
@@ -266,12 +285,14 @@ def _tried(
         first, last = max(slot.begin, begin), min(slot.end, end)
         if first >= last:
             continue
+        shape = slot.shape if part.is_whole else (last - first,)
+        rows = None if part.is_whole else slice(first - slot.begin, last - slot.begin)
         here = slice(first - begin, last - begin)
         yield Tried(
-            ParameterRows(homes[name], slice(first - slot.begin, last - slot.begin)),
-            source[first:last],
-            goal[here],
-            gradient[here] if name in held else None,
+            ParameterRows(homes[name], rows),
+            source[first:last].view(shape),
+            goal[here].view(shape),
+            gradient[here].view(shape) if name in held else None,
         )
 
 

@@ -173,7 +173,7 @@ def _named_pieces(shared: SharedWeights, name: str, own: Mapping[str, Tensor]) -
     found: dict[str, Tensor] = {}
     for key, value in own.items():
         if value.ndim and value.shape == part.own.slots[name].shape:
-            found[piece_name(piece.start, shape, key)] = value
+            found[piece_name(piece.start, shape, key)] = value.reshape(-1)
         elif piece.start == 0:
             found[key] = value
     return found

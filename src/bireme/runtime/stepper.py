@@ -20,7 +20,13 @@ from torch.overrides import TorchFunctionMode
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, Arena, ArenaAllocator
 from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, parameter_groups_of
+from bireme.runtime.parameter_groups import (
+    ParameterGroup,
+    ParameterGroupPart,
+    owners_of,
+    parameter_groups_of,
+    part_of,
+)
 
 # Arenas for what optimizers remember of each element of their parameters.
 #
@@ -188,6 +194,14 @@ class Home:
         return type(self.optimizer) in _BY_PARAMETER
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which of several members this replica is, of those that step a part of each parameter group."""
+
+    member: int
+    num_members: int
+
+
 @dataclass(slots=True, eq=False)
 class Stepped:
     """A tensor to be stepped in place, its gradient, and the state to do it with, which may be replaced."""
@@ -203,8 +217,8 @@ class Stepper:
 
     The factory's optimizers must hold every parameter once. `parameter_groups` lay the parameters out so that
     those of one optimizer and dtype, and of equal entries in `alike`, lie together. `memory` is for the
-    state. With `cut` it steps only the part of each parameter group that this gives: flat pieces of
-    parameters, by name.
+    state. With `share` it steps one member's part of each parameter group only: flat pieces of parameters,
+    by name, and whole parameters of an optimizer that needs them whole.
     """
 
     def __init__(
@@ -213,22 +227,32 @@ class Stepper:
         factory: OptimizerFactory,
         alike: Mapping[str, Hashable] | None = None,
         memory: ArenaAllocator = PLAIN,
-        cut: Callable[[ParameterGroup], ParameterGroupPart] | None = None,
+        share: Membership | None = None,
     ) -> None:
         self._factory = factory
         self.parts: tuple[ParameterGroupPart, ...] = ()
         """Those of the parameter groups, if it steps parts only."""
         self._homes = self._made(parameters)
         numbers = {id(one): index for index, one in enumerate(self._optimizers)}
+        owners = None if share is None else self._owners(share)
         self.parameter_groups = parameter_groups_of(
             parameters,
             {
                 name: (numbers[id(home.optimizer)], alike[name] if alike else None)
                 for name, home in self._homes.items()
             },
+            owners,
         )
-        if cut is not None:
-            self.parts = tuple(map(cut, self.parameter_groups))
+        if share is not None:
+            self.parts = tuple(
+                part_of(
+                    group,
+                    share.member,
+                    share.num_members,
+                    owners if owners and not owners.keys().isdisjoint(group.slots) else None,
+                )
+                for group in self.parameter_groups
+            )
             self._homes = self._owned(self._homes)
         self._arenas = _StateArenas(self.own_parameter_groups, memory)
         self._states: dict[str, dict[str, Any]] = {}
@@ -383,17 +407,15 @@ class Stepper:
                 group["params"] = []
         return {name: found[name] for name in own}
 
+    def _owners(self, share: Membership) -> dict[str, int]:
+        """The owners of the parameters that are stepped whole."""
+        sizes = {name: home.shape.numel() for name, home in self._homes.items() if not home.may_be_sliced}
+        return owners_of(sizes, share.num_members)
+
     def _owned(self, homes: dict[str, Home]) -> dict[str, Home]:
         """The homes of the pieces, where it steps parts only."""
         if not self.parts:
             return homes
-        whole = next((home for home in homes.values() if not home.may_be_sliced), None)
-        if whole is not None:
-            raise BiremeError(
-                f"{type(whole.optimizer).__name__} steps {whole.name} as a whole, but replicas that share an "
-                'optimizer step parts of parameters. Set memory.shard = "none", or use an optimizer that '
-                "treats each element apart, such as adamw or sgd."
-            )
         slots = {name: slot for part in self.parts for name, slot in part.own.slots.items()}
         return {
             name: replace(home, shape=torch.Size(slots[name].shape))
