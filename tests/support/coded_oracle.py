@@ -4,7 +4,7 @@ Messages are made and read by the codecs themselves. What is done with them, and
 out here once more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from zlib import crc32
 
 import torch
@@ -21,10 +21,13 @@ Gradients = Mapping[str, Tensor | None]
 
 
 class CodedOracle:
-    """Adds up the replicas' gradients of one batch after the other."""
+    """Adds up the replicas' gradients of one batch after the other. With `cuts` each piece of a gradient goes
+    through the codec by itself, but through low rank.
+    """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, cuts: Mapping[str, Sequence[slice]] | None = None) -> None:
         self._codec = parse_sum_codec(text)
+        self._cuts = {} if cuts is None or self._codec.kind is SumKind.LOWRANK else cuts
         self._residuals: dict[tuple[int, str], Tensor] = {}
         self._thresholds: dict[tuple[int, str], Tensor] = {}
         self._bases: dict[str, Tensor] = {}
@@ -57,6 +60,16 @@ class CodedOracle:
         own = {replica: torch.zeros_like(some) if one is None else one for replica, one in given.items()}
         if not self._codec.codes(some.shape) or batch < self._codec.whole_steps:
             return sum(list(own.values())[1:], next(iter(own.values())))
+        if name in self._cuts:
+            pieces = {
+                f"{name} {owner}": {replica: one.view(-1)[piece] for replica, one in own.items()}
+                for owner, piece in enumerate(self._cuts[name])
+                if piece.start < piece.stop
+            }
+            return torch.cat([self._coded(batch, *one) for one in pieces.items()]).view(some.shape)
+        return self._coded(batch, name, own)
+
+    def _coded(self, batch: int, name: str, own: Mapping[int, Tensor]) -> Tensor:
         if self._codec.has_feedback:
             own = {key: one + self._residuals.get((key, name), 0.0) for key, one in own.items()}
         if self._codec.kind is SumKind.LOWRANK:
@@ -67,6 +80,7 @@ class CodedOracle:
             if self._codec.has_feedback:
                 self._residuals[replica, name] = wanted - part
             sums = part if sums is None else sums + part
+        assert sums is not None
         return sums
 
     def _through(self, wanted: Tensor, replica: int, name: str, word: str) -> Tensor:

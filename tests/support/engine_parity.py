@@ -273,11 +273,13 @@ def oracle(
     sizes: Sequence[Sequence[int]] | None = None,
     norms: Mapping[int, float] | None = None,
     after_step: AfterStep = lambda _batch, _weights, _state: None,
+    cuts: Mapping[str, Sequence[slice]] | None = None,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
     samples of all micro-batches, batch by batch, where the plan does not say them. `norms` are those of
     ranks whose clipped updates are to be the same to the last bit. `after_step` may change the weights and
-    the optimizers' state after each step.
+    the optimizers' state after each step. `cuts` are the pieces of gradients that go through the codec of
+    sums each by itself.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []
@@ -307,7 +309,7 @@ def oracle(
         seen=seen if rule is Rule.FRESH else None,
         compute_dtype=setting.bank_dtype,
         around=around,
-        coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec),
+        coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec, cuts),
         norms=norms,
         after_step=after_step,
     )

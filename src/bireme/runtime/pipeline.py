@@ -62,6 +62,7 @@ from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_
 from bireme.runtime.wire import Boundaries, TensorSpec, checked, received_by
 from bireme.runtime.world import World
 from bireme.sync.coded import CodedSums
+from bireme.sync.coded_parts import PartSums
 from bireme.sync.exchange import SentBytes
 from bireme.sync.group import Group, SharingGroup, SingleRankGroup
 from bireme.sync.reducer import Reducer, SumsBatches
@@ -152,10 +153,13 @@ def _reducer_of(
         if sums is not None:
             return Reducer(sums, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
+    coded_parts = None
     if sharers is not None:
+        coded_parts = None if codec == DENSE else PartSums(codec)
         # In other groups, for other threads.
         gathers = _replicas(fabric, layout)
-        sharers.join(gathers, _replicas(fabric, layout) if sharers.gathers else None, device)
+        sums = _replicas(fabric, layout) if sharers.gathers else None
+        sharers.join(gathers, sums, device, coded_parts)
     control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
     assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
@@ -172,8 +176,9 @@ def _reducer_of(
         tied=tied,
         counted=layout.counted,
         device=None if device.type == "cpu" else device,
-        coded=None if codec == DENSE or layout.width == 1 else CodedSums(codec),
+        coded=None if codec == DENSE or layout.width == 1 or sharers else CodedSums(codec),
         sharers=None if sharers is None else replicas,
+        coded_parts=coded_parts,
     )
 
 
@@ -499,8 +504,8 @@ class Pipeline(HeldState):
         if self._averages is not None:
             return self._averages.sent
         sent, own = self._reducer.sent, self._sharers
-        gathered, more = (0, 0) if own is None else (own.gathered_bytes, own.summed_bytes)
-        return SentBytes(sent.raw + more + gathered, sent.sent + more + gathered, gathered)
+        gathered, more = (0, SentBytes()) if own is None else (own.gathered_bytes, own.summed)
+        return SentBytes(sent.raw + more.raw + gathered, sent.sent + more.sent + gathered, gathered)
 
     @property
     def tiers(self) -> tuple[TierMoves, ...]:

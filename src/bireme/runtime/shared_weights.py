@@ -17,6 +17,7 @@ from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 from bireme.runtime.parameter_groups import ParameterGroupPart, ParameterGroupWeights
 from bireme.runtime.stepper import Home, Membership, Stepper
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
+from bireme.sync.coded_parts import PartSums
 from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of, sum_parts
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
@@ -37,8 +38,10 @@ class Sharers:
         """Whether an evaluation has the weights of a stage gathered."""
         self.gathered_bytes = 0
         """What this replica has sent the others in training so far of weights that it makes or keeps."""
-        self.summed_bytes = 0
+        self.summed = SentBytes()
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
+        self.coded: PartSums | None = None
+        """What sums of gradients go through, if they do not go as they are."""
         self._group: SharingGroup | None = None
         self._sums: SharingGroup | None = None
         self._worker: ThreadMover | None = None
@@ -55,9 +58,16 @@ class Sharers:
         assert self._sums is not None, "who sums stage by stage is joined for that"
         return self._sums
 
-    def join(self, group: SharingGroup, sums: SharingGroup | None, device: torch.device) -> None:
+    def join(
+        self,
+        group: SharingGroup,
+        sums: SharingGroup | None,
+        device: torch.device,
+        coded: PartSums | None = None,
+    ) -> None:
         """From now on the members can reach each other."""
         self._group, self._sums, self._worker = group, sums, ThreadMover(device)
+        self.coded = coded
 
     def post(self, work: Callable[[], None]) -> CopyJob:
         """Have work done in a thread, one after the other; only that thread uses `sums`."""
@@ -147,7 +157,7 @@ class GradientParts:
         """This replica's piece of a gradient, if there is one."""
         return self.views.get(name) if name in self.held else None
 
-    def begin_sums(self, held: set[str], sharers: Sharers) -> None:
+    def begin_sums(self, batch: int, held: set[str], sharers: Sharers) -> None:
         """Begin to add up the whole gradients of all replicas, each its own part; those of this replica that
         were `held` no longer are. Take part with the others, and add nothing before `end_sums`.
 
@@ -161,16 +171,20 @@ class GradientParts:
             held.intersection(self.names),
             [arena.flat for arena, _ in self._arenas],
             parts=[part.parts for _, part in self._arenas],
+            cuts={name: cuts for _, part in self._arenas for name, cuts in part.cuts.items()},
         )
         held.difference_update(self.names)
-        self._under_way = gradients, sharers.post(partial(self._sum, gradients, sharers))
+        self._under_way = gradients, sharers.post(partial(self._sum, batch, gradients, sharers))
 
     @torch.no_grad()
-    def _sum(self, gradients: BatchGradients, sharers: Sharers) -> None:
+    def _sum(self, batch: int, gradients: BatchGradients, sharers: Sharers) -> None:
         """Add the sums to what there is of the batch; the rest is not needed from then on."""
-        sent = SentBytes()
-        sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sent)
-        sharers.summed_bytes += sent.sent
+        if sharers.coded is None:
+            sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed)
+        else:
+            sharers.coded.sum(
+                sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed, batch=batch
+            )
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:
@@ -229,7 +243,7 @@ def _make_shared_trial(
         for pieces in _trial_rounds(part):
             given = [flat[piece] for piece in pieces]
             gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)
-            sharers.summed_bytes += _sent_bytes(sharers, given)
+            sharers.summed.add(_sent_bytes(sharers, given))
             made = [torch.empty_like(one, dtype=store.banks[bank].flat.dtype) for one in gradients]
             for member, (gradient, goal) in enumerate(zip(gradients, made, strict=True)):
                 begin = pieces[sharers.member].start - part.parts[sharers.member]

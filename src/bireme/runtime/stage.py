@@ -4,7 +4,7 @@ Between the passes of a micro-batch it keeps what the backward needs, and holds 
 micro-batch runs on. It knows no other rank: what it receives is given to it, what it sends it gives back.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -105,7 +105,8 @@ class _BatchEnd:
         held: set[str] = set()
         flats: list[Tensor] = []
         streams: dict[str, PrincipalStream] = {}
-        cuts: list[Parts] = []
+        parts_of_flats: list[Parts] = []
+        cuts: dict[str, Sequence[slice]] = {}
         owned: dict[str, Tensor] = {}
         for part in parts:
             assert part.whole is not None, "sums() has opened it"
@@ -117,7 +118,8 @@ class _BatchEnd:
                 together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
                 flats += [arena.flat for arena in compress(part.whole.arenas, together)]
                 for arena, cut in compress(zip(part.whole.arenas, part.pool.parts, strict=False), together):
-                    cuts.append(cut.parts)
+                    parts_of_flats.append(cut.parts)
+                    cuts |= cut.cuts
                     owned |= cut.views(arena.flat)
             for name, view in part.whole.whole_views.items():
                 known = views.setdefault(name, view)
@@ -127,7 +129,9 @@ class _BatchEnd:
             if part.whole.streams is not None:
                 streams |= part.whole.streams.streams
         norms = [self.norms[stage] for stage in sorted(self.norms)]
-        self.gradients = BatchGradients(views, held, flats, norms, streams, parts=cuts, owned=owned)
+        self.gradients = BatchGradients(
+            views, held, flats, norms, streams, parts=parts_of_flats, cuts=cuts, owned=owned
+        )
         return self.gradients
 
     @torch.no_grad()
@@ -339,7 +343,7 @@ class Stage:
         weights, each part where its owner is. All of them must call it.
         """
         parts, sharers = self._summed(batch)
-        parts.begin_sums(self.part(batch).sums().held, sharers)
+        parts.begin_sums(batch, self.part(batch).sums().held, sharers)
 
     def end_sums(self, batch: int) -> None:
         """Wait for that; this replica's part is added to what it has of the batch."""

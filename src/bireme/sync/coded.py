@@ -210,7 +210,7 @@ class CodedSums:
         for view in whole.values() if parts[group.rank] != 1.0 else ():
             view.mul_(parts[group.rank])
         lefts = {one.own.name: one.left for one in matrices}
-        _sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
+        sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
         note_held(gradients, names, numbers)
         if self.codec.kind is SumKind.LOWRANK:
             held = [one for one in matrices if one.own.name in gradients.held]
@@ -219,7 +219,7 @@ class CodedSums:
                 del one.own.kept[BASIS]
         elif own:
             held_own = [one for one in own if one.name in gradients.held]
-            _gather(group, held_own, _coder(self.codec), parts, slice_bytes, sent)
+            _gather(group, held_own, coder_of(self.codec), parts, slice_bytes, sent)
 
     @property
     def common(self) -> dict[str, Tensor]:
@@ -275,7 +275,7 @@ def _seed_name(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _sum_all(
+def sum_all(
     group: Group, tensors: Mapping[str, Tensor], apart: Collection[str], slice_bytes: int, sent: SentBytes
 ) -> None:
     """Sum tensors as they are, in place, those of one dtype in one piece but for those `apart`."""
@@ -322,11 +322,11 @@ def _sum_factors(
     group: Group, factors: Sequence[_Factors], apart: Collection[str], slice_bytes: int, sent: SentBytes
 ) -> None:
     """Sums from left factors that are summed. Residuals become what the replica's own part of them lacks."""
-    lefts = _orthonormal([one.left for one in factors])
+    lefts = orthonormal_all([one.left for one in factors])
     rights = [one.matrix.T @ left for one, left in zip(factors, lefts, strict=True)]
     sums = [right * one.factor for one, right in zip(factors, rights, strict=True)]
     of_names = {one.own.name: whole for one, whole in zip(factors, sums, strict=True)}
-    _sum_all(group, of_names, apart, slice_bytes, sent)
+    sum_all(group, of_names, apart, slice_bytes, sent)
     for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
         # A residual is the replica's own, and may round as it does.
         one.matrix.addmm_(left, right.T, alpha=-1)
@@ -334,7 +334,7 @@ def _sum_factors(
         one.own.kept[BASIS] = next_basis(whole, seed=one.seed)
 
 
-def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
     alike: dict[tuple[int, torch.dtype], list[int]] = {}
     for place, matrix in enumerate(matrices):
@@ -347,10 +347,10 @@ def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-_Coder = Threshold | BlockCodec
+Coder = Threshold | BlockCodec
 
 
-def _coder(codec: SumCodec) -> _Coder:
+def coder_of(codec: SumCodec) -> Coder:
     """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
@@ -384,7 +384,7 @@ class _Room:
 def _gather(
     group: Group,
     own: Sequence[_Own],
-    coder: _Coder,
+    coder: Coder,
     factors: Sequence[float],
     slice_bytes: int,
     sent: SentBytes,
@@ -400,7 +400,7 @@ def _gather(
         _add_up(under_way.popleft(), coder, group.rank, factors, room)
 
 
-def _begin(group: Group, own: Sequence[_Own], coder: _Coder, sent: SentBytes) -> _UnderWay:
+def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> _UnderWay:
     """Encode some gradients, and begin to gather all members' messages of them."""
     device = own[0].view.device
     most = [coder.most_bytes(tuple(one.view.shape), one.view.dtype) for one in own]
@@ -419,7 +419,7 @@ def _begin(group: Group, own: Sequence[_Own], coder: _Coder, sent: SentBytes) ->
     return _UnderWay(own, of_all, messages, group.gather(message, messages))
 
 
-def _encode(coder: _Coder, one: _Own, out: Tensor) -> int:
+def _encode(coder: Coder, one: _Own, out: Tensor) -> int:
     if isinstance(coder, BlockCodec):
         return coder.encode(one.wanted, out, seed=crc32(one.word.encode()))
     return coder.encode(one.wanted, out, one.kept.setdefault(THRESHOLD, new_memory()))
@@ -436,7 +436,7 @@ def _all_lengths(
     return [of_one.tolist() for of_one in of_all]
 
 
-def _add_up(some: _UnderWay, coder: _Coder, rank: int, factors: Sequence[float], room: _Room) -> None:
+def _add_up(some: _UnderWay, coder: Coder, rank: int, factors: Sequence[float], room: _Room) -> None:
     """Decode all members' messages, in their order, on every member."""
     some.pending.wait()
     ends = [0] * len(some.messages)

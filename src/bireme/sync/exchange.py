@@ -116,8 +116,9 @@ class BatchGradients:
     hold. `flats` are the arenas that replicas sum, the same ones in the same order on each. `norms` are
     those of the gradients where they were taken before; then nothing is summed, and no view is looked at.
     `streams` are the gradients that are kept as principal components, and `components` what those of all
-    replicas come to. Where replicas share the optimizer, `parts` are those of each of `flats`, and `owned`
-    the piece of each gradient there that this replica owns and sums.
+    replicas come to. Where replicas share the optimizer, `parts` are those of each of `flats`, `cuts` the
+    pieces of each gradient there that all replicas own, and `owned` the piece that this replica owns and
+    sums.
     """
 
     views: Mapping[str, Tensor]
@@ -127,6 +128,7 @@ class BatchGradients:
     streams: Mapping[str, FactorStream] = field(default_factory=dict)
     components: dict[str, Components] = field(default_factory=dict)
     parts: Sequence[Parts] = ()
+    cuts: Mapping[str, Sequence[slice]] = field(default_factory=dict)
     owned: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -169,6 +171,11 @@ class SentBytes:
     raw: int = 0
     sent: int = 0
     gathered: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that are sent as they are."""
+        self.raw += num_bytes
+        self.sent += num_bytes
 
     def note(self, size: int, *, raw: int = 0, sent: int = 0) -> None:
         """Count tensors of so many bytes that so many members sum in a ring."""

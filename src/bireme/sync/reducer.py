@@ -18,6 +18,7 @@ from torch import Tensor
 from bireme.codec.lowrank import Components, merged
 from bireme.errors import BiremeError
 from bireme.sync.coded import CodedSums, Feedback
+from bireme.sync.coded_parts import PartSums
 from bireme.sync.exchange import (
     BatchGradients,
     FactorStream,
@@ -255,6 +256,7 @@ class Reducer:
       always do.
     * `sharers`: the same ranks as `replicas`, where they share the optimizer: each gets the sums of its own
       parts of the gradients only, and adds these to the norm.
+    * `coded_parts`: what the sums of these go through, if they do not go as they are.
 
     Every rank must start the same batches in the same order.
     """
@@ -272,6 +274,7 @@ class Reducer:
         device: torch.device | None = None,
         coded: CodedSums | None = None,
         sharers: SharingGroup | None = None,
+        coded_parts: PartSums | None = None,
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         self._control = control
@@ -281,6 +284,7 @@ class Reducer:
         self._counted = counted
         self._device = device
         self._coded = coded
+        self._coded_parts = coded_parts
         self._slice_bytes = slice_bytes
         self.sent = SentBytes()
         """What this rank has sent for sums of gradients so far."""
@@ -300,7 +304,8 @@ class Reducer:
     @property
     def feedback(self) -> Feedback | None:
         """What a codec has not sent yet, where it keeps that."""
-        return None if self._coded is None else self._coded.feedback
+        coded = self._coded or self._coded_parts
+        return None if coded is None else coded.feedback
 
     @property
     def summed_apart(self) -> Set[str]:
@@ -413,7 +418,11 @@ class Reducer:
         gradients = reduction.gradients
         own = [name for name in gradients.views if name not in self._tied]
         size, sent = self._slice_bytes, self.sent
-        if self._sharers is not None:
+        if self._sharers is not None and self._coded_parts is not None:
+            assert isinstance(reduction.batch, int), "batches of a run are numbered"
+            part_bytes = min(size, PART_SLICE_BYTES)
+            self._coded_parts.sum(self._sharers, own, gradients, part_bytes, sent, batch=reduction.batch)
+        elif self._sharers is not None:
             sum_parts(self._sharers, own, gradients, min(size, PART_SLICE_BYTES), sent)
         elif self._coded is None:
             sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
@@ -448,8 +457,9 @@ class Reducer:
         assert reduction.numbers is not None, "what has begun has numbers"
         reduction.pending.wait()
         reduction.reduced = reduced_of(reduction.numbers, reduction.batch, num_ranks=self._control.size)
-        if self._coded is not None:
-            self._coded.settle(counts=reduction.reduced.is_finite)
+        for coded in (self._coded, self._coded_parts):
+            if coded is not None:
+                coded.settle(counts=reduction.reduced.is_finite)
 
     def _tied_groups(self) -> list[tuple[Group, list[str]]]:
         """The groups of tied parameters, in an order that no two ranks can disagree about.
