@@ -81,7 +81,7 @@ def test_owners_get_the_decoded_sums_of_their_pieces(shard: str, schedule: str, 
 
 
 def test_three_replicas_agree_with_one_process() -> None:
-    model, data = tiny_text(tied=True), token_batches(12, 3)
+    model, data = tiny_text(), token_batches(12, 3)
     for shard in ("optimizer", "weights"):
         plan = replace(ONCE_A_BATCH, width=3)
         train_and_judge(model, Setting(plan, "sgd", sum_codec="int2", shard=shard), data)

@@ -105,10 +105,10 @@ def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
             torch.testing.assert_close(found[name], one, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def model_of(setting: Setting, *, tied: bool) -> Model:
+def model_of(setting: Setting, *, tied: bool, freeze: tuple[str, ...] = ()) -> Model:
     """A model to compute with in float64, or in the banks' bfloat16."""
     dtype = "float64" if setting.bank_dtype is None else "bfloat16"
-    return tiny_text(tied=tied, dtype=dtype, evaluates=True)
+    return tiny_text(tied=tied, dtype=dtype, evaluates=True, freeze=freeze)
 
 
 SHORT = torch.bfloat16
@@ -123,11 +123,15 @@ class Case:
     tolerance: float = 0.0
     has_whole: bool = False
     """Whether each matrix is of one replica, so parts are less equal."""
+    freeze: tuple[str, ...] = ()
+    """What does not learn."""
 
     @property
     def model(self) -> Model:
-        return model_of(self.alone, tied=self.tied)
+        return model_of(self.alone, tied=self.tied, freeze=self.freeze)
 
+
+MATRICES = ("layers.*.weight", "tokens.*", "head.*")
 
 IN_BFLOAT16 = Case(Setting(plan_for("2bw", width=2), "sgd", bank_dtype=SHORT))
 ON_ONE_RANK = Plan((2, 4, 6), 4, "2bw", width=3, stages_per_rank=4)
@@ -140,6 +144,7 @@ CASES = {
         Setting(plan_for("2bw-fresh", width=3), clip_norm=0.5, bank_dtype=SHORT), tolerance=1e-5
     ),
     "tied on one rank": Case(Setting(ON_ONE_RANK, clip_norm=0.5), tied=True, tolerance=1e-12),
+    "frozen": Case(Setting(plan_for("2bw", width=2)), freeze=MATRICES),
     "Muon": Case(Setting(plan_for("1f1b", width=2), "muon"), has_whole=True),
     "Muon, short, with trial steps": Case(
         Setting(plan_for("2bw-fresh", width=3), "muon", bank_dtype=SHORT), has_whole=True
@@ -153,6 +158,10 @@ WEIGHTS_TOO = {
     "short": IN_BFLOAT16,
     "tied on one rank": Case(
         Setting(replace(ON_ONE_RANK, whole_weights=1), clip_norm=0.5), tied=True, tolerance=1e-12
+    ),
+    "frozen": Case(Setting(plan_for("2bw", width=2), bank_dtype=SHORT), freeze=MATRICES),
+    "frozen in sweeps": Case(
+        Setting(Plan((2, 4, 6), 4, "1f1b", width=2, stages_per_rank=2, sweep=4)), freeze=MATRICES
     ),
     "split backwards": Case(Setting(plan_for("zb-h1", width=2))),
     "Muon": Case(Setting(plan_for("2bw", width=2), "muon", clip_norm=0.5), tolerance=1e-12, has_whole=True),
@@ -205,19 +214,21 @@ def test_it_computes_what_replicas_with_an_optimizer_each_do(shard: str, name: s
     for place in range(per_replica):
         for stage, whole in enumerate(expected[place].memory):
             own = [found[place + replica * per_replica].memory[stage] for replica in range(width)]
-            kinds = ["apart_bytes", "optimizer_bytes"] + ["banks_bytes"] * (shard == "weights")
+            kinds = ["apart_bytes", "optimizer_bytes"]
+            kinds += ["banks_bytes", "frozen_bytes"] * (shard == "weights")
             for kind in kinds:
                 sizes, size = [getattr(one, kind) for one in own], getattr(whole, kind)
                 assert_parts(sizes, size, size / 4 if case.has_whole else 1024)
             if shard == "optimizer":
                 assert all(one.banks_bytes == whole.banks_bytes for one in own)
+                assert all(one.frozen_bytes == whole.frozen_bytes for one in own)
     if shard == "weights":
         assert_gathered(found, expected, replace(plan, whole_weights=plan.whole_weights or 2))
 
 
 def assert_gathered(found: Sequence[Seen], plain: Sequence[Seen], plan: Plan) -> None:
-    """Training has sent the weights that the program gathers, to the byte, and evaluations are not counted;
-    what else was sent are sums.
+    """Training has sent the weights that the program gathers, to the byte, with those that do not learn once
+    while a stage has any version whole. Evaluations are not counted; what else was sent are sums.
     """
     program = plan.source.program(NUM_BATCHES)
     for place in range(program.num_ranks):
@@ -227,7 +238,19 @@ def assert_gathered(found: Sequence[Seen], plain: Sequence[Seen], plan: Plan) ->
             for number, stage in enumerate(program.stages_of(place))
         }
         steps = [step for step in program.tracks[place] if step.kind is Kind.GATHER]
-        gathered = sum(whole[step.stage] for step in steps) * (plan.width - 1)
+        gathered = sum(whole[step.stage] for step in steps)
+        frozen = {
+            stage: plain[place].memory[number].frozen_bytes
+            for number, stage in enumerate(program.stages_of(place))
+        }
+        num_whole = dict.fromkeys(frozen, 0)
+        for step in program.tracks[place]:
+            if step.kind is Kind.GATHER:
+                gathered += 0 if num_whole[step.stage] else frozen[step.stage]
+                num_whole[step.stage] += 1
+            elif step.kind is Kind.RELEASE:
+                num_whole[step.stage] -= 1
+        gathered *= plan.width - 1
         assert sum(one.gathered for one in own) == gathered > 0
         assert all(one.gathered < one.sent for one in own)
 

@@ -25,7 +25,7 @@ from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory, StageMemory
 from bireme.runtime.parameter_groups import ParameterGroupWeights, bank_dtype_of, copy_by_name, step_dtype_of
 from bireme.runtime.principal import most_piece_elements, principal_of, step_all
-from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, Sharers
+from bireme.runtime.shared_weights import FrozenParts, GatheredWeights, SharedWeights, Sharers
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.instruction import Item
@@ -97,7 +97,7 @@ class _BankContents:
         """
         bank, shared = self._newest_version % len(self._banks), self.shared
         trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
-        newest = {**trained, **self._frozen}
+        newest = trained if self.gathered is not None else {**trained, **self._frozen}
         wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
         return {name: self._read(newest[name]) for name in wanted}
 
@@ -260,13 +260,11 @@ class WeightBanks(_BankContents):
             for name, tensor in parameters.items()
             if name in trainable
         }
-        self._frozen = memory.frozen(
-            {
-                name: tensor.detach().to(self._dtypes[name])
-                for name, tensor in parameters.items()
-                if name not in given
-            }
-        )
+        frozen = {
+            name: tensor.detach().to(self._dtypes[name])
+            for name, tensor in parameters.items()
+            if name not in given
+        }
         self._stepper = Stepper(
             given,
             factory,
@@ -301,9 +299,15 @@ class WeightBanks(_BankContents):
             name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
         self.shared = None
-        if sharers is not None:
-            kind = GatheredWeights if gathers else SharedWeights
-            self.shared = kind(sharers, self._stepper, self._trials, self._stores, num_banks)
+        self._frozen = memory.frozen(frozen)
+        if sharers is not None and gathers:
+            frozen_parts = FrozenParts(sharers, frozen)
+            self._frozen = frozen_parts.views
+            self.shared = GatheredWeights(
+                sharers, self._stepper, self._trials, self._stores, num_banks, frozen_parts
+            )
+        elif sharers is not None:
+            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
             for bank in self._banks
@@ -499,7 +503,10 @@ class WeightBanks(_BankContents):
             self._close(living)
         if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
             with self._memory.opened(Item.FROZEN):
-                copy_by_name(frozen, self._frozen)
+                if self.gathered is None:
+                    copy_by_name(frozen, self._frozen)
+                else:
+                    self.gathered.frozen.put(frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):
@@ -519,6 +526,9 @@ class WeightBanks(_BankContents):
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
+        frozen_bytes = sum(tensor.nbytes for tensor in self._frozen.values())
+        if self.gathered is not None:
+            frozen_bytes = self.gathered.frozen.num_bytes
         principal = self.gradients.principal
         settled_bytes = piece_bytes = 0
         if principal is not None:
@@ -526,7 +536,7 @@ class WeightBanks(_BankContents):
             piece_bytes = most_piece_elements(self._stepper, principal.shapes) * principal.most_itemsize
         return BankMemory(
             banks_bytes=sum(store.num_bank_bytes for store in self._stores),
-            frozen_bytes=sum(tensor.nbytes for tensor in self._frozen.values()),
+            frozen_bytes=frozen_bytes,
             apart_bytes=sum(store.apart.num_bytes for store in self._stores if store.apart is not None),
             optimizer_bytes=self._stepper.state_bytes() + settled_bytes,
             gradient_bytes=self.gradients.num_bytes,

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError, closest
-from bireme.memory.arena import Arena, LentArena
+from bireme.memory.arena import Arena, LentArena, Slots
 from bireme.memory.system_memory import give_back_heap
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
 from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
-from bireme.runtime.parameter_groups import ParameterGroupPart, ParameterGroupWeights
+from bireme.runtime.parameter_groups import (
+    ParameterGroupPart,
+    ParameterGroupWeights,
+    parameter_groups_of,
+    part_of,
+)
 from bireme.runtime.stepper import Home, Membership, Stepper
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.sync.coded_parts import PartSums
@@ -434,13 +439,20 @@ class SharedWeights:
         """
         found: dict[str, Tensor] = {}
         for store, own in owned:
-            whole = Arena(store.banks[0].slots, own.dtype, own.device)
             assert store.part is not None, "the stores of shared weights have parts"
-            store.part.of(whole.flat).copy_(own)
-            for pending in self._sharers.gather([(whole.flat, store.part.parts)], trains=False):
-                pending.wait()
-            found |= whole.views
+            found |= _whole_copy(self._sharers, store.banks[0].slots, store.part, own)
         return found
+
+
+def _whole_copy(sharers: Sharers, slots: Slots, part: ParameterGroupPart, own: Tensor) -> Tensors:
+    """Copies of what lies in these slots, of which this is the part that this replica has; take part with
+    the others.
+    """
+    whole = Arena(slots, own.dtype, own.device)
+    part.of(whole.flat).copy_(own)
+    for pending in sharers.gather([(whole.flat, part.parts)], trains=False):
+        pending.wait()
+    return whole.views
 
 
 def _parts(store: ParameterGroupWeights) -> Parts:
@@ -451,8 +463,90 @@ def _parts(store: ParameterGroupWeights) -> Parts:
 # The weights of a stage of which each replica keeps a part: whole while the stage computes, and let go.
 
 
+class FrozenParts:
+    """The weights of a stage that do not learn, of which each replica keeps a part. They are whole while any
+    version is.
+    """
+
+    def __init__(self, sharers: Sharers, weights: Tensors) -> None:
+        self._sharers = sharers
+        groups = parameter_groups_of(weights, dict.fromkeys(weights, 0))
+        device = next(iter(weights.values())).device if weights else torch.device("cpu")
+        self.parts = [part_of(group, sharers.member, sharers.num_members) for group in groups]
+        self._own = [Arena(part.own.slots, part.own.dtype, device) for part in self.parts]
+        self._arenas = [LentArena(group.slots, group.dtype, device) for group in groups]
+        self.views: Tensors = {name: view for arena in self._arenas for name, view in arena.views.items()}
+        """The weights whole; undefined while no version is taken."""
+        self.pieces: Tensors = {name: view for own in self._own for name, view in own.views.items()}
+        """This replica's pieces."""
+        self._num_taken = 0
+        self._arriving: list[Pending] = []
+        self.put(weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are there for good."""
+        return sum(own.num_bytes for own in self._own)
+
+    def put(self, weights: Tensors) -> None:
+        """Take over copies of this replica's pieces of some weights, given whole."""
+        for part, own in zip(self.parts, self._own, strict=True):
+            for name, piece in own.views.items():
+                if name in weights:
+                    piece.copy_(part.piece(name, weights[name]))
+
+    def take(self, *, trains: bool) -> None:
+        """Begin to gather them, if no version is taken. Take part with the others."""
+        self._num_taken += 1
+        if self._num_taken > 1:
+            return
+        for part, own, arena in zip(self.parts, self._own, self._arenas, strict=True):
+            arena.take()
+            part.of(arena.unversioned).copy_(own.flat)
+        flats = [
+            (arena.unversioned, part.parts) for arena, part in zip(self._arenas, self.parts, strict=True)
+        ]
+        self._arriving = self._sharers.gather(flats, trains=trains)
+
+    def arrive(self) -> None:
+        """Wait until they are there."""
+        while self._arriving:
+            self._arriving.pop(0).wait()
+
+    def let_go(self) -> None:
+        """Give their memory back, but for this replica's pieces, if no version is taken any more."""
+        self._num_taken -= 1
+        if not self._num_taken:
+            self.arrive()
+            for arena in self._arenas:
+                arena.let_go()
+
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of them; take part with the others."""
+        found: dict[str, Tensor] = {}
+        for part, own, arena in zip(self.parts, self._own, self._arenas, strict=True):
+            found |= _whole_copy(self._sharers, arena.slots, part, own.flat)
+        return found
+
+
 class GatheredWeights(SharedWeights):
-    """As `SharedWeights`, but a version that was made is gathered when it is asked for."""
+    """As `SharedWeights`, but a version that was made is gathered when it is asked for, with the `frozen`
+    weights.
+    """
+
+    def __init__(
+        self,
+        sharers: Sharers,
+        stepper: Stepper,
+        trials: Trials,
+        stores: Sequence[ParameterGroupWeights],
+        num_banks: int,
+        frozen: FrozenParts,
+    ) -> None:
+        super().__init__(sharers, stepper, trials, stores, num_banks)
+        self.frozen = frozen
+        self.part_of = {**self.part_of, **{name: part for part in frozen.parts for name in part.pieces}}
+        self.shapes |= {name: tuple(view.shape) for name, view in frozen.views.items()}
 
     @property
     def sharers(self) -> Sharers:
@@ -467,13 +561,20 @@ class GatheredWeights(SharedWeights):
         bank = version % len(self._arriving)
         for store in self._stores:
             store.take(bank)
+        self.frozen.take(trains=trains)
         self.gather(bank, trains=trains)
+
+    def arrive(self, version: int) -> None:
+        """Wait until all parts of a version, or of the bank of that number, are there."""
+        super().arrive(version)
+        self.frozen.arrive()
 
     def let_go(self, version: int) -> None:
         """Give back the memory of a version, but for this replica's part."""
         self.arrive(version)
         for store in self._stores:
             store.let_go(version % len(self._arriving))
+        self.frozen.let_go()
 
     @contextmanager
     def lent(self, version: int) -> Iterator[bool]:
@@ -497,7 +598,10 @@ class GatheredWeights(SharedWeights):
         """Copies of the newest weights, as they are stepped, for nobody has them whole; take part with the
         others. With `alone` all are left out.
         """
-        return {} if alone else self._whole_copies((store, store.newest_part(bank)) for store in self._stores)
+        if alone:
+            return {}
+        trained = self._whole_copies((store, store.newest_part(bank)) for store in self._stores)
+        return {**trained, **self.frozen.copies()}
 
     def run_on(self, version: int, *, alone: bool) -> Tensors:
         """The same of a version that is computed with."""
@@ -506,7 +610,8 @@ class GatheredWeights(SharedWeights):
 
     def own_newest(self, bank: int) -> Tensors:
         """This replica's pieces of the newest weights."""
-        return {name: view for store in self._stores for name, view in store.stepped(bank).items()}
+        trained = {name: view for store in self._stores for name, view in store.stepped(bank).items()}
+        return {**trained, **self.frozen.pieces}
 
     def own_run_on(self, version: int) -> Tensors:
         """This replica's pieces of a version that is computed with."""
