@@ -10,22 +10,23 @@ from rich.console import Console
 
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
+from bireme.codec.sum_description import Gathered, SumCost, parse_sum_codec
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import holdings
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.problem import PlanningProblem, check_shard
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
 from bireme.report.plan_table import print_plan
 from bireme.sync.slices import part_sum_bytes
-from tests.support.command import bireme, with_sets
 from tests.support.hand_plans import tiny_profile
 
 SLOW = 1.25e6
 WIDTH = 3
+DEVICES = tuple(f"s{place}/gpu0" for place in range(WIDTH))
 
 
 @cache
@@ -188,20 +189,72 @@ def test_what_cannot_be_shared_is_refused() -> None:
         PlanningProblem(
             profile_of_much(), cluster(), PlanRequest(batch_size=4, shard="weights", schedule="2bw-fresh")
         )
-    request = PlanRequest(batch_size=4, shard="optimizer")
-    check_shard(request, "adamw")
-    with pytest.raises(BiremeError, match="the profile is of muon"):
-        PlanningProblem(replace(profile_of_much(), optimizer="muon"), cluster(), request)
+    with pytest.raises(BiremeError, match="principal components"):
+        PlanRequest(
+            batch_size=4,
+            shard="optimizer",
+            sums=SumCost(gathered=(Gathered(message_bytes=8, found_bytes=8),)),
+        )
 
 
-def test_what_cannot_be_shared_is_refused_before_it_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("bireme.train.captured_run.profile", None)
-    words = ["plan", "training.optimizer=muon", "memory.shard=optimizer"]
-    told = bireme(capsys, *with_sets(words))
-    assert told.status == 2
-    assert 'training.optimizer is "muon"' in told.err
+def test_of_whole_matrices_one_replica_is_predicted_to_keep_the_largest_more() -> None:
+    units = profile_of_much().units
+    kept = sum(unit.optimizer_bytes for unit in units)
+    muon = replace(profile_of_much(), optimizer="muon")
+    plan = Plan((), 4, "1f1b", width=WIDTH, micro_batch_sizes=(1,) * WIDTH, devices=(DEVICES,))
+    peaks = {
+        num_bytes: forecast_of(
+            plan, muon, cluster(), PlanRequest(4 * WIDTH, shard="optimizer", whole_bytes=num_bytes)
+        )
+        .stages[0]
+        .peak_bytes
+        for num_bytes in (1, kept // 10, 2 * kept)
+    }
+    least, some, all_of_it = peaks.values()
+    assert some - least == pytest.approx((1 - 1 / WIDTH) * (kept // 10), abs=2.0)
+    assert all_of_it - least == pytest.approx((1 - 1 / WIDTH) * kept, abs=2.0)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_residuals_of_a_codec_are_predicted_to_be_kept_whole_by_each_replica(shard: str) -> None:
+    """And messages to take less of the link than gradients."""
+    gradients = sum(unit.gradient_bytes for unit in profile_of_much().units)
+    whole_weights = 2 if shard == "weights" else 0
+    plan = Plan(
+        (),
+        4,
+        "1f1b",
+        width=WIDTH,
+        micro_batch_sizes=(1,) * WIDTH,
+        devices=(DEVICES,),
+        whole_weights=whole_weights,
+    )
+    plain, coded = (
+        forecast_of(plan, profile_of_much(), cluster(), PlanRequest(4 * WIDTH, shard=shard, sums=sums))
+        for sums in (SumCost(), SumCost(parse_sum_codec("int2"), message_share=0.1, kept_share=2.0))
+    )
+    assert coded.stages[0].peak_bytes - plain.stages[0].peak_bytes == pytest.approx(2 * gradients, abs=2.0)
+    (weights, sums), (same, fewer) = (
+        [tier.predicted_bytes_moved for tier in one.tiers] for one in (plain, coded)
+    )
+    assert same == weights
+    assert fewer == pytest.approx(0.1 * sums)
+
+
+def test_weights_that_do_not_learn_are_predicted_to_be_shared_and_gathered_too() -> None:
+    profile = profile_of_much()
+    units = tuple(
+        replace(one, buffer_bytes=one.buffer_bytes + 9000, frozen_bytes=9000) for one in profile.units
+    )
+    parts = len(units)
+    plain, own = (
+        gathered_forecast(parts, 1, profile=one) for one in (profile, replace(profile, units=units))
+    )
+    more = own.stages[0].peak_bytes - plain.stages[0].peak_bytes
+    assert more == pytest.approx(9000 * parts / WIDTH + 9000, abs=2.0)
+    times = own.tiers[0].predicted_bytes_moved - plain.tiers[0].predicted_bytes_moved
+    gathers = plain.tiers[0].predicted_bytes_moved / sum(unit.parameter_bytes for unit in units)
+    assert times == pytest.approx(gathers * 9000 * parts, rel=0.3)
 
 
 def test_with_master_weights_fresh_updates_keep_no_other_copy_of_the_newest_weights() -> None:

@@ -46,3 +46,30 @@ def test_a_shared_run_is_the_plain_one_and_another_number_of_replicas_resumes_it
     second = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), "--json", *alone, *more)
     assert second.status == 0, second.err
     assert losses(tmp_path / "runs" / "shared") == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_adapter_under_muon_is_shared_with_the_weights_below_it_and_summed_through_a_codec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    path = write_run(tmp_path, "2bw", 1)
+    common = settings(
+        plan__file=write_plan(tmp_path, 2),
+        cluster__workers=2,
+        training__clip_norm=0,
+        training__optimizer="muon",
+        training__steps=2,
+        model__lora__rank=4,
+        model__lora__merge="true",
+    )
+    for name, shard in (("plain", "none"), ("shared", "weights")):
+        more = settings(memory__shard=shard, log__name=name)
+        told = bireme(capsys, "train", str(path), "--json", *common, *more)
+        assert told.status == 0, told.err
+    assert losses(tmp_path / "runs" / "shared") == losses(tmp_path / "runs" / "plain")
+    dense = told.document["sync"]["shared"]["summed_bytes"]
+    coded = settings(sync__codec="int4", training__steps=4, training__schedule_steps=2)
+    then = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), "--json", *coded)
+    assert then.status == 0, then.err
+    assert 0 < then.document["sync"]["shared"]["summed_bytes"] < 0.7 * dense
+    assert set(losses(tmp_path / "runs" / "shared")) == {1, 2, 3, 4}

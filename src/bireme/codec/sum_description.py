@@ -198,6 +198,13 @@ class SumCost:
             return 2 * (width - 1) / width * self.message_share
         return (width - 1) * self.message_share
 
+    def part_share(self, width: int) -> float:
+        """What each of so many replicas sends, for each byte of gradients, if each gets its own part of the
+        sum: of factors of low rank, which all get, no more than this.
+        """
+        times = 2 if self.codec.kind is SumKind.LOWRANK else 1
+        return times * (width - 1) / width * self.message_share
+
     def hop_bytes(self, gradient_bytes: float, units: slice, width: int) -> float:
         """What each of so many replicas sends on of the gradients of some units, which are so many bytes."""
         apart = self.gathered[units]

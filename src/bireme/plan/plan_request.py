@@ -159,7 +159,8 @@ class PlanRequest:
     gradients over replicas. With `memory` what does not fit a device may be paged to its host and to a disk,
     within these limits. `whole_backwards` forbids schedules that run backwards in two halves. `shard` says
     what the replicas of a stage share: none, optimizer, or weights, which are the optimizer, the weights and
-    the gradients.
+    the gradients. Of what an optimizer keeps of one parameter that it steps whole, `whole_bytes` are the
+    most; 0 if it steps each element apart.
     """
 
     batch_size: int
@@ -187,6 +188,7 @@ class PlanRequest:
     memory: TierLimits | None = None
     whole_backwards: bool = False
     shard: str = "none"
+    whole_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
@@ -223,6 +225,14 @@ class PlanRequest:
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimizer; 1 if each has its own."""
         return width if self.shard != "none" else 1
+
+    def more_of_an_owner(self, sharers: int, num_bytes: float, rule: Rule) -> float:
+        """What one of so many replicas has at most beyond an equal part of a stage's optimizer, which is so
+        many bytes, because each parameter that is stepped whole has one owner.
+        """
+        # The largest are given out first, each to the replica with the least so far.
+        whole_bytes = self.whole_bytes * (2 if self.shares_newest(rule, sharers) else 1)
+        return (1 - 1 / sharers) * min(whole_bytes, num_bytes)
 
     @property
     def shares_weights(self) -> bool:

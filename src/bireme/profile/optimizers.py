@@ -66,6 +66,11 @@ def moments_share(states: Iterable[ModelState], optimizer: str) -> float:
     return sum(own * num for own, num in found) / max(sum(own for own, _ in found), 1)
 
 
+def whole_bytes(states: Iterable[ModelState], optimizer: str) -> int:
+    """The most bytes that an optimizer keeps of one parameter that it steps whole; 0 if there is none."""
+    return max((optimizer_bytes(one, optimizer) for one in states if _is_muons(one, optimizer)), default=0)
+
+
 def optimizer_flops(state: ModelState, optimizer: str) -> int:
     """The floating-point operations of the products in a step; other arithmetic counts as none."""
     if not state.trainable or not _is_muons(state, optimizer):

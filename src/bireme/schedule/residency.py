@@ -340,6 +340,9 @@ class _Ledger:
         self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
         if sizes.buffers:
             self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
+        self.frozen = sizes.frozen or (0.0,) * program.num_stages
+        """What a GATHER makes whole besides a version."""
+        self.kept[2] -= (1 - 1 / program.num_sharers) * sum(self.frozen[stage] for stage in stages)
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
             more = sizes.halves if sizes.halves and program.splits_backward else (0.0,) * program.num_stages
             self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)
@@ -403,9 +406,9 @@ class _Ledger:
         elif step.kind is Kind.AVERAGE_END:
             gives.append((5, self.sizes.version[step.stage]))
         elif step.kind is Kind.GATHER:
-            takes.append((0, self.sizes.version[step.stage]))
+            takes += [(0, self.sizes.version[step.stage]), (2, self.frozen[step.stage])]
         elif step.kind is Kind.RELEASE:
-            gives.append((0, self.sizes.version[step.stage]))
+            gives += [(0, self.sizes.version[step.stage]), (2, self.frozen[step.stage])]
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry

@@ -35,6 +35,8 @@ from bireme.timeline.timeline import Copies, RankCopies
 # track. A GATHER sets out when it is posted and the wire is free; the first pass that uses the weights waits
 # for it. So does a SCATTER, and its COLLECT waits for it. Replicas count as in step.
 #
+# Weights that do not learn are gathered with the others.
+#
 # Of w replicas each gets (w − 1)/w of what it gathers, and gives as much of what it sums: half of what a sum
 # of whole gradients takes, in half of its hops.
 
@@ -93,9 +95,12 @@ class RankGatherer:
     def _starts(self, step: Instruction, now: float) -> float:
         weights = step.stage, step.version or 0
         if step.kind is Kind.GATHER:
-            self._there_s[weights] = self._exchanged(step, self._costs.weight_bytes[step.stage], now)
+            frozen = self._costs.frozen_bytes[step.stage] if self._costs.frozen_bytes else 0.0
+            whole = self._costs.weight_bytes[step.stage] + frozen
+            self._there_s[weights] = self._exchanged(step, whole, now)
         elif step.kind is Kind.SCATTER:
-            self._summed_s = self._exchanged(step, self._costs.part_gradient_bytes[step.stage], now)
+            summed = self._costs.part_gradient_bytes[step.stage] * self._costs.part_sum_share
+            self._summed_s = self._exchanged(step, summed, now)
         elif step.kind is Kind.COLLECT:
             return max(now, self._summed_s)
         elif step.kind in COMPUTE:

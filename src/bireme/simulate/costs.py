@@ -47,7 +47,8 @@ class Costs:
     where none are given, the host is the processor that the device is, and takes as long.
     `tied_gradient_bytes` are those of a stage's gradients that other stages add to, where replicas share
     weights. Where the backward runs in halves, `waiting_bytes` of a micro-batch's gradients wait for the
-    second one, and `halves_bytes` are needed beside `workspace_bytes`. Empty stands for none. Make one with
+    second one, and `halves_bytes` are needed beside `workspace_bytes`. Of each byte of gradients that
+    replicas sum part by part they exchange `part_sum_share`. Empty stands for none. Make one with
     `per_stage`.
     """
 
@@ -80,11 +81,12 @@ class Costs:
     tied_gradient_bytes: tuple[float, ...] = ()
     waiting_bytes: tuple[float, ...] = ()
     halves_bytes: tuple[float, ...] = ()
+    part_sum_share: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
-            if isinstance(values, bool | EngineCost) or field.name == "codecs":
+            if isinstance(values, bool | float | EngineCost) or field.name == "codecs":
                 continue
             least = "greater than 0" if field.name == "rank_speed" else "0 or greater"
             for value in values:

@@ -14,6 +14,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import Goal, PlanRequest, TierLimits, pins_of, ranges_of
 from bireme.plan.search.search import find_plan
+from bireme.profile.optimizers import whole_bytes
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from bireme.train.checkpoint.manifest import Manifest
@@ -144,6 +145,7 @@ def plan_request_of(run: RunFile, sums: SumCost) -> PlanRequest:
         memory=_tier_limits(run.memory, compiles=run.model.compile),
         whole_backwards=run.training.gradient_form is not None,
         shard=run.memory.shard,
+        whole_bytes=whole_bytes(graph.parameters, run.training.optimizer),
     )
 
 

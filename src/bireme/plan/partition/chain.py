@@ -371,14 +371,15 @@ class Chain:
         kept = np.round(share * self.bytes.gradient).astype(np.int64)
         return replace(self, bytes=replace(self.bytes, optimizer=self.bytes.optimizer + kept))
 
-    def with_sharers(self, sharers: int) -> "Chain":
+    def with_sharers(self, sharers: int, more_of_an_owner: float = 0.0) -> "Chain":
         """The chain of which so many replicas each keep and step a part of the optimizer's, with what summing
-        gradients in parts takes besides.
+        gradients in parts takes besides. One of them keeps more than its part, where parts are unequal.
         """
         own = self.bytes
         beside = beside_parts(sharers) * np.minimum(own.gradient, PART_BYTES_IN_FLIGHT)
         workspace = own.workspace + np.ceil(beside).astype(np.int64)
-        kept = replace(own, optimizer=-(-own.optimizer // sharers), workspace=workspace)
+        most = np.minimum((1 - 1 / sharers) * own.optimizer, more_of_an_owner).astype(np.int64)
+        kept = replace(own, optimizer=-(-own.optimizer // sharers) + most, workspace=workspace)
         return replace(self, bytes=kept, update_s=self.update_s / sharers)
 
 

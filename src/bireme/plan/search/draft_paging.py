@@ -288,10 +288,13 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         kept = tuple(own + weights for own, weights in zip(kept, costs.weight_bytes, strict=True))
     return replace(
         costs,
-        optimizer_bytes=tuple(one / sharers for one in kept),
+        optimizer_bytes=tuple(
+            one / sharers + request.more_of_an_owner(sharers, one, draft.rule) for one in kept
+        ),
         update_s=tuple(one / sharers for one in costs.update_s),
         master_weights=costs.master_weights or is_apart,
         workspace_bytes=_with_sums(costs, draft, sharers),
+        part_sum_share=request.sums.part_share(sharers) * sharers / (sharers - 1),
     )
 
 
@@ -318,9 +321,8 @@ def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
 
 def reduce_share(request: PlanRequest, width: int) -> float:
     """What each replica sends on for the sum of gradients, for each byte of them."""
-    if request.num_sharers(width) > 1:
-        return (width - 1) / width
-    return request.sums.hop_share(width)
+    sums = request.sums
+    return sums.part_share(width) if request.num_sharers(width) > 1 else sums.hop_share(width)
 
 
 def sync_bytes(
@@ -350,17 +352,21 @@ def sync_bytes(
 
 def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[_Exchanged, ...]:
     """What each replica sends the others that share with it, stage by stage."""
-    share = reduce_share(request, draft.outline.width)
+    width = draft.outline.width
+    share, gathered = reduce_share(request, width), (width - 1) / width
+    weights = costs.weight_bytes
     if draft.whole_weights:
+        frozen = costs.frozen_bytes or (0.0,) * costs.num_stages
+        weights = tuple(map(add, weights, frozen))
         program = draft.program()
         gathers, scatters = (times_a_batch(program, kind) for kind in (Kind.GATHER, Kind.SCATTER))
     else:
         gathers = (1.0,) * costs.num_stages
         scatters = (2.0 if draft.rule is Rule.FRESH else 1.0,) * costs.num_stages
     return tuple(
-        _Exchanged(share * often * weights, share * times * gradients)
-        for often, weights, times, gradients in zip(
-            gathers, costs.weight_bytes, scatters, costs.part_gradient_bytes, strict=True
+        _Exchanged(gathered * often * whole, share * times * gradients)
+        for often, whole, times, gradients in zip(
+            gathers, weights, scatters, costs.part_gradient_bytes, strict=True
         )
     )
 

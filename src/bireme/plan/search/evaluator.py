@@ -429,14 +429,14 @@ class PlanEvaluator:
             costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
             costs = replace(costs, master_weights=problem.request.has_masters)
             costs = costs.in_halves() if draft.splits_backward else costs
-            if kept_share:
-                kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
-                costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
             costs = coded(costs, codecs, problem.request.value_bytes, problem.profile.codecs)
             if draft.whole_weights:
                 tied = self._tied.of_stages(draft.stages(len(problem.profile.units)))
                 costs = replace(costs, tied_gradient_bytes=tied)
             costs = shared_costs(costs, problem.request, draft)
+            if kept_share:
+                kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
+                costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
@@ -472,7 +472,9 @@ class PlanEvaluator:
         for stage, units in enumerate(draft.stages(len(problem.profile.units))):
             apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
             num_bytes = costs.gradient_bytes[stage] - apart
-            coding_s = sum_coding_s(sums.codec, num_bytes, outline.width, problem.profile.codecs)
+            # Who gets parts decodes a part of each message, which together are one.
+            num_decoded = 1 if problem.request.num_sharers(outline.width) > 1 else outline.width
+            coding_s = sum_coding_s(sums.codec, num_bytes, num_decoded, problem.profile.codecs)
             slowest = min(problem.speeds[device] for device in draft.grid[outline.rank_of_stage[stage]])
             found.append(coding_s / slowest)
         return found

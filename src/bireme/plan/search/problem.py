@@ -3,6 +3,7 @@
 Units that must stay together are one unit of the merged chain, so that no partitioner has to know of it.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -38,6 +39,9 @@ class PlanningProblem:
         placed = cluster.devices()
         if request.sums.is_on_host and any(device.device.kind != "cpu" for device in placed):
             request = replace(request, sums=replace(request.sums, kept_share=0.0))
+        if profile.optimizer == "muon" and not request.whole_bytes:
+            # Without the model, no matrix is known to be smaller than all of its unit.
+            request = replace(request, whole_bytes=max(unit.optimizer_bytes for unit in profile.units))
         self.request = request
         self.names = tuple(device.name for device in placed)
         self.speeds = tuple(device.device.speed for device in placed)
@@ -156,7 +160,10 @@ class PlanningProblem:
             merged = chain if is_plain else chain.merged(self.bounds)
             coded = with_fewer_bytes(merged, self.codec, self.request.value_bytes)
             whole = coded.with_newest() if shares_newest else coded
-            shared = whole.with_sharers(sharers) if sharers > 1 else whole
+            shared = whole
+            if sharers > 1:
+                more = self.request.more_of_an_owner(sharers, math.inf, rule)
+                shared = whole.with_sharers(sharers, more)
             self._merged[key] = shared.with_residuals(kept_share) if kept_share else shared
         return self._merged[key]
 
@@ -223,17 +230,11 @@ class PlanningProblem:
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
             )
-        check_shard(self.request, self.profile.optimizer)
         depth = self.request.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
             )
-
-
-def check_shard(request: PlanRequest, optimizer: str) -> None:
-    """Refuse an optimizer that excludes what the request asks for."""
-    refuse_excluded(request.used | ({"muon": "the profile is of muon"} if optimizer == "muon" else {}))
 
 
 def check_numbers(request: PlanRequest, num_devices: int) -> None:
