@@ -61,6 +61,7 @@ def test_an_adapter_under_muon_is_shared_with_the_weights_below_it_and_summed_th
         training__steps=2,
         model__lora__rank=4,
         model__lora__merge="true",
+        export__at_end="false",
     )
     for name, shard in (("plain", "none"), ("shared", "weights")):
         more = settings(memory__shard=shard, log__name=name)
