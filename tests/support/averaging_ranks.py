@@ -516,7 +516,7 @@ class SimulatedRank:
         )
         replica.begin(case.first)
         banks = SimpleNamespace(
-            newest_arenas=[SimpleNamespace(flat=self.flat, slots=Slots({"weights": (1,)}))],
+            averaged=[(Slots({"weights": (1,)}), self.flat)],
             newest_version=0,
             average=lambda _version, write, *, is_drained=False: write([self.flat]),
         )

@@ -47,7 +47,8 @@ class Told:
 
 
 class AveragingReplicas:
-    """Replicas of a pipeline, each with a plan of width 1, that train windows of the batches up to `marks`.
+    """Replicas of a pipeline that train windows of the batches up to `marks`. Each has a plan of width 1, or is
+    a site of several that sum their gradients.
 
     With `in_step` no replica asks for a batch before all others have got the one before.
     """
@@ -74,10 +75,10 @@ class AveragingReplicas:
     ) -> None:
         self.model, self.setting, self.data, self.marks = model, setting, data, marks
         self.num_replicas, self.batch_size = num_replicas, batch_size
-        self.depth = setting.plan.source.num_ranks
+        self.depth = setting.plan.num_ranks
         self.diloco, self.lag, self.averages_optimizer = diloco, lag, averages_optimizer
         self.codec = codec
-        least = setting.plan.source.num_microbatches
+        least = setting.plan.width * setting.plan.source.num_microbatches
         self.hub = Hub(
             CoordinatorSettings(
                 SyncMode.GROUPS if diloco is None else SyncMode.DILOCO,

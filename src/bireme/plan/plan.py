@@ -334,7 +334,8 @@ def _cut(plan: Plan) -> Cut:
 
 @lru_cache(maxsize=64)
 def _averaging(plan: Plan, lag: int, num_batches: int, first_batch: int) -> Program:
-    return _resident(plan, num_batches, first_batch, lag)
+    resident = _resident(plan, num_batches, first_batch, lag)
+    return gathered(resident, plan.width, plan.whole_weights) if plan.whole_weights else resident
 
 
 def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:

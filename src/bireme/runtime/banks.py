@@ -19,11 +19,17 @@ from torch.autograd.graph import increment_version
 
 from bireme.codec.lowrank import Product
 from bireme.codec.sum_description import GradientForm
-from bireme.memory.arena import Arena
+from bireme.memory.arena import Slots
 from bireme.model.units import LinearMap
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory, StageMemory
-from bireme.runtime.parameter_groups import ParameterGroupWeights, bank_dtype_of, copy_by_name, step_dtype_of
+from bireme.runtime.parameter_groups import (
+    ParameterGroupWeights,
+    bank_dtype_of,
+    copy_by_name,
+    part_of,
+    step_dtype_of,
+)
 from bireme.runtime.principal import most_piece_elements, principal_of, step_all
 from bireme.runtime.shared_weights import FrozenParts, GatheredWeights, SharedWeights, Sharers
 from bireme.runtime.stepper import Stepper
@@ -232,7 +238,7 @@ class WeightBanks(_BankContents):
     own, because their gradients are summed with other ranks than those of the rest. The gradients of the
     weights in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimizer, this
     one steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
-    gathered.
+    gathered. The replicas in `averagers` have whole optimizers, but average a part of the weights each.
     """
 
     def __init__(
@@ -250,7 +256,9 @@ class WeightBanks(_BankContents):
         form: GradientForm | None = None,
         memory: StageMemory | None = None,
         sharers: Sharers | None = None,
+        averagers: Sharers | None = None,
     ) -> None:
+        self._averagers = averagers
         self._memory = memory = memory or StageMemory()
         self._is_fresh = rule is Rule.FRESH
         self._stage = stage
@@ -285,6 +293,9 @@ class WeightBanks(_BankContents):
                 is_apart=self._is_fresh,
                 part=part,
                 keeps_part=gathers,
+                averaged=None
+                if averagers is None
+                else part_of(parameter_group, averagers.member, averagers.num_members),
             )
             for parameter_group, part in zip(self._stepper.parameter_groups, parts, strict=True)
         ]
@@ -434,16 +445,19 @@ class WeightBanks(_BankContents):
         self._close(version)
 
     @property
-    def newest_arenas(self) -> list[Arena]:
-        """Where W lies, in the precision in which it is stepped."""
+    def averaged(self) -> list[tuple[Slots, Tensor]]:
+        """What is averaged of W from here, in the precision in which it is stepped, with its layout: all of it,
+        or this replica's part.
+        """
         bank = self._newest_version % len(self._banks)
-        return [store.banks[bank] if store.apart is None else store.apart for store in self._stores]
+        return [store.to_average(bank) for store in self._stores]
 
     @torch.no_grad()
     def average(
         self, version: int, write: Callable[[Sequence[Tensor]], None], *, is_drained: bool = False
     ) -> None:
-        """Have W(version), the newest, changed in place: `write` is given the flats of its arenas.
+        """Have W(version), the newest, changed in place: `write` is given the flats that are `averaged` here.
+        Replicas that average a part each must all call it.
 
         No micro-batch may run on it yet. Under the FRESH rule it touches no bank, unless the window
         `is_drained`: then the next batch runs on W.
@@ -453,15 +467,32 @@ class WeightBanks(_BankContents):
                 f"Stage {self._stage} is to average version {version}, but its newest is "
                 f"{self._newest_version}."
             )
-        flats = [arena.flat for arena in self.newest_arenas]
+        flats = [flat for _, flat in self.averaged]
         if self._is_fresh and not (is_drained and version in self._lives):
             write(flats)
+            self._gather_averaged()
             return
         bank = self._open(version)
         write(flats)
+        self._gather_averaged()
         for store in self._stores:
             store.round_into(bank)
         self._close(version)
+        if self.shared is not None:
+            self.shared.made(bank)
+
+    def _gather_averaged(self) -> None:
+        """Get what the other replicas have averaged, if each averages a part."""
+        if self._averagers is None:
+            return
+        bank = self._newest_version % len(self._banks)
+        flats = [
+            (store.newest_part(bank), store.averaged.parts)
+            for store in self._stores
+            if store.averaged is not None
+        ]
+        for pending in self._averagers.gather(flats):
+            pending.wait()
 
     @torch.no_grad()
     def settle(self) -> None:

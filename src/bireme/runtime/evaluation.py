@@ -319,6 +319,7 @@ class Assembly:
     form: GradientForm | None = None
     paging: RankPaging | None = None
     sharers: Sharers | None = None
+    averagers: Sharers | None = None
 
     def stages(
         self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
@@ -416,6 +417,7 @@ class Assembly:
             form=self.form,
             memory=memory,
             sharers=self.sharers,
+            averagers=self.averagers,
         )
         return Stage(
             stage,

@@ -170,11 +170,13 @@ def unhurried(
     return by_program
 
 
-def _halfway(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+def _halfway(
+    plan: AnyPlan, by_program: ProgramPlan, programs: Callable[[AnyPlan], ProgramPlan]
+) -> ProgramPlan:
     """The plan where replicas share an optimizer: updates leave time for the weights to travel."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and not named.updates_halfway:
-        return replace(named, updates_halfway=True).by_program
+        return programs(replace(named, updates_halfway=True))
     return by_program
 
 
@@ -182,9 +184,11 @@ _WHOLE_WEIGHTS = 2
 """Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
 
 
-def for_sharers(plan: AnyPlan, by_program: ProgramPlan, shard: str) -> ProgramPlan:
+def for_sharers(
+    plan: AnyPlan, by_program: ProgramPlan, shard: str, programs: Callable[[AnyPlan], ProgramPlan]
+) -> ProgramPlan:
     """The plan for replicas that share this: with time for weights to travel, or gathers of them. Refuses a
-    plan whose replicas are to share weights where they do not.
+    plan whose replicas are to share weights where they do not. `programs` gives the programs of a plan.
     """
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if isinstance(named, Plan) and named.whole_weights and shard != "weights":
@@ -194,10 +198,13 @@ def for_sharers(plan: AnyPlan, by_program: ProgramPlan, shard: str) -> ProgramPl
         )
     if shard == "none" or by_program.width == 1:
         return by_program
-    return _halfway(plan, by_program) if shard == "optimizer" else _gathering(plan, by_program)
+    change = _halfway if shard == "optimizer" else _gathering
+    return change(plan, by_program, programs)
 
 
-def _gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
+def _gathering(
+    plan: AnyPlan, by_program: ProgramPlan, programs: Callable[[AnyPlan], ProgramPlan]
+) -> ProgramPlan:
     """The plan where replicas share weights: they are gathered where they are used."""
     named = plan.plan if isinstance(plan, SavedPlan) else plan
     if not isinstance(named, Plan):
@@ -207,7 +214,7 @@ def _gathering(plan: AnyPlan, by_program: ProgramPlan) -> ProgramPlan:
             'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
         )
     if not named.whole_weights:
-        by_program = replace(named, whole_weights=_WHOLE_WEIGHTS).by_program
+        by_program = programs(replace(named, whole_weights=_WHOLE_WEIGHTS))
     by_program.source.settled()  # refuses schedules that need gradients whole
     return by_program
 

@@ -190,7 +190,8 @@ class ParameterGroupWeights:
     banks.
 
     With a `part` only that is stepped here, and only that is kept apart. With `keeps_part` there is no more
-    of the banks either, but while one is taken.
+    of the banks either, but while one is taken. Without a part, `averaged` may be the one that is averaged
+    with other replicas from here.
     """
 
     def __init__(
@@ -204,8 +205,10 @@ class ParameterGroupWeights:
         is_apart: bool,
         part: ParameterGroupPart | None = None,
         keeps_part: bool = False,
+        averaged: ParameterGroupPart | None = None,
     ) -> None:
         self.part = part
+        self.averaged = averaged
         names = tuple(parameter_group.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
         self.banks: Sequence[Arena] = (
@@ -286,6 +289,13 @@ class ParameterGroupWeights:
     def newest_part(self, bank: int) -> Tensor:
         """This replica's part of the newest weights, which are in that bank or apart."""
         return self.own(bank) if self.apart is None else self.apart.flat
+
+    def to_average(self, bank: int) -> tuple[Slots, Tensor]:
+        """What is averaged from here of the newest weights, which are in that bank or apart, and its layout."""
+        part, newest = self.part or self.averaged, self.newest_part(bank)
+        if part is None:
+            return self.banks[bank].slots, newest
+        return part.own.slots, newest if self.part is not None else part.of(newest)
 
     @property
     def num_bank_bytes(self) -> int:

@@ -272,7 +272,10 @@ class Pipeline(HeldState):
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan, programs)
         sharers = sharers_of(shard, self.layout)
-        self.plan = for_sharers(plan, self.plan, shard)
+        averagers = None
+        if averaging is not None and sharers is None:
+            averagers = averaging.averagers(self.layout)
+        self.plan = for_sharers(plan, self.plan, shard, programs)
         self._boundaries = Boundaries(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._boundaries.check_halves(self.plan.source.name)
@@ -298,6 +301,7 @@ class Pipeline(HeldState):
             form,
             self._paging,
             sharers,
+            averagers,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
@@ -318,8 +322,10 @@ class Pipeline(HeldState):
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, ranks)
         self._fabric = fabric
-        self._sharers = sharers
+        self._sharers = sharers or averagers
         self._reducer = _reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
+        if averagers is not None:
+            averagers.join(_replicas(fabric, self.layout), None, self._device)
         self._spare = fabric.everyone()
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
@@ -501,11 +507,16 @@ class Pipeline(HeldState):
     @property
     def sum_bytes(self) -> SentBytes:
         """What this rank has sent in training so far for sums, for shared weights, or for averages."""
-        if self._averages is not None:
-            return self._averages.sent
+        averaged = SentBytes() if self._averages is None else self._averages.sent
+        if self._averages is not None and self.layout.width == 1:
+            return averaged
         sent, own = self._reducer.sent, self._sharers
         gathered, more = (0, SentBytes()) if own is None else (own.gathered_bytes, own.summed)
-        return SentBytes(sent.raw + more.raw + gathered, sent.sent + more.sent + gathered, gathered)
+        return SentBytes(
+            sent.raw + more.raw + averaged.raw + gathered,
+            sent.sent + more.sent + averaged.sent + gathered,
+            gathered,
+        )
 
     @property
     def tiers(self) -> tuple[TierMoves, ...]:

@@ -113,7 +113,8 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
     middles = {run.middle for run in runs if run.middle > run.first} if most == _HALVES else set()
     for place, step in _sums(steps, middles, hides=most > 1):
         before[place].append(step)
-    made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind is Kind.UPDATE}
+    makes = (Kind.UPDATE, Kind.AVERAGE_END)
+    made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind in makes}
     held: list[Weights] = []
     last_batch: dict[Weights, int] = {}
     for number, run in enumerate(runs):

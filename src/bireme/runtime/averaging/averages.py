@@ -52,16 +52,16 @@ class _Part:
 def _parts_of(stages: Sequence[Stage], shared: Collection[str]) -> Iterator[_Part]:
     """The parts of these stages; `shared` are the weights that several stages of the replica hold."""
     for number, stage in enumerate(stages):
-        for place, arena in enumerate(stage.banks.newest_arenas):
+        for place, (own, _) in enumerate(stage.banks.averaged):
             groups: list[list[str]] = []
-            for name in arena.slots:
+            for name in own:
                 if name in shared or not groups or groups[-1][-1] in shared:
                     groups.append([])
                 groups[-1].append(name)
             for names in groups:
-                slots = Slots({name: arena.slots[name].shape for name in names})
+                slots = Slots({name: own[name].shape for name in names})
                 first = crc32(names[0].encode()) if names[0] in shared else None
-                yield _Part(number, place, arena.slots[names[0]].begin, slots, first)
+                yield _Part(number, place, own[names[0]].begin, slots, first)
 
 
 # What the optimizer of a rank remembers of each weight, as flats that are averaged along with the weights.
@@ -348,17 +348,17 @@ class Averages(ABC):
     @property
     def _flats(self) -> list[Tensor]:
         """The newest weights."""
-        arenas = [stage.banks.newest_arenas for stage in self._stages]
-        return [part.of(arenas[part.stage][part.arena].flat) for part in self._parts]
+        flats = [[flat for _, flat in stage.banks.averaged] for stage in self._stages]
+        return [part.of(flats[part.stage][part.arena]) for part in self._parts]
 
     def _write(self, write: Callable[[int, Tensor], object], *, is_drained: bool = False) -> None:
         """Have the newest weights changed in place: `write` is given the number of each flat and the flat."""
         for place, stage in enumerate(self._stages):
 
-            def write_all(arenas: Sequence[Tensor], place: int = place) -> None:
+            def write_all(flats: Sequence[Tensor], place: int = place) -> None:
                 for number, part in enumerate(self._parts):
                     if part.stage == place:
-                        write(number, part.of(arenas[part.arena]))
+                        write(number, part.of(flats[part.arena]))
 
             stage.banks.average(stage.banks.newest_version, write_all, is_drained=is_drained)
 

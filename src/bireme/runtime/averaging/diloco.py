@@ -47,6 +47,7 @@ from bireme.runtime.averaging.averages import (
 )
 from bireme.runtime.layout import AnyPlan, Layout
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
+from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.snapshot import Snapshot, sections_of
 from bireme.runtime.stage import Stage
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
@@ -306,7 +307,8 @@ def _weight(settled: SettledRound) -> float:
 
 # What a pipeline needs where its replica averages weights with others: its agent, and how to join.
 #
-# The pipeline itself is of one replica, with a plan of width 1, and knows no rank of another one.
+# The pipeline knows no rank of another one. It may be of a site of several replicas, which sum gradients. Each
+# of their ranks then averages its part of the weights, and gets the parts of the others in its site.
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +336,14 @@ class Averaging:
         if not isinstance(named, Plan):
             raise BiremeError("Replicas average weights in programs of a plan, not in one that is given.")
         return named.averaging(self.lag)
+
+    def averagers(self, layout: Layout) -> Sharers | None:
+        """The replicas that this pipeline has in it, if each averages a part of the weights; None if there is
+        one, or if moments are averaged too, which each of them has whole.
+        """
+        if layout.width == 1 or self.averages_optimizer:
+            return None
+        return Sharers(layout.replica, layout.width)
 
     def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:
         """The averages of a rank."""
