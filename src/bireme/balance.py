@@ -42,6 +42,14 @@ class ShareLimits:
                 "batch smaller, or plan for more micro-batches."
             )
 
+    def of_sites(self, width: int) -> "ShareLimits":
+        """The limits of sites of so many replicas each, which follow one another and take equal shares."""
+        firsts = range(0, len(self.least), width)
+        return ShareLimits(
+            tuple(width * max(self.least[one : one + width]) for one in firsts),
+            tuple(width * min(self.most[one : one + width]) for one in firsts),
+        )
+
     def hold(self, shares: Sequence[int]) -> bool:
         """Whether shares keep within the limits."""
         both = zip(self.least, shares, self.most, strict=True)

@@ -42,13 +42,14 @@ class Told:
     ends: list[int] = field(default_factory=list)
     groups: dict[int, tuple[GroupMember, ...]] = field(default_factory=dict)
     sent_bytes: int = 0
+    averaged_bytes: int = 0
     error: BaseException | None = None
     first: int = 0
 
 
 class AveragingReplicas:
-    """Replicas of a pipeline that train windows of the batches up to `marks`. Each has a plan of width 1, or is
-    a site of several that sum their gradients.
+    """Replicas of a pipeline that train windows of the batches up to `marks`. Each has a plan of width 1, or
+    is a site of several that sum their gradients.
 
     With `in_step` no replica asks for a batch before all others have got the one before.
     """
@@ -185,6 +186,7 @@ class AveragingReplicas:
                 if after is not None:
                     agent.enter(after)
             told.sent_bytes = pipeline.sum_bytes.sent
+            told.averaged_bytes = 0 if pipeline._averages is None else pipeline._averages.sent.sent
             agent.wait_until_used_by_all()
         finally:
             with suppress(ConnectionAbortedError):

@@ -78,7 +78,7 @@ from bireme.train.resume_checks import (
 )
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, with_model_defaults
-from bireme.train.run_file.checks import value_of
+from bireme.train.run_file.checks import check_sites, value_of
 from bireme.train.run_file.planning import AUTO
 from bireme.train.run_log import check_trackers
 from bireme.train.run_plan import PlannedRun, check_devices
@@ -158,6 +158,8 @@ def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
             f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
             'plan.width to 2 or more, or use sync.mode = "allreduce".'
         )
+    if run.sync.sites is not None:
+        check_sites(run.sync.sites, plan.width)
     if plan.whole_weights and run.memory.shard != "weights":
         raise BiremeError(
             f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "

@@ -63,12 +63,14 @@ def replica_settings(
             max(one - added, least) for one, added, least in zip(limits.most, own, limits.least, strict=True)
         )
         limits = replace(limits, most=tuple(most))
+    num_sites = run.sync.num_sites(plan.width)
+    width = plan.width // num_sites
     return CoordinatorSettings(
         SyncMode(run.sync.mode),
-        plan.width,
-        plan.source.num_ranks,
+        num_sites,
+        width * plan.source.num_ranks,
         run.training.batch_size,
-        limits,
+        limits.of_sites(width),
         lease_s=run.sync.lease_s,
         grace_s=run.sync.grace_s,
         first=step,
@@ -78,7 +80,7 @@ def replica_settings(
         num_lines=run.sync.diloco_fragments,
         timeout_s=run.cluster.timeout_s if run.sync.averages else 0.0,
         is_equal=run.sync.averages and run.balance.mode == "off",
-        groups=GroupSettings(run.sync.connect_every, of_replicas=_shares_weights(prepared)),
+        groups=GroupSettings(run.sync.connect_every, of_replicas=width > 1 or _shares_weights(prepared)),
     )
 
 

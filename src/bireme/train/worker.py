@@ -328,14 +328,16 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
 
 
 def _as_member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> tuple[RankPart, SavedPlan]:
-    """The part of a replica that may die, and the plan of this replica alone."""
-    plan, replica = saved.plan, order.life.replica
+    """The part of a replica that may die, or of a site of several, and the plan of it alone."""
+    plan = saved.plan
     member = _member(part, order, saved)
+    width = plan.width // part.run.sync.num_sites(plan.width)
+    own = slice(order.life.replica * width, (order.life.replica + 1) * width)
     alone = replace(
         plan,
-        width=1,
-        devices=tuple((names[replica],) for names in plan.devices),
-        micro_batch_sizes=(),
+        width=width,
+        devices=tuple(names[own] for names in plan.devices),
+        micro_batch_sizes=() if width == 1 else plan.micro_batch_sizes[own],
         updates_early=plan.is_early,
     )
     return replace(part, member=member), replace(saved, plan=alone)
@@ -355,7 +357,8 @@ def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | 
     plan = saved.plan
     rebuilt = _in_base(part, load_graph(part.folder.graph))
     if part.run.sync.averages:
-        return AveragingReplica(part.world, order, part.run, plan.width, rebuilt=rebuilt)
+        num_sites = part.run.sync.num_sites(plan.width)
+        return AveragingReplica(part.world, order, part.run, num_sites, rebuilt=rebuilt)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
     spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     return Replica(

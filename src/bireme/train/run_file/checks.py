@@ -89,6 +89,17 @@ def _check_updates(tables: Tables) -> None:
         )
 
 
+def _check_shard(tables: Tables) -> None:
+    """Replicas that share state need all of each other in every batch."""
+    sync = tables.sync
+    if tables.memory.shard != "none" and sync.is_coordinated and sync.sites is None:
+        advice = "Set sync.sites, so that replicas of one site share." if sync.averages else "Leave out one."
+        raise BiremeError(
+            f'memory.shard is "{tables.memory.shard}", but sync.mode is "{sync.mode}", and each replica needs '
+            f"all those that it shares with in every batch. {advice}"
+        )
+
+
 DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
 """Two ways to say the same."""
 
@@ -97,6 +108,7 @@ OF_MODES = {
     "grace_s": ("quorum", "diloco"),
     "compare_every": ("quorum",),
     "average_optimizer": ("groups", "diloco"),
+    "sites": ("groups", "diloco"),
     "connect_every": ("groups",),
 }
 """The modes in which a key of `[sync]` has an effect, where these are not all. Keys that begin with `diloco_`
@@ -123,8 +135,11 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     check_memory(tables)
+    _check_shard(tables)
     _check_balance_of_mode(tables)
     _check_modes(tables.sync)
+    if tables.sync.sites is not None and tables.plan.width is not None:
+        check_sites(tables.sync.sites, tables.plan.width)
 
 
 def _check_model_and_data(tables: Tables) -> None:
@@ -174,6 +189,15 @@ def _check_balance_of_mode(tables: Tables) -> None:
                 f"samples by the speed of the replicas. Leave balance.{name} out, or use sync.mode = "
                 '"allreduce".'
             )
+
+
+def check_sites(sites: int, width: int) -> None:
+    """Refuse to put replicas into sites that cannot have equally many."""
+    if width % sites:
+        raise BiremeError(
+            f"sync.sites is {sites}, but there are {width} replicas (plan.width), which {sites} does not "
+            f"divide. Set plan.width to a multiple, such as {-(-width // sites) * sites}, or change sync.sites."
+        )
 
 
 def _check_modes(sync: Sync) -> None:

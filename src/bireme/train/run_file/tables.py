@@ -204,6 +204,13 @@ class Sync(Table):
         description="With quorum, steps between two comparisons of the replicas' weights, by digest. A "
         "replica that differs takes the weights of the others; 0 compares only when a replica comes back",
     )
+    sites: Annotated[int, Field(ge=2, le=1024)] | None = Field(
+        default=None,
+        description="With groups and diloco, sites that the replicas of the plan are assigned to, equally many "
+        "to each. Inside a site replicas sum gradients in every batch and may share optimizers or weights "
+        "(memory.shard); sites average weights, and a site lives and dies as a whole. By default each replica "
+        "is a site",
+    )
     average_optimizer: bool = Field(
         default=False,
         description="With groups and diloco, average what the optimizer remembers of each weight, such as "
@@ -242,6 +249,10 @@ class Sync(Table):
     def averages(self) -> bool:
         """Whether replicas average weights."""
         return self.mode in ("groups", "diloco")
+
+    def num_sites(self, width: int) -> int:
+        """How many of so many replicas, or of sites of them, the coordinator knows."""
+        return width if self.sites is None else self.sites
 
     @property
     def is_coordinated(self) -> bool:
