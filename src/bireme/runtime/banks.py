@@ -446,8 +446,8 @@ class WeightBanks(_BankContents):
 
     @property
     def averaged(self) -> list[tuple[Slots, Tensor]]:
-        """What is averaged of W from here, in the precision in which it is stepped, with its layout: all of it,
-        or this replica's part.
+        """What is averaged of W from here, in the precision in which it is stepped, with its layout: all of
+        it, or this replica's part.
         """
         bank = self._newest_version % len(self._banks)
         return [store.to_average(bank) for store in self._stores]
@@ -480,6 +480,19 @@ class WeightBanks(_BankContents):
         self._close(version)
         if self.shared is not None:
             self.shared.made(bank)
+
+    def averaged_piece(self, name: str) -> tuple[slice, tuple[int, ...]] | None:
+        """The elements of a parameter that are averaged from here, and its shape; None if all of it is."""
+        for store in self._stores:
+            part = store.part or store.averaged
+            if part is not None and name in part.pieces:
+                return part.pieces[name], store.banks[0].slots[name].shape
+        return None
+
+    def complete(self) -> None:
+        """Get the parts of W of the other replicas that share the optimizer; all of them must call it."""
+        if self.shared is not None and self.gathered is None and not self._is_fresh:
+            self.shared.gather(self._newest_version % len(self._banks), trains=False)
 
     def _gather_averaged(self) -> None:
         """Get what the other replicas have averaged, if each averages a part."""
@@ -520,6 +533,7 @@ class WeightBanks(_BankContents):
     ) -> None:
         """Take over copies of W(version) and of the optimizer's state; of both what has names from here.
 
+        Of weights that replicas share, this replica's pieces do; `complete` then gets the others.
         `older` are the living versions before it, and under the FRESH rule the trial version of that number.
         What it lacks becomes equal to W(version). Frozen weights that are not given stay.
         """

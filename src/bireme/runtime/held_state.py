@@ -106,7 +106,8 @@ class HeldState:
             tensors |= sections_of(stage, own, replica=layout.replica, pieces_of=pieces_of, alone=all_held)
             pieces_of.difference_update(stage.banks.names)
         if self._averages is not None:
-            tensors |= self._averages.sections(own)
+            of_rank = {name for name, rank in owners.items() if rank == layout.pipeline_rank}
+            tensors |= self._averages.sections(own, None if all_held else of_rank)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= _threshold_sections(self._stage_messages.thresholds, self.num_trained, layout)
         shares = None if self.balancer is None else self.balancer.state()

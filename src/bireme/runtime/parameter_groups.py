@@ -261,10 +261,18 @@ class ParameterGroupWeights:
     def put(self, bank: int, weights: Tensors) -> None:
         """Take over copies of weights into a bank, or of what there is of it here."""
         if self._parts is None or self.part is None:
-            copy_by_name({name: weights[name] for name in self.banks[bank].views}, self.banks[bank].views)
+            self._put_into(self.banks[bank], weights)
             return
         for name, piece in self.pieces(bank).items():
             piece.copy_(self.part.piece(name, weights[name]))
+
+    def _put_into(self, bank: Arena, weights: Tensors) -> None:
+        """Take over copies of weights, or of this replica's pieces of them; others may be missing then."""
+        pieces = {} if self.part is None else self.part.views(bank.flat)
+        for name, view in bank.views.items():
+            if self.part is None or name in weights:
+                given = weights[name]
+                (view if given.shape == view.shape else pieces[name]).copy_(given)
 
     def take(self, bank: int) -> None:
         """Have memory for all of a bank."""
@@ -291,7 +299,7 @@ class ParameterGroupWeights:
         return self.own(bank) if self.apart is None else self.apart.flat
 
     def to_average(self, bank: int) -> tuple[Slots, Tensor]:
-        """What is averaged from here of the newest weights, which are in that bank or apart, and its layout."""
+        """What is averaged from here of the newest weights, in that bank or apart, after its layout."""
         part, newest = self.part or self.averaged, self.newest_part(bank)
         if part is None:
             return self.banks[bank].slots, newest

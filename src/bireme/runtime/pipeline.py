@@ -347,7 +347,13 @@ class Pipeline(HeldState):
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
-            donations = WeightDonations(averages, self.stages, lambda: self._updates.scale, averaging.rebuilt)
+            donations = WeightDonations(
+                averages,
+                self.stages,
+                lambda: self._updates.scale,
+                averaging.rebuilt,
+                replica=self.layout.replica,
+            )
             self._updates.before_update = donations.before_update
         tell = on_instruction or teller(world)
         self._interpreter = Interpreter(
@@ -454,6 +460,8 @@ class Pipeline(HeldState):
         self._check_drained()
         assert self._averages is not None, "a pipeline alone has nobody to join"
         self.num_trained = join_averaging(self._averages.agent, self.num_trained, until, self.restore)
+        for stage in self.stages.values():
+            stage.banks.complete()
 
     def meet(self, *numbers: float) -> Met:
         """Make one mean of the weights of all replicas, when this one has drained, and add up numbers."""

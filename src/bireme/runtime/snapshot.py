@@ -166,6 +166,26 @@ def _shared_sections(
     return _copied(found)
 
 
+def own_sections(stage: Stage, names: Collection[str], *, replica: int) -> dict[str, Tensor]:
+    """What this rank has of a stage of the parameters and buffers named, for the same rank of another site:
+    whole, or its pieces as they are. Copied; no other rank takes part.
+    """
+    banks = stage.banks
+    if banks.shared is None:
+        return sections_of(stage, names, replica=replica)
+    found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in banks.newest(names, alone=True).items()}
+    found |= _to_run_on(stage, names, replica, alone=True) | _buffers(stage, names)
+    for section, before in ((_WEIGHTS, False), (BEFORE, True)):
+        for name, piece in banks.own_pieces(before=before).items():
+            if name in names:
+                found.setdefault(f"{section}/{name}", piece)
+    for name, state in banks.optimizer_state().items():
+        for key, value in state.items() if name in names else ():
+            if value is not None:
+                found[f"{OPTIMIZER}/{name}/{key}"] = _as_tensor(value)
+    return _copied(found)
+
+
 def _named_pieces(shared: SharedWeights, name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this replica has of a parameter; the owner of its first element has what is there once for all."""
     part, shape = shared.part_of[name], shared.shapes[name]
@@ -210,7 +230,8 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     """
     banks = stage.banks
     saved = joined(saved)
-    trained = set(banks.trainable)
+    # Of what replicas share, there may be this one's pieces alone.
+    trained = set(banks.trainable if banks.shared is None else banks.shared.part_of)
     newest = {
         name: saved[key] for name in banks.names if (key := f"{_WEIGHTS}/{name}") in saved or name in trained
     }

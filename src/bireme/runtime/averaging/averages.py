@@ -19,6 +19,7 @@ from bireme.memory.arena import Arena, Slots
 from bireme.runtime.averaging.agent import AveragingAgent, Offer, SettledRound
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.quorum.peer_agent import RoundSum
+from bireme.runtime.snapshot import joined, piece_name
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coded import RESIDUAL, CodedSums
@@ -288,9 +289,12 @@ class Averages(ABC):
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """Make one mean of all replicas' weights, once a window has drained."""
 
-    def sections(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What a checkpoint needs in addition to the weights."""
-        del names
+    def sections(self, names: Collection[str], pieces_of: Collection[str] | None = None) -> dict[str, Tensor]:
+        """What a checkpoint needs in addition to the weights, of the parameters named: of those that are
+        averaged in pieces, this rank's pieces of the parameters in `pieces_of`. If that is None, pieces are
+        there as they are, for this rank alone.
+        """
+        del names, pieces_of
         return {}
 
     def donated(self) -> dict[str, Tensor]:
@@ -362,6 +366,47 @@ class Averages(ABC):
 
             stage.banks.average(stage.banks.newest_version, write_all, is_drained=is_drained)
 
+    def _sections(
+        self,
+        section: str,
+        arenas: Sequence[Arena],
+        names: Collection[str] | None = None,
+        pieces_of: Collection[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Copies of what lies in arenas like the parts; all if no names are given."""
+        found: dict[str, Tensor] = {}
+        for name, view, place in self._placed(arenas):
+            key = f"{section}/{name}"
+            if place is not None and pieces_of is not None:
+                piece, shape = place
+                if name in pieces_of:
+                    found[piece_name(piece.start, shape, key)] = view.reshape(-1).clone()
+            elif names is None or name in names:
+                found[key] = view.clone()
+        return found
+
+    def _load_section(self, section: str, arenas: Sequence[Arena], saved: Mapping[str, Tensor]) -> None:
+        """Copy what was saved into arenas like the parts."""
+        for part, arena in zip(self._parts, arenas, strict=True):
+            for name, view in arena.views.items():
+                if (found := saved.get(f"{section}/{name}")) is None:
+                    continue
+                place = self._stages[part.stage].banks.averaged_piece(name)
+                is_whole = place is not None and found.shape != view.shape
+                view.copy_(found.reshape(-1)[place[0]] if is_whole and place is not None else found)
+
+    def _placed(
+        self, arenas: Sequence[Arena]
+    ) -> Iterator[tuple[str, Tensor, tuple[slice, tuple[int, ...]] | None]]:
+        """The name of each parameter in arenas like the parts, its place there, and the piece that it is; of
+        the first stage that has it.
+        """
+        stage_of: dict[str, int] = {}
+        for part, arena in zip(self._parts, arenas, strict=True):
+            for name, view in arena.views.items():
+                if stage_of.setdefault(name, part.stage) == part.stage:
+                    yield name, view, self._stages[part.stage].banks.averaged_piece(name)
+
     def _event(self) -> torch.Event | None:
         """What the rank's stream has had to do by now, on an accelerator."""
         if not is_accelerator(self._device):
@@ -402,13 +447,13 @@ class GroupAverages(Averages):
         """The weights that drifts are from, and what was not sent of drifts."""
         if self._drifts is None:
             return {}
-        return arena_sections(START, self._start) | self._drifts.sections(0)
+        return self._sections(START, self._start) | self._drifts.sections(0)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Drifts are from what was saved so, or from the weights."""
         for start, flat in zip(self._start, self._flats, strict=bool(self._start)):
             start.flat.copy_(flat)
-        load_arenas(START, self._start, saved)
+        self._load_section(START, self._start, joined(saved))
         if self._drifts is not None:
             self._drifts.load(0, saved)
 
@@ -487,23 +532,3 @@ def copied(flats: Sequence[Tensor], ready: torch.Event | None) -> Sequence[Tenso
 
 START = "start"
 """The section of snapshots for weights as all replicas had them."""
-
-
-def arena_sections(
-    section: str, arenas: Sequence[Arena], names: Collection[str] | None = None
-) -> dict[str, Tensor]:
-    """Copies of arenas, or of the tensors of these names in them, by the names of a snapshot."""
-    return {
-        f"{section}/{name}": view.clone()
-        for arena in arenas
-        for name, view in arena.views.items()
-        if names is None or name in names
-    }
-
-
-def load_arenas(section: str, arenas: Sequence[Arena], saved: Mapping[str, Tensor]) -> None:
-    """Copy the tensors that a snapshot has of arenas into these."""
-    for arena in arenas:
-        for name, view in arena.views.items():
-            if (found := saved.get(f"{section}/{name}")) is not None:
-                view.copy_(found)

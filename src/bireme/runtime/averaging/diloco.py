@@ -41,14 +41,12 @@ from bireme.runtime.averaging.averages import (
     Averages,
     GroupAverages,
     Met,
-    arena_sections,
-    load_arenas,
     met,
 )
 from bireme.runtime.layout import AnyPlan, Layout
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
 from bireme.runtime.shared_weights import Sharers
-from bireme.runtime.snapshot import Snapshot, sections_of
+from bireme.runtime.snapshot import Snapshot, joined, own_sections
 from bireme.runtime.stage import Stage
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 from bireme.sync.coordinator.state import HealTimes
@@ -203,13 +201,13 @@ class _DilocoAverages(Averages):
         mean.give_back(settled.result)
         return met(settled)
 
-    def sections(self, names: Collection[str]) -> dict[str, Tensor]:
+    def sections(self, names: Collection[str], pieces_of: Collection[str] | None = None) -> dict[str, Tensor]:
         """The outer momentum."""
-        return arena_sections(_MOMENTUM, self._momentum, names)
+        return self._sections(_MOMENTUM, self._momentum, names, pieces_of)
 
     def donated(self) -> dict[str, Tensor]:
         """The momentum, the start, and what was not sent of drifts."""
-        found = arena_sections(_MOMENTUM, self._momentum) | arena_sections(START, self._start)
+        found = self._sections(_MOMENTUM, self._momentum) | self._sections(START, self._start)
         for line, coded in enumerate(self._coded_drifts):
             found |= coded.sections(line)
         return found
@@ -219,8 +217,9 @@ class _DilocoAverages(Averages):
         for momentum, start, flat in zip(self._momentum, self._start, self._flats, strict=True):
             momentum.flat.zero_()
             start.flat.copy_(flat)
-        load_arenas(_MOMENTUM, self._momentum, saved)
-        load_arenas(START, self._start, saved)
+        whole = joined(saved)
+        self._load_section(_MOMENTUM, self._momentum, whole)
+        self._load_section(START, self._start, whole)
         for line, coded in enumerate(self._coded_drifts):
             coded.load(line, saved)
 
@@ -307,8 +306,8 @@ def _weight(settled: SettledRound) -> float:
 
 # What a pipeline needs where its replica averages weights with others: its agent, and how to join.
 #
-# The pipeline knows no rank of another one. It may be of a site of several replicas, which sum gradients. Each
-# of their ranks then averages its part of the weights, and gets the parts of the others in its site.
+# The pipeline knows no rank of another one. It may be of a site of several replicas, which sum gradients.
+# Each of their ranks then averages its part of the weights, and gets the parts of the others in its site.
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,9 +381,11 @@ class WeightDonations:
         stages: Mapping[int, Stage],
         clip_scale: Callable[[], float],
         rebuilt: frozenset[str],
+        *,
+        replica: int,
     ) -> None:
         self._averages, self._stages, self._clip_scale = averages, stages, clip_scale
-        self._rebuilt = rebuilt
+        self._rebuilt, self._replica = rebuilt, replica
         self._updated = -1
         """The last batch that a stage was updated from."""
 
@@ -399,8 +400,8 @@ class WeightDonations:
             return
         tensors = self._averages.donated()
         for stage in self._stages.values():
-            names = {*stage.banks.newest(), *stage.buffers} - self._rebuilt
-            tensors |= sections_of(stage, names, replica=0)
+            names = {*stage.banks.names, *stage.buffers} - self._rebuilt
+            tensors |= own_sections(stage, names, replica=self._replica)
         agent.provide(name, Snapshot(batch, self._clip_scale(), tensors))
 
 

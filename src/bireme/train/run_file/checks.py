@@ -196,7 +196,8 @@ def check_sites(sites: int, width: int) -> None:
     if width % sites:
         raise BiremeError(
             f"sync.sites is {sites}, but there are {width} replicas (plan.width), which {sites} does not "
-            f"divide. Set plan.width to a multiple, such as {-(-width // sites) * sites}, or change sync.sites."
+            f"divide. Set plan.width to a multiple, such as {-(-width // sites) * sites}, or change "
+            "sync.sites."
         )
 
 

@@ -206,10 +206,10 @@ class Sync(Table):
     )
     sites: Annotated[int, Field(ge=2, le=1024)] | None = Field(
         default=None,
-        description="With groups and diloco, sites that the replicas of the plan are assigned to, equally many "
-        "to each. Inside a site replicas sum gradients in every batch and may share optimizers or weights "
-        "(memory.shard); sites average weights, and a site lives and dies as a whole. By default each replica "
-        "is a site",
+        description="With groups and diloco, sites that the replicas of the plan are assigned to, equally "
+        "many to each. Inside a site replicas sum gradients in every batch and may share optimizers or "
+        "weights (memory.shard); sites average weights, and a site lives and dies as a whole. By default "
+        "each replica is a site",
     )
     average_optimizer: bool = Field(
         default=False,

@@ -1,0 +1,82 @@
+"""`sync.sites` with real processes: two sites of two replicas that share an optimizer, and DiLoCo."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import bireme
+from tests.support.training import CUTS, losses, running, settings, write_run
+from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED
+
+BATCH = 8
+
+
+def write_sites(folder: Path, shard: str, data: str = "", *, width: int = 4) -> Path:
+    """A run file of replicas of one stage in two sites."""
+    path = write_run(folder, "2bw", 1, model=UNTIED, data=data)
+    table = {"cuts": CUTS[1], "num_microbatches": 2, "schedule": "2bw", "width": width}
+    plan = folder / "plan-of-sites.json"
+    plan.write_text(json.dumps({"format": 1, "plan": table}))
+    text = path.read_text().replace("workers = 1", f"workers = {width}")
+    text = text.replace(f'file = "{folder}/plan-2bw-1.json"', f'file = "{plan}"')
+    keys = f'mode = "diloco"\nsites = 2\ndiloco_every = 2\n\n[memory]\nshard = "{shard}"\n'
+    path.write_text(f"{text}\n[sync]\n{keys}")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_sites_train_each_sample_once_and_go_on_from_a_checkpoint(
+    shard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = write_sites(tmp_path, shard), tmp_path / "runs" / "run"
+    first = bireme(capsys, "train", str(path), "--json")
+    assert first.status == 0, first.err
+    document = json.loads(first.out)
+    assert (document["steps"], document["reason"], document["checkpoint"]) == (STEPS, "finished", STEPS)
+    sync = document["sync"]
+    assert (sync["samples_committed"], sync["samples_redone"]) == (STEPS * BATCH, 0)
+    assert document["membership"] == [{"step": 0, "members": [0, 1]}]
+    assert 0 < sync["shared"]["gathered_bytes"] < sync["sent_bytes"]
+    found = losses(run)
+    assert found[max(found)] < found[min(found)]
+
+    again = bireme(capsys, "resume", str(run), "--set", f"training.steps={STEPS + 4}", "--json")
+    assert again.status == 0, again.err
+    assert json.loads(again.out)["steps"] == STEPS + 4
+    checked = bireme(capsys, "ledger", str(run), "--json")
+    assert (checked.status, json.loads(checked.out)["ok"]) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(shard: str, tmp_path: Path) -> None:
+    path, run = write_sites(tmp_path, shard, PACED), tmp_path / "runs" / "run"
+    more = settings(training__steps=PACED_STEPS, cluster__timeout_s=16)
+    with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as started:
+        started.wait_for_step(4)
+        os.kill(started.ranks[3], signal.SIGKILL)
+        started.wait_for_words("Replica 1 is back")
+        os.kill(started.process.pid, signal.SIGTERM)
+        ended = started.ended()
+    assert ended.document["reason"] == "signal"
+    assert ended.document["sync"]["epochs"] >= 3
+    checked = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    rounds = [line for line in checked if line["kind"] == "round"]
+    places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
+    assert len(set(places)) == len(places)
+
+
+def test_sites_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sites(tmp_path, "optimizer", width=3)
+    for more, words in (
+        ((), "sync.sites is 2, but there are 3 replicas (plan.width)"),
+        (settings(sync__mode="allreduce", sync__diloco_every=50), "sync.sites is 2"),
+        (settings(sync__sites=1), "sync.sites"),
+    ):
+        result = bireme(capsys, "train", str(path), *more)
+        assert (result.status, words in result.err) == (2, True), result.err
