@@ -241,6 +241,32 @@ def test_residuals_of_a_codec_are_predicted_to_be_kept_whole_by_each_replica(sha
     assert fewer == pytest.approx(0.1 * sums)
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_replicas_are_predicted_to_share_within_their_site_only(shard: str, tmp_path: Path) -> None:
+    """Where each site is one replica, nothing is shared, and no part of a sum is sent apart."""
+    plan = Plan(
+        (),
+        4,
+        "1f1b",
+        width=WIDTH,
+        micro_batch_sizes=(1,) * WIDTH,
+        devices=(DEVICES,),
+        whole_weights=2 if shard == "weights" else 0,
+        sites=WIDTH,
+    )
+    request = PlanRequest(4 * WIDTH, shard=shard, sites=WIDTH)
+    found = forecast_of(plan, profile_of_much(), cluster(), request)
+    assert found.stages[0].peak_bytes == forecast("none").stages[0].peak_bytes
+    write_plan(tmp_path / "plan.json", plan)
+    assert load_plan(tmp_path / "plan.json").plan == plan
+    with pytest.raises(BiremeError, match="3 replicas for 2 sites"):
+        replace(plan, sites=2)
+    asked = PlanRequest(batch_size=12, schedule="1f1b", depth=1, shard=shard, sites=2)
+    alone = find_plan(profile_of_much(), cluster(), asked)
+    assert isinstance(alone, Answer)
+    assert (alone.best.plan.width, alone.best.plan.sites) == (2, 2)
+
+
 def test_weights_that_do_not_learn_are_predicted_to_be_shared_and_gathered_too() -> None:
     profile = profile_of_much()
     units = tuple(

@@ -180,7 +180,8 @@ class Plan:
     rank takes through a stage before it turns to the next. `paging` says what leaves the device; left out,
     nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
     share an optimizer. Where they share the weights too, `whole_weights` says how many stages of a rank, or
-    versions of one, have theirs whole at a time; 0 where every replica has its own.
+    versions of one, have theirs whole at a time; 0 where every replica has its own. Replicas are assigned to
+    `sites` in their order, equally many to each, and share within a site.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -200,8 +201,14 @@ class Plan:
     paging: Paging | None = None
     updates_halfway: bool = False
     whole_weights: Place = 0
+    sites: Count = 1
 
     def __post_init__(self) -> None:
+        if self.width % self.sites:
+            raise BiremeError(
+                f"The plan has {self.width} replicas for {self.sites} sites, which must have equally many. "
+                "Make width a multiple of sites."
+            )
         num_ranks = self.by_program.source.num_ranks
         if self.devices and [len(names) for names in self.devices] != [self.width] * num_ranks:
             raise BiremeError(
@@ -313,7 +320,7 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
 def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
     if plan.paging is None:
         resident = _resident(plan, num_batches, first_batch)
-        return gathered(resident, plan.width, plan.whole_weights) if plan.whole_weights else resident
+        return _with_gathers(resident, plan)
     known = KNOWN.get((plan, num_batches, first_batch))
     if known is not None:
         return known
@@ -334,8 +341,14 @@ def _cut(plan: Plan) -> Cut:
 
 @lru_cache(maxsize=64)
 def _averaging(plan: Plan, lag: int, num_batches: int, first_batch: int) -> Program:
-    resident = _resident(plan, num_batches, first_batch, lag)
-    return gathered(resident, plan.width, plan.whole_weights) if plan.whole_weights else resident
+    return _with_gathers(_resident(plan, num_batches, first_batch, lag), plan)
+
+
+def _with_gathers(resident: Program, plan: Plan) -> Program:
+    """The program of a plan with gathers of weights, if its replicas share them."""
+    if not plan.whole_weights:
+        return resident
+    return gathered(resident, plan.width // plan.sites, plan.whole_weights)
 
 
 def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:

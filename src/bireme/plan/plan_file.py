@@ -276,6 +276,8 @@ def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
         del plain["plan"]["updates_halfway"]
     if not saved.plan.whole_weights:
         del plain["plan"]["whole_weights"]
+    if saved.plan.sites == 1:
+        del plain["plan"]["sites"]
     if saved.forecast is not None and not saved.forecast.tiers:
         del plain["forecast"]["tiers"]
     return plain

@@ -160,7 +160,8 @@ class PlanRequest:
     within these limits. `whole_backwards` forbids schedules that run backwards in two halves. `shard` says
     what the replicas of a stage share: none, optimizer, or weights, which are the optimizer, the weights and
     the gradients. Of what an optimizer keeps of one parameter that it steps whole, `whole_bytes` are the
-    most; 0 if it steps each element apart.
+    most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each, and share
+    within a site.
     """
 
     batch_size: int
@@ -189,6 +190,7 @@ class PlanRequest:
     whole_backwards: bool = False
     shard: str = "none"
     whole_bytes: int = 0
+    sites: int = 1
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
@@ -224,7 +226,7 @@ class PlanRequest:
 
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimizer; 1 if each has its own."""
-        return width if self.shard != "none" else 1
+        return width // self.sites if self.shard != "none" else 1
 
     def more_of_an_owner(self, sharers: int, num_bytes: float, rule: Rule) -> float:
         """What one of so many replicas has at most beyond an equal part of a stage's optimizer, which is so

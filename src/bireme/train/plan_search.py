@@ -145,6 +145,7 @@ def plan_request_of(run: RunFile, sums: SumCost) -> PlanRequest:
         memory=_tier_limits(run.memory, compiles=run.model.compile),
         whole_backwards=run.training.gradient_form is not None,
         shard=run.memory.shard,
+        sites=run.sync.sites or 1,
         whole_bytes=whole_bytes(graph.parameters, run.training.optimizer),
     )
 

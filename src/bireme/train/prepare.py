@@ -153,6 +153,11 @@ def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
 def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
     """Refuse a plan, as one from a file may be, that does not go with what the run asks for."""
     mode, program = run.sync.mode, plan.by_program
+    if plan.sites > 1 and plan.sites != run.sync.sites:
+        raise BiremeError(
+            f"In the plan replicas are in {plan.sites} sites, but sync.sites is {run.sync.sites}. Set "
+            f"sync.sites = {plan.sites}, or use a plan that was made without sites."
+        )
     if mode != "allreduce" and plan.width < 2:
         raise BiremeError(
             f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '

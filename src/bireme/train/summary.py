@@ -65,7 +65,7 @@ def _shared_summary(run: RunFile, saved: SavedPlan, outcomes: Sequence[Outcome])
         return None
     gathered = sum(one.own.gathered_bytes for one in outcomes)
     sent = sum(one.own.sent_sum_bytes for one in outcomes)
-    times = first_of(outcomes).own.num_batches * saved.plan.width
+    times = first_of(outcomes).own.num_batches * (saved.plan.width // (run.sync.sites or 1))
     return _SharedSummary(
         gathered,
         _predicted(saved, "device", times),

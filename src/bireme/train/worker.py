@@ -336,6 +336,7 @@ def _as_member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> tuple[R
     alone = replace(
         plan,
         width=width,
+        sites=1,
         devices=tuple(names[own] for names in plan.devices),
         micro_batch_sizes=() if width == 1 else plan.micro_batch_sizes[own],
         updates_early=plan.is_early,

@@ -116,6 +116,7 @@ class Draft:
             sweep=self.sweep,
             paging=self.paging,
             whole_weights=self.whole_weights,
+            sites=outline.sites,
         )
 
 
@@ -160,7 +161,8 @@ def _paged(draft: Draft, *, is_brief: bool) -> Program:
 
 @lru_cache(maxsize=64)
 def _gathered(draft: Draft) -> Program:
-    return gathered(draft.resident_program(), draft.outline.width, draft.whole_weights)
+    sharers = draft.outline.width // draft.outline.sites
+    return gathered(draft.resident_program(), sharers, draft.whole_weights)
 
 
 def draft_of(plan: Plan, cluster: Cluster) -> Draft:
@@ -183,6 +185,7 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.num_microbatches,
         plan.is_early,
         plan.updates_halfway,
+        plan.sites,
     )
     grid = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
     used = [device for row in grid for device in row]

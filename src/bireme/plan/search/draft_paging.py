@@ -321,8 +321,8 @@ def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
 
 def reduce_share(request: PlanRequest, width: int) -> float:
     """What each replica sends on for the sum of gradients, for each byte of them."""
-    sums = request.sums
-    return sums.part_share(width) if request.num_sharers(width) > 1 else sums.hop_share(width)
+    sums, sharers = request.sums, request.num_sharers(width)
+    return sums.part_share(sharers) if sharers > 1 else sums.hop_share(width)
 
 
 def sync_bytes(
@@ -353,7 +353,8 @@ def sync_bytes(
 def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[_Exchanged, ...]:
     """What each replica sends the others that share with it, stage by stage."""
     width = draft.outline.width
-    share, gathered = reduce_share(request, width), (width - 1) / width
+    sharers = request.num_sharers(width)
+    share, gathered = reduce_share(request, width), (sharers - 1) / sharers
     weights = costs.weight_bytes
     if draft.whole_weights:
         frozen = costs.frozen_bytes or (0.0,) * costs.num_stages

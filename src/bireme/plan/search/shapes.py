@@ -49,7 +49,7 @@ class Outline:
     """A plan without devices and cuts; `sizes` are the samples of each replica's micro-batches, falling.
 
     `updates_early` lets stages update while the first rank has one set of gradients, and `updates_halfway`
-    in time for what replicas make of a shared optimizer to travel.
+    in time for what replicas make of a shared optimizer to travel. Replicas share within `sites`.
     """
 
     schedule: str
@@ -59,6 +59,7 @@ class Outline:
     num_microbatches: int
     updates_early: bool = False
     updates_halfway: bool = False
+    sites: int = 1
 
     @property
     def width(self) -> int:
@@ -116,7 +117,7 @@ class Outlines:
         request = self._problem.request
         widths = (request.width,) if request.width else self._widths
         for width in widths:
-            for sizes in self._sizes(width):
+            for sizes in self._sizes(width) if width % request.sites == 0 else ():
                 for m in self._counts(sum(sizes)):
                     yield from self._of(sizes, m)
 
@@ -136,7 +137,9 @@ class Outlines:
                 is_shared = request.num_sharers(len(sizes)) > 1 and not request.shares_weights
                 is_halfway = is_shared and schedule_named(name).rule is Rule.DELAYED
                 for parts in PARTS.get(name, (1,)):
-                    outline = Outline(name, depth, parts, sizes, num_microbatches, is_early, is_halfway)
+                    outline = Outline(
+                        name, depth, parts, sizes, num_microbatches, is_early, is_halfway, request.sites
+                    )
                     if self._is_possible(outline):
                         yield outline
 

@@ -93,10 +93,11 @@ def _check_shard(tables: Tables) -> None:
     """Replicas that share state need all of each other in every batch."""
     sync = tables.sync
     if tables.memory.shard != "none" and sync.is_coordinated and sync.sites is None:
-        advice = "Set sync.sites, so that replicas of one site share." if sync.averages else "Leave out one."
+        remedy = "Set sync.sites, so that replicas of a site share" if sync.averages else "Leave out one"
+        shard = tables.memory.shard
         raise BiremeError(
-            f'memory.shard is "{tables.memory.shard}", but sync.mode is "{sync.mode}", and each replica needs '
-            f"all those that it shares with in every batch. {advice}"
+            f'memory.shard is "{shard}", but sync.mode is {sync.mode!r}, and each replica needs those that '
+            f"it shares with in every batch. {remedy}."
         )
 
 
