@@ -95,13 +95,13 @@ _HOST_ORDERS, _UNDER_WAY = TypeAdapter(_HostOrders), TypeAdapter(_UnderWay)
 
 def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> dict[str, Any]:
     """What `meet_hosts` takes, as it goes through the store."""
-    plan = led.prepared.plan.plan
     start = with_delay(led.prepared, led.checkpoint, RunStart(led.folder.path, None, None, False, {}))
     assert start.first_delayed_step is not None, "it was just found"
+    settings = replica_settings(led.prepared, led.folder, led.checkpoint)
     orders = _HostOrders(
-        replica_settings(led.prepared, led.folder, led.checkpoint),
+        settings,
         secrets.token_hex(_TOKEN_BYTES),
-        tuple(map(tuple, parts_of_hosts(led.places, led.nodes, plan.source.num_ranks))),
+        tuple(map(tuple, parts_of_hosts(led.places, led.nodes, settings.num_stages))),
         tuple(hosts_of_ranks),
         start.first_delayed_step,
     )

@@ -94,12 +94,12 @@ def _counts(run: RunFile, launchers: Sequence[LaunchedProcess], started: Sequenc
     return [num if num > 1 else count for num, count in zip(started, own, strict=True)]
 
 
-def within_servers(plan: Plan, cluster: Cluster) -> Plan:
-    """A plan with as many replicas on one server as its devices allow: this plan, or with other devices in
-    the place of equal ones. Replicas that share a server stay in their order.
+def within_servers(plan: Plan, cluster: Cluster, width: int = 1) -> Plan:
+    """A plan with as many replicas, or sites of so many, on one server as its devices allow: this plan, or
+    with other devices in the place of equal ones. Replicas that share a server stay in their order.
     """
     depth = plan.source.num_ranks
-    if not _spans_servers(plan, cluster):
+    if not _spans_servers(plan, cluster, width):
         return plan
     devices = {placed.name: placed for placed in cluster.devices()}
     used = {name for row in plan.devices for name in row} & devices.keys()
@@ -110,19 +110,19 @@ def within_servers(plan: Plan, cluster: Cluster) -> Plan:
     for name, placed in devices.items():
         if name in used:
             by_server.setdefault(placed.server, []).append(name)
-    if not found or not are_equal or max(map(len, by_server.values())) < depth:
+    if not found or not are_equal or max(map(len, by_server.values())) < depth * width:
         return plan
-    whole = {server: len(names) // depth * depth for server, names in by_server.items()}
+    whole = {server: len(names) // (depth * width) * depth * width for server, names in by_server.items()}
     ordered = [name for server, names in by_server.items() for name in names[: whole[server]]]
     ordered += [name for server, names in by_server.items() for name in names[whole[server] :]]
     replicas = [ordered[first : first + depth] for first in range(0, len(ordered), depth)]
     return replace(plan, devices=tuple(zip(*replicas, strict=True)))
 
 
-def _spans_servers(plan: Plan, cluster: Cluster) -> bool:
-    """Whether a replica is on more than one server."""
-    servers, depth = servers_of_places(plan, cluster), plan.source.num_ranks
-    return any(len(set(servers[first : first + depth])) > 1 for first in range(0, len(servers), depth))
+def _spans_servers(plan: Plan, cluster: Cluster, width: int) -> bool:
+    """Whether a replica, or a site of so many, is on more than one server."""
+    servers, num = servers_of_places(plan, cluster), plan.source.num_ranks * width
+    return any(len(set(servers[first : first + num])) > 1 for first in range(0, len(servers), num))
 
 
 def parts_of_hosts(places: Sequence[int], nodes: Nodes, depth: int) -> list[list[ReplicaPart]]:
@@ -339,7 +339,9 @@ def _on_hosts(prepared: PreparedRun) -> PreparedRun:
     sync = prepared.run.sync
     if not sync.is_coordinated:
         return prepared
-    plan = within_servers(prepared.plan.plan, prepared.machines.cluster)
+    asked = prepared.plan.plan
+    width = asked.width // sync.num_sites(asked.width)
+    plan = within_servers(asked, prepared.machines.cluster, width)
     return replace(prepared, plan=replace(prepared.plan, plan=plan))
 
 
