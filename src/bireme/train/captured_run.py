@@ -167,7 +167,7 @@ class CapturedRun:
             )
         finally:
             torch.set_num_threads(before)
-        request = plan_request_of(run, sums_of(run, self.graph))
+        request = plan_request_of(run, sums_of(run, self.graph), self.graph)
         sums = DENSE if request.width == 1 else request.sums.codec
         if not request.codec_words and sums == DENSE:
             return found

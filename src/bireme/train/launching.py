@@ -71,7 +71,7 @@ def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
         return prepared
     cluster = slowed(prepared.machines.cluster, prepared.plan.plan, outcome.slow)
     run, names = prepared.run, [unit.name for unit in prepared.profile.units]
-    request = full_request_of(run, sums_of(run, prepared.graph), names, cluster)
+    request = full_request_of(run, sums_of(run, prepared.graph), names, cluster, prepared.graph)
     answer = planned(prepared.profile, cluster, request, lambda _done, _what: None, is_brief=False)
     if outcome.batch_s is not None and answer.best.forecast.batch_s >= outcome.batch_s:
         return prepared
@@ -215,7 +215,7 @@ def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> N
         prepared.plan.plan,
         prepared.profile,
         prepared.machines.cluster,
-        plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph)),
+        plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph), prepared.graph),
         num_batches=num_batches,
     )
     write_recorded(timeline, path)

@@ -117,8 +117,10 @@ def plans_of(run: RunFile, saved: SavedPlan) -> tuple[Plan, ...]:
 Progress = Callable[[float, str], None]
 
 
-def plan_request_of(run: RunFile, sums: SumCost) -> PlanRequest:
-    """What a run file asks of a plan, where sums over replicas cost this; without its units by name."""
+def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None = None) -> PlanRequest:
+    """What a run file asks of a plan, where sums over replicas cost this; without its units by name. Without
+    a graph it is estimated what an optimizer keeps of the largest matrix that it steps whole.
+    """
     asked = run.plan
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
     return PlanRequest(
@@ -146,7 +148,7 @@ def plan_request_of(run: RunFile, sums: SumCost) -> PlanRequest:
         whole_backwards=run.training.gradient_form is not None,
         shard=run.memory.shard,
         sites=run.sync.sites or 1,
-        whole_bytes=whole_bytes(graph.parameters, run.training.optimizer),
+        whole_bytes=0 if graph is None else whole_bytes(graph.parameters, run.training.optimizer),
     )
 
 
@@ -176,11 +178,13 @@ def _start(run: RunFile) -> float | None:
     return delay_warmup_of(steps, run.training.num_warmup_steps) if run.plan.schedule == "auto" else None
 
 
-def full_request_of(run: RunFile, sums: SumCost, names: Sequence[str], cluster: Cluster) -> PlanRequest:
+def full_request_of(
+    run: RunFile, sums: SumCost, names: Sequence[str], cluster: Cluster, graph: Graph | None = None
+) -> PlanRequest:
     """All that a run file asks of a plan on a cluster, for a model whose units have these names."""
     asked = run.plan
     request = replace(
-        plan_request_of(run, sums),
+        plan_request_of(run, sums, graph),
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
