@@ -270,17 +270,9 @@ NOT_YET: Mapping[tuple[str, str], str] = {
     ("diloco", "offloading"): _RESIDENT,
     ("quorum", "shard-optimizer"): _ALONE,
     ("quorum", "shard-weights"): _ALONE,
-    ("groups", "shard-optimizer"): _ALONE,
-    ("groups", "shard-weights"): _ALONE,
-    ("diloco", "shard-optimizer"): _ALONE,
-    ("diloco", "shard-weights"): _ALONE,
-    ("sum-codec", "shard-optimizer"): _PLAIN,
-    ("sum-codec", "shard-weights"): _PLAIN,
     ("principal", "shard-optimizer"): _PARTS,
     ("principal", "shard-weights"): _PARTS,
     ("principal", "offloading"): "Only whole gradients are offloaded so far.",
-    ("muon", "shard-optimizer"): "Muon steps whole matrices, and parts begin and end within them so far.",
-    ("muon", "shard-weights"): "Muon steps whole matrices, and parts begin and end within them so far.",
     ("shard-optimizer", "offloading"): _NOT_BOTH,
     ("shard-weights", "offloading"): _NOT_BOTH,
 }
@@ -303,8 +295,12 @@ def pairs(capabilities: Iterable[Capability]) -> Iterator[tuple[Capability, Capa
 
 
 def settings_of(capabilities: Sequence[Capability]) -> dict[str, str | int]:
-    """The keys of a run file that switch on all of these. A source beside a mixture becomes one of it."""
+    """The keys of a run file that switch on all of these. A source beside a mixture becomes one of it, and
+    replicas that share are assigned to sites, if not all replicas agree in every batch.
+    """
     found = {key: value for one in capabilities for key, value in one.settings.items()}
+    if "memory.shard" in found and found.get("sync.mode", "allreduce") != "allreduce":
+        found |= {"sync.sites": 2, "plan.width": 4}
     if "data.mixture" in found and "data.source" in found:
         source = found.pop("data.source")
         found["data.mixture"] = f'[{{source = "stdlib", weight = 3}}, {{source = "{source}"}}]'
