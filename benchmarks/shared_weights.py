@@ -86,7 +86,7 @@ def prepared_run(subject: Subject, way: Way, folder: str) -> PreparedRun:
     prepared = prepare(load_run_file(None, sets), lambda _done, _what: None)
     assert prepared.profile is not None, "a plan that was searched for has one"
     plan = in_parts(prepared.plan.plan, len(prepared.profile.units), way)
-    request = plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph))
+    request = plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph), prepared.graph)
     forecast = forecast_of(plan, prepared.profile, prepared.machines.cluster, request)
     return replace(prepared, plan=replace(prepared.plan, plan=plan, forecast=forecast))
 

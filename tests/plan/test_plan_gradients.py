@@ -81,7 +81,6 @@ def test_what_gradients_cannot_be_is_refused_before_anything_is_planned(
         (("training.gradient_of=*.weight",), 'training.gradient is "whole"'),
         ((principal, "memory.device=1GB"), "only whole gradients are offloaded"),
         ((principal, "memory.shard=optimizer"), "only whole gradients have parts"),
-        (("sync.codec=int8", "memory.shard=optimizer"), "each replica gets the plain sum of its part"),
     ):
         result = bireme(capsys, *with_sets([*profiled, *words]))
         assert (result.status, sentence in result.err) == (2, True), result.err

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.codec.sum_description import Gathered, SumCost, parse_sum_codec
+from bireme.codec.sum_description import SumCost, parse_sum_codec
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import holdings
@@ -190,11 +190,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
             profile_of_much(), cluster(), PlanRequest(batch_size=4, shard="weights", schedule="2bw-fresh")
         )
     with pytest.raises(BiremeError, match="principal components"):
-        PlanRequest(
-            batch_size=4,
-            shard="optimizer",
-            sums=SumCost(gathered=(Gathered(message_bytes=8, found_bytes=8),)),
-        )
+        PlanRequest(batch_size=4, shard="optimizer", whole_backwards=True)
 
 
 def test_of_whole_matrices_one_replica_is_predicted_to_keep_the_largest_more() -> None:

@@ -243,7 +243,7 @@ class Composition:
             tuple(stage * num_units // num_stages for stage in range(1, num_stages)),
             NUM_MICROBATCHES,
             schedule,
-            width=1 if mode in ("quorum", "groups", "diloco") and not self._shares else WIDTH,
+            width=1 if mode in ("quorum", "groups", "diloco") else WIDTH,
             recompute=tuple(range(num_stages)) if "recompute" in names else (),
             codecs=(BoundaryCodecs("int8", "int8"),) * (num_stages - 1) if "boundary-codec" in names else (),
             updates_early=False,
@@ -276,10 +276,6 @@ class Composition:
         limits = limits_of(NUM_MICROBATCHES, [most, most], least_per_microbatch=self._least)
         even = (BATCH // WIDTH,) * WIDTH
         return Sharing(even, limits, Policy(every=1), 0, lambda _batch, rank, samples: (1 + rank) * samples)
-
-    @property
-    def _shares(self) -> bool:
-        return self._of_axis("what replicas share") is not None
 
     @property
     def _least(self) -> int:

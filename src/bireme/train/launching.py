@@ -71,7 +71,7 @@ def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
         return prepared
     cluster = slowed(prepared.machines.cluster, prepared.plan.plan, outcome.slow)
     run, names = prepared.run, [unit.name for unit in prepared.profile.units]
-    request = full_request_of(run, sums_of(run, prepared.graph), names, cluster, prepared.graph)
+    request = full_request_of(run, sums_of(run, prepared.graph), prepared.graph, names, cluster)
     answer = planned(prepared.profile, cluster, request, lambda _done, _what: None, is_brief=False)
     if outcome.batch_s is not None and answer.best.forecast.batch_s >= outcome.batch_s:
         return prepared

@@ -117,9 +117,9 @@ def plans_of(run: RunFile, saved: SavedPlan) -> tuple[Plan, ...]:
 Progress = Callable[[float, str], None]
 
 
-def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None = None) -> PlanRequest:
+def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanRequest:
     """What a run file asks of a plan, where sums over replicas cost this; without its units by name. Without
-    a graph it is estimated what an optimizer keeps of the largest matrix that it steps whole.
+    the graph, the largest matrix that Muon steps is taken to be as large as the largest unit.
     """
     asked = run.plan
     penalties = {Rule.DELAYED: asked.penalties.delayed, Rule.FRESH: asked.penalties.fresh}
@@ -147,8 +147,8 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None = None) -> 
         memory=_tier_limits(run.memory, compiles=run.model.compile),
         whole_backwards=run.training.gradient_form is not None,
         shard=run.memory.shard,
-        sites=run.sync.sites or 1,
         whole_bytes=0 if graph is None else whole_bytes(graph.parameters, run.training.optimizer),
+        sites=run.sync.sites or 1,
     )
 
 
@@ -179,7 +179,7 @@ def _start(run: RunFile) -> float | None:
 
 
 def full_request_of(
-    run: RunFile, sums: SumCost, names: Sequence[str], cluster: Cluster, graph: Graph | None = None
+    run: RunFile, sums: SumCost, graph: Graph | None, names: Sequence[str], cluster: Cluster
 ) -> PlanRequest:
     """All that a run file asks of a plan on a cluster, for a model whose units have these names."""
     asked = run.plan

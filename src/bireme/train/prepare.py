@@ -153,11 +153,6 @@ def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
 def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
     """Refuse a plan, as one from a file may be, that does not go with what the run asks for."""
     mode, program = run.sync.mode, plan.by_program
-    if plan.sites > 1 and plan.sites != run.sync.sites:
-        raise BiremeError(
-            f"In the plan replicas are in {plan.sites} sites, but sync.sites is {run.sync.sites}. Set "
-            f"sync.sites = {plan.sites}, or use a plan that was made without sites."
-        )
     if mode != "allreduce" and plan.width < 2:
         raise BiremeError(
             f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
@@ -165,6 +160,11 @@ def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
         )
     if run.sync.sites is not None:
         check_sites(run.sync.sites, plan.width)
+    if plan.sites > 1 and plan.sites != run.sync.sites:
+        raise BiremeError(
+            f"In the plan replicas are in {plan.sites} sites, but sync.sites is {run.sync.sites}. Set "
+            f"sync.sites = {plan.sites}, or use a plan that was made without sites."
+        )
     if plan.whole_weights and run.memory.shard != "weights":
         raise BiremeError(
             f"In the plan replicas share weights (whole_weights = {plan.whole_weights}), but memory.shard is "
@@ -417,7 +417,7 @@ def written_paths(prepared: PreparedRun, folder: RunFolder) -> list[Path]:
 def prepared_document(prepared: PreparedRun) -> dict[str, Any]:
     """The plan of a run in the words of `bireme plan --json`."""
     run, graph, answer, profile = prepared.run, prepared.graph, prepared.answer, prepared.profile
-    request = plan_request_of(run, sums_of(run, graph))
+    request = plan_request_of(run, sums_of(run, graph), graph)
     if answer is None or profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(graph)]
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)

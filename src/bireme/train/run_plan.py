@@ -96,7 +96,7 @@ class ProfiledRun:
         if graph is not None:
             found = with_kept_gradients(run, graph, found)
         sums = sums_of_profile(run, found) if graph is None else sums_of(run, graph)
-        request = full_request_of(run, sums, [unit.name for unit in found.units], self.cluster)
+        request = full_request_of(run, sums, graph, [unit.name for unit in found.units], self.cluster)
         is_brief = graph is not None and is_short(run, graph)
         begin_s = perf_counter()
         answer = planned(found, self.cluster, request, progress, is_brief=is_brief)

@@ -19,7 +19,7 @@ from bireme.memory.arena import Arena, Slots
 from bireme.runtime.averaging.agent import AveragingAgent, Offer, SettledRound
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.quorum.peer_agent import RoundSum
-from bireme.runtime.snapshot import joined, piece_name
+from bireme.runtime.snapshot import piece_name
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coded import RESIDUAL, CodedSums
@@ -453,7 +453,8 @@ class GroupAverages(Averages):
         """Drifts are from what was saved so, or from the weights."""
         for start, flat in zip(self._start, self._flats, strict=bool(self._start)):
             start.flat.copy_(flat)
-        self._load_section(START, self._start, joined(saved))
+        if self._start:
+            self._load_section(START, self._start, saved)
         if self._drifts is not None:
             self._drifts.load(0, saved)
 

@@ -30,6 +30,12 @@ def check_memory(tables: Tables) -> None:
     """Refuse keys of `[memory]` that contradict each other or other tables."""
     check_paging(tables.memory, tables.plan)
     _check_updates(tables)
+    shard, sync = tables.memory.shard, tables.sync
+    if shard != "none" and sync.averages and sync.sites is None:
+        raise BiremeError(
+            f'memory.shard is "{shard}", but sync.mode is {sync.mode!r}, and each replica needs those that '
+            "it shares with in every batch. Set sync.sites, so that replicas of a site share."
+        )
 
 
 def check_paging(memory: Memory, plan: Planning) -> None:
@@ -89,18 +95,6 @@ def _check_updates(tables: Tables) -> None:
         )
 
 
-def _check_shard(tables: Tables) -> None:
-    """Replicas that share state need all of each other in every batch."""
-    sync = tables.sync
-    if tables.memory.shard != "none" and sync.is_coordinated and sync.sites is None:
-        remedy = "Set sync.sites, so that replicas of a site share" if sync.averages else "Leave out one"
-        shard = tables.memory.shard
-        raise BiremeError(
-            f'memory.shard is "{shard}", but sync.mode is {sync.mode!r}, and each replica needs those that '
-            f"it shares with in every batch. {remedy}."
-        )
-
-
 DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
 """Two ways to say the same."""
 
@@ -136,7 +130,6 @@ def check_together(tables: Tables) -> None:
         )
     _check_links(tables.links)
     check_memory(tables)
-    _check_shard(tables)
     _check_balance_of_mode(tables)
     _check_modes(tables.sync)
     if tables.sync.sites is not None and tables.plan.width is not None:

@@ -210,6 +210,7 @@ class Sync(Table):
         "many to each. Inside a site replicas sum gradients in every batch and may share optimizers or "
         "weights (memory.shard); sites average weights, and a site lives and dies as a whole. By default "
         "each replica is a site",
+        examples=[2],
     )
     average_optimizer: bool = Field(
         default=False,
