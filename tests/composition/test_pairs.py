@@ -47,13 +47,17 @@ def test_two_capabilities_together_compute_what_one_process_does(pair: tuple[str
 @pytest.mark.parametrize(
     "names",
     [
-        "boundary-codec balance tied quorum",
-        "2bw boundary-codec sum-codec tied balance",
-        "zbv quorum tied recompute",
-        "2bw-fresh diloco boundary-codec lora",
-        "2bw shard-optimizer tied lora bfloat16",
-        "1f1b private-data balance recompute boundary-codec",
-        "offloading recompute tied boundary-codec sum-codec",
+        pytest.param("quorum sum-codec boundary-codec balance tied", id="a home lab"),
+        pytest.param("diloco sum-codec boundary-codec zbv tied", id="two sites"),
+        pytest.param("groups sum-codec interleaved lora private-data", id="an adapter on private data"),
+        pytest.param("quorum principal stream mixture recompute", id="a mixture of streams"),
+        pytest.param("2bw sum-codec boundary-codec tied balance", id="all that saves bytes"),
+        pytest.param("2bw-fresh diloco boundary-codec lora", id="fresh updates that are averaged"),
+        pytest.param("2bw shard-optimizer tied lora bfloat16", id="a shared optimizer of an adapter"),
+        pytest.param(
+            "1f1b private-data balance recompute boundary-codec", id="unequal servers with own data"
+        ),
+        pytest.param("offloading recompute tied boundary-codec sum-codec", id="little memory and slow links"),
     ],
 )
 def test_more_than_two_do_so_too(names: str) -> None:

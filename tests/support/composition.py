@@ -61,7 +61,7 @@ class Words(nn.Module):
     def __init__(self, *, tied: bool, adapted: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, CONTEXT)
-        self.layers = nn.ModuleList(nn.Linear(CONTEXT, CONTEXT) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(CONTEXT, CONTEXT) for _ in range(3))
         self.head = nn.Linear(CONTEXT, VOCAB, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -100,7 +100,7 @@ def words(*, tied: bool, adapted: bool, dtype: str) -> Model:
     model = captured(
         module,
         token_batches(2, 1)[0],
-        name=f"words {tied} {adapted} {dtype}",
+        name=f"three words {tied} {adapted} {dtype}",
         is_kept=True,
         count=num_tokens,
     )
