@@ -14,7 +14,7 @@ from benchmarks.rehearsal.lanes import Channel, SharedLanes
 from bireme.cluster.cluster import Cluster
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric
-from bireme.runtime.socket_line import Transport
+from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network

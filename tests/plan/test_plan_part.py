@@ -20,7 +20,7 @@ from bireme.plan.partition.chain import chain_of
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan
 from bireme.profile.profile import Profile
-from bireme.runtime.wire import Boundaries
+from bireme.runtime.message_format import Boundaries
 from bireme.schedule.catalogue import generate
 from bireme.simulate.simulator import simulate
 from tests.support.command import bireme, with_sets

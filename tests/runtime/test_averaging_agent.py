@@ -42,6 +42,8 @@ LONG = 6
 class Coordinator:
     """Says what a test has it say, and remembers what it was told."""
 
+    key = "secret"
+
     def __init__(self, word: CoordinatorReply) -> None:
         self.told: list[dict[str, Any]] = []
         self.address = ""
@@ -121,7 +123,7 @@ def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_
 ) -> None:
     agent.begin(Window(3, 40), used=[3])
     coordinator.have_say(heals=(Heal(1, 0, 7),))
-    board = PeerConnections(RankId(1, 0, 0), lambda *_: None, timeout_s=patience_s())
+    board = PeerConnections(RankId(1, 0, 0), lambda *_: None, key="secret", timeout_s=patience_s())
     looks = 0
 
     def look() -> None:
@@ -243,7 +245,7 @@ def test_who_gets_a_sum_from_another_rank_does_not_wait_in_vain_however_long_tha
         words = {"weight": 1.0, "numbers": (), "parts": (1,), "tensors": ()}
         send_tensors(made, words, [torch.ones(2)])
 
-    board = PeerConnections(RankId(1, 0, 0), answer, timeout_s=patience_s())
+    board = PeerConnections(RankId(1, 0, 0), answer, key="secret", timeout_s=patience_s())
     try:
         agent.begin(Window(0, 8), used=[0])
         waits = threading.Thread(target=agent.wait_settled, args=(agent.lines,), daemon=True)

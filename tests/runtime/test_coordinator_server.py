@@ -13,11 +13,12 @@ from bireme.balance import ShareLimits
 from bireme.errors import BiremeError
 from bireme.runtime import coordinator_process as coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient, Observer
-from bireme.runtime.coordinator_process import CoordinatorServer, Ledger, listener
+from bireme.runtime.coordinator_process import CoordinatorServer, Ledger
 from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, waiting
 from bireme.sync.coordinator.messages import HostStart, Incarnation, RankId
 from bireme.sync.coordinator.samples import LEDGER, Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
+from bireme.wire.listener import open_port
 from tests.support.patience import patience_s
 
 
@@ -32,7 +33,7 @@ def test_a_ledger_that_cannot_be_written_ends_the_coordinator_with_its_reason(tm
     """It is not the fault of the rank whose report leads to the line."""
     settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
     ledger = OnFullDisk(tmp_path / LEDGER)
-    server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", ledger)
+    server = CoordinatorServer(beginner(settings, 1), open_port("127.0.0.1"), "secret", ledger)
     client = CoordinatorClient([("127.0.0.1", server.port)], "secret", RankId(0, 0, 0), "", lease_s=1.0)
     server.start()
     client.start()
@@ -53,22 +54,21 @@ def test_time_in_which_the_coordinator_was_stopped_does_not_count_against_its_ra
 ) -> None:
     """A laptop that was closed for longer than the lease lost all replicas at once."""
     settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
-    server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", None)
+    server = CoordinatorServer(beginner(settings, 1), open_port("127.0.0.1"), "secret", None)
     clock, oversleeps_s = [1000.0], [0.0, 45.0, 0.0, 3600.0]
 
-    def select(wait_s: float) -> list[object]:
+    def wait(wait_s: float) -> None:
         clock[0] += wait_s + oversleeps_s.pop(0)
-        return []
 
     monkeypatch.setattr(coordinator_server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(server, "_selector", SimpleNamespace(select=select))
+    monkeypatch.setattr(server, "_poller", SimpleNamespace(wait=wait))
     times = [server._now_s()]
     while oversleeps_s:
         server._serve()
         times.append(server._now_s())
     steps = [after - before for before, after in pairwise(times)]
     assert all(0 < step <= coordinator_server.LONGEST_S + 1e-6 for step in steps)
-    server._listening.close()
+    server._listener.close()
 
 
 def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_answers() -> None:
@@ -79,7 +79,7 @@ def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_an
     first = socket.socket()
     first.bind(("127.0.0.1", 0))  # it refuses calls until it listens
     second = CoordinatorServer(
-        waiting(settings, CoordinatorCandidate(1, 2)), listener("127.0.0.1"), "secret", ledger=None
+        waiting(settings, CoordinatorCandidate(1, 2)), open_port("127.0.0.1"), "secret", ledger=None
     )
     hosts = [first.getsockname(), ("127.0.0.1", second.port)]
     client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), "", lease_s=settings.lease_s)
@@ -114,7 +114,7 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
         coordinator_server, "host_wake_s", lambda _host, since_s: 1.0 if since_s <= 1.0 else 9.0
     )
     monkeypatch.setattr(coordinator_server, "LONGEST_S", 0.001)
-    server = CoordinatorServer(beginner(settings, 1), listener("127.0.0.1"), "secret", ledger=None)
+    server = CoordinatorServer(beginner(settings, 1), open_port("127.0.0.1"), "secret", ledger=None)
     events = list[object]()
     monkeypatch.setattr(server, "_step", events.append)
     now_s[0] = 0.9
@@ -123,7 +123,7 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     now_s[0] = 1.1
     server._serve()
     assert events == [Tick()]
-    server._listening.close()
+    server._listener.close()
 
 
 def test_launchers_hear_of_each_other_over_a_coordinator_that_does_not_coordinate_until_one_ends() -> None:

@@ -8,9 +8,9 @@ import torch
 
 from bireme.codec import NO_CODECS, BoundaryCodecs, CodecPhase, LinkCodecs, parse_codec
 from bireme.plan.plan import Plan
+from bireme.runtime.message_format import Coding, TensorSpec, WireFormat
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot
-from bireme.runtime.wire import Coding, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.runtime.test_coded_sums import WIDTH, layers
 from tests.support.engine_parity import (

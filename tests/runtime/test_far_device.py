@@ -23,7 +23,7 @@ from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
 from bireme.runtime import wire
 from bireme.runtime.fabric import SingleRankFabric
-from bireme.runtime.wire import Coding, TensorSpec, WireFormat
+from bireme.runtime.message_format import Coding, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
 from tests.support.extent import several

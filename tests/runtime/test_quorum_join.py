@@ -62,6 +62,7 @@ class Scripted:
             raise LineBroken(heal.donor, "it says nothing")
         here, there = socket.socketpair()
         with here, there:
+            there.settimeout(5.0)
             send_named(there, {"num_trained": heal.batch, "clip_scale": 1.0}, {}, share=1.0)
             yield IncomingTensors(here, lambda: None, timeout_s=5.0)
 
@@ -118,6 +119,8 @@ def test_a_replica_knows_its_first_batch_while_the_sums_before_it_still_come() -
 class Told:
     """A coordinator that says what it is told to."""
 
+    key = "secret"
+
     def __init__(self, word: CoordinatorReply) -> None:
         self.word = word
         self.act: Callable[[], None] = lambda: None
@@ -151,7 +154,7 @@ def test_a_rank_asks_another_source_as_soon_as_one_that_says_nothing_is_replaced
     """However long the timeout is: whoever sends nothing may be dead, or have a slow line."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
-        members = (Member(0, 0, (f"{host} {port} {16 * '00'} -",)),)
+        members = (Member(0, 0, (f"{host} {port} -",)),)
         commit = Commit(0, 6, 0, (RoundPart(0, 4),), (SumSource(1, 0),))
         heal = Heal(1, donor=0, batch=5)
         coordinator = Told(

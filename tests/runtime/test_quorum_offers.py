@@ -51,7 +51,9 @@ def test_a_peer_connections_lets_go_of_connections_that_are_over() -> None:
         if batch:
             raise ConnectionResetError("it has hung up")
 
-    boards = [PeerConnections(RankId(one, 0, 0), answer, timeout_s=patience_s()) for one in range(2)]
+    boards = [
+        PeerConnections(RankId(one, 0, 0), answer, key="secret", timeout_s=patience_s()) for one in range(2)
+    ]
     try:
         for batch in range(2):
             with boards[0].ask(1, boards[1].address, SUM, batch, lambda: None) as made:

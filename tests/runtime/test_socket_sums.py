@@ -7,7 +7,7 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
 from bireme.runtime.fabric import SocketSums
-from bireme.runtime.socket_line import LARGE_BYTES
+from bireme.runtime.socket_transport import LARGE_BYTES
 from tests.support.sockets import Receive, key, send, star
 from tests.support.together import run_threads
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -12,17 +12,22 @@ from torch import Tensor
 
 from bireme.codec.description import parse_codec
 from bireme.errors import BiremeError
-from bireme.runtime import socket_line, socket_transport
-from bireme.runtime import socket_line as large_messages
-from bireme.runtime import socket_transport as peer_sockets
+from bireme.runtime import socket_transport
 from bireme.runtime.board import PeerLost
 from bireme.runtime.fabric import neighbors_of
-from bireme.runtime.socket_line import LARGE_BYTES, NUM_UNDER_WAY, header_of, ordinary_bytes
-from bireme.runtime.socket_transport import Lines, SocketTransport
+from bireme.runtime.message_format import Coding, TensorSpec, WireFormat, header_of
+from bireme.runtime.socket_transport import (
+    LARGE_BYTES,
+    NUM_UNDER_WAY,
+    Lines,
+    SocketTransport,
+    meet,
+    ordinary_bytes,
+)
 from bireme.runtime.stores import open_store
-from bireme.runtime.wire import Coding, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError
+from bireme.wire import connection, listener
 from tests.runtime.test_transport import SCENARIOS
 from tests.support.sockets import HOST, Receive, format_of, key, pair, send, star
 from tests.support.together import run_threads
@@ -124,7 +129,7 @@ def test_a_message_that_flows_may_take_longer_than_the_timeout(
 ) -> None:
     """Over a slow link, a large message failed although its bytes kept coming."""
     timeout_s, num_parts, clock = 20.0, 12, Clock()
-    for module in (large_messages, socket_line, socket_transport):
+    for module in (connection, socket_transport):
         monkeypatch.setattr(module, "time", clock)
     (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
     small.setblocking(False)
@@ -149,7 +154,7 @@ def test_a_message_that_flows_may_take_longer_than_the_timeout(
                 read_exactly(link, min(part, len(data) - begin))
             else:
                 link.sendall(data[begin : begin + part])
-                while line.came_s < clock.now_s and not is_over.wait(0.001):
+                while line.connection.came_s < clock.now_s and not is_over.wait(0.001):
                     pass
 
     thread = threading.Thread(target=drip, daemon=True)
@@ -258,11 +263,12 @@ def test_what_was_read_before_it_was_expected_is_found(both: list[SocketTranspor
 
 def test_what_is_no_message_of_ours_is_told(both: list[SocketTransport]) -> None:
     for alien in (header_of(key(0), 1 << 30, 0), bytes(64)):
-        both[0]._lines[1].socket.sendall(alien)
+        both[0]._lines[1].connection.socket.sendall(alien)
         with pytest.raises(BiremeError, match="is not a message of this version"):
             Receive(both[1], key(0), 0, 64).wait()
-        both[1]._lines[0]._begin = both[1]._lines[0]._end = 0
-    both[0]._large_messages[1]._line.sendall(bytes(64))
+        staged = both[1]._lines[0].connection
+        staged._begin = staged._end = 0
+    both[0]._large_messages[1].connection.socket.sendall(bytes(64))
     with pytest.raises(BiremeError, match="is not a message of this version"):
         Receive(both[1], key(0), 0, LARGE_BYTES).wait()
 
@@ -272,7 +278,7 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
     monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
     monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
-    monkeypatch.setattr(peer_sockets, "HAS_ABSTRACT_NAMES", is_local and peer_sockets.HAS_ABSTRACT_NAMES)
+    monkeypatch.setattr(listener, "HAS_ABSTRACT_NAMES", is_local and listener.HAS_ABSTRACT_NAMES)
     store = open_store("127.0.0.1", 0, serve=True, timeout_s=20)
     rank_of_stage = (0, 1, 2, 0)
 
@@ -280,17 +286,19 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
         own = open_store("127.0.0.1", store.port, serve=False, timeout_s=20)
         if rank == 1:
             own.wait(["here/7"])
-            port = int(own.get("here/7").decode().split()[1])
+            port = int(own.get("here/7").decode().split()[3])
             with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(bytes(25))
-                assert stranger.recv(1) == b""
+                stranger.sendall(bytes(200))
+                with suppress(ConnectionResetError):
+                    while stranger.recv(100):
+                        pass
             # Who only connected and said nothing held up the rank that it called until the timeout.
             for _ in range(3):
                 silent.enter_context(socket.create_connection(("127.0.0.1", port)))
         neighbors = neighbors_of(rank, rank_of_stage)
-        lines = peer_sockets.meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbors=neighbors, timeout_s=20)
+        lines = meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbors=neighbors, timeout_s=20)
         families = {one.family for pair in lines.values() for one in (pair.small, pair.large)}
-        assert families == {socket.AF_UNIX if peer_sockets.HAS_ABSTRACT_NAMES else socket.AF_INET}
+        assert families == {socket.AF_UNIX if listener.HAS_ABSTRACT_NAMES else socket.AF_INET}
         transport = SocketTransport(lines, timeout_s=20)
         waiting = [Receive(transport, Message(True, rank, 0, peer, None), peer, 8) for peer in neighbors]
         for peer in neighbors:
@@ -332,7 +340,7 @@ def test_the_kernel_takes_ordinary_messages_while_the_sender_computes() -> None:
     size = near.ordinary_bytes - 64
     for n in range(NUM_UNDER_WAY):
         send(transport, key(n), 1, bytes_of(n, size))
-    assert sum(len(one.rest) for one in transport._lines[1].queue) == 0
+    assert sum(len(one.rest[0]) for one in transport._lines[1].connection.outgoing) == 0
     transport.close()
     far.small.close()
     far.large.close()
@@ -340,7 +348,7 @@ def test_the_kernel_takes_ordinary_messages_while_the_sender_computes() -> None:
 
 def test_messages_are_ordinary_only_as_far_as_the_kernels_buffers_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ordinary_bytes() <= LARGE_BYTES
-    monkeypatch.setattr("bireme.runtime.socket_line.BUFFER_BYTES", 50_000)
+    monkeypatch.setattr("bireme.runtime.socket_transport.BUFFER_BYTES", 50_000)
     assert ordinary_bytes() <= 2 * 50_000 // NUM_UNDER_WAY  # Linux grants twice what is asked for
 
 

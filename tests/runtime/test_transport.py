@@ -13,10 +13,10 @@ from bireme.devices import use
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
 from bireme.runtime.fabric import NcclTransport
-from bireme.runtime.socket_line import Transport
-from bireme.runtime.wire import TensorSpec, WireFormat
+from bireme.runtime.message_format import TensorSpec, WireFormat
+from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
-from tests.runtime.test_wire import ACTIVATION, KEY, every_dtype, packed, same_bits
+from tests.runtime.test_message_format import ACTIVATION, KEY, every_dtype, packed, same_bits
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_processes, run_threads
 

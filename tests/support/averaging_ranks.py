@@ -264,6 +264,8 @@ class RankWorld(Turns):
 class _Client:
     """A rank's way to the coordinator, in the place of `LazyCoordinatorClient`."""
 
+    key = "secret"
+
     def __init__(self, hosts: Any, _token: str, rank: RankId, *, lease_s: float, is_empty: bool) -> None:
         del is_empty
         self.world: RankWorld = hosts[0]

@@ -5,8 +5,8 @@ import socket
 import torch
 from torch import Tensor
 
+from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
 from bireme.runtime.socket_transport import Lines, SocketTransport
-from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 from bireme.sync.group import Pending
 

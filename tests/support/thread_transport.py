@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.board import PeerLost
-from bireme.runtime.socket_line import Transport, nothing_came, nothing_taken
+from bireme.runtime.socket_transport import nothing_came, nothing_taken
+from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums
 from tests.support.patience import patience_s

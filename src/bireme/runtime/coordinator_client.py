@@ -6,8 +6,7 @@ does not coordinate keeps the connection and is silent, for it may have to take 
 asks all hosts: as soon as another host coordinates, the rank calls that host.
 """
 
-import os
-import selectors
+import select
 import socket
 import threading
 import time
@@ -31,6 +30,8 @@ from bireme.sync.coordinator.messages import (
     decode,
     encode,
 )
+from bireme.wire.connection import Connection, Poller, text_frame, wait_for
+from bireme.wire.listener import authenticated
 
 _Found = TypeVar("_Found")
 
@@ -47,6 +48,8 @@ BEAT_S = 0.5
 """How often an observer asks a host."""
 _STARTS = b'{"starts"'
 """How an answer about starts begins."""
+MOST_BYTES = 1 << 24
+"""Of a text between a rank and the coordinator."""
 
 _NOTHING = CoordinatorReply(epoch=0, number=-1)
 
@@ -71,8 +74,8 @@ class Observer:
     have to take up. Launchers agree through it on starts of replicas over several hosts.
     """
 
-    def __init__(self, hosts: Sequence[Address], token: str) -> None:
-        self._hosts, self._token = tuple(hosts), token.encode()
+    def __init__(self, hosts: Sequence[Address], key: str) -> None:
+        self._hosts, self._key = tuple(hosts), key
         self._ended: frozenset[Incarnation] = frozenset()
         self._own_starts: dict[int, HostStart] = {}
         """By the replica."""
@@ -132,9 +135,10 @@ class Observer:
     def _run(self, number: int) -> None:
         while True:
             try:
-                with socket.create_connection(self._hosts[number], timeout=BEAT_S) as made:
-                    self._refused_s.pop(number, None)
-                    self._talk(made, number)
+                made = socket.create_connection(self._hosts[number], timeout=BEAT_S)
+                self._refused_s.pop(number, None)
+                with authenticated(made, self._key):
+                    self._talk(Connection(made), number)
             except ConnectionRefusedError:
                 self._refused_s.setdefault(number, time.monotonic())
             except (OSError, BiremeError):
@@ -143,25 +147,19 @@ class Observer:
             if self._is_closing.wait(BEAT_S):
                 return
 
-    def _talk(self, made: socket.socket, number: int) -> None:
-        made.sendall(self._token + b"\n")
-        come = b""
+    def _talk(self, connection: Connection, number: int) -> None:
         while not self._is_closing.is_set():
             notice = Notice(tuple(sorted(self._ended)), tuple(self._own_starts.values()))
-            made.sendall(encode(notice) + b"\n")
+            connection.send(memoryview(text_frame(encode(notice))))
+            connection.flush(BEAT_S)
             ends_s = time.monotonic() + BEAT_S
             while (left_s := ends_s - time.monotonic()) > 0:
-                made.settimeout(left_s)
-                with suppress(TimeoutError):
-                    more = made.recv(1 << 16)
-                    if not more:
-                        return
-                    *lines, come = (come + more).split(b"\n")
-                    for line in lines:
-                        if line.startswith(_STARTS):
-                            self._starts[number] = time.monotonic(), decode(HostStarts, line).starts
-                        else:
-                            self._take(decode(CoordinatorReply, line))
+                wait_for(connection, select.POLLIN, left_s)
+                while (text := connection.next_text(MOST_BYTES)) is not None:
+                    if text.startswith(_STARTS):
+                        self._starts[number] = time.monotonic(), decode(HostStarts, text).starts
+                    else:
+                        self._take(decode(CoordinatorReply, text))
 
     def _take(self, word: CoordinatorReply) -> None:
         with self._lock:
@@ -175,7 +173,7 @@ class CoordinatorClient:
     def __init__(
         self,
         hosts: Sequence[Address],
-        token: str,
+        key: str,
         rank: RankId,
         address: str,
         *,
@@ -183,7 +181,7 @@ class CoordinatorClient:
         num_lines: int = 1,
         first: int = 0,
     ) -> None:
-        self._hosts, self._token, self._lease_s = tuple(hosts), token.encode(), lease_s
+        self._hosts, self._key, self._lease_s = tuple(hosts), key, lease_s
         rounds = tuple(RoundAt(committed=first) for _ in range(num_lines))
         self._report = Report(rank, 0, 0, address, rounds=rounds)
         self._known = Known()
@@ -193,11 +191,11 @@ class CoordinatorClient:
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._seeker: Observer | None = None
         """Looks for the host that coordinates while the host that was called gives no word."""
-        self._made: socket.socket | None = None
+        self._connection: Connection | None = None
         """The connection, as long as there is one over which reports may go."""
         self._said_s = 0.0
         self._act: Callable[[], None] = lambda: None
-        self._wake_read, self._wake_write = os.pipe()
+        self._poller = Poller()
         self._thread = threading.Thread(target=self._run, name="bireme client", daemon=True)
 
     def start(self) -> None:
@@ -267,27 +265,22 @@ class CoordinatorClient:
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
-        with self._changed:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_write = -1
+        self._poller.close()
 
     def _tell(self) -> None:
         """Send the report from this thread, which is sooner than to wake the client's; that one does it where
         there is no connection.
         """
         with self._sending:
-            if self._made is not None:
+            if self._connection is not None:
                 with suppress(OSError):
-                    self._send(self._made)
+                    self._send(self._connection)
                     return
         self._wake()
 
     def _wake(self) -> None:
         self._is_due = True
-        with self._changed:
-            if self._wake_write >= 0:
-                os.write(self._wake_write, b"x")
+        self._poller.ring()
 
     def _run(self) -> None:
         first = 0
@@ -301,9 +294,10 @@ class CoordinatorClient:
             self._has_word = False
             with made:
                 with suppress(OSError, BiremeError):
-                    self._talk(made, number)
+                    self._talk(Connection(made), number)
+                self._poller.forget(made.fileno())
                 with self._sending:
-                    self._made = None
+                    self._connection = None
             # One that has hung up may be there again; one that says nothing is passed over.
             found = self._found_elsewhere(number)
             first = found if found is not None else number + 1 if self._was_silent else 0
@@ -315,14 +309,13 @@ class CoordinatorClient:
             number = (first + place) % len(self._hosts)
             with suppress(OSError):
                 made = socket.create_connection(self._hosts[number], timeout=_PATIENCE * self._lease_s)
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return number, made
+                return number, authenticated(made, self._key)
         return None
 
     def _seek(self, *, is_needed: bool) -> None:
         """Look for the host that coordinates, or stop looking."""
         if is_needed and self._seeker is None and len(self._hosts) > 1:
-            self._seeker = Observer(self._hosts, self._token.decode())
+            self._seeker = Observer(self._hosts, self._key)
             self._seeker.start()
         elif not is_needed and self._seeker is not None:
             self._seeker.close(waits=False)
@@ -335,47 +328,37 @@ class CoordinatorClient:
         found = coordinating(self._seeker.word, self._hosts)
         return None if found == number else found
 
-    def _talk(self, made: socket.socket, number: int) -> None:
+    def _talk(self, connection: Connection, number: int) -> None:
         """Talk over a connection until it breaks, nothing comes over it for long, or the host of this number
         gives no word and another one coordinates.
         """
-        self._was_silent, come = False, b""
-        made.sendall(self._token + b"\n")
+        self._was_silent = False
         heard_s = time.monotonic()
         beat_s, self._said_s = self._lease_s / _BEATS, 0.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(made, selectors.EVENT_READ)
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            while True:
-                now_s = time.monotonic()
-                if self._is_due or now_s >= self._said_s + beat_s:
-                    with self._sending:
-                        self._send(made)
-                        self._made = made
-                    if self._is_closing:
-                        return
-                wait_s = max(self._said_s + beat_s - now_s, 0.0)
-                for key, _ in selector.select(wait_s if self._has_word else min(wait_s, BEAT_S)):
-                    if key.fileobj == self._wake_read:
-                        os.read(self._wake_read, 4096)
-                        continue
-                    more = made.recv(1 << 16)
-                    if not more:
-                        return
-                    *lines, come = (come + more).split(b"\n")
-                    for line in lines:
-                        self._take(decode(CoordinatorReply, line))
-                        heard_s = time.monotonic()
-                if self._has_word or time.monotonic() > heard_s + BEAT_S:
-                    self._seek(is_needed=not self._has_word)
-                if self._found_elsewhere(number) is not None:
+        self._poller.want(connection.socket.fileno(), select.POLLIN, lambda: None)
+        while True:
+            now_s = time.monotonic()
+            if self._is_due or now_s >= self._said_s + beat_s:
+                with self._sending:
+                    self._send(connection)
+                    self._connection = connection
+                if self._is_closing:
                     return
-                patience = _PATIENCE if self._has_word else _LONG_PATIENCE
-                if time.monotonic() > heard_s + patience * self._lease_s:
-                    self._was_silent = True
-                    return
+            wait_s = max(self._said_s + beat_s - now_s, 0.0)
+            self._poller.wait(wait_s if self._has_word else min(wait_s, BEAT_S))
+            while (text := connection.next_text(MOST_BYTES)) is not None:
+                self._take(decode(CoordinatorReply, text))
+                heard_s = time.monotonic()
+            if self._has_word or time.monotonic() > heard_s + BEAT_S:
+                self._seek(is_needed=not self._has_word)
+            if self._found_elsewhere(number) is not None:
+                return
+            patience = _PATIENCE if self._has_word else _LONG_PATIENCE
+            if time.monotonic() > heard_s + patience * self._lease_s:
+                self._was_silent = True
+                return
 
-    def _send(self, made: socket.socket) -> None:
+    def _send(self, connection: Connection) -> None:
         """Send the report. Whoever does so holds `_sending`, so that what is said last is the last."""
         with self._changed:
             self._is_due, self._said_s = False, time.monotonic()
@@ -385,8 +368,8 @@ class CoordinatorClient:
                 epoch=self.word.epoch,
                 known=None if self._has_word else self._known,
             )
-            line = encode(self._report) + b"\n"
-        made.sendall(line)
+            connection.send(memoryview(text_frame(encode(self._report))))
+        connection.flush(_PATIENCE * self._lease_s)
 
     def _take(self, word: CoordinatorReply) -> None:
         with self._changed:

@@ -6,7 +6,7 @@ that says which batches count, and that it was the one who wrote it.
 
 import json
 import os
-import selectors
+import select
 import socket
 import threading
 import time
@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.runtime.coordinator_client import MOST_BYTES
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s, waiting
@@ -37,6 +38,8 @@ from bireme.sync.coordinator.messages import (
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, in_force
 from bireme.sync.coordinator.state import Ended, Event, Tick
+from bireme.wire.connection import Connection, Poller, text_frame
+from bireme.wire.listener import Caller, Listener, interface_of, open_port
 
 # The ledger of a run: `ledger.jsonl` in its folder, a line for each committed round, written before any rank
 # hears of it.
@@ -103,13 +106,11 @@ def _cut_half_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-# The server of a coordinator: one thread, one connection for each rank, a line of JSON for each message.
+# The server of a coordinator: one thread, one connection for each rank, a text in JSON for each message.
 #
-# A caller's first line is the token of the run; whoever has another one is refused. What a step leads to is
-# in the ledger before a word of it is sent. A rank that reads slowly gets only the last word: it says all.
+# What a step leads to is in the ledger before a word of it is sent. A rank that reads slowly gets only the
+# last word: it says all.
 
-_MOST_BYTES = 1 << 24
-"""Of a line; a longer one is not from a rank."""
 _NOTICE = b'{"ended"'
 """How what a launcher says begins."""
 _NOBODY = RankId(-1, 0, 0)
@@ -119,46 +120,28 @@ _LATE_S = 0.5
 """A process that looks so much later than it wanted to was stopped, as on a laptop that was closed."""
 
 
-def listener(address: str = "", port: int = 0) -> socket.socket:
-    """A socket that takes connections; port 0 is a free one."""
-    return socket.create_server((address, port), backlog=256)
-
-
-class _Caller:
-    """A connection, and what has come and what has yet to go over it."""
+class _Client:
+    """A connection of a rank or a launcher, and the next word that it gets."""
 
     def __init__(self, made: socket.socket) -> None:
-        made.setblocking(False)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = made
-        self.is_known = False
-        self.come = b""
-        self.going = b""
+        self.connection = Connection(made)
+        self.file = made.fileno()
         self.next: CoordinatorReply | None = None
         self.starts: HostStarts | None = None
-
-    def lines(self) -> list[bytes]:
-        """The whole lines that have come. Raises an `OSError` if the caller has hung up."""
-        more = self.socket.recv(1 << 16)
-        if not more:
-            raise ConnectionResetError("the caller has hung up")
-        *lines, self.come = (self.come + more).split(b"\n")
-        if len(self.come) > _MOST_BYTES:
-            raise ConnectionError("no rank sends such a line")
-        return lines
 
     def flush(self) -> bool:
         """Send what can be sent; whether more is to go."""
         while True:
-            if not self.going and self.starts is not None:
-                self.going, self.starts = encode(self.starts) + b"\n", None
-            if not self.going and self.next is not None:
-                self.going, self.next = encode(self.next) + b"\n", None
-            if not self.going:
+            if not self.connection.outgoing and self.starts is not None:
+                self.connection.send(memoryview(text_frame(encode(self.starts))))
+                self.starts = None
+            if not self.connection.outgoing and self.next is not None:
+                self.connection.send(memoryview(text_frame(encode(self.next))))
+                self.next = None
+            if not self.connection.outgoing:
                 return False
-            try:
-                self.going = self.going[self.socket.send(self.going) :]
-            except BlockingIOError:
+            self.connection.write()
+            if self.connection.outgoing:
                 return True
 
 
@@ -171,23 +154,23 @@ class CoordinatorServer:
         self,
         host: Host,
         listening: socket.socket,
-        token: str,
+        key: str,
         ledger: Ledger | None,
         *,
         answer: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: Exception | None = None
-        self._host, self._token, self._ledger = host, token.encode(), ledger
-        self._listening = listening
-        listening.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listening, selectors.EVENT_READ)
-        self._wake_read, self._wake_write = os.pipe()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._callers: dict[socket.socket, _Caller] = {}
-        self._ranks: dict[RankId, _Caller] = {}
+        self._host, self._ledger = host, ledger
+        self.port: int = listening.getsockname()[1]
+        """Where it listens."""
+        self._poller = Poller()
+        self._listener = Listener(key, [listening], self._poller, self._accept)
+        self._clients: set[_Client] = set()
+        self._ranks: dict[RankId, _Client] = {}
+        self._came: list[_Client] = []
+        """Clients from which something has come."""
         self._ended: deque[Incarnation] = deque()
-        self._starts: dict[_Caller, tuple[float, tuple[HostStart, ...]]] = {}
+        self._starts: dict[_Client, tuple[float, tuple[HostStart, ...]]] = {}
         """The last notice of each launcher about starts, and when it came."""
         self._answer = answer
         self._is_asked = self._is_closing = False
@@ -197,12 +180,6 @@ class CoordinatorServer:
         """When time was last told to the host. What is due after that is due until it has been told again."""
         self._thread = threading.Thread(target=self._run, name="bireme coordinator", daemon=True)
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        port: int = self._listening.getsockname()[1]
-        return port
-
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
@@ -210,12 +187,12 @@ class CoordinatorServer:
     def ended(self, life: Incarnation) -> None:
         """Say that a start of a replica is over for certain."""
         self._ended.append(life)
-        self._wake()
+        self._poller.ring()
 
     def ask(self) -> None:
         """Have it answer, from the thread that serves."""
         self._is_asked = True
-        self._wake()
+        self._poller.ring()
 
     def join(self) -> None:
         """Wait until it has ended."""
@@ -224,13 +201,9 @@ class CoordinatorServer:
     def close(self) -> None:
         """End it."""
         self._is_closing = True
-        self._wake()
+        self._poller.ring()
         self._thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-
-    def _wake(self) -> None:
-        os.write(self._wake_write, b"x")
+        self._poller.close()
 
     def _run(self) -> None:
         try:
@@ -240,24 +213,20 @@ class CoordinatorServer:
             self.failure = error
         finally:
             self._hang_up()
-            self._selector.close()
-            self._listening.close()
+            self._listener.close()
 
     def _serve(self) -> None:
         """Wait for the next event, and do what follows."""
         now_s = self._now_s()
         wait_s = min(max(host_wake_s(self._host, self._ticked_s) - now_s, _SHORTEST_S), LONGEST_S)
-        ready = self._selector.select(wait_s)
+        self._came.clear()
+        self._poller.wait(wait_s)
         late_s = self._now_s() - now_s - wait_s
         if late_s > _LATE_S:
             self._stopped_s += late_s
-        for key, _ in ready:
-            if key.fileobj is self._listening:
-                self._accept()
-            elif key.fileobj == self._wake_read:
-                os.read(self._wake_read, 4096)
-            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._callers:
-                self._hear(self._callers[key.fileobj])
+        self._listener.sweep()
+        for client in self._came:
+            self._hear(client)
         if self._is_asked:
             self._is_asked = False
             self._answer()
@@ -267,40 +236,43 @@ class CoordinatorServer:
         if now_s >= host_wake_s(self._host, self._ticked_s):
             self._ticked_s = now_s
             self._step(Tick())
-        for caller in list(self._callers.values()):
-            self._flush(caller)
+        for client in tuple(self._clients):
+            self._flush(client)
 
     def _now_s(self) -> float:
         """Seconds by a clock that stands while this process is stopped."""
         return time.monotonic() - self._stopped_s
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            caller = _Caller(self._listening.accept()[0])
-            self._callers[caller.socket] = caller
-            self._selector.register(caller.socket, selectors.EVENT_READ)
+    def _accept(self, caller: Caller) -> None:
+        client = _Client(caller.socket)
+        self._clients.add(client)
+        self._want(client, select.POLLIN)
 
-    def _hear(self, caller: _Caller) -> None:
+    def _want(self, client: _Client, events: int) -> None:
+        self._poller.want(client.file, events, lambda: self._came.append(client))
+
+    def _hear(self, client: _Client) -> None:
+        reports = list[Report | Notice]()
         try:
-            reports = self._reports(caller)
-        except BlockingIOError:
-            return
+            while (text := client.connection.next_text(MOST_BYTES)) is not None:
+                is_notice = text.startswith(_NOTICE)
+                reports.append(decode(Notice, text) if is_notice else decode(Report, text))
         except (OSError, BiremeError):
-            self._forget(caller)
-            return
-        for report in reports:  # what fails from here on is not the caller's fault
+            self._forget(client)
+        for report in reports:  # what fails from here on is not the client's fault
             if isinstance(report, Report):
-                self._ranks[report.rank] = caller
+                if client in self._clients:
+                    self._ranks[report.rank] = client
                 self._step(report)
                 continue
             for life in report.ended:
                 self._step(Ended(life))
             if report.starts:
-                self._starts.pop(caller, None)  # the newest are the last
-                self._starts[caller] = self._now_s(), report.starts
-                caller.starts = self._starts_of_hosts()
+                self._starts.pop(client, None)  # the newest are the last
+                self._starts[client] = self._now_s(), report.starts
+                client.starts = self._starts_of_hosts()
             if self._host.state is not None:
-                caller.next = word_for(self._host.state, _NOBODY)
+                client.next = word_for(self._host.state, _NOBODY)
 
     def _starts_of_hosts(self) -> HostStarts:
         """The starts of the launchers that were heard within the lease, of each host the last one."""
@@ -313,19 +285,6 @@ class CoordinatorServer:
         }
         return HostStarts(tuple(found.values()))
 
-    def _reports(self, caller: _Caller) -> list[Report | Notice]:
-        """What a caller has said. Raises an error if it has hung up, or is no rank of this run."""
-        found = list[Report | Notice]()
-        for line in caller.lines():
-            if caller.is_known:
-                is_notice = line.startswith(_NOTICE)
-                found.append(decode(Notice, line) if is_notice else decode(Report, line))
-            elif line == self._token:
-                caller.is_known = True
-            else:
-                raise ConnectionError("the caller does not know the token of this run")
-        return found
-
     def _step(self, event: Event) -> None:
         done = host_step(self._host, event, self._now_s())
         if self._ledger is not None:
@@ -337,26 +296,25 @@ class CoordinatorServer:
             if rank in self._ranks:
                 self._ranks[rank].next = word
 
-    def _flush(self, caller: _Caller) -> None:
+    def _flush(self, client: _Client) -> None:
         try:
-            has_more = caller.flush()
+            has_more = client.flush()
         except OSError:
-            self._forget(caller)
+            self._forget(client)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_more else 0)
-        if self._selector.get_key(caller.socket).events != events:
-            self._selector.modify(caller.socket, events)
+        self._want(client, select.POLLIN | (select.POLLOUT if has_more else 0))
 
     def _hang_up(self) -> None:
-        for caller in list(self._callers.values()):
-            self._forget(caller)
+        for client in tuple(self._clients):
+            self._forget(client)
 
-    def _forget(self, caller: _Caller) -> None:
-        if self._callers.pop(caller.socket, None) is not None:
-            self._selector.unregister(caller.socket)
-            caller.socket.close()
-            self._ranks = {rank: one for rank, one in self._ranks.items() if one is not caller}
-            self._starts.pop(caller, None)
+    def _forget(self, client: _Client) -> None:
+        if client in self._clients:
+            self._clients.discard(client)
+            self._poller.forget(client.file)
+            client.connection.close()
+            self._ranks = {rank: one for rank, one in self._ranks.items() if one is not client}
+            self._starts.pop(client, None)
 
 
 _START_S = 60.0
@@ -374,7 +332,7 @@ class CoordinatorOrder:
     settings: CoordinatorSettings
     number: int
     num_hosts: int
-    token: str
+    key: str
     ledger: Path
     address: str = ""
     port: int = 0
@@ -387,7 +345,7 @@ class CoordinatorProcess:
     def __init__(self, order: CoordinatorOrder) -> None:
         self._order = order
         self._process: Process | None = None
-        self._talk: Connection | None = None
+        self._talk: Pipe | None = None
         self.starts = 0
         """How often it was started."""
         self._asked_s: float | None = None
@@ -406,7 +364,7 @@ class CoordinatorProcess:
             raise BiremeError("The coordinator's process has ended; what it printed may say why.") from None
         order = self._order
         self._order = CoordinatorOrder(
-            order.settings, order.number, order.num_hosts, order.token, order.ledger, order.address, port
+            order.settings, order.number, order.num_hosts, order.key, order.ledger, order.address, port
         )
 
     @property
@@ -472,7 +430,7 @@ class CoordinatorProcess:
             self._process.close()
 
 
-def _serve_host(talk: Connection, order: CoordinatorOrder) -> None:
+def _serve_host(talk: Pipe, order: CoordinatorOrder) -> None:
     """Serve until the starter hangs up: first its port goes to that one, then ends of replicas come, and
     questions whether it still serves, which are None, as is the answer.
     """
@@ -482,8 +440,8 @@ def _serve_host(talk: Connection, order: CoordinatorOrder) -> None:
         with suppress(OSError):
             talk.send(None)
 
-    host, listening = _host(order, ledger), listener(order.address, order.port)
-    server = CoordinatorServer(host, listening, order.token, ledger, answer=answer)
+    host, listening = _host(order, ledger), open_port(interface_of(order.address), order.port)
+    server = CoordinatorServer(host, listening, order.key, ledger, answer=answer)
     server.start()
     talk.send(server.port)
 

@@ -24,6 +24,7 @@ from bireme.runtime.banks import WeightBanks
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import Layout, Weights, layout_of, work_of
+from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.paging.rank_paging import RankPaging
@@ -31,7 +32,6 @@ from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stage import LOSS, AnyStageFunction, Batches, Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import Updates, UpdateSettings
-from bireme.runtime.wire import Boundaries
 from bireme.runtime.world import World
 from bireme.schedule.generators.shape import forward_only
 from bireme.sync.group import Group, SingleRankGroup

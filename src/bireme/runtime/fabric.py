@@ -16,9 +16,9 @@ from torch import Tensor
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
-from bireme.runtime.socket_line import Channel, Transport
+from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
 from bireme.runtime.socket_transport import SocketPending, SocketTransport, meet
-from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
+from bireme.runtime.stage_messages import Channel, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
 from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums

@@ -47,6 +47,7 @@ from bireme.runtime.layout import (
     used_by_plan,
     work_of,
 )
+from bireme.runtime.message_format import Boundaries, TensorSpec, checked, received_by
 from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
@@ -55,11 +56,9 @@ from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.quorum.agreement import QuorumAgreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.shared_weights import Sharers, sharers_of
-from bireme.runtime.socket_line import Transport
 from bireme.runtime.stage import Batches, Stage
-from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages
+from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
-from bireme.runtime.wire import Boundaries, TensorSpec, checked, received_by
 from bireme.runtime.world import World
 from bireme.sync.coded import CodedSums
 from bireme.sync.coded_parts import PartSums

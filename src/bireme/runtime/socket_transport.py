@@ -1,46 +1,300 @@
-"""Messages between CPUs over sockets, read and written by the rank's own thread.
+"""Messages between stages over sockets, read and written by the rank's own thread.
 
 A message of ordinary size lies in the kernel's buffers while it is under way, so it takes no thread to move
 it: the sender writes and goes on, the receiver reads when it needs it. That saves the wake-ups that a
 transport with threads costs, which is most of what a small message takes. What the buffers have no room for
-goes on whenever the rank waits for anything. Large messages, which they do not hold, go over a second socket
-with a thread at each end, so that they move while the rank computes.
+goes on whenever the rank waits for anything. Large messages, which the buffers do not hold, go over a second
+socket with a thread at each end, so that they move while the rank computes.
 """
 
-import os
-import secrets
+import queue
 import select
-import selectors
 import socket
-import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from struct import Struct
 
 from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
-from bireme.runtime.socket_line import (
-    BUFFER_BYTES,
-    LARGE_BYTES,
-    LargeMessages,
-    SocketLine,
-    Transfer,
-    nothing_came,
-    nothing_taken,
-    ordinary_bytes,
-)
+from bireme.runtime.message_format import read_header
 from bireme.runtime.stores import Store
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError
-
-_RINGS = 4096
+from bireme.wire.connection import HEADER_BYTES, SKIP, Connection, OutgoingFrame, Poller, Skip
+from bireme.wire.listener import Caller, Doorway, Listener, call, new_key
 
 LOOK_S = 0.2
 """How often a wait looks whether the transport was given up."""
+
+LARGE_BYTES = 256 * 1024
+"""Messages of more bytes go over the second socket, and of fewer if the kernel's buffers are small."""
+
+NUM_UNDER_WAY = 4
+"""Ordinary messages that the kernel should take at once, so that they move while their sender computes."""
+
+BUFFER_BYTES = NUM_UNDER_WAY * LARGE_BYTES
+"""The buffer to ask the kernel for. A new connection would begin with a tenth of it and grow by traffic."""
+
+
+def ordinary_bytes() -> int:
+    """The longest message that this machine's kernel lets go over the small socket."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        granted = probe.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    return min(granted // NUM_UNDER_WAY, LARGE_BYTES)
+
+
+def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) -> BiremeError:
+    """The error of a receive for which nothing moved for too long."""
+    return BiremeError(
+        f"The {key} ({payload.numel()} bytes) did not arrive from rank {source} within {waited_s:g} s. That "
+        "rank may have died or hang, or its batch has other shapes, so that its message has another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
+        "long."
+    )
+
+
+def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> BiremeError:
+    """The error of a send for which nothing moved for too long."""
+    return BiremeError(
+        f"Rank {to} did not take the {key} ({payload.numel()} bytes) within {waited_s:g} s. That rank may be "
+        "gone, or stuck, or was given a batch of other shapes, so that it waits for a message of another "
+        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
+        "long."
+    )
+
+
+class _Send(OutgoingFrame):
+    """A message to send, which begins with its header."""
+
+    __slots__ = ("error", "key", "payload")
+    is_send = True
+
+    def __init__(self, key: Message, payload: Tensor, num_bytes: int | None) -> None:
+        data: memoryview = payload.numpy().data
+        super().__init__([data if num_bytes is None else data[:num_bytes]])
+        self.key = key
+        self.payload = payload
+        self.error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the kernel has all of it, or never will."""
+        return not self.rest or self.error is not None
+
+
+class _Receive:
+    """A message to receive; its memory begins with the header that is expected.
+
+    It is done as well when another message comes in its place; then the header is that message's. The body is
+    too if there is room for it: the message may be the one expected, and only shorter.
+    """
+
+    __slots__ = ("data", "error", "is_done", "key", "payload")
+    is_send = False
+
+    def __init__(self, key: Message, payload: Tensor) -> None:
+        self.key = key
+        self.payload = payload
+        self.data: memoryview = payload.numpy().data
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def place(self, header: bytes) -> memoryview | Skip:
+        """Where the body of a message goes that has come for this receive."""
+        if header == self.data[:HEADER_BYTES]:
+            return self.data[HEADER_BYTES:]
+        self.data[:HEADER_BYTES] = header
+        num_bytes = read_header(header).num_bytes
+        return self.data[HEADER_BYTES:num_bytes] if num_bytes <= len(self.data) else SKIP
+
+
+_Transfer = _Send | _Receive
+_Posted = dict[bytes, _Receive]
+"""Receives by the headers expected, so that an ordinary one need not be taken apart."""
+
+
+def _taken_for(header: bytes, posted: _Posted) -> _Receive | None:
+    """The receive that a message belongs to, which is taken out of those posted; None if there is none yet.
+
+    A message that comes first on its channel, in place of another one, belongs to the receive of that one.
+    """
+    receive = posted.pop(header, None)
+    if receive is None and posted:
+        come = read_header(header).key
+        for expected, other in posted.items():
+            if other.key.forward == come.forward and other.key.to_stage == come.to_stage:
+                return posted.pop(expected)
+    return receive
+
+
+class SocketLine:
+    """Ordinary messages to and from one rank, moved by the rank's own thread."""
+
+    def __init__(self, peer: int, small: socket.socket) -> None:
+        self.peer = peer
+        self.connection = Connection(small)
+        self._posted: _Posted = {}
+        self._current: _Receive | bytearray | None = None
+        """The receive whose message is being read, or the body of a message that nothing is posted for."""
+        self._early: dict[bytes, bytearray] = {}
+        """Bodies that came before they were expected, by their headers."""
+
+    def awaited_events(self) -> int:
+        """The events that a wait must wake up for. Bytes that no receive expects may stay where they are."""
+        reads = bool(self._posted) or self._current is not None
+        return (select.POLLIN if reads else 0) | (select.POLLOUT if self.connection.outgoing else 0)
+
+    def send(self, one: _Send) -> None:
+        """Begin to send."""
+        self.connection.outgoing.append(one)
+
+    def post(self, receive: _Receive) -> None:
+        """Expect a message; it may have come already."""
+        self._posted[bytes(receive.data[:HEADER_BYTES])] = receive
+        for header in self._early:
+            found = _taken_for(header, self._posted)
+            if found is not None:
+                _deliver(found, header, self._early.pop(header))
+                return
+
+    def move(self) -> None:
+        """Write what goes, and read what has come as long as anything is expected."""
+        connection = self.connection
+        if connection.outgoing:
+            connection.write()
+        while self._posted or self._current is not None:
+            header = connection.next_frame(self._place)
+            if header is None:
+                return
+            current, self._current = self._current, None
+            if isinstance(current, _Receive):
+                current.is_done = True
+                continue
+            assert current is not None, "a message goes to a receive or into memory of its own"
+            found = _taken_for(header, self._posted)  # it may have been posted meanwhile
+            if found is None:
+                self._early[header] = current
+            else:
+                _deliver(found, header, current)
+
+    def _place(self, header: bytes) -> memoryview | Skip:
+        receive = self._posted.pop(header, None)
+        if receive is not None:
+            self._current = receive
+            return receive.data[HEADER_BYTES:]
+        num_bytes = read_header(header).num_bytes
+        if num_bytes > LARGE_BYTES:
+            raise BiremeError(
+                f"Received data is not a message of this version of Bireme: {num_bytes} bytes long. Run the "
+                "same version on all ranks."
+            )
+        receive = _taken_for(header, self._posted)
+        if receive is not None:
+            self._current = receive
+            return receive.place(header)
+        self._current = bytearray(num_bytes - HEADER_BYTES)
+        return memoryview(self._current)
+
+
+def _deliver(receive: _Receive, header: bytes, body: bytearray) -> None:
+    """Give a message to its receive that came before."""
+    place = receive.place(header)
+    if not isinstance(place, Skip):
+        place[:] = body
+    receive.is_done = True
+
+
+class LargeMessages:
+    """Large messages to and from one rank, moved by a thread for each direction while the rank computes.
+
+    The threads start with the first message that needs them, and `ring` whenever a message is done.
+    """
+
+    def __init__(self, peer: int, large: socket.socket, ring: Callable[[], None]) -> None:
+        self.peer = peer
+        self.connection = Connection(large, blocks=True, ahead_bytes=HEADER_BYTES)
+        self._ring = ring
+        self._outgoing: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
+        self._posted: _Posted = {}
+        self._current: _Receive | None = None
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._has_writer = self._has_reader = False
+
+    def send(self, one: _Send) -> None:
+        """Begin to send."""
+        if not self._has_writer:
+            self._has_writer = True
+            threading.Thread(target=self._write, name=f"bireme to {self.peer}", daemon=True).start()
+        self._outgoing.put(one)
+
+    def post(self, receive: _Receive) -> None:
+        """Expect a message."""
+        with self._changed:
+            if self._error is not None:
+                receive.error, receive.is_done = self._error, True
+                return
+            self._posted[bytes(receive.data[:HEADER_BYTES])] = receive
+            self._changed.notify()
+        if not self._has_reader:
+            self._has_reader = True
+            threading.Thread(target=self._read, name=f"bireme from {self.peer}", daemon=True).start()
+
+    def move(self) -> None:
+        """The threads do that."""
+
+    def close(self) -> None:
+        """End the threads; nothing is under way any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._outgoing.put(None)
+        self.connection.shut_down()
+
+    def _write(self) -> None:
+        while (one := self._outgoing.get()) is not None:
+            try:
+                if self._error is None:
+                    self.connection.outgoing.append(one)
+                    self.connection.write()
+                one.error = self._error
+            except OSError as error:
+                self._error = one.error = error
+            self._ring()
+
+    def _read(self) -> None:
+        try:
+            while self.connection.next_frame(self._place) is not None:
+                assert self._current is not None, "its body has a place"
+                done, self._current = self._current, None
+                done.is_done = True
+                self._ring()
+        except (OSError, BiremeError) as error:
+            with self._changed:
+                self._error = error
+                left = [*self._posted.values(), *([] if self._current is None else [self._current])]
+                self._posted = {}
+            for one in left:
+                one.error, one.is_done = error, True
+            self._ring()
+
+    def _place(self, header: bytes) -> memoryview | Skip | None:
+        """Wait until a receive is posted for the message that has come; None once this is closed."""
+        with self._changed:
+            while not self._is_closed:
+                self._current = _taken_for(header, self._posted)
+                if self._current is not None:
+                    return self._current.place(header)
+                self._changed.wait()
+            return None
 
 
 class Lines:
@@ -54,21 +308,13 @@ class Lines:
         self.ordinary_bytes = ordinary_bytes
 
     def prepare(self) -> None:
-        """Set what sockets between two machines need: no delays, and room in the kernel for what is small.
-
-        The large one keeps buffers that grow with what the link can do.
-        """
-        for one in (self.small, self.large):
-            if one.family != socket.AF_UNIX:
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Have room in the kernel for small messages. The buffers of the large socket grow with traffic."""
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self.small.setsockopt(socket.SOL_SOCKET, buffer, BUFFER_BYTES)
-        self.small.setblocking(False)
-        self.large.settimeout(None)
 
 
 class SocketTransport:
-    """The transport of one rank; `lines` lead to those it has boundaries with."""
+    """The transport of one rank; `lines` lead to the ranks of neighboring stages."""
 
     is_host = True
 
@@ -77,67 +323,66 @@ class SocketTransport:
         self.timeout_s = timeout_s
         self._awake_s = awake_s
         self._failure: Exception | None = None
+        self._poller = Poller()
         self._lines = {peer: SocketLine(peer, pair.small) for peer, pair in lines.items()}
-        self._bell, self._rung = socket.socketpair()
-        for one in (self._bell, self._rung):
-            one.setblocking(False)
         self._large_messages = {
-            peer: LargeMessages(peer, pair.large, self._ring) for peer, pair in lines.items()
+            peer: LargeMessages(peer, pair.large, self._poller.ring) for peer, pair in lines.items()
         }
         self._ordinary_bytes = {peer: pair.ordinary_bytes for peer, pair in lines.items()}
-        self._sockets = [one for pair in lines.values() for one in (pair.small, pair.large)]
-        self._poller = select.poll()
-        self._poller.register(self._rung, select.POLLIN)
-        self._by_number = {line.socket.fileno(): line for line in self._lines.values()}
+        self._moves = [
+            (line, line.connection.socket.fileno(), partial(self._move, line))
+            for line in self._lines.values()
+        ]
         self.on_arrival: Callable[[], None] | None = None
         """Called whenever this rank is about to sleep, so that it does for others what it can."""
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> "SocketPending":
         """Begin to send. Which of the two sockets a message goes over depends on the room for it."""
         self.check()
-        transfer = Transfer(key, payload, is_send=True)
-        if num_bytes is not None:
-            transfer.rest = transfer.data[:num_bytes]
-        if len(transfer.data) > self._ordinary_bytes[to]:
+        one = _Send(key, payload, num_bytes)
+        if payload.numel() > self._ordinary_bytes[to]:
             large_messages = self._large_messages[to]
-            large_messages.send(transfer)
-            return SocketPending(self, large_messages, transfer)
+            large_messages.send(one)
+            return SocketPending(self, large_messages, one)
         line = self._lines[to]
-        line.queue.append(transfer)
+        line.send(one)
         self._move(line)
-        return SocketPending(self, line, transfer)
+        return SocketPending(self, line, one)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> "SocketPending":
         """Begin to receive."""
         self.check()
-        transfer = Transfer(key, payload, is_send=False)
-        if len(transfer.data) > self._ordinary_bytes[source]:
+        receive = _Receive(key, payload)
+        if payload.numel() > self._ordinary_bytes[source]:
             large_messages = self._large_messages[source]
-            large_messages.post(transfer)
-            return SocketPending(self, large_messages, transfer)
+            large_messages.post(receive)
+            return SocketPending(self, large_messages, receive)
         line = self._lines[source]
-        line.post(transfer)
-        if line.has_staged:
+        line.post(receive)
+        if line.connection.has_staged:
             self._move(line)
-        return SocketPending(self, line, transfer)
+        return SocketPending(self, line, receive)
 
     def close(self) -> None:
         """Close the sockets."""
         for large_messages in self._large_messages.values():
             large_messages.close()
-        for one in (*self._sockets, self._bell, self._rung):
-            one.close()
-        self._sockets.clear()
+        for line in self._all:
+            line.connection.close()
+        self._poller.close()
         self.on_arrival = None  # whose owner has this transport in turn
 
     def abort(self) -> None:
         """Give up: break all connections, which wakes whoever waits on them."""
         if self._failure is None:
             self._failure = AbortedError("This rank has given its transport up.")
-        for one in self._sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-        self._ring()
+        for line in self._all:
+            line.connection.shut_down()
+        self._poller.ring()
+
+    @property
+    def _all(self) -> "Sequence[SocketLine | LargeMessages]":
+        return [*self._lines.values(), *self._large_messages.values()]
 
     def check(self) -> None:
         """Raise why nothing moves any more, if that is so."""
@@ -149,8 +394,10 @@ class SocketTransport:
         self._failure = error
         return error
 
-    def wait(self, line: SocketLine | LargeMessages, transfer: Transfer) -> None:
-        """Move bytes on all lines until that message has gone or come, or for too long none moved on its."""
+    def wait(self, line: SocketLine | LargeMessages, transfer: _Transfer) -> None:
+        """Move bytes on all lines until that message has gone or come. Raises an error if nothing moves on
+        its line for the timeout.
+        """
         began_s = 0.0
         while not transfer.is_done:
             self.check()
@@ -159,7 +406,7 @@ class SocketTransport:
                 break
             now = time.monotonic()
             began_s = began_s or now
-            moved_s = max(began_s, line.sent_s if transfer.is_send else line.came_s)
+            moved_s = max(began_s, line.connection.sent_s if transfer.is_send else line.connection.came_s)
             if now > moved_s + self.timeout_s:
                 words = nothing_taken if transfer.is_send else nothing_came
                 raise self.fail(words(transfer.key, line.peer, transfer.payload, self.timeout_s))
@@ -175,37 +422,9 @@ class SocketTransport:
         """Sleep until some line can move or a large message is done with, and move what can."""
         if self.on_arrival is not None:
             self.on_arrival()
-        for number, line in self._by_number.items():
-            events = line.awaited_events()
-            if events != line.polled_events:
-                if events:
-                    self._poller.register(number, events)
-                else:
-                    self._poller.unregister(number)
-                line.polled_events = events
-        for number, _event in self._events(seconds):
-            line_or_bell = self._by_number.get(number)
-            if line_or_bell is not None:
-                self._move(line_or_bell)
-            else:
-                with suppress(BlockingIOError):
-                    self._rung.recv(_RINGS)
-
-    def _events(self, seconds: float) -> list[tuple[int, int]]:
-        """What has happened on the sockets, as soon as there is something, and after these seconds at the
-        latest.
-        """
-        if self._awake_s:
-            ends_s = time.monotonic() + min(self._awake_s, seconds)
-            while time.monotonic() < ends_s:
-                if events := self._poller.poll(0):
-                    return events
-        return self._poller.poll(seconds * 1000)
-
-    def _ring(self) -> None:
-        """Wake up whoever sleeps in `poll`; from any thread."""
-        with suppress(OSError):  # full of rings, or closed
-            self._bell.send(b"\0")
+        for line, file, move in self._moves:
+            self._poller.want(file, line.awaited_events(), move)
+        self._poller.wait(seconds, awake_s=self._awake_s)
 
     def _move(self, line: SocketLine | LargeMessages) -> None:
         """Write what goes and read what has come; a broken connection means that its rank is gone, or that
@@ -224,7 +443,7 @@ class SocketPending:
     __slots__ = ("_line", "_transfer", "_transport")
 
     def __init__(
-        self, transport: SocketTransport, line: SocketLine | LargeMessages, transfer: Transfer
+        self, transport: SocketTransport, line: SocketLine | LargeMessages, transfer: _Transfer
     ) -> None:
         self._transport = transport
         self._line = line
@@ -241,20 +460,9 @@ class SocketPending:
 
 
 # How ranks find one another for sockets: each says in the store where it listens, the later rank calls.
-#
-# Addresses are those that the ranks reach the store from. Ranks of one machine meet on a Unix socket: to
-# send a small message there costs a fraction of what it costs over the loopback. A caller greets with a token
-# that only this run knows. Whoever does not is refused, and holds up nobody.
 
-TOKEN_BYTES = 16
-GREETING = Struct(f"<{TOKEN_BYTES}sIBI")
-"""The token, who calls, for which of the two lines, and the longest message that goes over the small one."""
-GREETING_S = 5.0
-"""How long a caller may take to greet; a rank does so with its first packet."""
-_CONNECT_LOOK_S = 0.5
-
-HAS_ABSTRACT_NAMES = sys.platform == "linux"
-"""Whether Unix sockets may have names that no file system knows, and that nobody need clean up."""
+_PURPOSE = Struct("<IBI")
+"""The rank that calls, for which of the two lines, and the longest message that goes over the small one."""
 
 
 def meet(
@@ -268,36 +476,42 @@ def meet(
 ) -> dict[int, Lines]:
     """Sockets to the neighbors of a rank, which are numbered by their places in `ranks`, as it is.
 
-    `name` must be this meeting's own in the store. All of `ranks` take part.
+    `name` must be this meeting's own in the store. All of `ranks` take part. Whoever can read the store can
+    connect.
     """
     own_bytes = ordinary_bytes()
+    sockets: dict[tuple[int, int], socket.socket] = {}
+    limits: dict[int, int] = {}
     with ExitStack() as undo:
-        backlog = 2 * len(neighbors) + 16
-        listeners = [socket.create_server(("", 0), backlog=backlog)]
-        undo.callback(listeners[0].close)
-        port, local, token = listeners[0].getsockname()[1], "-", secrets.token_bytes(TOKEN_BYTES)
-        if HAS_ABSTRACT_NAMES:
-            local = f"bireme-{secrets.token_hex(16)}"
-            listeners.append(local_listener(local, backlog))
-            undo.callback(listeners[1].close)
-        own_host = own_address()
-        here = f"{own_host} {port} {token.hex()} {own_bytes} {local}"
-        store.set(f"{name}/{ranks[rank]}", here)
-        acceptor = _Acceptor(listeners, token, {peer for peer in neighbors if peer > rank})
-        undo.callback(acceptor.close)
-        sockets, limits = acceptor.sockets, acceptor.limits
+        undo.callback(lambda: [made.close() for made in sockets.values()])
+        key, doorway = new_key(), Doorway(2 * len(neighbors) + 16)
+        poller = Poller()
+        undo.callback(poller.close)
+        expected = {(peer, line) for peer in neighbors if peer > rank for line in (0, 1)}
+
+        def take(caller: Caller) -> None:
+            peer, line, its_bytes = _PURPOSE.unpack_from(caller.purpose)
+            if (peer, line) not in expected or (peer, line) in sockets:
+                caller.socket.close()
+                return
+            sockets[peer, line], limits[peer] = caller.socket, its_bytes
+
+        listener = Listener(key, doorway.sockets, poller, take)
+        undo.callback(listener.close)
+        store.set(f"{name}/{ranks[rank]}", f"{own_bytes} {key} {doorway.address}")
         for peer in sorted(peer for peer in neighbors if peer < rank):
             where = f"{name}/{ranks[peer]}"
             store.wait([where], timedelta(seconds=timeout_s))
-            host, its_port, its_token, its_bytes, its_local = store.get(where).decode().split()
+            its_bytes, its_key, address = store.get(where).decode().split(maxsplit=2)
             limits[peer] = int(its_bytes)
             for line in (0, 1):
-                made = called_locally(its_local, timeout_s) if host == own_host else None
-                if made is None:
-                    made = socket.create_connection((host, int(its_port)), timeout=timeout_s)
-                sockets[peer, line] = made
-                made.sendall(GREETING.pack(bytes.fromhex(its_token), rank, line, own_bytes))
-        acceptor.wait(timeout_s)
+                sockets[peer, line] = call(address, its_key, _PURPOSE.pack(rank, line, own_bytes), timeout_s)
+        ends_s = time.monotonic() + timeout_s
+        while absent := expected - sockets.keys():
+            if time.monotonic() > ends_s:
+                raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
+            poller.wait(min(LOOK_S, timeout_s))
+            listener.sweep()
         lines = {
             peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer]))
             for peer in neighbors
@@ -306,140 +520,3 @@ def meet(
             pair.prepare()
         sockets.clear()
     return lines
-
-
-class _Call:
-    """A connection that somebody made, and what it has said so far."""
-
-    __slots__ = ("ends_s", "said", "socket")
-
-    def __init__(self, made: socket.socket) -> None:
-        made.setblocking(False)
-        self.socket = made
-        self.said = b""
-        self.ends_s = time.monotonic() + GREETING_S
-
-    def hear(self) -> None:
-        """Take what has come of the greeting. Who hangs up has said all."""
-        with suppress(BlockingIOError):
-            more = self.socket.recv(GREETING.size - len(self.said))
-            self.said += more or bytes(GREETING.size)
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.said) >= GREETING.size
-
-
-class _Acceptor:
-    """Takes the calls of some ranks while strangers may call as well, and say anything or nothing."""
-
-    def __init__(self, listeners: Collection[socket.socket], token: bytes, expected: set[int]) -> None:
-        self.sockets: dict[tuple[int, int], socket.socket] = {}
-        """The socket of each rank for each of its two lines."""
-        self.limits: dict[int, int] = {}
-        """The longest message that each rank sends over the small line."""
-        self._token = token
-        self._expected = expected
-        self._selector = selectors.DefaultSelector()
-        for listener in listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, listener)
-        self._calls: list[_Call] = []
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when all have called."""
-        ends_s = time.monotonic() + timeout_s
-        wanted = {(peer, line) for peer in self._expected for line in (0, 1)}
-        while absent := wanted - self.sockets.keys():
-            if time.monotonic() > ends_s:
-                raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
-            for key, _ in self._selector.select(min(_CONNECT_LOOK_S, timeout_s)):
-                if isinstance(key.data, _Call):
-                    self._hear(key.data)
-                else:
-                    self._accept(key.data)
-            now = time.monotonic()
-            for call in [one for one in self._calls if one.ends_s < now]:
-                self._refuse(call)
-
-    def close(self) -> None:
-        """Refuse whoever still waits, and close what was not taken."""
-        for call in tuple(self._calls):
-            self._refuse(call)
-        self._selector.close()
-        for made in self.sockets.values():
-            made.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # the caller has hung up already
-            call = _Call(listener.accept()[0])
-            self._calls.append(call)
-            self._selector.register(call.socket, selectors.EVENT_READ, call)
-
-    def _hear(self, call: _Call) -> None:
-        with suppress(OSError):
-            call.hear()
-            if not call.is_over:
-                return
-        if not call.is_over or not self._take(call):
-            self._refuse(call)
-
-    def _take(self, call: _Call) -> bool:
-        """Whether the caller is a rank that is expected; then its socket is among the others."""
-        token, peer, line, its_bytes = GREETING.unpack(call.said[: GREETING.size])
-        is_known = secrets.compare_digest(token, self._token) and peer in self._expected
-        if not is_known or line not in (0, 1) or (peer, line) in self.sockets:
-            return False
-        self._forget(call)
-        self.sockets[peer, line] = call.socket
-        self.limits[peer] = its_bytes
-        return True
-
-    def _refuse(self, call: _Call) -> None:
-        self._forget(call)
-        call.socket.close()
-
-    def _forget(self, call: _Call) -> None:
-        self._selector.unregister(call.socket)
-        self._calls.remove(call)
-
-
-def local_listener(name: str, backlog: int) -> socket.socket:
-    """Listens under a name that only this machine knows. Raises an `OSError` where there are none."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(f"\0{name}")
-        listener.listen(backlog)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def called_locally(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to a rank of this machine; None where that is out of reach, as from another container."""
-    if not HAS_ABSTRACT_NAMES:
-        return None
-    made = socket.socket(socket.AF_UNIX)
-    made.settimeout(timeout_s)
-    try:
-        made.connect(f"\0{name}")
-    except OSError:
-        made.close()
-        return None
-    return made
-
-
-def own_address() -> str:
-    """This machine's address as whoever holds the store sees it."""
-    named = os.environ.get("BIREME_ADDRESS")
-    if named:
-        return named
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
-        address: str = probe.getsockname()[0]
-    return address

@@ -16,10 +16,10 @@ from bireme.model.halves import GradientHook, Rest, backward_input
 from bireme.model.stage import SegmentedFunction, StageFunction, untouched
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.gradients import GradientPool, GradientSums
+from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.optimizers import UNPAGED, StageMemory, Stash
 from bireme.runtime.shared_weights import GradientParts, Sharers
-from bireme.runtime.wire import Boundaries
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import Reduced, Reduction
 

@@ -7,6 +7,7 @@ as they are. It decides no order: the program's sends and receives do.
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +15,59 @@ from torch import Tensor
 from bireme.cluster.device import MOST_SENDS
 from bireme.codec.above import Thresholds
 from bireme.codec.description import NO_CODECS, LinkCodecs
+from bireme.runtime.message_format import Arrival, Boundaries, Coding, OutgoingMessage, WireFormat
 from bireme.runtime.microbatches import Feed
-from bireme.runtime.socket_line import Transport
-from bireme.runtime.wire import Arrival, Boundaries, Coding, OutgoingMessage, WireFormat
 from bireme.schedule.instruction import Instruction, Message
 from bireme.sync.group import Pending
 
 _Tensors = dict[str, Tensor]
+
+# How a message gets from one rank to another: the contract that every transport keeps.
+#
+# A message is one piece of memory, made by a `WireFormat`. Messages over different boundaries or in different
+# directions never mix, even between the same two ranks: each pair (direction, stage) is a channel of its own.
+# Within a channel messages are received in the order they were sent.
+
+
+class Channel(NamedTuple):
+    """One direction over one stage boundary."""
+
+    forward: bool
+    to_stage: int
+
+
+class Transport(Protocol):
+    """Point-to-point messages of one rank with the others of its pipeline.
+
+    Ranks are places in the pipeline. `payload` is contiguous, of uint8, in the memory that the transport is
+    for, and must stay alive, a sent one also unchanged, until `wait` of what is returned has returned. Stages
+    that share a rank need no transport, and none sends to its own rank.
+
+    A payload begins with the header that names its message. On the host a payload to receive into begins with
+    the header expected. If another message comes in its place, that one's header is there afterwards and
+    the rest is undefined, so whoever takes a message apart must compare. Only if it is a shorter message, as
+    its header says, all of it is there.
+    """
+
+    @property
+    def is_host(self) -> bool:
+        """Whether payloads lie in host memory, or else on the device."""
+
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
+        """Begin to send. To wait is to know that the payload may be used for something else.
+
+        A message of `num_bytes`, as its header says, ends before the payload does. The receiver has room for
+        the payload, and what comes after the end may be sent or not.
+        """
+
+    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
+        """Begin to receive into the payload, which must have the message's size. To wait is to have it."""
+
+    def close(self) -> None:
+        """Let go of the transport. Every send and receive has been waited for."""
+
+    def abort(self) -> None:
+        """Give up: whoever waits here, in any thread, or on a rank for this one, is told at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.quorum.site import ReplicaPart, Site
-from bireme.runtime.socket_transport import own_address
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder, load_asked
@@ -48,6 +47,7 @@ from bireme.train.rank_zero_setup import RunSetup, parts_of_hosts
 from bireme.train.rendezvous import NAMED, Announcements, Environment, Orders, let_gloo_use_the_way_to, until
 from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
+from bireme.wire.listener import own_address
 
 _TOKEN_BYTES = 16
 _WAY_ON = "Start bireme train on all hosts again: the run resumes from its newest checkpoint."

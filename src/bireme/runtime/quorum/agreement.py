@@ -20,8 +20,8 @@ from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.snapshot import Snapshot, feedback_sections, sections_of
-from bireme.runtime.socket_line import Transport
 from bireme.runtime.stage import Stage
+from bireme.runtime.stage_messages import Transport
 from bireme.sync.coded import Feedback
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal
 from bireme.sync.coordinator.state import HealTimes

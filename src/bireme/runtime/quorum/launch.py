@@ -7,7 +7,6 @@ the last replica. A sample that cannot be read ends its replica; if it fails aga
 """
 
 import pickle
-import secrets
 import signal
 import threading
 import time
@@ -25,17 +24,16 @@ from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProc
 from bireme.runtime.launch import LOCALHOST, Crew, RankSetup, RemoteBoard, pickled, preload_own
 from bireme.runtime.quorum.ledger_tail import AveragingTail, LedgerTail
 from bireme.runtime.quorum.site import Contact, ReplicaPart, Site, Starts
-from bireme.runtime.socket_transport import own_address
 from bireme.sync.coordinator.messages import Absence, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.sync.coordinator.starts import StartAgreement
+from bireme.wire.listener import new_key, own_address
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
 
 
 LOOK_S = 0.1
-_TOKEN_BYTES = 16
 _MOST_IN_VAIN = 3
 """Lives of a replica in a row that end before they have trained, or of what is told as a mistake; then it is
 not started again.
@@ -155,13 +153,12 @@ def launch_replicas(
 
 def _only_site(settings: CoordinatorSettings, ledger: Path) -> Site:
     """This host, if it has all replicas."""
-    token = secrets.token_hex(_TOKEN_BYTES)
-    coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, token, ledger, begins=True))
+    key, address = new_key(), own_address()
+    coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, key, ledger, address, begins=True))
     coordinator.start()
-    hosts = ((own_address(), coordinator.port),)
     ranks = tuple(range(settings.num_stages))
     parts = tuple(ReplicaPart(replica, ranks, (0,)) for replica in range(settings.num_replicas))
-    return Site(0, coordinator, hosts, token, parts, time.monotonic())
+    return Site(0, coordinator, ((address, coordinator.port),), key, parts, time.monotonic())
 
 
 class _Replica:

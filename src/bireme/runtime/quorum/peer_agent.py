@@ -36,9 +36,9 @@ class LazyCoordinatorClient:
     """
 
     def __init__(
-        self, hosts: Sequence[Address], token: str, rank: RankId, *, lease_s: float, is_empty: bool = False
+        self, hosts: Sequence[Address], key: str, rank: RankId, *, lease_s: float, is_empty: bool = False
     ) -> None:
-        self._hosts, self._token, self._rank, self._lease_s = tuple(hosts), token, rank, lease_s
+        self._hosts, self.key, self._rank, self._lease_s = tuple(hosts), key, rank, lease_s
         self._is_empty = is_empty
         self._client: CoordinatorClient | None = None
         self._act: Callable[[], None] = lambda: None
@@ -55,7 +55,7 @@ class LazyCoordinatorClient:
     def say(self, *, address: str, **fields: Any) -> None:
         """Report these fields from now on. Does not wait."""
         if self._client is None:
-            made = CoordinatorClient(self._hosts, self._token, self._rank, address, lease_s=self._lease_s)
+            made = CoordinatorClient(self._hosts, self.key, self._rank, address, lease_s=self._lease_s)
             made.on_word(self._act)
             made.say(is_empty=self._is_empty, **fields)
             made.start()
@@ -127,7 +127,11 @@ class DroppedError(Exception):
 
 
 class Coordinator(Protocol):
-    """A rank's way to the coordinator. It reports by itself as often as its lease wants it."""
+    """A rank's way to the coordinator. It reports by itself as often as its lease wants it. Processes of the
+    run know its `key`.
+    """
+
+    key: str
 
     @property
     def word(self) -> CoordinatorReply:
@@ -237,7 +241,7 @@ class PeerAgent(ABC):
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._board = PeerConnections(own, self._answer, timeout_s=timeout_s)
+        self._board = PeerConnections(own, self._answer, key=coordinator.key, timeout_s=timeout_s)
         coordinator.on_word(self.poke)
 
     # What each kind of agent does in its own way.

@@ -1,11 +1,11 @@
 """Where ranks of other replicas reach this one, and how it reaches them: lines for sums, and requests.
 
-Of two ranks the one of the higher replica calls. A caller greets with the token that is in the address, which
-only ranks of this run know; whoever does not is refused, and holds up nobody.
+Of two ranks the one of the higher replica calls. All listening is by one thread, whatever strangers do; each
+request of another rank has a thread of its own.
 """
 
 import json
-import secrets
+import select
 import socket
 import threading
 import time
@@ -17,35 +17,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.runtime.socket_transport import called_locally, local_listener, own_address
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.quorum.line import LineBroken, PeerLine
+from bireme.wire.connection import (
+    HEADER_BYTES,
+    Connection,
+    FrameKind,
+    Poller,
+    frame_header,
+    read_frame_header,
+    text_frame,
+    wait_for,
+)
+from bireme.wire.listener import LISTEN_LOOK_S, Caller, Doorway, Listener, call
 
-# Tensors on a connection of their own: a text that says what comes, and then the bytes, as they lie.
+# Tensors on a connection of their own: a text that announces them, and a frame for each.
 #
-# It is for what one rank gives another outside of rounds: committed sums and snapshots. Who sends gives up
-# when nothing moves for its socket's timeout. Who receives waits for the beginning as long as it likes, and
+# They are what one rank gives another outside of rounds: committed sums and snapshots. The sender gives up
+# when nothing moves for its socket's timeout. The receiver waits for the beginning as long as it likes, and
 # gives up when nothing moves after that.
 
-_LENGTH = Struct("<Q")
 _PIECE_BYTES = 1 << 20
 _MOST_WORDS_BYTES = 1 << 28
-_PARCEL_LOOK_S = 0.1
+_LOOK_S = 0.1
 
 
 def send_tensors(
     made: socket.socket, words: Mapping[str, Any], tensors: Sequence[Tensor], *, share: float = 1.0
 ) -> None:
     """Send a text and tensors on the host. They take at most that share of the time of a link."""
-    text = json.dumps(words).encode()
-    made.sendall(_LENGTH.pack(len(text)) + text)
+    timeout_s = made.gettimeout()
+    assert timeout_s is not None, "a silent receiver must not hold up this thread for ever"
+    connection = Connection(made, ahead_bytes=HEADER_BYTES)
+    connection.send(memoryview(text_frame(json.dumps(words).encode())))
     for tensor in tensors:
         data = _bytes_of(tensor)
+        connection.send(memoryview(frame_header(FrameKind.TENSOR, len(data))))
         for begin in range(0, len(data), _PIECE_BYTES):
             began_s = time.monotonic()
-            made.sendall(data[begin : begin + _PIECE_BYTES])
+            connection.send(data[begin : begin + _PIECE_BYTES])
+            connection.flush(timeout_s)
             if share < 1.0:
                 time.sleep((time.monotonic() - began_s) * (1.0 / share - 1.0))
+    connection.flush(timeout_s)
 
 
 def send_named(
@@ -63,27 +77,31 @@ def listed(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
 
 
 class IncomingTensors:
-    """A parcel that comes on a connection. `look` is called while nothing moves, and ends the wait by what it
-    raises. Once the parcel has begun to come, nothing may move for `timeout_s` at most.
+    """Tensors that come on a connection. `look` is called while nothing moves, and ends the wait by what it
+    raises. Once they have begun to come, nothing may move for `timeout_s` at most.
     """
 
     def __init__(self, made: socket.socket, look: Callable[[], None], *, timeout_s: float) -> None:
-        made.settimeout(_PARCEL_LOOK_S)
-        self._socket, self._look, self._timeout_s = made, look, timeout_s
-        self._has_begun = False
+        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
+        self._look, self._timeout_s = look, timeout_s
 
     def words(self) -> dict[str, Any]:
         """The text."""
-        (size,) = _LENGTH.unpack(self._received(_LENGTH.size))
-        if size > _MOST_WORDS_BYTES:
-            raise ConnectionError(f"a text of {size} bytes was announced")
-        found: dict[str, Any] = json.loads(self._received(size))
+        found: dict[str, Any] = json.loads(self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES)))
         return found
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """The tensors, into these."""
         for tensor in tensors:
-            self._fill(_bytes_of(tensor))
+            data = _bytes_of(tensor)
+
+            def place(header: bytes, data: memoryview = data) -> memoryview:
+                num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
+                if num_bytes != len(data):
+                    raise ConnectionError(f"{num_bytes} bytes came for a tensor of {len(data)}")
+                return data
+
+            self._come(lambda place=place: self._connection.next_frame(place))  # type: ignore[misc]
 
     def named(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors that a text has announced."""
@@ -93,25 +111,16 @@ class IncomingTensors:
         self.fill([*found.values()])
         return found
 
-    def _received(self, num_bytes: int) -> bytes:
-        found = bytearray(num_bytes)
-        self._fill(memoryview(found))
-        return bytes(found)
-
-    def _fill(self, view: memoryview) -> None:
-        moved_s = time.monotonic()
-        while len(view):
-            try:
-                num_bytes = self._socket.recv_into(view)
-            except TimeoutError:
-                self._look()
-                if self._has_begun and time.monotonic() > moved_s + self._timeout_s:
-                    raise
+    def _come(self, read: Callable[[], bytes | None]) -> bytes:
+        """The next frame, once it is complete."""
+        connection = self._connection
+        while (found := read()) is None:
+            if wait_for(connection, select.POLLIN, _LOOK_S):
                 continue
-            if not num_bytes:
-                raise ConnectionResetError("the connection was closed")
-            self._has_begun, moved_s = True, time.monotonic()
-            view = view[num_bytes:]
+            self._look()
+            if connection.came_bytes and time.monotonic() > connection.came_s + self._timeout_s:
+                raise TimeoutError(f"nothing has come for {self._timeout_s:g} s")
+        return found
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -119,10 +128,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return data
 
 
-_TOKEN_BYTES = 16
-_GREETING = Struct(f"<{_TOKEN_BYTES}sBiiq")
-"""The token, what for, who calls (replica and life), and the batch that is asked for."""
-_GREETING_S = 5.0
+_PURPOSE = Struct("<Biiq")
+"""What the connection is for, who calls (replica and life), and the batch that is asked for."""
 LOOK_S = 0.05
 _CALL_S = 3.0
 """How long a call may take before the caller looks whether it is still wanted, and calls again."""
@@ -133,13 +140,10 @@ Answer = Callable[[socket.socket, int, int], None]
 
 
 class PeerConnections:
-    """The connections of one rank to those of its stage in other replicas."""
+    """The connections of one rank to those of its stage in other replicas. All know the `key` of the run."""
 
-    def __init__(self, own: RankId, answer: Answer, *, timeout_s: float) -> None:
-        self._own = own
-        self._answer = answer
-        self._timeout_s = timeout_s
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+    def __init__(self, own: RankId, answer: Answer, *, key: str, timeout_s: float) -> None:
+        self._own, self._answer, self._key, self._timeout_s = own, answer, key, timeout_s
         self._changed = threading.Condition()
         self._called: dict[tuple[int, int], socket.socket] = {}
         """Lines that others have called for and nobody has taken."""
@@ -147,15 +151,13 @@ class PeerConnections:
         """The line to each replica, with its life."""
         self._open: set[socket.socket] = set()
         self._is_closed = False
-        self._listeners = [socket.create_server(("", 0), backlog=64)]
-        port, local = self._listeners[0].getsockname()[1], f"bireme-{secrets.token_hex(16)}"
-        with suppress(OSError):
-            self._listeners.append(local_listener(local, 64))
-        self._host = own_address()
-        self.address = f"{self._host} {port} {self._token.hex()} {local}"
+        doorway = Doorway()
+        self.address = doorway.address
         """Where others call, for them to know."""
-        for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="bireme calls", daemon=True).start()
+        self._poller = Poller()
+        self._listener = Listener(key, doorway.sockets, self._poller, self._take)
+        self._thread = threading.Thread(target=self._listen, name="bireme calls", daemon=True)
+        self._thread.start()
 
     def line(self, replica: int, life: int, address: str, check: Callable[[], None]) -> PeerLine:
         """The line to the rank of a replica in one of its lives. `check` is called while it waits."""
@@ -200,43 +202,34 @@ class PeerConnections:
         """Close everything, which wakes whoever waits on it."""
         with self._changed:
             self._is_closed = True
-            sockets = [*self._listeners, *self._open]
+            sockets = [*self._open]
             self._open.clear()
             self._changed.notify_all()
         for one in sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
+        self._poller.ring()
+        self._thread.join()
 
     def _call(
         self, replica: int, address: str, what: int, check: Callable[[], None], batch: int = 0
     ) -> socket.socket:
-        try:
-            host, port, token, local = address.split()
-            made = called_locally(local, self._timeout_s) if host == self._host else None
-            if made is None:
-                made = self._reached(host, int(port), check)
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.settimeout(self._timeout_s)
-            greeting = (bytes.fromhex(token), what, self._own.replica, self._own.life, batch)
-            made.sendall(_GREETING.pack(*greeting))
-        except (OSError, ValueError) as error:
-            raise LineBroken(
-                replica, f"it cannot be called at {address.rpartition(' ')[0]}: {error}"
-            ) from error
-        self._remember(replica, made)
-        return made
-
-    def _reached(self, host: str, port: int, check: Callable[[], None]) -> socket.socket:
-        """A connection over the network, where nobody may answer."""
+        purpose = _PURPOSE.pack(what, self._own.replica, self._own.life, batch)
         ends_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                return socket.create_connection((host, port), timeout=min(_CALL_S, self._timeout_s))
-            except TimeoutError:
+                made = call(address, self._key, purpose, min(_CALL_S, self._timeout_s))
+                break
+            except TimeoutError as error:  # the network may be cut
                 check()
                 if time.monotonic() > ends_s or self._is_closed:
-                    raise
+                    raise _unreached(replica, address, error) from error
+            except (OSError, ValueError) as error:
+                raise _unreached(replica, address, error) from error
+        made.settimeout(self._timeout_s)
+        self._remember(replica, made)
+        return made
 
     def _remember(self, replica: int, made: socket.socket) -> None:
         with self._changed:
@@ -263,36 +256,36 @@ class PeerConnections:
             if time.monotonic() > ends_s or self._is_closed:
                 raise LineBroken(replica, f"it has not called within {self._timeout_s:g} s")
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _listen(self) -> None:
         while not self._is_closed:
-            try:
-                made = listener.accept()[0]
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(made,), name="bireme call", daemon=True).start()
+            self._poller.wait(LISTEN_LOOK_S)
+            self._listener.sweep()
+        self._listener.close()
+        self._poller.close()
 
-    def _greet(self, made: socket.socket) -> None:
-        """Hear what a caller wants, and do it."""
-        with suppress(OSError, LineBroken):
-            made.settimeout(_GREETING_S)
-            token, what, replica, life, batch = _GREETING.unpack(_exactly(made, _GREETING.size))
-            if not secrets.compare_digest(token, self._token):
-                made.close()
-                return
-            self._remember(replica, made)
+    def _take(self, caller: Caller) -> None:
+        """Another rank has connected."""
+        what, replica, life, batch = _PURPOSE.unpack_from(caller.purpose)
+        with suppress(LineBroken):
+            self._remember(replica, caller.socket)
             if what == _LINE:
-                self._take_line(made, replica, life)
-                return
+                self._take_line(caller.socket, replica, life)
+            else:
+                order = (caller.socket, what, batch)
+                threading.Thread(
+                    target=self._answer_one, args=order, name="bireme answer", daemon=True
+                ).start()
+
+    def _answer_one(self, made: socket.socket, what: int, batch: int) -> None:
+        try:
             made.settimeout(self._timeout_s)
-            try:
+            with suppress(OSError, LineBroken):
                 self._answer(made, what, batch)
-            finally:
-                self._forget(made)
+        finally:
+            self._forget(made)
 
     def _take_line(self, made: socket.socket, replica: int, life: int) -> None:
         """Somebody has called for a line. Whoever called before and was not heard is gone."""
-        if made.family != socket.AF_UNIX:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
             stale = [key for key in self._called if key[0] == replica and key[1] <= life]
             gone = [self._called.pop(key) for key in stale]
@@ -302,11 +295,5 @@ class PeerConnections:
             self._forget(one)
 
 
-def _exactly(made: socket.socket, num_bytes: int) -> bytes:
-    found = b""
-    while len(found) < num_bytes:
-        more = made.recv(num_bytes - len(found))
-        if not more:
-            raise ConnectionResetError("the caller has hung up")
-        found += more
-    return found
+def _unreached(replica: int, address: str, error: Exception) -> LineBroken:
+    return LineBroken(replica, f"it cannot be called at {address.rpartition(' ')[0]}: {error}")

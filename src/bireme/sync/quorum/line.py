@@ -7,8 +7,7 @@ rank that was interrupted in the middle of an attempt begins the next one on the
 
 import select
 import socket
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from struct import Struct
@@ -17,8 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_HEADER = Struct("<4sBxxxqqiIQ")
-_MAGIC = b"BQ01"
+from bireme.errors import BiremeError
+from bireme.wire.connection import (
+    HEADER_BYTES,
+    SKIP,
+    Connection,
+    FrameKind,
+    Skip,
+    frame_header,
+    read_frame_header,
+)
+
+_TAG = Struct("<qqiBI")
 
 
 class LineBroken(Exception):  # noqa: N818 (it is an event, which others act on)
@@ -49,184 +58,110 @@ class Tag(NamedTuple):
     piece: int
 
 
-class _Frame:
-    """A frame to send, and what the kernel has not taken of it."""
-
-    __slots__ = ("is_begun", "rest")
-
-    def __init__(self, views: list[memoryview]) -> None:
-        self.rest = views
-        self.is_begun = False
-
-    def take(self, num_bytes: int) -> None:
-        """The kernel has taken so many bytes."""
-        self.is_begun = True
-        while self.rest and num_bytes >= len(self.rest[0]):
-            num_bytes -= len(self.rest.pop(0))
-        if num_bytes:
-            self.rest[0] = self.rest[0][num_bytes:]
-
-    def keep(self) -> None:
-        """Hold copies of what is left: the memory it lies in is about to be used for something else."""
-        self.rest = [memoryview(bytes(view)) for view in self.rest]
-
-
 class PeerLine:
     """The line to one member. It belongs to one thread, and never blocks."""
 
     def __init__(self, member: int, made: socket.socket) -> None:
-        made.setblocking(False)
         self.member = member
         self.socket = made
-        self.moved_s = time.monotonic()
-        """When bytes last moved."""
-        self._frames: deque[_Frame] = deque()
+        # Nothing is read ahead: a frame that waits stays in the socket, which wakes up who waits for it.
+        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
         self._expected: dict[Tag, memoryview] = {}
         self._stamp = Stamp(-1, -1, -1)
-        self._header = bytearray(_HEADER.size)
-        self._num_header = 0
-        self._tag: Tag | None = None
-        """Of the frame that is being read, once its header is there."""
-        self._into: memoryview | None = None
-        """Where its bytes go; None drops them."""
-        self._missing = 0
         self._is_held = False
-        """Whether the frame that begins belongs to something that has not begun here."""
+        """Whether the next frame belongs to something that has not begun here."""
+        self._current: Tag | None = None
+        """Of the expected frame that is being read."""
 
     def begin(self, stamp: Stamp) -> None:
         """Let go of all that belongs to older stamps. Memory that was given for them is free afterwards."""
         self._stamp = stamp
+        self._is_held = False
         self._expected.clear()
-        while self._frames and not self._frames[-1].is_begun:
-            self._frames.pop()
-        for frame in self._frames:
-            frame.keep()
-        if self._tag is not None and not self._is_held:
-            self._into = None
-        self._look_at_held()
+        outgoing = self._connection.outgoing
+        while outgoing and not outgoing[-1].is_begun:
+            outgoing.pop()
+        for frame in outgoing:
+            frame.rest = [memoryview(bytes(view)) for view in frame.rest]
+        self._current = None
+        self._connection.skip_body()
 
     def send(self, tag: Tag, payload: memoryview) -> None:
         """Send a frame. The payload must stay as it is until the frame has gone, or until `begin`."""
         (epoch, batch, attempt), kind, piece = tag
-        header = _HEADER.pack(_MAGIC, kind, epoch, batch, attempt, piece, payload.nbytes)
-        self._frames.append(_Frame([memoryview(header), payload.cast("B")]))
+        packed = _TAG.pack(epoch, batch, attempt, kind, piece)
+        header = frame_header(FrameKind.EXCHANGE, payload.nbytes, packed)
+        self._connection.send(memoryview(header), payload.cast("B"))
 
     def expect(self, tag: Tag, into: memoryview) -> None:
         """Have a frame written there; its size must be just that."""
         self._expected[tag] = into.cast("B")
-        self._look_at_held()
+        self._is_held = False
+
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved."""
+        return self._connection.moved_s
 
     @property
     def has_sent(self) -> bool:
         """Whether the kernel has taken all that was to be sent."""
-        return not self._frames
+        return not self._connection.outgoing
 
     @property
     def expects(self) -> bool:
         """Whether a frame is to come, or the rest of one."""
-        return bool(self._expected) or (self._tag is not None and not self._is_held)
+        return bool(self._expected) or self._connection.is_reading
 
     @property
     def events(self) -> int:
-        """What a wait must wake up for."""
+        """The events that a wait must wake up for."""
         reads = self.expects and not self._is_held
-        return (select.POLLIN if reads else 0) | (select.POLLOUT if self._frames else 0)
+        return (select.POLLIN if reads else 0) | (0 if self.has_sent else select.POLLOUT)
 
     def move(self) -> list[Tag]:
         """Write what goes and read what has come; gives the expected frames that are there now.
 
-        Raises `LineBroken` where the other end is gone.
+        Raises `LineBroken` if the other end is gone.
         """
+        arrived: list[Tag] = []
+        self.move_out()
         try:
-            self._write()
-            return self._read()
-        except OSError as error:
+            while self.expects and not self._is_held:
+                if self._connection.next_frame(self._place) is None:
+                    break
+                if self._current is not None:
+                    arrived.append(self._current)
+                    self._current = None
+        except (OSError, BiremeError) as error:
             raise LineBroken(self.member, str(error) or type(error).__name__) from error
+        return arrived
 
     def move_out(self) -> None:
         """Write what goes."""
         try:
-            self._write()
+            self._connection.write()
         except OSError as error:
             raise LineBroken(self.member, str(error) or type(error).__name__) from error
 
     def close(self) -> None:
         """Close the socket."""
-        self.socket.close()
+        self._connection.close()
 
-    def _write(self) -> None:
-        while self._frames:
-            frame = self._frames[0]
-            try:
-                num_bytes = self.socket.sendmsg(frame.rest)
-            except BlockingIOError:
-                return
-            self.moved_s = time.monotonic()
-            frame.take(num_bytes)
-            if frame.rest:
-                return
-            self._frames.popleft()
-
-    def _read(self) -> list[Tag]:
-        arrived: list[Tag] = []
-        while self.expects and not self._is_held:
-            if self._tag is None and not self._read_header():
-                break
-            if self._is_held or not self._read_payload():
-                break
-            assert self._tag is not None, "its header was read"
-            if self._into is not None:
-                arrived.append(self._tag)
-            self._tag = self._into = None
-        return arrived
-
-    def _read_header(self) -> bool:
-        while self._num_header < _HEADER.size:
-            num_bytes = self._receive(memoryview(self._header)[self._num_header :])
-            if not num_bytes:
-                return False
-            self._num_header += num_bytes
-        self._num_header = 0
-        magic, kind, epoch, batch, attempt, piece, size = _HEADER.unpack(self._header)
-        if magic != _MAGIC:
-            raise ConnectionError("what came is no frame of this version of Bireme")
-        self._tag, self._missing = Tag(Stamp(epoch, batch, attempt), kind, piece), size
-        self._is_held = True
-        self._look_at_held()
-        return True
-
-    def _look_at_held(self) -> None:
-        """Decide where the frame that begins goes, if that can be said."""
-        if not self._is_held:
-            return
-        assert self._tag is not None, "what is held has a tag"
-        into = self._expected.pop(self._tag, None)
-        if into is None and self._tag.stamp >= self._stamp:
-            return
-        if into is not None and len(into) != self._missing:
-            raise LineBroken(self.member, f"{self._missing} bytes came where {len(into)} were expected")
-        self._into, self._is_held = into, False
-
-    def _read_payload(self) -> bool:
-        while self._missing:
-            if self._into is None:
-                num_bytes = self._receive(memoryview(bytearray(min(self._missing, 1 << 16))))
-            else:
-                num_bytes = self._receive(self._into[len(self._into) - self._missing :])
-            if not num_bytes:
-                return False
-            self._missing -= num_bytes
-        return True
-
-    def _receive(self, view: memoryview) -> int:
-        try:
-            num_bytes = self.socket.recv_into(view)
-        except BlockingIOError:
-            return 0
-        if not num_bytes:
-            raise ConnectionResetError("the connection was closed")
-        self.moved_s = time.monotonic()
-        return num_bytes
+    def _place(self, header: bytes) -> memoryview | Skip | None:
+        """Where a frame goes: to its place, away if it is of an older stamp, nowhere until it is expected."""
+        _, num_bytes, packed = read_frame_header(header, FrameKind.EXCHANGE)
+        epoch, batch, attempt, kind, piece = _TAG.unpack_from(packed)
+        tag = Tag(Stamp(epoch, batch, attempt), kind, piece)
+        into = self._expected.pop(tag, None)
+        if into is None:
+            self._is_held = tag.stamp >= self._stamp
+            return None if self._is_held else SKIP
+        if len(into) != num_bytes - HEADER_BYTES:
+            came = f"{num_bytes - HEADER_BYTES} bytes came instead of the {len(into)} expected"
+            raise LineBroken(self.member, came)
+        self._current = tag
+        return into
 
 
 # Digests of weights, by which replicas notice that they no longer have the same bits.

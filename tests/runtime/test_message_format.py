@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.runtime.wire import Arrival, TensorSpec, WireFormat
+from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
 
 DTYPES = (

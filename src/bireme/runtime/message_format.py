@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from math import prod
+from struct import Struct
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -33,8 +35,39 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph, evaluate, learned_values
 from bireme.model.units import Unit
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.socket_line import HEADER_BYTES, header_of, read_header
 from bireme.schedule.instruction import Message
+from bireme.wire.connection import HEADER_BYTES, FrameKind, frame_header, read_frame_header
+
+# The header of a message between stages: it alone identifies the message, whatever carries it.
+
+_TAG = Struct("<qiiiiQ")
+"""Batch, micro-batch, half, receiving stage, direction, and what tells apart the tensors it may hold."""
+
+
+class MessageHeader(NamedTuple):
+    """The header of a message. `num_bytes` is the length of the message with its header."""
+
+    key: Message
+    num_bytes: int
+    signature: int
+
+
+def header_of(key: Message, num_bytes: int, signature: int) -> bytes:
+    """The header of a message. `signature` tells apart what tensors it may hold."""
+    half, microbatch = -1 if key.half is None else key.half, -1 if key.microbatch is None else key.microbatch
+    tag = _TAG.pack(key.batch, microbatch, half, key.to_stage, key.forward, signature)
+    return frame_header(FrameKind.BOUNDARY, num_bytes - HEADER_BYTES, tag)
+
+
+def read_header(header: bytes) -> MessageHeader:
+    """Take a header apart. Raises an error if it is not a header of this version."""
+    _, num_bytes, tag = read_frame_header(header)
+    batch, microbatch, half, to_stage, forward, signature = _TAG.unpack_from(tag)
+    key = Message(
+        bool(forward), to_stage, batch, None if microbatch < 0 else microbatch, None if half < 0 else half
+    )
+    return MessageHeader(key, num_bytes, signature)
+
 
 # One tensor of a message: what both ends know of it before it comes.
 

@@ -1,0 +1,1 @@
+"""The connection between two processes of a run: frames, who may connect, and waiting for both."""

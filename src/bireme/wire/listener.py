@@ -1,0 +1,282 @@
+"""Who may connect: every listening socket of a run asks for the key of the run before it reads anything else.
+
+    caller                                        listener
+      │ ◀──────── challenge: version, nonce ───────── │   at once
+      │ ───── answer: nonce, purpose, HMAC ─────────▶ │   within 5 s, 112 bytes in all
+      │ ◀──────────────── proof: HMAC ─────────────── │
+
+Both HMACs are made with the key over both nonces, so the key itself never crosses the network, and an answer
+is of no use a second time. A caller that gives a wrong answer is refused. A caller that gives none is refused
+after 5 s, or as soon as too many wait: then the oldest goes. Strangers so cost at most 64 sockets, and they
+have no thread and no memory of their own. The connection is not encrypted.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from bireme.wire.connection import TAG_BYTES, VERSION, Poller
+
+_NONCE_BYTES = 16
+_CHALLENGE_START = b"BIREME?" + bytes([VERSION])
+_CHALLENGE_BYTES = len(_CHALLENGE_START) + _NONCE_BYTES
+_MAC_BYTES = hashlib.sha256().digest_size
+_ANSWER_BYTES = _NONCE_BYTES + TAG_BYTES + _MAC_BYTES
+GREETING_S = 5.0
+"""How long a caller may take to answer; a process of the run answers at once."""
+MOST_STRANGERS = 64
+"""Callers that have not answered yet."""
+_MOST_AT_ONCE = 16
+LISTEN_LOOK_S = 0.5
+
+HAS_ABSTRACT_NAMES = sys.platform == "linux"
+"""Whether Unix sockets may have names outside the file system, which vanish with the socket."""
+
+
+def new_key() -> str:
+    """A key for a run, as a text."""
+    return secrets.token_hex(16)
+
+
+class Caller(NamedTuple):
+    """A process of the run that has connected, and what it said the connection is for."""
+
+    socket: socket.socket
+    purpose: bytes
+
+
+class _Stranger:
+    """A connection whose other end has not answered yet."""
+
+    __slots__ = ("ends_s", "nonce", "said", "socket")
+
+    def __init__(self, made: socket.socket) -> None:
+        made.setblocking(False)
+        self.socket = made
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.said = b""
+        self.ends_s = time.monotonic() + GREETING_S
+
+
+class Listener:
+    """Takes connections on sockets for whoever knows the key; `on_caller` is called with each.
+
+    It is part of a `Poller`, whose thread it uses. Call `sweep` now and then.
+    """
+
+    def __init__(
+        self, key: str, sockets: Sequence[socket.socket], poller: Poller, on_caller: Callable[[Caller], None]
+    ) -> None:
+        self._key, self._sockets, self._poller, self._on_caller = key, tuple(sockets), poller, on_caller
+        self._strangers: dict[int, _Stranger] = {}
+        """By their file, the oldest first."""
+        for one in self._sockets:
+            one.setblocking(False)
+            poller.want(one.fileno(), select.POLLIN, lambda one=one: self._accept(one))  # type: ignore[misc]
+
+    @property
+    def num_strangers(self) -> int:
+        """How many callers have not answered yet."""
+        return len(self._strangers)
+
+    def sweep(self) -> None:
+        """Refuse callers that take too long."""
+        now_s = time.monotonic()
+        while self._strangers:
+            oldest = next(iter(self._strangers.values()))
+            if oldest.ends_s > now_s:
+                return
+            self._refuse(oldest)
+
+    def close(self) -> None:
+        """Refuse all that have not answered, and listen no more."""
+        for stranger in tuple(self._strangers.values()):
+            self._refuse(stranger)
+        for one in self._sockets:
+            self._poller.forget(one.fileno())
+            one.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                stranger = _Stranger(listening.accept()[0])
+            except OSError:  # there is none, or it has hung up
+                return
+            if len(self._strangers) >= MOST_STRANGERS:
+                self._refuse(next(iter(self._strangers.values())))
+            file = stranger.socket.fileno()
+            self._strangers[file] = stranger
+            self._poller.want(file, select.POLLIN, lambda one=stranger: self._hear(one))  # type: ignore[misc]
+            self._say(stranger, _CHALLENGE_START + stranger.nonce)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            more = stranger.socket.recv(_ANSWER_BYTES - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        stranger.said += more
+        if not more:
+            self._refuse(stranger)
+        elif len(stranger.said) == _ANSWER_BYTES:
+            its_nonce = stranger.said[:_NONCE_BYTES]
+            asked = stranger.said[:-_MAC_BYTES]
+            if not hmac.compare_digest(
+                stranger.said[-_MAC_BYTES:], _mac(self._key, b"answer", stranger.nonce, asked)
+            ):
+                self._refuse(stranger)
+            elif self._say(stranger, _mac(self._key, b"proof", its_nonce, stranger.nonce)):
+                self._forget(stranger)
+                _prepare(stranger.socket)
+                self._on_caller(Caller(stranger.socket, asked[_NONCE_BYTES:]))
+
+    def _say(self, stranger: _Stranger, words: bytes) -> bool:
+        """Send a few bytes, which a new connection has room for."""
+        with suppress(OSError):
+            if stranger.socket.send(words) == len(words):
+                return True
+        self._refuse(stranger)
+        return False
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._poller.forget(stranger.socket.fileno())
+        del self._strangers[stranger.socket.fileno()]
+
+    def _refuse(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.socket.close()
+
+
+def authenticated(made: socket.socket, key: str, purpose: bytes = b"") -> socket.socket:
+    """Answer the challenge on a new connection, and have the listener prove that it knows the key as well.
+
+    Raises an `OSError` if it does not, or after the socket's timeout, and closes the socket then.
+    """
+    try:
+        _authenticate(made, key, purpose)
+        _prepare(made)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _authenticate(made: socket.socket, key: str, purpose: bytes) -> None:
+    challenge = _exactly(made, _CHALLENGE_BYTES)
+    if not challenge.startswith(_CHALLENGE_START):
+        raise ConnectionError("the listener is not of this version of Bireme")
+    nonce, its_nonce = secrets.token_bytes(_NONCE_BYTES), challenge[len(_CHALLENGE_START) :]
+    asked = nonce + purpose.ljust(TAG_BYTES, b"\0")
+    made.sendall(asked + _mac(key, b"answer", its_nonce, asked))
+    if not hmac.compare_digest(_exactly(made, _MAC_BYTES), _mac(key, b"proof", nonce, its_nonce)):
+        raise ConnectionError("the listener does not know the key of the run")
+
+
+def _mac(key: str, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key.encode(), role + b"".join(parts), "sha256")
+
+
+def _exactly(made: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        more = made.recv(num_bytes - len(found))
+        if not more:
+            raise ConnectionResetError("the listener has hung up: it is of another run, or closes")
+        found += more
+    return found
+
+
+def _prepare(made: socket.socket) -> None:
+    if made.family != socket.AF_UNIX:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+# Addresses: where a process listens, as a text for others.
+#
+# Processes of one machine meet on a Unix socket: to send a small message there costs a fraction of what it
+# costs over the loopback. A run on a single machine listens on the loopback alone.
+
+
+class Doorway:
+    """The sockets on which a process listens, and the `address` at which others call it."""
+
+    def __init__(self, backlog: int = 64) -> None:
+        host = own_address()
+        self.sockets = [open_port(interface_of(host), backlog=backlog)]
+        local = "-"
+        if HAS_ABSTRACT_NAMES:
+            local = f"bireme-{secrets.token_hex(16)}"
+            with suppress(OSError):
+                self.sockets.append(_local_listener(local, backlog))
+        self.address = f"{host} {self.sockets[0].getsockname()[1]} {local}"
+
+
+def call(address: str, key: str, purpose: bytes, timeout_s: float) -> socket.socket:
+    """An authenticated connection to the process at the address of a `Doorway`; its socket blocks."""
+    host, port, local = address.split()
+    made = _called_locally(local, timeout_s) if host == own_address() else None
+    if made is None:
+        made = socket.create_connection((host, int(port)), timeout=timeout_s)
+    return authenticated(made, key, purpose)
+
+
+def open_port(interface: str = "", port: int = 0, *, backlog: int = 256) -> socket.socket:
+    """A listening socket on an interface, or on all of them; port 0 is a free one."""
+    return socket.create_server((interface, port), backlog=backlog)
+
+
+def interface_of(address: str) -> str:
+    """The interface to listen on, if others call at an address: the loopback alone if that will do. An
+    address behind a router is of no interface here, so else all are used.
+    """
+    return address if address == "localhost" or address.startswith("127.") else ""
+
+
+def own_address() -> str:
+    """This machine's address, as the process sees it that holds the store of the run."""
+    named = os.environ.get("BIREME_ADDRESS")
+    if named:
+        return named
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _local_listener(name: str, backlog: int) -> socket.socket:
+    """A listening socket under a name of this machine. Raises an `OSError` if there are none."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(f"\0{name}")
+        listening.listen(backlog)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _called_locally(name: str, timeout_s: float) -> socket.socket | None:
+    """A connection to a process of this machine; None if it is out of reach, as in another container."""
+    if not HAS_ABSTRACT_NAMES:
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(timeout_s)
+    try:
+        made.connect(f"\0{name}")
+    except OSError:
+        made.close()
+        return None
+    return made
