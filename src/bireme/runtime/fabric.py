@@ -370,7 +370,8 @@ class DistFabric:
 
     def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
         """A new group of some processes; None if this one is not of them."""
-        made = dist.new_group(list(ranks))
+        with self._world.sealed():
+            made = dist.new_group(list(ranks))
         return self._watched(made) if self.rank in ranks else None
 
     def _watched(self, made: dist.ProcessGroup) -> DistGroup:

@@ -7,6 +7,8 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
+from bireme.wire.listener import interface_of, open_port
+
 if TYPE_CHECKING:
     # The same classes: torch.distributed has them for all to use, but does not tell type checkers so.
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -29,14 +31,18 @@ _REACH_S = 3.0
 
 def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
     """A store over the network: its server too, or a connection to it. Port 0 takes a free one."""
+    timeout = timedelta(seconds=timeout_s)
+    if serve and port == 0:
+        # Torch would listen on all interfaces, and its store asks for no key.
+        listening = open_port(interface_of(address))
+        port = listening.getsockname()[1]
+        file = listening.detach()
+        return TCPStore(
+            address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=file
+        )
     # Many in one process may serve at the same port: a script can open one world after another.
     return TCPStore(
-        address,
-        port,
-        is_master=serve,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=port != 0,
+        address, port, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=port != 0
     )
 
 

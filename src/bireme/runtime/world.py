@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Self, get_args
@@ -27,6 +28,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.board import Board, RankFailed, die_with_parent
 from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store, second_connection
 from bireme.runtime.watch import Watch, is_of_a_peer
+from bireme.wire.listener import sealed
 
 __all__ = ["Backend", "World"]
 
@@ -112,6 +114,14 @@ class World:
             device=device,
         )
 
+    def sealed(self) -> AbstractContextManager[None]:
+        """For the making of a group: nobody connects afterwards to the sockets that gloo listens on.
+
+        NCCL connects when it needs to, and so does gloo if it is asked to.
+        """
+        is_lazy = self.backend == "nccl" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+        return nullcontext() if is_lazy else sealed()
+
     def __enter__(self) -> Self:
         if dist.is_initialized():
             raise BiremeError(
@@ -122,14 +132,15 @@ class World:
         try:
             _check(self.backend, self._kind, self._local_rank)
             self.watch.wait_for_everyone(max(self.timeout_s, _JOIN_S))
-            dist.init_process_group(
-                backend_config(self.backend),
-                store=self._group_store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=self.timeout_s),
-                device_id=self.device if self.backend == "nccl" else None,
-            )
+            with self.sealed():
+                dist.init_process_group(
+                    backend_config(self.backend),
+                    store=self._group_store,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(seconds=self.timeout_s),
+                    device_id=self.device if self.backend == "nccl" else None,
+                )
             use(self.device)
         except BaseException as error:
             self._leave(error)
