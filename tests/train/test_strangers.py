@@ -1,0 +1,25 @@
+"""A run that strangers call: malformed messages to all its listening sockets change nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz import MODES, fuzzed
+from tests.support.copies import Copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_malformed_messages_to_every_listening_socket_of_a_run_change_nothing(
+    tmp_path: Path, mode: str
+) -> None:
+    found = fuzzed(
+        tmp_path, mode, 30, seed=5, start=lambda words, folder, more: Copy(words, folder, variables=more)
+    )
+
+    assert (found.status, found.ended, found.difference) == (0, 0, 0.0)
+    assert found.steps > 0
+    assert found.sent >= 30
+    assert [row for row in found.rows if row.more_files > 0 or row.more_threads > 0] == []
+    sockets = " ".join(row.sockets for row in found.rows)
+    assert "(all)" not in sockets  # a run on one machine listens on its loopback alone
