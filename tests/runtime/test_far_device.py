@@ -21,7 +21,7 @@ from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
-from bireme.runtime import wire
+from bireme.runtime import message_format
 from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.message_format import Coding, TensorSpec, WireFormat
 from bireme.schedule.instruction import Message
@@ -85,7 +85,7 @@ def run_claims(_rank: int) -> dict[str, str]:
     """Of each claim what went wrong, or nothing."""
     make_far_device()
     devices.KINDS = (*devices.KINDS, FAR)
-    setattr(wire, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
+    setattr(message_format, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
     outcomes = {}
     for name, claim in claims().items():
         try:
@@ -295,7 +295,7 @@ def refuses() -> None:
         assert devices.num_accelerators() == 0
     finally:
         devices.KINDS = (*devices.KINDS, FAR)
-    setattr(wire, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
+    setattr(message_format, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
 
 
 def mixes() -> None:

@@ -52,75 +52,77 @@ def ordinary_bytes() -> int:
 
 def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) -> BiremeError:
     """The error of a receive for which nothing moved for too long."""
-    return BiremeError(
-        f"The {key} ({payload.numel()} bytes) did not arrive from rank {source} within {waited_s:g} s. That "
-        "rank may have died or hang, or its batch has other shapes, so that its message has another "
-        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
-        "long."
-    )
+    return _silence(f"The {key} ({payload.numel()} bytes) did not arrive from rank {source}", waited_s)
 
 
 def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> BiremeError:
     """The error of a send for which nothing moved for too long."""
+    return _silence(f"Rank {to} did not take the {key} ({payload.numel()} bytes)", waited_s)
+
+
+def _silence(happened: str, waited_s: float) -> BiremeError:
     return BiremeError(
-        f"Rank {to} did not take the {key} ({payload.numel()} bytes) within {waited_s:g} s. That rank may be "
-        "gone, or stuck, or was given a batch of other shapes, so that it waits for a message of another "
-        "size. See what it says; give all ranks the same batches; raise the timeout if a step can take that "
-        "long."
+        f"{happened} within {waited_s:g} s. That rank may have died or hang, or its batch has other shapes, "
+        "so that its message has another size. See what it says; give all ranks the same batches; raise the "
+        "timeout if a step can take that long."
     )
 
 
-class _Send(OutgoingFrame):
-    """A message to send, which begins with its header."""
+class SocketPending(OutgoingFrame):
+    """A message under way in either direction; `rest` is the part that has not moved.
 
-    __slots__ = ("error", "key", "payload")
-    is_send = True
-
-    def __init__(self, key: Message, payload: Tensor, num_bytes: int | None) -> None:
-        data: memoryview = payload.numpy().data
-        super().__init__([data if num_bytes is None else data[:num_bytes]])
-        self.key = key
-        self.payload = payload
-        self.error: Exception | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the kernel has all of it, or never will."""
-        return not self.rest or self.error is not None
-
-
-class _Receive:
-    """A message to receive; its memory begins with the header that is expected.
-
-    It is done as well when another message comes in its place; then the header is that message's. The body is
-    too if there is room for it: the message may be the one expected, and only shorter.
+    The memory of a message to receive begins with the header that is expected. The receive is done as well
+    when another message comes in its place; then the header is that message's. The body is too if there is
+    room for it: the message may be the one expected, and only shorter.
     """
 
-    __slots__ = ("data", "error", "is_done", "key", "payload")
-    is_send = False
+    __slots__ = ("data", "error", "is_send", "key", "line", "payload")
 
-    def __init__(self, key: Message, payload: Tensor) -> None:
-        self.key = key
-        self.payload = payload
+    def __init__(
+        self,
+        line: "SocketLine | LargeMessages",
+        key: Message,
+        payload: Tensor,
+        num_bytes: int | None = None,
+        *,
+        is_send: bool,
+    ) -> None:
         self.data: memoryview = payload.numpy().data
-        self.is_done = False
+        self.rest = [self.data if num_bytes is None else self.data[:num_bytes]]
+        self.is_begun = False
+        self.line, self.key, self.payload, self.is_send = line, key, payload, is_send
         self.error: Exception | None = None
 
+    def is_done(self) -> bool:
+        """Whether it has come, or the kernel has all of it, or neither will ever be so."""
+        return not self.rest or self.error is not None
+
+    def wait(self) -> None:
+        """Return when it has come, or when the kernel has all of it."""
+        if self.rest or self.error is not None:
+            self.line.transport.wait(self)
+
     def place(self, header: bytes) -> memoryview | Skip:
-        """Where the body of a message goes that has come for this receive."""
+        """The memory for the body of a message that has come for this receive."""
         if header == self.data[:HEADER_BYTES]:
             return self.data[HEADER_BYTES:]
         self.data[:HEADER_BYTES] = header
         num_bytes = read_header(header).num_bytes
         return self.data[HEADER_BYTES:num_bytes] if num_bytes <= len(self.data) else SKIP
 
+    def deliver(self, header: bytes, body: bytearray) -> None:
+        """The message came before this receive was posted."""
+        place = self.place(header)
+        if not isinstance(place, Skip):
+            place[:] = body
+        self.rest.clear()
 
-_Transfer = _Send | _Receive
-_Posted = dict[bytes, _Receive]
+
+_Posted = dict[bytes, SocketPending]
 """Receives by the headers expected, so that an ordinary one need not be taken apart."""
 
 
-def _taken_for(header: bytes, posted: _Posted) -> _Receive | None:
+def _taken_for(header: bytes, posted: _Posted) -> SocketPending | None:
     """The receive that a message belongs to, which is taken out of those posted; None if there is none yet.
 
     A message that comes first on its channel, in place of another one, belongs to the receive of that one.
@@ -137,11 +139,11 @@ def _taken_for(header: bytes, posted: _Posted) -> _Receive | None:
 class SocketLine:
     """Ordinary messages to and from one rank, moved by the rank's own thread."""
 
-    def __init__(self, peer: int, small: socket.socket) -> None:
-        self.peer = peer
+    def __init__(self, transport: "SocketTransport", peer: int, small: socket.socket) -> None:
+        self.transport, self.peer = transport, peer
         self.connection = Connection(small)
         self._posted: _Posted = {}
-        self._current: _Receive | bytearray | None = None
+        self._current: SocketPending | bytearray | None = None
         """The receive whose message is being read, or the body of a message that nothing is posted for."""
         self._early: dict[bytes, bytearray] = {}
         """Bodies that came before they were expected, by their headers."""
@@ -151,18 +153,21 @@ class SocketLine:
         reads = bool(self._posted) or self._current is not None
         return (select.POLLIN if reads else 0) | (select.POLLOUT if self.connection.outgoing else 0)
 
-    def send(self, one: _Send) -> None:
+    def send(self, one: SocketPending) -> None:
         """Begin to send."""
         self.connection.outgoing.append(one)
+        self.transport.move(self)
 
-    def post(self, receive: _Receive) -> None:
+    def post(self, receive: SocketPending) -> None:
         """Expect a message; it may have come already."""
         self._posted[bytes(receive.data[:HEADER_BYTES])] = receive
         for header in self._early:
             found = _taken_for(header, self._posted)
             if found is not None:
-                _deliver(found, header, self._early.pop(header))
+                found.deliver(header, self._early.pop(header))
                 return
+        if self.connection.has_staged:
+            self.transport.move(self)
 
     def move(self) -> None:
         """Write what goes, and read what has come as long as anything is expected."""
@@ -174,15 +179,15 @@ class SocketLine:
             if header is None:
                 return
             current, self._current = self._current, None
-            if isinstance(current, _Receive):
-                current.is_done = True
+            if isinstance(current, SocketPending):
+                current.rest.clear()
                 continue
             assert current is not None, "a message goes to a receive or into memory of its own"
             found = _taken_for(header, self._posted)  # it may have been posted meanwhile
             if found is None:
                 self._early[header] = current
             else:
-                _deliver(found, header, current)
+                found.deliver(header, current)
 
     def _place(self, header: bytes) -> memoryview | Skip:
         receive = self._posted.pop(header, None)
@@ -203,44 +208,38 @@ class SocketLine:
         return memoryview(self._current)
 
 
-def _deliver(receive: _Receive, header: bytes, body: bytearray) -> None:
-    """Give a message to its receive that came before."""
-    place = receive.place(header)
-    if not isinstance(place, Skip):
-        place[:] = body
-    receive.is_done = True
-
-
 class LargeMessages:
     """Large messages to and from one rank, moved by a thread for each direction while the rank computes.
 
-    The threads start with the first message that needs them, and `ring` whenever a message is done.
+    The threads start with the first message that needs them, and ring whenever a message is done.
     """
 
-    def __init__(self, peer: int, large: socket.socket, ring: Callable[[], None]) -> None:
-        self.peer = peer
+    def __init__(
+        self, transport: "SocketTransport", peer: int, large: socket.socket, ring: Callable[[], None]
+    ) -> None:
+        self.transport, self.peer = transport, peer
         self.connection = Connection(large, blocks=True, ahead_bytes=HEADER_BYTES)
         self._ring = ring
-        self._outgoing: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[SocketPending | None] = queue.SimpleQueue()
         self._posted: _Posted = {}
-        self._current: _Receive | None = None
+        self._current: SocketPending | None = None
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._is_closed = False
         self._has_writer = self._has_reader = False
 
-    def send(self, one: _Send) -> None:
+    def send(self, one: SocketPending) -> None:
         """Begin to send."""
         if not self._has_writer:
             self._has_writer = True
             threading.Thread(target=self._write, name=f"bireme to {self.peer}", daemon=True).start()
         self._outgoing.put(one)
 
-    def post(self, receive: _Receive) -> None:
+    def post(self, receive: SocketPending) -> None:
         """Expect a message."""
         with self._changed:
             if self._error is not None:
-                receive.error, receive.is_done = self._error, True
+                receive.error = self._error
                 return
             self._posted[bytes(receive.data[:HEADER_BYTES])] = receive
             self._changed.notify()
@@ -275,7 +274,7 @@ class LargeMessages:
             while self.connection.next_frame(self._place) is not None:
                 assert self._current is not None, "its body has a place"
                 done, self._current = self._current, None
-                done.is_done = True
+                done.rest.clear()
                 self._ring()
         except (OSError, BiremeError) as error:
             with self._changed:
@@ -283,7 +282,7 @@ class LargeMessages:
                 left = [*self._posted.values(), *([] if self._current is None else [self._current])]
                 self._posted = {}
             for one in left:
-                one.error, one.is_done = error, True
+                one.error = error
             self._ring()
 
     def _place(self, header: bytes) -> memoryview | Skip | None:
@@ -324,44 +323,36 @@ class SocketTransport:
         self._awake_s = awake_s
         self._failure: Exception | None = None
         self._poller = Poller()
-        self._lines = {peer: SocketLine(peer, pair.small) for peer, pair in lines.items()}
+        self._lines = {peer: SocketLine(self, peer, pair.small) for peer, pair in lines.items()}
         self._large_messages = {
-            peer: LargeMessages(peer, pair.large, self._poller.ring) for peer, pair in lines.items()
+            peer: LargeMessages(self, peer, pair.large, self._poller.ring) for peer, pair in lines.items()
         }
         self._ordinary_bytes = {peer: pair.ordinary_bytes for peer, pair in lines.items()}
         self._moves = [
-            (line, line.connection.socket.fileno(), partial(self._move, line))
-            for line in self._lines.values()
+            (line, line.connection.socket.fileno(), partial(self.move, line)) for line in self._lines.values()
         ]
         self.on_arrival: Callable[[], None] | None = None
         """Called whenever this rank is about to sleep, so that it does for others what it can."""
 
-    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> "SocketPending":
+    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> SocketPending:
         """Begin to send. Which of the two sockets a message goes over depends on the room for it."""
         self.check()
-        one = _Send(key, payload, num_bytes)
-        if payload.numel() > self._ordinary_bytes[to]:
-            large_messages = self._large_messages[to]
-            large_messages.send(one)
-            return SocketPending(self, large_messages, one)
-        line = self._lines[to]
+        line = self._line(to, payload)
+        one = SocketPending(line, key, payload, num_bytes, is_send=True)
         line.send(one)
-        self._move(line)
-        return SocketPending(self, line, one)
+        return one
 
-    def receive(self, key: Message, source: int, payload: Tensor) -> "SocketPending":
+    def receive(self, key: Message, source: int, payload: Tensor) -> SocketPending:
         """Begin to receive."""
         self.check()
-        receive = _Receive(key, payload)
-        if payload.numel() > self._ordinary_bytes[source]:
-            large_messages = self._large_messages[source]
-            large_messages.post(receive)
-            return SocketPending(self, large_messages, receive)
-        line = self._lines[source]
+        line = self._line(source, payload)
+        receive = SocketPending(line, key, payload, is_send=False)
         line.post(receive)
-        if line.connection.has_staged:
-            self._move(line)
-        return SocketPending(self, line, receive)
+        return receive
+
+    def _line(self, peer: int, payload: Tensor) -> SocketLine | LargeMessages:
+        is_large = payload.numel() > self._ordinary_bytes[peer]
+        return self._large_messages[peer] if is_large else self._lines[peer]
 
     def close(self) -> None:
         """Close the sockets."""
@@ -394,29 +385,29 @@ class SocketTransport:
         self._failure = error
         return error
 
-    def wait(self, line: SocketLine | LargeMessages, transfer: _Transfer) -> None:
+    def wait(self, one: SocketPending) -> None:
         """Move bytes on all lines until that message has gone or come. Raises an error if nothing moves on
         its line for the timeout.
         """
-        began_s = 0.0
-        while not transfer.is_done:
+        began_s, line = 0.0, one.line
+        while not one.is_done():
             self.check()
-            self._move(line)
-            if transfer.is_done:
+            self.move(line)
+            if one.is_done():
                 break
             now = time.monotonic()
             began_s = began_s or now
-            moved_s = max(began_s, line.connection.sent_s if transfer.is_send else line.connection.came_s)
+            moved_s = max(began_s, line.connection.sent_s if one.is_send else line.connection.came_s)
             if now > moved_s + self.timeout_s:
-                words = nothing_taken if transfer.is_send else nothing_came
-                raise self.fail(words(transfer.key, line.peer, transfer.payload, self.timeout_s))
+                words = nothing_taken if one.is_send else nothing_came
+                raise self.fail(words(one.key, line.peer, one.payload, self.timeout_s))
             self.poll(min(LOOK_S, moved_s + self.timeout_s - now))
-        if transfer.error is not None:
+        if one.error is not None:
             self.check()
-            if isinstance(transfer.error, BiremeError):
-                raise self.fail(transfer.error)
-            lost = PeerLost(line.peer, str(transfer.error) or type(transfer.error).__name__)
-            raise self.fail(lost) from transfer.error
+            if isinstance(one.error, BiremeError):
+                raise self.fail(one.error)
+            lost = PeerLost(line.peer, str(one.error) or type(one.error).__name__)
+            raise self.fail(lost) from one.error
 
     def poll(self, seconds: float) -> None:
         """Sleep until some line can move or a large message is done with, and move what can."""
@@ -426,7 +417,7 @@ class SocketTransport:
             self._poller.want(file, line.awaited_events(), move)
         self._poller.wait(seconds, awake_s=self._awake_s)
 
-    def _move(self, line: SocketLine | LargeMessages) -> None:
+    def move(self, line: SocketLine | LargeMessages) -> None:
         """Write what goes and read what has come; a broken connection means that its rank is gone, or that
         this one gave up.
         """
@@ -435,28 +426,6 @@ class SocketTransport:
         except OSError as error:
             self.check()
             raise self.fail(PeerLost(line.peer, str(error) or type(error).__name__)) from error
-
-
-class SocketPending:
-    """A message under way, in either direction."""
-
-    __slots__ = ("_line", "_transfer", "_transport")
-
-    def __init__(
-        self, transport: SocketTransport, line: SocketLine | LargeMessages, transfer: _Transfer
-    ) -> None:
-        self._transport = transport
-        self._line = line
-        self._transfer = transfer
-
-    def is_done(self) -> bool:
-        """Whether it has come, or the kernel has all of it."""
-        return self._transfer.is_done
-
-    def wait(self) -> None:
-        """Return when it has come, or when the kernel has all of it."""
-        if not self._transfer.is_done or self._transfer.error is not None:
-            self._transport.wait(self._line, self._transfer)
 
 
 # How ranks find one another for sockets: each says in the store where it listens, the later rank calls.

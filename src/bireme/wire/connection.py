@@ -31,7 +31,7 @@ _MAGIC = b"BIREME"
 HEADER_BYTES = _LAYOUT.size
 STAGING_BYTES = 64 * 1024
 """Bytes to read ahead at most. The rest of a longer body goes to its place directly."""
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes to write at once. A link that moves less than this within a timeout counts as stuck."""
 _RINGS = 4096
 
@@ -162,18 +162,21 @@ class Connection:
         """Pass to the kernel what it takes. Raises an `OSError` if the connection is broken."""
         while self.outgoing:
             frame = self.outgoing[0]
-            rest = frame.rest
+            view, is_whole = frame.rest[0], len(frame.rest) == 1
             try:
-                if len(rest) == 1:
-                    num_bytes = self.socket.send(rest[0][:_CHUNK_BYTES])
+                if not is_whole:
+                    num_bytes = self.socket.sendmsg(frame.rest)
                 else:
-                    num_bytes = self.socket.sendmsg(rest)
+                    num_bytes = self.socket.send(view if len(view) <= CHUNK_BYTES else view[:CHUNK_BYTES])
             except BlockingIOError:
                 return
             self.sent_bytes += num_bytes
             self.sent_s = time.monotonic()
-            frame.take(num_bytes)
-            if not rest:
+            if is_whole and num_bytes == len(view):
+                frame.rest.clear()
+            else:
+                frame.take(num_bytes)
+            if not frame.rest:
                 self.outgoing.popleft()
 
     def flush(self, timeout_s: float) -> None:
@@ -201,11 +204,16 @@ class Connection:
             into = place(header)
             if into is None:
                 return None
-            self._begin, self._header = body, header
             if isinstance(into, Skip):
                 self._into, self._missing = None, read_frame_header(header).num_bytes - HEADER_BYTES
             else:
-                self._into, self._missing = into, len(into)
+                num_bytes = len(into)
+                if num_bytes <= self._end - body:
+                    self._begin = body + num_bytes
+                    into[:] = self._staging[body : self._begin]
+                    return header
+                self._into, self._missing = into, num_bytes
+            self._begin, self._header = body, header
         if self._missing and not self._read_body():
             return None
         header, self._header, self._into = self._header, None, None
