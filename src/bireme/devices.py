@@ -16,9 +16,14 @@ from torch import Tensor
 from bireme.errors import BiremeError
 
 ACCELERATOR = "cuda"
-"""The accelerators that Bireme computes on. ROCm's go by this name as well."""
+"""The accelerators that Bireme is tested on. ROCm's go by this name as well."""
 
-KINDS: tuple[str, ...] = ("cpu", ACCELERATOR)
+UNTESTED = ("xpu", "mps")
+"""Accelerators that Bireme computes on in the same way, but that nobody has tested it on."""
+
+_PINNING = (ACCELERATOR, "xpu")
+
+KINDS: tuple[str, ...] = ("cpu", ACCELERATOR, *UNTESTED)
 """The types of devices that Bireme computes on."""
 
 Backend = Literal["gloo", "nccl"]
@@ -47,10 +52,10 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def num_accelerators() -> int:
-    """How many accelerators there are here that Bireme computes on."""
+def num_accelerators(kind: str = ACCELERATOR) -> int:
+    """How many accelerators of a kind there are here."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.accelerator.device_count() if found is not None and found.type == ACCELERATOR else 0
+    return torch.accelerator.device_count() if found is not None and found.type == kind else 0
 
 
 def device_called(name: str | torch.device) -> torch.device:
@@ -68,7 +73,7 @@ def check_supported(device: torch.device) -> None:
     """Refuse a device that Bireme does not compute on."""
     if device.type not in KINDS:
         raise BiremeError(
-            f"Bireme computes on {' and '.join(KINDS)}, not on {device}. Use device = cpu, or write the "
+            f"Bireme computes on {', '.join(KINDS)}, not on {device}. Use device = cpu, or write the "
             "description of a device if you only need a plan."
         )
 
@@ -77,7 +82,7 @@ def device_of_process(kind: str, local_rank: int) -> torch.device:
     """The device of the process of that number on its machine; processes share accelerators in turns."""
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device(kind, local_rank % max(1, num_accelerators()))
+    return torch.device(kind, local_rank % max(1, num_accelerators(kind)))
 
 
 def backend_config(backend: Backend) -> str:
@@ -99,7 +104,10 @@ def synchronize(device: torch.device) -> None:
 
 def properties_of(device: torch.device) -> _Properties:
     """The name and the memory of an accelerator."""
-    found: Any = torch.get_device_module(device).get_device_properties(device)
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "get_device_properties"):  # as of mps
+        return _Properties(device.type, int(module.recommended_max_memory()))
+    found: Any = module.get_device_properties(device)
     return _Properties(str(found.name), int(found.total_memory))
 
 
@@ -116,8 +124,24 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """Host memory that an accelerator reads and writes by itself, while the host goes on."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    """Host memory that an accelerator reads and writes by itself, while the host goes on. Where memory is
+    shared with the accelerator, as on a Mac, it is ordinary memory.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=any(map(num_accelerators, _PINNING)))
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Such memory for a tensor like this one."""
+    return pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def staged(tensor: Tensor) -> Tensor:
+    """A copy in pinned host memory of a tensor on an accelerator that torch.distributed cannot read from
+    itself; else the tensor.
+    """
+    if tensor.device.type in ("cpu", ACCELERATOR):
+        return tensor
+    return pinned_like(tensor).copy_(tensor)
 
 
 def mark(device: torch.device) -> torch.Event:

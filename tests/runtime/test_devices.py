@@ -8,7 +8,7 @@ import torch
 
 from bireme import devices
 from bireme.cluster.cluster import Server
-from bireme.cluster.device import KNOWN
+from bireme.cluster.device import KNOWN, Device
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
@@ -65,7 +65,7 @@ def test_processes_compute_on_the_gpus_that_the_plan_names() -> None:
 
 
 def test_the_processes_of_a_machine_take_its_devices_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "num_accelerators", lambda: 2)
+    monkeypatch.setattr(devices, "num_accelerators", lambda _kind: 2)
     found = [str(device_of_process("cuda", local_rank)) for local_rank in range(3)]
     assert found == ["cuda:0", "cuda:1", "cuda:0"]
     assert device_of_process("cpu", 3) == torch.device("cpu")
@@ -77,10 +77,13 @@ def test_a_world_on_a_device_that_is_not_there_is_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize(("backend", "device"), [("gloo", "mps"), ("nccl", "cpu")])
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "tpu"), ("nccl", "mps"), ("nccl", "cpu")])
 def test_a_world_says_which_devices_there_are(backend: devices.Backend, device: str) -> None:
     world = World.alone(backend=backend, device=device)
-    with pytest.raises(BiremeError, match=f"A rank computes on cpu or cuda, .* not on '{device}'"), world:
+    with (
+        pytest.raises(BiremeError, match=f"A rank computes on cpu, cuda, xpu, mps, .* not on '{device}'"),
+        world,
+    ):
         pass
 
 
@@ -124,3 +127,19 @@ def test_links_between_hosts_that_are_unknown_are_assumed_and_reported() -> None
     assert found.latency(0, 1) == 5e-4
     assert "assumes 1 Gbit/s and 0.5 ms" in note
     assert "one, two" in link_notes(found)[0]
+
+
+def test_a_run_on_a_device_that_nobody_has_tested_goes_over_sockets_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused."""
+    gpu = Device("M9", "mps", 2**34)
+    monkeypatch.setattr(machines, "num_accelerators", lambda kind: int(kind == "mps"))
+    monkeypatch.setattr(machines, "server_here", lambda _device, count: Server("here", (gpu,) * count))
+    machines._tell_untested.cache_clear()
+    found = machines_of(asked(device="mps", workers=2), num_cuda=0, num_cores=2)
+
+    assert (found.device, found.backend, found.cluster.num_devices) == ("mps", "gloo", 2)
+    assert capsys.readouterr().err.count("Training on mps has not been tested") == 1
+    with pytest.raises(BiremeError, match="there are 0 xpu devices for 2 processes"):
+        machines_of(asked(device="xpu", workers=2), num_cuda=0, num_cores=2)

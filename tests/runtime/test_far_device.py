@@ -8,11 +8,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore
 from torch.utils._pytree import tree_leaves
 
 from bireme import devices
@@ -21,13 +24,14 @@ from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
-from bireme.runtime import message_format
 from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.message_format import Coding, TensorSpec, WireFormat
+from bireme.runtime.world import World
 from bireme.schedule.instruction import Message
 from tests.support.engine_parity import Setting, Trained, pipeline_of, plan_for, train_rank
 from tests.support.extent import several
 from tests.support.far_device import FAR, make_far_device
+from tests.support.patience import patience_s
 from tests.support.small_models import Model, captured, real_batches, token_batches
 from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_text import tiny_text
@@ -85,7 +89,6 @@ def run_claims(_rank: int) -> dict[str, str]:
     """Of each claim what went wrong, or nothing."""
     make_far_device()
     devices.KINDS = (*devices.KINDS, FAR)
-    setattr(message_format, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
     outcomes = {}
     for name, claim in claims().items():
         try:
@@ -127,6 +130,45 @@ def test_the_stand_in_refuses_what_an_accelerator_does(outcomes: dict[str, str])
 
 def test_a_device_that_bireme_does_not_compute_on_is_refused(outcomes: dict[str, str]) -> None:
     assert not outcomes["refused"], outcomes["refused"]
+
+
+MIXED = {
+    "stages": Setting(plan_for("1f1b", 2), clip_norm=0.05),
+    "stages of 2bw": Setting(plan_for("2bw", 2, codecs=(BoundaryCodecs("int8", "int8"),))),
+    "replicas": Setting(plan_for("1f1b", 1, width=2), clip_norm=0.05),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_run_over_a_device_and_a_cpu_gives_the_numbers_of_cpus(name: str, tmp_path: Path) -> None:
+    """Messages and sums go through the memory of the host, over sockets and gloo."""
+    mixed = run_processes(2, on_its_own_device, tmp_path, name, str(tmp_path / "store"))
+    data = token_batches(8 * MIXED[name].plan.width, 2)
+    alike = on_threads(dropping(evaluates=True), MIXED[name], data, torch.device("cpu"))
+    for one, (losses, norms, weights) in zip(alike, mixed, strict=True):
+        assert losses == pytest.approx(one.losses, rel=TOLERANCE)
+        assert norms == pytest.approx(one.norms, rel=TOLERANCE)
+        for name_of, tensor in one.weights[-1].items():
+            torch.testing.assert_close(weights[name_of], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def on_its_own_device(rank: int, name: str, store: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train as rank 0 on the device, and as rank 1 on the CPU."""
+    dist.destroy_process_group()
+    kind = "cpu" if rank else FAR
+    if not rank:
+        make_far_device()
+        devices.KINDS = (*devices.KINDS, FAR)
+    setting = MIXED[name]
+    with World(FileStore(store, 2), rank=rank, size=2, timeout_s=patience_s(), device=kind) as world:
+        pipeline = pipeline_of(dropping(evaluates=True), setting, world, device=world.device)
+        data = token_batches(8 * setting.plan.width, 2)
+        trained = train_rank(pipeline, setting, data)
+        trained.losses.append(pipeline.evaluate(data).loss)
+        assert {one.device.type for one in trained.weights[-1].values()} == {kind}
+        weights = {one: tensor.cpu() for one, tensor in trained.weights[-1].items()}
+        pipeline.close()
+    return trained.losses, trained.norms, weights
 
 
 def dropping(*, evaluates: bool = False) -> Model:
@@ -290,12 +332,11 @@ def sources_load() -> None:
 def refuses() -> None:
     devices.KINDS = tuple(kind for kind in devices.KINDS if kind != FAR)
     try:
-        with pytest.raises(BiremeError, match="Bireme computes on cpu and cuda, not on far"):
+        with pytest.raises(BiremeError, match="Bireme computes on cpu, cuda, xpu, mps, not on far"):
             pipeline_of(dropping(), Setting(Plan((), 2)), SingleRankFabric(), device=FAR)
         assert devices.num_accelerators() == 0
     finally:
         devices.KINDS = (*devices.KINDS, FAR)
-    setattr(message_format, "pinned", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))  # noqa: B010
 
 
 def mixes() -> None:

@@ -104,7 +104,7 @@ def _behavior(run: "RunFile", warmup: int) -> "Behavior":
         run.model.source,
         batch=run.training.batch_size,
         length=run.data.length,
-        device=here if asked == "auto" else asked,
+        device=asked if asked in ("cpu", ACCELERATOR) else here,
         dtype=run.model.dtype,
         part=run.model.part,
         seed=run.model.seed,

@@ -147,7 +147,7 @@ ASSUMED_CARD, ASSUMED_LINK = "assumed", Link(1.25e8, latency_s=2.5e-4)
 
 # A server: a machine with devices, and the links within it and out of it.
 
-WORDS = {"cuda": "gpu", "cpu": "cpu", "emulated": "emulated"}
+WORDS = {"cuda": "gpu", "xpu": "xpu", "mps": "mps", "cpu": "cpu", "emulated": "emulated"}
 
 
 def device_names(devices: Sequence[Device]) -> tuple[str, ...]:

@@ -243,7 +243,9 @@ Bytes = Annotated[int, Field(gt=0, le=_MOST_BYTES), BeforeValidator(_whole)]
 class DeviceTable(_Table):
     """`[[server.device]]`: equal devices of a server."""
 
-    kind: Literal["cpu", "cuda", "emulated"] | None = Field(None, description="cpu, cuda or emulated")
+    kind: Literal["cpu", "cuda", "xpu", "mps", "emulated"] | None = Field(
+        None, description="cpu, cuda, xpu, mps or emulated"
+    )
     count: _Count = Field(1, description="how many such devices")
     like: str | None = Field(None, description="the ready description to begin with, such as a100")
     name: str | None = Field(None, description="what it is, for people")

@@ -76,7 +76,7 @@ NO_ENGINE = EngineCost()
 """An engine that takes nothing."""
 
 
-KINDS = ("cpu", "cuda", "emulated")
+KINDS = ("cpu", "cuda", "xpu", "mps", "emulated")
 """What a device can be."""
 
 FASTEST = 1e6

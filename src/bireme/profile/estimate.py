@@ -14,7 +14,7 @@ from bireme.model.units import Unit
 
 ATTAINED_FLOPS = 0.5
 ATTAINED_BYTES = 0.7
-_START_S = {"cuda": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
+_START_S = {"cuda": 5e-6, "xpu": 5e-6, "mps": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
 
 _MOST_PRODUCTS = 2
 """A product has two operands, and a gradient for each is a product as large. Attention has three operands and

@@ -253,7 +253,7 @@ def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.devi
     It is for a pipeline of so many ranks, on devices of that type.
     """
     if isinstance(world, World):
-        if world.device.type == "cuda" and device.type != "cuda":
+        if world.backend == "nccl" and device.type != "cuda":
             raise BiremeError(
                 f"The world has the backend nccl, which carries messages between CUDA devices, and the "
                 f"pipeline is on {device}. Give it device=world.device, or open the world with backend gloo."
@@ -329,11 +329,12 @@ class DistFabric:
     def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
         """Messages between some processes; aborted as soon as another one has failed.
 
-        With the backend nccl they go between CUDA devices over NCCL, else over sockets of their own.
+        With the backend nccl they go between CUDA devices over NCCL, else over sockets of their own: from
+        and to an accelerator through pinned host memory, so devices of all kinds may be mixed.
         """
         world = self._world
         transport: Transport
-        if world.device.type == "cuda":
+        if world.backend == "nccl":
             transport = NcclTransport(ranks, rank_of_stage, world.device)
         else:
             place = ranks.index(world.rank)

@@ -179,9 +179,9 @@ class World:
 def _check(backend: Backend, kind: str, local_rank: int) -> None:
     if backend not in get_args(Backend):
         raise BiremeError(f"There is no backend {backend!r}. Use gloo, or nccl for CUDA devices.")
-    if kind not in KINDS or (backend == "nccl" and kind == "cpu"):
+    if kind not in KINDS or (backend == "nccl" and kind != ACCELERATOR):
         raise BiremeError(
-            f"A rank computes on {' or '.join(KINDS)}, with the backend nccl only on {ACCELERATOR}, "
+            f"A rank computes on {', '.join(KINDS)}, with the backend nccl only on {ACCELERATOR}, "
             f"not on {kind!r}."
         )
     there = num_accelerators()
@@ -191,8 +191,9 @@ def _check(backend: Backend, kind: str, local_rank: int) -> None:
             f"{there} for process {local_rank} (they count from 0). Start fewer processes on it, or use "
             "backend gloo."
         )
-    if kind == ACCELERATOR and not there:
-        raise BiremeError(f"There is no CUDA device here for process {local_rank}. Use device cpu.")
+    if kind != "cpu" and not num_accelerators(kind):
+        name = "CUDA" if kind == ACCELERATOR else kind
+        raise BiremeError(f"There is no {name} device here for process {local_rank}. Use device cpu.")
 
 
 def _variable(name: str) -> str:

@@ -4,7 +4,7 @@ Collectives on one group are matched by the order of the calls, so every member 
 same order, and a group belongs to one thread of its process. Nothing here knows what the numbers mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from bireme.devices import staged
 
 _UNUSED_TAG = 2**31 - 1
 
@@ -97,6 +99,16 @@ class MessageGroup(Group, Protocol):
         """Fill the tensor with what the member `source` sends."""
 
 
+_Places = Iterable[tuple[Tensor, Tensor]]
+"""Tensors that torch.distributed writes, each with the one that it stands for."""
+
+
+def _bring_back(places: _Places) -> None:
+    for here, there in places:
+        if here is not there:
+            there.copy_(here)
+
+
 class DistGroup:
     """A process group of torch.distributed, which nobody else may use: its collectives have no names.
 
@@ -122,30 +134,32 @@ class DistGroup:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
+        here = staged(tensor)
         try:
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            work = dist.all_reduce(here, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._failed("sum", error) from error
-        return self._under_way("sum", work)
+        return self._under_way("sum", work, [(here, tensor)])
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors."""
+        here = [staged(one) for one in into]
         try:
-            work = dist.all_gather(list(into), tensor, group=self._group, async_op=True)
+            work = dist.all_gather(here, staged(tensor), group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._failed("gathering", error) from error
-        return self._under_way("gathering", work)
+        return self._under_way("gathering", work, zip(here, into, strict=True))
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Pending:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
-        itemsize = given.itemsize
+        itemsize, here = given.itemsize, staged(taken)
         try:
             # As bytes, because gloo does not know all types.
             work = dist.all_to_all_single(
-                taken.view(torch.uint8),
-                given.view(torch.uint8),
+                here.view(torch.uint8),
+                staged(given).view(torch.uint8),
                 [itemsize * length for length in taken_lengths],
                 [itemsize * length for length in lengths],
                 group=self._group,
@@ -153,24 +167,25 @@ class DistGroup:
             )
         except RuntimeError as error:
             raise self._failed("exchange", error) from error
-        return self._under_way("exchange", work)
+        return self._under_way("exchange", work, [(here, taken)])
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor with that of the member `source`."""
+        here = staged(tensor)
         try:
-            work = dist.broadcast(
-                tensor.view(torch.uint8), group=self._group, group_src=source, async_op=True
-            )
+            work = dist.broadcast(here.view(torch.uint8), group=self._group, group_src=source, async_op=True)
         except RuntimeError as error:
             raise self._failed("copy", error) from error
-        return self._under_way("copy", work)
+        return self._under_way("copy", work, [(here, tensor)])
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
+        here = staged(tensor)
         try:
-            dist.broadcast(tensor, group=self._group, group_src=source)
+            dist.broadcast(here, group=self._group, group_src=source)
         except RuntimeError as error:
             raise self._failed("broadcast", error) from error
+        _bring_back([(here, tensor)])
 
     def barrier(self) -> None:
         """Return once every member has called this."""
@@ -182,16 +197,18 @@ class DistGroup:
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to the member `to`."""
         try:
-            dist.send(tensor, group=self._group, group_dst=to)
+            dist.send(staged(tensor), group=self._group, group_dst=to)
         except RuntimeError as error:
             raise self._failed("send", error) from error
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
+        here = staged(tensor)
         try:
-            dist.recv(tensor, group=self._group, group_src=source)
+            dist.recv(here, group=self._group, group_src=source)
         except RuntimeError as error:
             raise self._failed("receive", error) from error
+        _bring_back([(here, tensor)])
 
     def abort(self) -> None:
         """Give up, from any thread."""
@@ -222,9 +239,9 @@ class DistGroup:
             raise RuntimeError(f"the group of the processes {self._members} has been closed")
         return self._held
 
-    def _under_way(self, what: str, work: dist.Work | None) -> Pending:
+    def _under_way(self, what: str, work: dist.Work | None, places: _Places) -> Pending:
         assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
-        return _UnderWay(self, what, work)
+        return _UnderWay(self, what, work, places)
 
     def _failed(self, what: str, error: RuntimeError) -> Exception:
         if self._is_aborted:
@@ -235,9 +252,10 @@ class DistGroup:
 class _UnderWay:
     """A collective under way, and its errors in our words."""
 
-    __slots__ = ("_group", "_what", "_work")
+    __slots__ = ("_group", "_places", "_what", "_work")
 
-    def __init__(self, group: DistGroup, what: str, work: dist.Work) -> None:
+    def __init__(self, group: DistGroup, what: str, work: dist.Work, places: _Places) -> None:
+        self._places = places
         self._group = group
         self._what = what
         self._work = work
@@ -247,6 +265,8 @@ class _UnderWay:
             self._work.wait()
         except RuntimeError as error:
             raise self._group._failed(self._what, error) from error
+        places, self._places = self._places, ()
+        _bring_back(places)
 
 
 class SingleRankGroup:

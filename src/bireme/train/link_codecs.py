@@ -161,7 +161,7 @@ def check_boundaries(run: RunFile, plan: Plan) -> None:
             )
     codecs = link_codecs(run, plan)
     if codecs.phases:
-        from bireme.runtime.wire import checked  # imports torch
+        from bireme.runtime.message_format import checked  # imports torch
 
         checked(codecs)
 

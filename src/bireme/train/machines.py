@@ -1,7 +1,9 @@
 """The devices of a run, from a cluster file or this machine, and their processes."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.machine import discover, num_cores
-from bireme.devices import ACCELERATOR, num_accelerators
+from bireme.devices import ACCELERATOR, UNTESTED, num_accelerators
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
@@ -161,17 +163,21 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int, computes: bool =
     Without `computes` the run is only planned, and the devices of a cluster file need not be here.
     """
     asked = run.cluster
-    wants = asked.workers or (num_cuda if num_cuda and asked.device != "cpu" else CPU_WORKERS)
+    kind = asked.device if asked.device in UNTESTED else ACCELERATOR
+    num = num_cuda if kind == ACCELERATOR else num_accelerators(kind)
+    wants = asked.workers or (num if num and asked.device != "cpu" else CPU_WORKERS)
     # NCCL wants a device for each process; gloo does not care.
-    may_share = asked.device == ACCELERATOR and asked.backend == "gloo" and num_cuda > 0
-    if asked.device == ACCELERATOR and num_cuda < wants and not may_share:
+    may_share = asked.device == kind and num > 0 and (kind in UNTESTED or asked.backend == "gloo")
+    if asked.device == kind and num < wants and not may_share:
+        name = "CUDA" if kind == ACCELERATOR else kind
         raise BiremeError(
-            f"cluster.device is cuda, but there are {num_cuda} CUDA devices for {wants} processes. Set "
-            "cluster.workers to fewer, cluster.backend to gloo to share devices, or "
-            "cluster.device to cpu."
+            f"cluster.device is {kind}, but there are {num} {name} devices for {wants} processes. Set "
+            "cluster.workers to fewer, cluster.backend to gloo to share devices, or cluster.device to cpu."
         )
-    device = ACCELERATOR if asked.device != "cpu" and (may_share or 0 < wants <= num_cuda) else "cpu"
-    cluster = load_cluster(asked.source) if asked.source is not None else _here(device, wants, num_cuda)
+    device = kind if asked.device != "cpu" and (may_share or 0 < wants <= num) else "cpu"
+    if device in UNTESTED:
+        _tell_untested(device)
+    cluster = load_cluster(asked.source) if asked.source is not None else _here(device, wants, num)
     if asked.workers is not None and cluster.num_devices != asked.workers:
         raise BiremeError(
             f"cluster.source is {asked.source}, which has {cluster.num_devices} devices, but cluster.workers "
@@ -179,15 +185,23 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int, computes: bool =
         )
     if computes:
         check_kinds(run, cluster, device)
-    backend = asked.backend if asked.backend != "auto" else ("gloo" if device == "cpu" else "nccl")
-    if backend == "nccl" and device == "cpu":
+    backend = asked.backend if asked.backend != "auto" else ("nccl" if device == ACCELERATOR else "gloo")
+    if backend == "nccl" and device != ACCELERATOR:
+        where = "CPUs" if device == "cpu" else device
         raise BiremeError(
-            "cluster.backend is nccl, which joins only CUDA devices, but the run is on CPUs. Set it to gloo."
+            f"cluster.backend is nccl, which joins only CUDA devices, but the run is on {where}. Set it to "
+            "gloo."
         )
     threads = asked.threads_per_worker
     if threads is None and device == "cpu":
         threads = max(1, num_cores // cluster.num_devices)
     return Machines(cluster, device, backend, threads)
+
+
+@cache
+def _tell_untested(kind: str) -> None:
+    sentence = f"Training on {kind} has not been tested. Compare the first losses with those of a CPU."
+    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
 
 def check_kinds(run: RunFile, cluster: Cluster, device: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
-from bireme.devices import ACCELERATOR
+from bireme.devices import ACCELERATOR, UNTESTED
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
@@ -237,6 +237,8 @@ def _named(run: RunFile, environment: Environment) -> RunFile:
 def _device(run: RunFile, nodes: Nodes) -> str:
     """Where all compute: on GPUs if each process has one."""
     asked, members = run.cluster, [one for node in nodes.values() for one in node]
+    if asked.device in UNTESTED:
+        return asked.device
     lacking = next((one for one in members if not one.has_cuda), None)
     if lacking is None:
         on_cpu = asked.device == "cpu" or (asked.device == "auto" and asked.backend == "gloo")

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.devices import is_accelerator
+from bireme.devices import is_accelerator, pinned_like
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Address, CoordinatorClient
 from bireme.runtime.quorum.peer_connections import SNAPSHOT, SUM, IncomingTensors, PeerConnections
@@ -108,8 +109,8 @@ class Buffers:
         with self._lock:
             if self._free:
                 return RoundSum(self._free.pop())
-        made = [torch.empty(one.shape, dtype=one.dtype, pin_memory=self._is_pinned) for one in like]
-        return RoundSum(made)
+        make = pinned_like if self._is_pinned else partial(torch.empty_like, device="cpu")
+        return RoundSum([make(one) for one in like])
 
     def give_back(self, result: RoundSum) -> None:
         """One user less; after the last one the memory is used again, or given back if enough is free."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.sum_description import DENSE, SumCodec
+from bireme.devices import pinned_like
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
 from bireme.sync.coded import CodedSums, Feedback
@@ -245,7 +246,7 @@ class QuorumReducer:
         if ready is None:
             return flats
         ready.synchronize()
-        found = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in flats]
+        found = [*map(pinned_like, flats)]
         for target, flat in zip(found, flats, strict=True):
             target.copy_(flat, non_blocking=True)
         torch.accelerator.current_stream(self._device).synchronize()

@@ -159,8 +159,10 @@ class ClusterTable(Table):
         "GPU, or two on a CPU",
         examples=[2],
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to compute; auto is cuda if there is a GPU for every process"
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = Field(
+        default="auto",
+        description="Where to compute; auto is cuda if there is a GPU for every process; xpu and mps have "
+        "not been tested",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto",
