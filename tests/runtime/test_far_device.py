@@ -24,6 +24,7 @@ from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.model.torch_private import DispatchMode
 from bireme.plan.plan import Plan
+from bireme.runtime import world as worlds
 from bireme.runtime.fabric import SingleRankFabric
 from bireme.runtime.message_format import Coding, TensorSpec, WireFormat
 from bireme.runtime.world import World
@@ -159,6 +160,7 @@ def on_its_own_device(rank: int, name: str, store: str) -> tuple[list[float], li
     if not rank:
         make_far_device()
         devices.KINDS = (*devices.KINDS, FAR)
+        setattr(worlds, "KINDS", devices.KINDS)  # noqa: B010
     setting = MIXED[name]
     with World(FileStore(store, 2), rank=rank, size=2, timeout_s=patience_s(), device=kind) as world:
         pipeline = pipeline_of(dropping(evaluates=True), setting, world, device=world.device)
