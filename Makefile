@@ -76,6 +76,7 @@ bench: setup
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/agreement.py
 	$(BIN)/python benchmarks/kills.py
+	$(BIN)/python benchmarks/fuzz.py
 	$(BIN)/python benchmarks/leakage.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py

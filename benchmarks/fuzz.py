@@ -158,9 +158,8 @@ def malformed(draw: random.Random) -> bytes:
             b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
             b"\x16\x03\x01" + draw.randbytes(200),
             pack("<q", draw.randrange(64)),  # the number of a pair, to gloo
-            pack("<BI", 0, 0x3C85F7CE)
-            + pack("<BQ", draw.randrange(20), announced)
-            + draw.randbytes(9),  # to a store
+            # To the store of torch: its greeting, and a query with a long argument.
+            pack("<BIBQ", 0, 0x3C85F7CE, draw.randrange(20), announced) + draw.randbytes(9),
         )
     )
 
