@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from struct import Struct
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -296,15 +297,12 @@ class LargeMessages:
             return None
 
 
-class Lines:
+class Lines(NamedTuple):
     """The two sockets to one other rank. Both ends must send the same sizes over the small one."""
 
-    __slots__ = ("large", "ordinary_bytes", "small")
-
-    def __init__(self, small: socket.socket, large: socket.socket, ordinary_bytes: int = LARGE_BYTES) -> None:
-        self.small = small
-        self.large = large
-        self.ordinary_bytes = ordinary_bytes
+    small: socket.socket
+    large: socket.socket
+    ordinary_bytes: int = LARGE_BYTES
 
     def prepare(self) -> None:
         """Have room in the kernel for small messages. The buffers of the large socket grow with traffic."""

@@ -79,18 +79,13 @@ def text_frame(text: bytes) -> bytes:
 
 
 class OutgoingFrame:
-    """A frame to send. `rest` is the part that the kernel has not taken."""
+    """A frame to send. `rest` is the part that the kernel has not taken, and empty once the frame is sent."""
 
     __slots__ = ("is_begun", "rest")
 
     def __init__(self, views: list[memoryview]) -> None:
         self.rest = views
         self.is_begun = False
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the kernel has taken all of the frame."""
-        return not self.rest
 
     def take(self, num_bytes: int) -> None:
         """The kernel has taken that many bytes."""

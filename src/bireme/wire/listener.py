@@ -23,7 +23,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ GREETING_S = 5.0
 MOST_STRANGERS = 64
 """Callers that have not answered yet."""
 _MOST_AT_ONCE = 16
+_TRIES, _AGAIN_S = 5, 0.05
 LISTEN_LOOK_S = 0.5
 
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
@@ -94,11 +95,8 @@ class Listener:
     def sweep(self) -> None:
         """Refuse callers that take too long."""
         now_s = time.monotonic()
-        while self._strangers:
-            oldest = next(iter(self._strangers.values()))
-            if oldest.ends_s > now_s:
-                return
-            self._refuse(oldest)
+        for stranger in [one for one in self._strangers.values() if one.ends_s < now_s]:
+            self._refuse(stranger)
 
     def close(self) -> None:
         """Refuse all that have not answered, and listen no more."""
@@ -122,26 +120,19 @@ class Listener:
             self._say(stranger, _CHALLENGE_START + stranger.nonce)
 
     def _hear(self, stranger: _Stranger) -> None:
-        try:
+        more = b""
+        with suppress(OSError):
             more = stranger.socket.recv(_ANSWER_BYTES - len(stranger.said))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
         stranger.said += more
-        if not more:
+        if more and len(stranger.said) < _ANSWER_BYTES:
+            return
+        asked, answer = stranger.said[:-_MAC_BYTES], stranger.said[-_MAC_BYTES:]
+        if not more or not hmac.compare_digest(answer, _mac(self._key, b"answer", stranger.nonce, asked)):
             self._refuse(stranger)
-        elif len(stranger.said) == _ANSWER_BYTES:
-            its_nonce = stranger.said[:_NONCE_BYTES]
-            asked = stranger.said[:-_MAC_BYTES]
-            if not hmac.compare_digest(
-                stranger.said[-_MAC_BYTES:], _mac(self._key, b"answer", stranger.nonce, asked)
-            ):
-                self._refuse(stranger)
-            elif self._say(stranger, _mac(self._key, b"proof", its_nonce, stranger.nonce)):
-                self._forget(stranger)
-                _prepare(stranger.socket)
-                self._on_caller(Caller(stranger.socket, asked[_NONCE_BYTES:]))
+        elif self._say(stranger, _mac(self._key, b"proof", asked[:_NONCE_BYTES], stranger.nonce)):
+            self._forget(stranger)
+            _prepare(stranger.socket)
+            self._on_caller(Caller(stranger.socket, asked[_NONCE_BYTES:]))
 
     def _say(self, stranger: _Stranger, words: bytes) -> bool:
         """Send a few bytes, which a new connection has room for."""
@@ -165,24 +156,19 @@ def authenticated(made: socket.socket, key: str, purpose: bytes = b"") -> socket
 
     Raises an `OSError` if it does not, or after the socket's timeout, and closes the socket then.
     """
-    try:
-        _authenticate(made, key, purpose)
+    with ExitStack() as undo:
+        undo.callback(made.close)
+        challenge = _exactly(made, _CHALLENGE_BYTES)
+        if not challenge.startswith(_CHALLENGE_START):
+            raise ConnectionError("the listener is not of this version of Bireme")
+        nonce, its_nonce = secrets.token_bytes(_NONCE_BYTES), challenge[len(_CHALLENGE_START) :]
+        asked = nonce + purpose.ljust(TAG_BYTES, b"\0")
+        made.sendall(asked + _mac(key, b"answer", its_nonce, asked))
+        if not hmac.compare_digest(_exactly(made, _MAC_BYTES), _mac(key, b"proof", nonce, its_nonce)):
+            raise ConnectionError("the listener does not know the key of the run")
         _prepare(made)
-    except BaseException:
-        made.close()
-        raise
+        undo.pop_all()
     return made
-
-
-def _authenticate(made: socket.socket, key: str, purpose: bytes) -> None:
-    challenge = _exactly(made, _CHALLENGE_BYTES)
-    if not challenge.startswith(_CHALLENGE_START):
-        raise ConnectionError("the listener is not of this version of Bireme")
-    nonce, its_nonce = secrets.token_bytes(_NONCE_BYTES), challenge[len(_CHALLENGE_START) :]
-    asked = nonce + purpose.ljust(TAG_BYTES, b"\0")
-    made.sendall(asked + _mac(key, b"answer", its_nonce, asked))
-    if not hmac.compare_digest(_exactly(made, _MAC_BYTES), _mac(key, b"proof", nonce, its_nonce)):
-        raise ConnectionError("the listener does not know the key of the run")
 
 
 def _mac(key: str, role: bytes, *parts: bytes) -> bytes:
@@ -214,23 +200,36 @@ class Doorway:
     """The sockets on which a process listens, and the `address` at which others call it."""
 
     def __init__(self, backlog: int = 64) -> None:
-        host = own_address()
+        host, local = own_address(), f"bireme-{secrets.token_hex(16)}"
         self.sockets = [open_port(interface_of(host), backlog=backlog)]
-        local = "-"
         if HAS_ABSTRACT_NAMES:
-            local = f"bireme-{secrets.token_hex(16)}"
-            with suppress(OSError):
-                self.sockets.append(_local_listener(local, backlog))
+            self.sockets.append(socket.socket(socket.AF_UNIX))
+            self.sockets[1].bind(f"\0{local}")
+            self.sockets[1].listen(backlog)
         self.address = f"{host} {self.sockets[0].getsockname()[1]} {local}"
 
 
 def call(address: str, key: str, purpose: bytes, timeout_s: float) -> socket.socket:
     """An authenticated connection to the process at the address of a `Doorway`; its socket blocks."""
     host, port, local = address.split()
-    made = _called_locally(local, timeout_s) if host == own_address() else None
-    if made is None:
-        made = socket.create_connection((host, int(port)), timeout=timeout_s)
-    return authenticated(made, key, purpose)
+    for tries_left in reversed(range(_TRIES)):
+        made = None
+        if HAS_ABSTRACT_NAMES and host == own_address():
+            made = socket.socket(socket.AF_UNIX)
+            made.settimeout(timeout_s)
+            try:
+                made.connect(f"\0{local}")
+            except OSError:  # out of reach, as in another container
+                made.close()
+                made = None
+        try:
+            made = made or socket.create_connection((host, int(port)), timeout=timeout_s)
+            return authenticated(made, key, purpose)
+        except ConnectionResetError:  # too many strangers call there
+            if not tries_left:
+                raise
+            time.sleep(_AGAIN_S)
+    raise AssertionError("the last try returns or raises")
 
 
 def open_port(interface: str = "", port: int = 0, *, backlog: int = 256) -> socket.socket:
@@ -258,32 +257,6 @@ def own_address() -> str:
             return socket.gethostbyname(socket.gethostname())
         address: str = probe.getsockname()[0]
     return address
-
-
-def _local_listener(name: str, backlog: int) -> socket.socket:
-    """A listening socket under a name of this machine. Raises an `OSError` if there are none."""
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(f"\0{name}")
-        listening.listen(backlog)
-    except OSError:
-        listening.close()
-        raise
-    return listening
-
-
-def _called_locally(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to a process of this machine; None if it is out of reach, as in another container."""
-    if not HAS_ABSTRACT_NAMES:
-        return None
-    made = socket.socket(socket.AF_UNIX)
-    made.settimeout(timeout_s)
-    try:
-        made.connect(f"\0{name}")
-    except OSError:
-        made.close()
-        return None
-    return made
 
 
 # Listening sockets that a library opens in this process, which ask for no key.
