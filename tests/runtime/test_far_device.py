@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from bireme import devices

@@ -450,7 +450,7 @@ def meet(
     sockets: dict[tuple[int, int], socket.socket] = {}
     limits: dict[int, int] = {}
     with ExitStack() as undo:
-        undo.callback(lambda: [made.close() for made in sockets.values()])
+        undo.callback(_close_all, sockets)
         key, doorway = new_key(), Doorway(2 * len(neighbors) + 16)
         poller = Poller()
         undo.callback(poller.close)
@@ -487,3 +487,8 @@ def meet(
             pair.prepare()
         sockets.clear()
     return lines
+
+
+def _close_all(sockets: Mapping[tuple[int, int], socket.socket]) -> None:
+    for made in sockets.values():
+        made.close()
