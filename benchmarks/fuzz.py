@@ -373,9 +373,7 @@ def verdicts(found: Sequence[Fuzzed]) -> list[Verdict]:
             at_most(f"{one.mode}: processes that ended", one.ended, 0),
             at_most(f"{one.mode}: exit status of the run", one.status, 0),
             at_most(f"{one.mode}: MiB that a process has grown by", one.grown_mib, MOST_GROWTH_MIB),
-            at_most(
-                f"{one.mode}: bytes that torch's store keeps of a message", one.store_bytes, MOST_OF_STORE
-            ),
+            at_most(f"{one.mode}: bytes torch's store loses by a message", one.store_bytes, MOST_OF_STORE),
             at_most(f"{one.mode}: more files of a process", max(row.more_files for row in one.rows), 0),
             at_most(f"{one.mode}: more threads of a process", max(row.more_threads for row in one.rows), 0),
         ]
