@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_most
 from benchmarks.killing.mortal_run import Python, Start, Started
-from benchmarks.killing.process_group import living, name_of
+from benchmarks.killing.session import living, name_of
 from bireme.errors import BiremeError
 from bireme.wire.connection import FrameKind, frame_header
 

@@ -130,7 +130,7 @@ def test_launchers_hear_of_each_other_over_a_coordinator_that_does_not_coordinat
     """A replica over several hosts starts without the host that coordinated, which may have died."""
     settings = CoordinatorSettings(SyncMode.QUORUM, 2, 2, 8, ShareLimits((1, 1), (8, 8)), lease_s=3600.0)
     candidate = CoordinatorCandidate(1, 2)
-    server = CoordinatorServer(waiting(settings, candidate), listener("127.0.0.1"), "secret", ledger=None)
+    server = CoordinatorServer(waiting(settings, candidate), open_port("127.0.0.1"), "secret", ledger=None)
     observers = [Observer([("127.0.0.1", server.port)], "secret") for _ in range(2)]
     said = [HostStart(host, Incarnation(0, 7), f"host{host}:1") for host in range(2)]
 
