@@ -264,7 +264,7 @@ class Sync(Table):
 
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
-        description="With allreduce, what sums of gradients over replicas go through: none, int8 (blocks "
+        description="Codec of what replicas send each other: none, int8 (blocks "
         "with a scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold "
         "found every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST "
         "send whole gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank",
