@@ -83,6 +83,7 @@ bench: setup
 	$(BIN)/python benchmarks/codec_speed.py
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/sums.py
+	$(BIN)/python benchmarks/diloco.py
 	$(BIN)/python benchmarks/principal.py
 	$(BIN)/python benchmarks/recommender.py
 
