@@ -7,11 +7,10 @@ turn, and the sums are timed alone; what the ballast adds to a batch is what was
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +19,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.hosts import CARD, Host, NoHosts, slow_hosts
 from benchmarks.common.verdicts import Spread
 from benchmarks.engine_bench.contenders import Contender, Ours, closing, say, take_turns
 from benchmarks.engine_bench.emulated import StagePace, emulated_model
@@ -28,97 +28,8 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 
-# Hosts on one machine: two network namespaces, joined by a link of limited bandwidth. For root on Linux.
-#
-# Each host has its own addresses and its own ports. Whatever is made here goes when the context ends.
-
-_CARD = "eth0"
-"""The network card of every host."""
-_TOOL_TIMEOUT_S = 20.0
 _ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that `benchmarks` is imported from."""
-
-
-class NoHosts(Exception):  # noqa: N818 (no error: the benchmark leaves the row out)
-    """There can be no such hosts here; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Two hosts: what a command is started with to run on each, and their addresses."""
-
-    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
-    addresses: tuple[str, str]
-
-
-@contextmanager
-def _slow_hosts(megabits_per_s: float) -> Iterator[Hosts]:
-    """Two hosts with a link that carries so much each way. Raises `NoHosts` where that cannot be."""
-    _check_here()
-    names = tuple(f"bireme-bench-{os.getpid()}-{letter}" for letter in "ab")
-    addresses = ("10.99.0.1", "10.99.0.2")
-    made: list[str] = []
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            made.append(name)
-        _run(
-            "ip",
-            "link",
-            "add",
-            _CARD,
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            _CARD,
-            "netns",
-            names[1],
-        )
-        for name, address in zip(names, addresses, strict=True):
-            inside = ("ip", "-n", name)
-            _run(*inside, "address", "add", f"{address}/24", "dev", _CARD)
-            for card in ("lo", _CARD):
-                _run(*inside, "link", "set", card, "up")
-            rate = f"{megabits_per_s:g}mbit"
-            # Kernels have this token bucket more often than netem; it takes packets of any size TCP makes.
-            limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", _CARD, "root", *limit)
-        prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Hosts((prefixes[0], prefixes[1]), addresses)
-    finally:
-        for name in made:
-            with suppress(NoHosts):
-                _run("ip", "netns", "delete", name)
-
-
-def _check_here() -> None:
-    if sys.platform != "linux":
-        raise NoHosts("network namespaces are Linux's, and this is another system")
-    if os.geteuid() != 0:
-        raise NoHosts("making network namespaces needs root")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise NoHosts(f"the tool {tool} (of iproute2) is not here")
-
-
-def _run(*words: str) -> None:
-    """Run a tool, or say what it complained of."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoHosts(f"`{_shown(words)}` fails: {error}") from error
-    if done.returncode:
-        complaint = done.stderr.strip().splitlines()
-        raise NoHosts(f"`{_shown(words)}` fails: {complaint[-1] if complaint else done.returncode}")
-
-
-def _shown(words: Sequence[str]) -> str:
-    return " ".join(words)
-
-
 _MEGABITS_PER_S = 100.0
 _DEPTH, WIDTH, NUM_MICROBATCHES = 2, 2, 8
 PACE = StagePace(0.010, 0.020)
@@ -162,7 +73,7 @@ class _Times:
 def measure_replicas() -> Replicas:
     """Make the hosts, run the ranks on them, and put together what they found."""
     try:
-        with _slow_hosts(_MEGABITS_PER_S) as hosts, TemporaryDirectory() as folder:
+        with slow_hosts(WIDTH, _MEGABITS_PER_S) as hosts, TemporaryDirectory() as folder:
             by_rank = _run_ranks(hosts, Path(folder))
     except NoHosts as reason:
         return Replicas(skipped=str(reason))
@@ -193,7 +104,7 @@ def _name(schedule: str, *, is_heavy: bool) -> str:
     return f"{schedule} {'with' if is_heavy else 'without'} ballast"
 
 
-def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
+def _run_ranks(hosts: Sequence[Host], folder: Path) -> list[_Times]:
     """Ranks are dealt out replica by replica, so a host has a replica."""
     num_ranks = _DEPTH * WIDTH
     running = []
@@ -204,9 +115,9 @@ def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
                 "RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_RANK": str(rank % _DEPTH),
-                "MASTER_ADDR": hosts.addresses[0],
+                "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": PORT,
-                "GLOO_SOCKET_IFNAME": _CARD,
+                "GLOO_SOCKET_IFNAME": CARD,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH")))),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses have no names
@@ -215,7 +126,7 @@ def _run_ranks(hosts: Hosts, folder: Path) -> list[_Times]:
                 "from pathlib import Path; from benchmarks.engine_bench.replicas import run_replica_rank; "
                 f"run_replica_rank(Path({str(folder)!r}))"
             )
-            words = [*hosts.prefixes[host], sys.executable, "-c", code]
+            words = [*hosts[host].prefix, sys.executable, "-c", code]
             running.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL))
         for process in running:
             process.wait(_LIMIT_S)
