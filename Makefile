@@ -77,6 +77,7 @@ bench: setup
 	$(BIN)/python benchmarks/agreement.py
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/fuzz.py
+	$(BIN)/python benchmarks/home_lab.py
 	$(BIN)/python benchmarks/leakage.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/convergence.py

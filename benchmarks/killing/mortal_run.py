@@ -181,10 +181,10 @@ Start = Callable[[Sequence[str], Path, Mapping[str, str]], Started]
 class MortalRun:
     """A run under way."""
 
-    def __init__(self, folder: Path, process: Started, orders: Path) -> None:
+    def __init__(self, folder: Path, process: Started, orders: Path, patience_s: float = PATIENCE_S) -> None:
         self.folder = folder / "runs" / "run"
         self.rounds: list[Round] = []
-        self._process, self._orders = process, orders
+        self._process, self._orders, self._patience_s = process, orders, patience_s
         self._num_orders = self._place = 0
 
     def read(self) -> None:
@@ -211,6 +211,10 @@ class MortalRun:
     def wait_for_others(self, replica: int, after: int) -> Round:
         """The first batch from that place in the ledger on in which that replica has no part."""
         return self._first(lambda one: replica not in one.members, after)
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Read the ledger until that holds; `what` says in an error that it does not."""
+        self._awaited(lambda: is_so() or None, what)
 
     def _first(self, is_so: Callable[[Round], bool], after: int) -> Round:
         return self._awaited(lambda: next(filter(is_so, self.rounds[after:]), None), "no such batch")
@@ -260,7 +264,7 @@ class MortalRun:
     def ended(self) -> Ended:
         """What came of it, once it has ended."""
         try:
-            status = self._process.wait(PATIENCE_S)
+            status = self._process.wait(self._patience_s)
         except TimeoutError:
             raise BiremeError(f"The run does not end. It said: {self.said}") from None
         ends_s = time.monotonic() + PARTING_S
@@ -271,14 +275,14 @@ class MortalRun:
         return Ended(status, json.loads(text) if not status else {}, self.said, left)
 
     def _awaited(self, find: Callable[[], Found | None], what: str) -> Found:
-        ends_s = time.monotonic() + PATIENCE_S
+        ends_s = time.monotonic() + self._patience_s
         while True:
             self.read()
             found = find()
             if found is not None:
                 return found
             if self._process.poll() is not None or time.monotonic() > ends_s:
-                raise BiremeError(f"In {PATIENCE_S:g} s {what}. The run said: {self.said[-4000:]}")
+                raise BiremeError(f"In {self._patience_s:g} s {what}. The run said: {self.said[-4000:]}")
             time.sleep(POLL_S)
 
 

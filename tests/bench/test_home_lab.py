@@ -1,0 +1,72 @@
+"""The home lab's own arithmetic, and its model. The run itself is the benchmark's."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.home import model as home
+from benchmarks.home_lab import SETTLED, Lived
+from benchmarks.killing.mortal_run import Round
+from bireme.model.capture import capture
+from bireme.profile.timing import Clock
+
+BATCH_S, ALONE_S = 0.5, 1.0
+CPU = torch.device("cpu")
+
+
+def lived(rounds: list[Round], **more: Any) -> Lived:
+    document = {"predicted_batch_s": BATCH_S}
+    return Lived("", "", [0, 0, 0], document, rounds, [], True, 3.0, [ALONE_S, 2 * ALONE_S], **more)
+
+
+def rounds_of(*parts: tuple[int, tuple[int, ...], float]) -> list[Round]:
+    """So many batches with these members, each of which takes so long."""
+    found, at_s = list[Round](), 0.0
+    for count, members, seconds in parts:
+        for _ in range(count):
+            at_s += seconds
+            found.append(Round(len(found), members, 24, at_s))
+    return found
+
+
+def test_a_run_that_is_as_fast_as_predicted_also_while_a_replica_is_away_has_a_ratio_of_one() -> None:
+    whole = (0, 1)
+    rounds = rounds_of((SETTLED + 5, whole, BATCH_S), (4, (0,), ALONE_S), (6, whole, BATCH_S))
+    found = lived(rounds).throughput()
+    assert found["of_predicted"] == pytest.approx(1.0)
+    assert found["over_all_of_predicted"] == pytest.approx(1.0)
+    assert found["over_all_of_faultless"] < 1.0
+    assert found["samples_per_s"] == pytest.approx(24 / BATCH_S)
+
+
+def test_time_in_which_no_batch_counts_is_in_the_throughput_over_all_and_not_in_that_of_all_replicas() -> (
+    None
+):
+    whole = (0, 1)
+    rounds = rounds_of((SETTLED + 5, whole, BATCH_S), (1, (1,), 20.0), (6, whole, BATCH_S))
+    found = lived(rounds).throughput()
+    assert found["of_predicted"] == pytest.approx(1.0)
+    assert found["over_all_of_predicted"] < 0.5
+
+
+def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(home.SPEED, "0.5")
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        clock, x = Clock(CPU), torch.ones(3, 2, 2, requires_grad=True)
+        home.forward(x).sum().backward()
+        assert clock.lap() >= 2 * 3 * (home.FORWARD_S + home.BACKWARD_S)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_model_has_tied_weights_and_sleeps_in_every_layer() -> None:
+    model, inputs = home.model()
+    graph = capture(model, inputs)
+    assert sum(one.target.startswith("home_lab.forward") for one in graph.operators) == home.CONFIG.layers
+    (embedding,) = (one for one in graph.parameters if one.aliases)
+    assert {embedding.name, *embedding.aliases} == {"tokens.weight", "head.weight"}
