@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_least, at_most, exactly
-from benchmarks.home.lab_run import BATCH, MICRO_BATCHES, REPLICAS, evaluated_loss, lab_run, plan_text
+from benchmarks.home.lab_run import BATCH, REPLICAS, evaluated_loss, lab_run, plan_text
 from benchmarks.killing.mortal_run import Round
 from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
 from bireme.cluster.cluster_file import read_cluster
@@ -123,18 +123,28 @@ def live(
         statuses, document = run.ended()
         about, path, rounds = run.lab.about, run.folder, tuple(run.rounds)
     ledger, loss = check_ledger(path / "ledger.jsonl"), evaluated_loss(path)
-    return Lived(name, about, statuses, document, rounds, faults, ledger.is_whole, loss, alone_s(path))
+    alone = () if story is None else alone_s(path)  # a run whose plan is from a file has no profile
+    return Lived(name, about, statuses, document, rounds, faults, ledger.is_whole, loss, alone)
 
 
 def alone_s(path: Path) -> list[float]:
-    """What the simulator predicts for a batch that a replica trains alone, for each of them."""
+    """What the simulator predicts for a batch that a replica trains alone, for each of them. Micro-batches
+    are of the size that was profiled, and there are more of them.
+    """
     folder = RunFolder(path)
     plan, cluster = load_plan(folder.plan).plan, read_cluster(folder.cluster)
+    profile = load_profile(folder.profile)
+    size = max(profile.micro_batches)
     found = []
     for replica in range(REPLICAS):
-        devices = tuple((row[replica],) for row in plan.devices)
-        own = replace(plan, width=1, devices=devices, micro_batch_sizes=(BATCH // MICRO_BATCHES,))
-        found.append(simulated_s(rehearsed(load_profile(folder.profile), cluster, own), cluster))
+        own = replace(
+            plan,
+            width=1,
+            devices=tuple((row[replica],) for row in plan.devices),
+            num_microbatches=BATCH // size,
+            micro_batch_sizes=(size,),
+        )
+        found.append(simulated_s(rehearsed(profile, cluster, own), cluster))
     return found
 
 

@@ -73,7 +73,7 @@ evaluation_fraction = 0.02
 steps = {steps}
 batch_size = {batch}
 optimizer = "adamw"
-learning_rate = 0.002
+learning_rate = 0.0005
 schedule = "constant"
 warmup_fraction = 0.0
 evaluate_every = 0
@@ -380,7 +380,7 @@ def evaluated_loss(folder: Path) -> float:
     done = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
     if done.returncode:
         raise BiremeError(f"The run in {folder} cannot be evaluated: {done.stderr}")
-    return float(json.loads(done.stdout)["eval_loss"])
+    return float(json.loads(done.stdout)["loss"])
 
 
 def plan_text(schedule: str) -> str:
