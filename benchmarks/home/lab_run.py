@@ -23,7 +23,7 @@ from benchmarks.common.command import log
 from benchmarks.common.hosts import Host, NoHosts, slow_hosts
 from benchmarks.home.model import SPEED
 from benchmarks.killing.mortal_run import MortalRun, Round
-from benchmarks.killing.process_group import living
+from benchmarks.killing.session import living
 from bireme.errors import BiremeError
 from bireme.plan.plan_file import load_plan
 
