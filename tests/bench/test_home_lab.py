@@ -1,4 +1,4 @@
-"""The home lab's own arithmetic, and its model. The run itself is the benchmark's."""
+"""The home lab's own arithmetic, and its model. The run itself is in the benchmark."""
 
 import time
 from typing import Any
