@@ -91,9 +91,10 @@ def launch_replicas(
     from bireme.runtime.stores import PrefixStore, open_store
 
     preload_own(function)
-    store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
-    tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
     here = site or _only_site(settings, ledger)
+    reached_at = own_address() if here.spans else LOCALHOST
+    store = open_store(reached_at, 0, serve=True, timeout_s=timeout_s)
+    tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
     own_store = f"{own_address()}:{store.port}"
 
