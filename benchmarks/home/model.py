@@ -48,7 +48,8 @@ def _sleep(seconds: float) -> None:
 
 
 _slept_s = 0.0
-timing.thread_time = lambda: time.thread_time() + _slept_s  # for the clock of the profile
+# The clock of the profile reads it.
+timing.thread_time = lambda: time.thread_time() + _slept_s  # type: ignore[attr-defined]
 
 
 @forward.register_fake
