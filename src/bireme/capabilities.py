@@ -259,7 +259,6 @@ CAPABILITIES: Mapping[str, Capability] = {one.name: one for one in _ALL}
 
 # Pairs that only missing code excludes. Delete a line when its pair works.
 _RESIDENT = "A replica that may die sends tensors that lie on its device so far."
-_ALONE = "Replicas that share state need all of each other in every batch so far."
 _PARTS = "Gradients that replicas sum in parts are whole so far."
 _NOT_BOTH = "A chunk is either offloaded or shared so far."
 
@@ -267,8 +266,6 @@ NOT_YET: Mapping[tuple[str, str], str] = {
     ("quorum", "offloading"): _RESIDENT,
     ("groups", "offloading"): _RESIDENT,
     ("diloco", "offloading"): _RESIDENT,
-    ("quorum", "shard-optimizer"): _ALONE,
-    ("quorum", "shard-weights"): _ALONE,
     ("principal", "shard-optimizer"): _PARTS,
     ("principal", "shard-weights"): _PARTS,
     ("principal", "offloading"): "Only whole gradients are offloaded so far.",
@@ -295,10 +292,10 @@ def pairs(capabilities: Iterable[Capability]) -> Iterator[tuple[Capability, Capa
 
 def settings_of(capabilities: Sequence[Capability]) -> dict[str, str | int]:
     """The keys of a run file that switch on all of these. A source beside a mixture becomes one of it, and
-    replicas that share and average weights are in two sites.
+    replicas that share, but may die, are in two sites.
     """
     found = {key: value for one in capabilities for key, value in one.settings.items()}
-    if "memory.shard" in found and found.get("sync.mode") in ("groups", "diloco"):
+    if "memory.shard" in found and found.get("sync.mode") in ("quorum", "groups", "diloco"):
         found |= {"sync.sites": 2, "plan.width": 4}
     if "data.mixture" in found and "data.source" in found:
         source = found.pop("data.source")

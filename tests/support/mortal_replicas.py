@@ -222,7 +222,7 @@ Act = Callable[[RankId, Instruction], None]
 
 
 class Replicas:
-    """Replicas of a pipeline, each with a plan of width 1, that train `num_batches` of `data`.
+    """Replicas of a pipeline, or sites with plans of more width, that train `num_batches` of `data`.
 
     `on_instruction` may raise `Killed`; with `revives` a replica that died begins its next life. Each
     micro-batch has `least` samples or more.
@@ -249,8 +249,8 @@ class Replicas:
     ) -> None:
         self.model, self.setting, self.data = model, setting, data
         self.num_replicas, self.num_batches, self.batch_size = num_replicas, num_batches, batch_size
-        self.depth = setting.plan.source.num_ranks
-        least = self._spare = setting.plan.source.num_microbatches * least
+        self.depth = setting.plan.num_ranks
+        least = self._spare = setting.plan.width * setting.plan.source.num_microbatches * least
         self.hub = Hub(
             CoordinatorSettings(
                 SyncMode.QUORUM,
@@ -350,7 +350,7 @@ class Replicas:
 
     def sizes(self) -> list[list[int]]:
         """The samples of each micro-batch of each committed round."""
-        num = self.setting.plan.source.num_microbatches
+        num = self.setting.plan.width * self.setting.plan.source.num_microbatches
         found = []
         for line in self.hub.rounds:
             counts = [sum(one.count for one in own) for own in line.samples]

@@ -56,6 +56,7 @@ from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.quorum.agreement import QuorumAgreement, join
 from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.shared_weights import Sharers, sharers_of
+from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
@@ -95,7 +96,7 @@ def _cutter_of(
         sizes=plan.micro_batch_sizes,
         shares=None if balancer is None else balancer.shares,
         num_samples=0 if agreement is None else agreement.num_samples,
-        first_piece=0 if agreement is None else agreement.agent.own.replica * num_microbatches,
+        first_piece=0 if agreement is None else agreement.agent.own.replica * plan.width * num_microbatches,
     )
 
 
@@ -145,7 +146,7 @@ def _reducer_of(
     Sums over replicas go through `codec`, where these do not agree in another way. Where they are `sharers`
     of the optimizer, these are joined, and each replica gets the sums of its own parts.
     """
-    if agreement is not None:
+    if agreement is not None and sharers is None:
         return agreement.reducer(fabric, layout, transport, device, codec)
     if layout.width == 1 and not layout.tied:
         sums = fabric.sums(transport)
@@ -154,11 +155,13 @@ def _reducer_of(
     replicas = _replicas(fabric, layout)
     coded_parts = None
     if sharers is not None:
-        coded_parts = None if codec == DENSE else PartSums(codec)
+        coded_parts = None if codec == DENSE or agreement is not None else PartSums(codec)
         # In other groups, for other threads.
         gathers = _replicas(fabric, layout)
         sums = _replicas(fabric, layout) if sharers.gathers else None
         sharers.join(gathers, sums, device, coded_parts)
+    if agreement is not None:
+        return agreement.reducer(fabric, layout, transport, device, codec, replicas)
     control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
     assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
@@ -268,6 +271,11 @@ class Pipeline(HeldState):
             used_by_plan(self.plan.source, self.layout, offloads=does_offload(plan))
             | _used(shard, form, codec, optimizer, agreement, averaging, compiles=compile)
         )
+        if agreement is not None and self.layout.width > 1 and shard == "none":
+            raise BiremeError(
+                f"The plan has {self.layout.width} replicas that live and die together, but they share nothing. "
+                'Set shard to "optimizer" or "weights", or make each of them a pipeline of its own.'
+            )
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan, programs)
         sharers = sharers_of(shard, self.layout)
@@ -450,9 +458,13 @@ class Pipeline(HeldState):
         assert isinstance(self._reducer, QuorumReducer), "a pipeline alone has nobody to join"
         reducer = self._reducer
         follow = partial(self._updates.follow, start=reducer.follow)
-        self.num_trained = reducer.first = join(
-            reducer.agent, self.num_trained, self.restore, follow, on_first
-        )
+
+        def restore(saved: Snapshot) -> None:
+            self.restore(saved)
+            for stage in self.stages.values():
+                stage.banks.complete()
+
+        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, restore, follow, on_first)
 
     def join_averaging(self, until: int) -> None:
         """Come to the first batch that this replica has, in a window of the places below `until`."""

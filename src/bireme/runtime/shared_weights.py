@@ -149,6 +149,11 @@ class GradientParts:
         self._under_way: tuple[BatchGradients, CopyJob] | None = None
 
     @property
+    def flats(self) -> list[Tensor]:
+        """The memory in which this replica's pieces lie."""
+        return [own.flat for own in self._own]
+
+    @property
     def num_bytes(self) -> int:
         """The bytes that are there for good."""
         return sum(own.num_bytes for own in self._own)

@@ -108,11 +108,13 @@ class _BatchEnd:
         parts_of_flats: list[Parts] = []
         cuts: dict[str, Sequence[slice]] = {}
         owned: dict[str, Tensor] = {}
+        owned_flats: list[Tensor] = []
         for part in parts:
             assert part.whole is not None, "sums() has opened it"
             own = part.whole.parts
             if own is not None:  # they are summed up already
                 owned |= own.views
+                owned_flats += own.flats
                 held |= own.held
             else:
                 together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
@@ -121,6 +123,7 @@ class _BatchEnd:
                     parts_of_flats.append(cut.parts)
                     cuts |= cut.cuts
                     owned |= cut.views(arena.flat)
+                    owned_flats.append(cut.of(arena.flat))
             for name, view in part.whole.whole_views.items():
                 known = views.setdefault(name, view)
                 if known is not view and name in part.whole.held:
@@ -130,7 +133,15 @@ class _BatchEnd:
                 streams |= part.whole.streams.streams
         norms = [self.norms[stage] for stage in sorted(self.norms)]
         self.gradients = BatchGradients(
-            views, held, flats, norms, streams, parts=parts_of_flats, cuts=cuts, owned=owned
+            views,
+            held,
+            flats,
+            norms,
+            streams,
+            parts=parts_of_flats,
+            cuts=cuts,
+            owned=owned,
+            owned_flats=owned_flats,
         )
         return self.gradients
 
@@ -142,6 +153,8 @@ class _BatchEnd:
         for part in self._with_gradients():
             assert part.whole is not None, "they were gathered from here"
             part.whole.held = held & part.whole.whole_views.keys()
+            if part.whole.parts is not None:
+                part.whole.parts.held = held.intersection(part.whole.parts.names)
             if part.whole.streams is not None:
                 part.whole.streams.components = self.gradients.components
             for name in part.whole.held:

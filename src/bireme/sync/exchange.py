@@ -118,7 +118,7 @@ class BatchGradients:
     `streams` are the gradients that are kept as principal components, and `components` what those of all
     replicas come to. Where replicas share the optimizer, `parts` are those of each of `flats`, `cuts` the
     pieces of each gradient there that all replicas own, and `owned` the piece that this replica owns and
-    sums.
+    sums, which lies in `owned_flats`.
     """
 
     views: Mapping[str, Tensor]
@@ -130,6 +130,7 @@ class BatchGradients:
     parts: Sequence[Parts] = ()
     cuts: Mapping[str, Sequence[slice]] = field(default_factory=dict)
     owned: Mapping[str, Tensor] = field(default_factory=dict)
+    owned_flats: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,24 +348,27 @@ def _kept_bytes(part: RankPart, saved: SavedPlan, replica: int) -> int:
     """What sums for replicas that heal may take: on a processor they share the memory that the plan has."""
     if saved.forecast is None or part.world.device.type != "cpu":
         return KEPT_BYTES
-    stages = saved.plan.program(1).stages_of(part.world.rank)
+    replica_in_site, pipeline_rank = divmod(part.world.rank, saved.plan.source.num_ranks)
+    stages = saved.plan.program(1).stages_of(pipeline_rank)
     stage = saved.forecast.stages[stages[0]]
-    _, peak_bytes, limit_bytes = list(stage.bytes_of_devices())[replica]
+    width = saved.plan.width // part.run.sync.num_sites(saved.plan.width)
+    _, peak_bytes, limit_bytes = list(stage.bytes_of_devices())[replica * width + replica_in_site]
     return min(KEPT_BYTES, max(int(limit_bytes - peak_bytes), 0)) if limit_bytes else KEPT_BYTES
 
 
 def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | AveragingReplica:
     plan = saved.plan
     rebuilt = _in_base(part, load_graph(part.folder.graph))
+    num_sites = part.run.sync.num_sites(plan.width)
     if part.run.sync.averages:
-        num_sites = part.run.sync.num_sites(plan.width)
         return AveragingReplica(part.world, order, part.run, num_sites, rebuilt=rebuilt)
     balances = mode_of(part.run, plan, part.cluster) == "measured"
-    spare = plan.num_microbatches * (2 if plan.source.num_sliced else 1)
+    width = plan.width // num_sites
+    spare = width * plan.num_microbatches * (2 if plan.source.num_sliced else 1)
     return Replica(
         part.world,
         order,
-        plan.width,
+        num_sites,
         part.run.training.batch_size,
         spare=spare,
         balances=balances,

@@ -9,7 +9,7 @@ its committed sum.
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -201,6 +201,11 @@ class TiedSums:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
+    @property
+    def names(self) -> Set[str]:
+        """The tied parameters."""
+        return self._groups.keys()
+
     def sum(self, gradients: BatchGradients, flats: Sequence[Tensor], held: set[str]) -> BatchGradients:
         """The whole gradients of these parameters, from those in `flats`, which lie as `gradients` do."""
         own = {name: gradients.views[name] for name in self._groups}
@@ -316,17 +321,15 @@ class Agent(PeerAgent):
         if job.prepare is None and heal is not None and heal.batch > batch:
             # The sum will not come: it was to be had from a donor that is gone.
             raise DroppedError(f"replica {self.own.replica} has lost its donor.")
+        if job.always_prepares and not _prepared(job):
+            return False
         commit = next((one for one in word.commits if (one.line, one.round) == (0, batch)), None)
         if commit is not None:
             num_behind = word.committed[0] - batch
             if job.prepare is not None and num_behind > _MOST_BEHIND:
                 raise DroppedError(f"replica {self.own.replica} is {num_behind} batches behind the others.")
             return self._settle(job, commit, word)
-        if job.prepare is not None and job.contribution is None:
-            if job.may_prepare is not None and not job.may_prepare.is_set():
-                return False
-            job.prepare(job)
-        if job.contribution is None:
+        if not _prepared(job) or job.contribution is None:
             return False
         if self._at.ready != batch:
             if self.offers.is_full:
@@ -431,6 +434,16 @@ class Agent(PeerAgent):
                 job.error = self._error
                 job.is_done.set()
         self.offers.close()
+
+
+def _prepared(job: SumJob) -> bool:
+    """Have the contribution made, if there is to be one; False if it is too early for that."""
+    if job.prepare is None or job.contribution is not None:
+        return True
+    if job.may_prepare is not None and not job.may_prepare.is_set():
+        return False
+    job.prepare(job)
+    return True
 
 
 def _is_over(word: CoordinatorReply, batch: int) -> bool:

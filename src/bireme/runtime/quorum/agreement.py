@@ -18,14 +18,14 @@ from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
-from bireme.runtime.quorum.reducer import QuorumReducer
-from bireme.runtime.snapshot import Snapshot, feedback_sections, sections_of
+from bireme.runtime.quorum.reducer import QuorumReducer, SiteSums
+from bireme.runtime.snapshot import Snapshot, feedback_sections, own_sections
 from bireme.runtime.stage import Stage
 from bireme.runtime.stage_messages import Transport
 from bireme.sync.coded import Feedback
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal
 from bireme.sync.coordinator.state import HealTimes
-from bireme.sync.group import Sums
+from bireme.sync.group import Group, SharingGroup, Sums
 from bireme.sync.quorum.line import Digest, digest_of
 
 # When a rank takes the digest of its weights: at its first batch, where a replica has come, and every so
@@ -50,7 +50,7 @@ class _Digests:
         if not self._is_due(batch):
             return
         begun = self._begun.setdefault(batch, {})
-        begun[str(stage.index)] = digest_of(stage.banks.newest())
+        begun[str(stage.index)] = digest_of(_compared(stage))
         if len(begun) == len(self._stages):
             self._begun.clear()
             value = digest_of({name: torch.tensor(one) for name, one in begun.items()})
@@ -60,6 +60,13 @@ class _Digests:
         if batch == self._reducer.first or (self._every and batch % self._every == 0):
             return True
         return any(one.first == batch for one in self._reducer.agent.word.members)
+
+
+def _compared(stage: Stage) -> Mapping[str, Tensor]:
+    """The newest weights of a stage, or what this rank owns of them: the same in all replicas or sites."""
+    if stage.banks.shared is None:
+        return stage.banks.newest()
+    return {str(place): flat for place, (_, flat) in enumerate(stage.banks.averaged)}
 
 
 def _kind_of(device: torch.device) -> str:
@@ -76,7 +83,8 @@ _BeforeUpdate = Callable[[Stage, int], None]
 @dataclass(frozen=True, slots=True)
 class QuorumAgreement:
     """How a pipeline agrees with others like it. A whole batch has `num_samples`; of `num_replicas` there are
-    at most, this one gets its part.
+    at most, this one gets its part. A pipeline of several replicas, which must share an optimizer or weights,
+    is a site, and counts as one replica here.
     """
 
     agent: Agent
@@ -96,22 +104,32 @@ class QuorumAgreement:
         transport: Transport,
         device: torch.device,
         codec: SumCodec = DENSE,
+        sharers: SharingGroup | None = None,
     ) -> QuorumReducer:
-        """What brings the batches of a rank together; sums over replicas go through `codec`."""
-        control: Sums | None = fabric.sums(transport) or fabric.group(range(fabric.size))
+        """What brings the batches of a rank together; sums over replicas go through `codec`. The replicas of a
+        site that share what this rank has are `sharers`.
+        """
+        of_transport = fabric.sums(transport) if sharers is None else None
+        control: Sums | None = of_transport or fabric.group(range(fabric.size))
         assert control is not None, "every rank is one of all"
         # Every rank makes all groups, in the same order, and keeps its own.
         of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
-        tied = {name: own for name, ranks in layout.tied.items() if (own := of_ranks[ranks]) is not None}
+        tied: dict[str, Group] = {
+            name: own for name, ranks in layout.tied.items() if (own := of_ranks[ranks]) is not None
+        }
+        if sharers is not None:
+            # A rank's stages cut what they share at other places each, so all of it is summed everywhere.
+            tied |= {name: sharers for name in layout.repeated if name not in tied}
         return QuorumReducer(
             control,
             self.agent,
             num_replicas=self.num_replicas,
-            speaks=layout.pipeline_rank == 0,
+            speaks=layout.rank == 0,
             device=None if device.type == "cpu" else device,
             counted=layout.counted,
             tied=TiedSums(tied),
             codec=codec,
+            site=None if sharers is None else SiteSums(sharers, tied),
         )
 
     def before_updates(
@@ -160,9 +178,9 @@ class _Donations:
         """A stage is about to make the update of a batch."""
         if not self._agent.offers.is_due(batch):
             return
-        names = {*stage.banks.newest(), *stage.buffers} - self._rebuilt
+        names = {*stage.banks.names, *stage.buffers} - self._rebuilt
         begun = self._begun.setdefault(batch, {})
-        begun[stage.index] = sections_of(stage, names, replica=0)
+        begun[stage.index] = own_sections(stage, names, replica=self._layout.replica)
         if len(begun) == len(self._stages):
             tensors = {name: tensor for part in begun.values() for name, tensor in part.items()}
             self._begun.clear()

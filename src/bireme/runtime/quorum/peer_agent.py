@@ -154,6 +154,7 @@ class SumJob:
 
     `prepare`, which is called in the agent's thread, fills in the contribution and the seconds that it kept
     the rank busy; without it this replica has no part in the batch. It is called once `may_prepare` is set.
+    If it `always_prepares`, that is also called where the batch counts already: other ranks take part.
     `how` adds contributions up, other than as they are. `after` is called there with the result.
     """
 
@@ -161,6 +162,7 @@ class SumJob:
     like: Sequence[Tensor]
     prepare: Callable[["SumJob"], None] | None = None
     may_prepare: threading.Event | None = None
+    always_prepares: bool = False
     how: SumsFlats | None = None
     after: Callable[[RoundSum], None] | None = None
     busy_s: float = 0.0

@@ -17,8 +17,15 @@ from bireme.runtime.quorum.agent import Agent, TiedSums
 from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
 from bireme.sync.coded import CodedSums, Feedback
 from bireme.sync.coordinator.state import numbers_of_healing
-from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes, held_flags, squared_norm
-from bireme.sync.group import Sums
+from bireme.sync.exchange import (
+    BatchGradients,
+    FlatViews,
+    SentBytes,
+    held_flags,
+    squared_norm,
+    sum_parts,
+)
+from bireme.sync.group import SharingGroup, Sums
 from bireme.sync.quorum.coded_rounds import CodedFlats, HostStream, bases_in, components_in
 from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
@@ -31,14 +38,45 @@ from bireme.sync.reducer import (
     numbers_of,
     reduced_of,
 )
+from bireme.sync.slices import PART_SLICE_BYTES
+
+# A site: several replicas that share an optimizer or weights, and live and die together.
+#
+# For the coordinator a site is one replica. Its ranks first add up their gradients, each its own part, in the
+# agent's thread. Then each rank has rounds about its part with the same rank of the other sites. Ranks of a
+# site prepare every batch together, so none leaves out one that has been committed without the site.
+
+
+class SiteSums:
+    """The sums within a site, over the replicas of one rank's stages. Those of `tied` parameters are made
+    later, over all ranks of the site that hold them.
+    """
+
+    def __init__(self, group: SharingGroup, tied: Collection[str]) -> None:
+        self._group, self._tied = group, frozenset(tied)
+
+    def own(self, gradients: BatchGradients) -> BatchGradients:
+        """What this rank contributes of a batch: the pieces that it owns, and tied parameters. They lie where
+        they do in `gradients`; which are held is known after `add_up`.
+        """
+        tied = {name: gradients.views[name] for name in sorted(self._tied)}
+        return BatchGradients({**gradients.owned, **tied}, set(), [*gradients.owned_flats, *tied.values()])
+
+    @torch.no_grad()
+    def add_up(self, gradients: BatchGradients, own: BatchGradients, sent: SentBytes) -> None:
+        """Sum a batch over the site. All its ranks must call it."""
+        names = [name for name in gradients.views if name not in self._tied]
+        sum_parts(self._group, names, gradients, PART_SLICE_BYTES, sent)
+        own.held.update(gradients.held & own.views.keys())
 
 
 class QuorumReducer:
     """Gets the sums of one rank's batches. `num_replicas` there are in all, of which this is `replica`.
 
     `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must. It
-    adds the gradients of `counted` parameters to the norm; those that are `tied` are summed within the
-    replica too. Sums over replicas go through `codec`.
+    adds the gradients of `counted` parameters to the norm, and the pieces that it owns; those that are `tied`
+    are summed within the replica too. Sums over replicas go through `codec`. Where each of these replicas is
+    a site of several, `site` makes the sums within it.
     """
 
     sums_gradients = True
@@ -56,8 +94,10 @@ class QuorumReducer:
         counted: Collection[str],
         tied: TiedSums,
         codec: SumCodec = DENSE,
+        site: SiteSums | None = None,
     ) -> None:
         self.agent = agent
+        self._site = site
         self._control = control
         self._num_replicas = num_replicas
         self._speaks = speaks
@@ -70,7 +110,8 @@ class QuorumReducer:
         self._whole: dict[int, BatchGradients] = {}
         """The sums of tied parameters, by batch."""
         self.sent = SentBytes()
-        self._jobs: dict[Hashable, SumJob] = {}
+        self._jobs: dict[Hashable, tuple[SumJob, BatchGradients]] = {}
+        """What is under way, with what is contributed to it."""
         self.first = 0
         """The first batch that this replica has a part in."""
         self.digest = NO_DIGEST
@@ -85,8 +126,8 @@ class QuorumReducer:
 
     @property
     def summed_apart(self) -> Set[str]:
-        """No parameter is summed over other ranks than the rest."""
-        return frozenset()
+        """In a site tied parameters are not cut into parts; else none is summed over other ranks."""
+        return frozenset() if self._site is None else self._tied.names
 
     def start(
         self,
@@ -103,9 +144,10 @@ class QuorumReducer:
         `finish`. `more` gives the seconds that this rank was busy with it.
         """
         assert own is not None, "a replica that may be alone must know what it has"
-        views = [*gradients.views]
-        how = self._how(batch, gradients)
-        holds = bytes(held_flags(views, gradients).tolist()) if views else b""
+        site = self._site
+        contributed = gradients if site is None else site.own(gradients)
+        how = self._how(batch, contributed)
+        holds = _holds(gradients) if site is None else b""
         samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.agent.own.replica] = float(own.num_samples)
         firsts[self.agent.own.replica] = float(self.first)
@@ -113,13 +155,17 @@ class QuorumReducer:
 
         def prepare(job: SumJob) -> None:
             job.busy_s = sum(more())
+            if site is not None:
+                if ready is not None:
+                    ready.synchronize()
+                site.add_up(gradients, contributed, self.sent)
             if how is not None and gradients.streams:
                 if ready is not None:
                     ready.synchronize()
                 how.streams = {name: HostStream.of(one) for name, one in gradients.streams.items()}
             job.contribution = Contribution(
-                self._on_host(gradients.flats, ready),
-                holds,
+                self._on_host(contributed.flats, ready),
+                holds if site is None else _holds(contributed),
                 own.weight,
                 own.nominal,
                 (float(loss_sum),),
@@ -127,11 +173,12 @@ class QuorumReducer:
                 digest,
             )
 
-        return self._begun(batch, gradients, prepare, stamp, how)
+        return self._begun(batch, gradients, contributed, prepare, stamp, how)
 
     def follow(self, batch: int, gradients: BatchGradients) -> Reduction:
         """Have the sum of a batch that this replica has no part in."""
-        return self._begun(batch, gradients, None)
+        contributed = gradients if self._site is None else self._site.own(gradients)
+        return self._begun(batch, gradients, contributed, None)
 
     @torch.no_grad()
     def finish(self, reduction: Reduction) -> Reduced:
@@ -139,14 +186,15 @@ class QuorumReducer:
 
         Raises what went wrong.
         """
-        job, gradients = self._jobs.pop(reduction.batch), reduction.gradients
+        gradients = reduction.gradients
+        job, contributed = self._jobs.pop(reduction.batch)
         job.is_done.wait()
         if job.error is not None:
             raise job.error
         result = job.result
         assert result is not None, "what is done has a result or an error"
         assert result.summed is not None, "what is committed was summed"
-        for flat, found in zip(gradients.flats, result.flats, strict=True):
+        for flat, found in zip(contributed.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
         if job.how is None:
             num_bytes = sum(flat.nbytes for flat in result.flats)
@@ -154,14 +202,15 @@ class QuorumReducer:
         self._use_up(result)
         summed = result.summed
         gradients.components.update(components_in(summed.more, self._device))
-        gradients.held.clear()
-        gradients.held.update(_names(gradients, summed.holds))
+        held = {*_names(contributed, summed.holds)}
         if (whole := self._whole.pop(job.batch, None)) is not None:
-            gradients.held.update(whole.held)
+            held |= whole.held
             for name, view in whole.views.items():
                 gradients.views[name].copy_(view)
-        held = gradients.held & self._counted
-        counted = [gradients.views[name] for name in gradients.views if name in held]
+        gradients.held.difference_update(contributed.views)  # the rest are pieces of other ranks of the site
+        gradients.held.update(held)
+        held &= self._counted | gradients.owned.keys()
+        counted = [view for name, view in contributed.views.items() if name in held]
         # Their values alone have the norm of components.
         counted += [one.values for name, one in gradients.components.items() if name in self._counted]
         votes, *facts = summed.numbers
@@ -189,6 +238,7 @@ class QuorumReducer:
         self,
         batch: int,
         gradients: BatchGradients,
+        contributed: BatchGradients,
         prepare: Callable[[SumJob], None] | None,
         stamp: int = 0,
         how: CodedFlats | None = None,
@@ -199,10 +249,19 @@ class QuorumReducer:
                 self.agent.heal_times = None  # the others have it now
             if not self._tied:
                 return
-            held = set(_names(gradients, result.summed.holds))
-            self._whole[batch] = self._tied.sum(gradients, result.flats, held)
+            held = set(_names(contributed, result.summed.holds))
+            self._whole[batch] = self._tied.sum(contributed, result.flats, held)
 
-        job = self._jobs[batch] = SumJob(batch, gradients.flats, prepare, self._last_verdict, how, after)
+        job = SumJob(
+            batch,
+            contributed.flats,
+            prepare,
+            self._last_verdict,
+            always_prepares=self._site is not None,
+            how=how,
+            after=after,
+        )
+        self._jobs[batch] = job, contributed
         if self.feedback is not None:
             self._last_verdict = self._verdicts[batch] = threading.Event()
         self.agent.add(job)
@@ -268,6 +327,12 @@ class QuorumReducer:
             event.synchronize()
             self.agent.give_back(result)
             self._copied = None
+
+
+def _holds(gradients: BatchGradients) -> bytes:
+    """For each parameter whether it has a gradient; those that have none become zeros."""
+    views = [*gradients.views]
+    return bytes(held_flags(views, gradients).tolist()) if views else b""
 
 
 def _names(gradients: BatchGradients, holds: bytes) -> Iterator[str]:

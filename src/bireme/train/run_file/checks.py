@@ -31,7 +31,7 @@ def check_memory(tables: Tables) -> None:
     check_paging(tables.memory, tables.plan)
     _check_updates(tables)
     shard, sync = tables.memory.shard, tables.sync
-    if shard != "none" and sync.averages and sync.sites is None:
+    if shard != "none" and sync.is_coordinated and sync.sites is None:
         raise BiremeError(
             f'memory.shard is "{shard}", but sync.mode is {sync.mode!r}, and each replica needs those that '
             "it shares with in every batch. Set sync.sites, so that replicas of a site share."
@@ -103,7 +103,7 @@ OF_MODES = {
     "grace_s": ("quorum", "diloco"),
     "compare_every": ("quorum",),
     "average_optimizer": ("groups", "diloco"),
-    "sites": ("groups", "diloco"),
+    "sites": ("quorum", "groups", "diloco"),
     "connect_every": ("groups",),
 }
 """The modes in which a key of `[sync]` has an effect, where these are not all. Keys that begin with `diloco_`
@@ -132,6 +132,12 @@ def check_together(tables: Tables) -> None:
     check_memory(tables)
     _check_balance_of_mode(tables)
     _check_modes(tables.sync)
+    if tables.sync.sites is not None and tables.sync.mode == "quorum" and tables.memory.shard == "none":
+        raise BiremeError(
+            f'sync.sites is {tables.sync.sites}, but sync.mode is "quorum" and memory.shard is "none": '
+            "replicas that keep all of their state can die one by one. Leave out sync.sites, or set "
+            'memory.shard = "optimizer" or "weights".'
+        )
     if tables.sync.sites is not None and tables.plan.width is not None:
         check_sites(tables.sync.sites, tables.plan.width)
 

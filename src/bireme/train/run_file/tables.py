@@ -208,10 +208,10 @@ class Sync(Table):
     )
     sites: Annotated[int, Field(ge=2, le=1024)] | None = Field(
         default=None,
-        description="With groups and diloco, sites that the replicas of the plan are assigned to, equally "
+        description="Except with allreduce, sites that the replicas of the plan are assigned to, equally "
         "many to each. Inside a site replicas sum gradients in every batch and may share optimizers or "
-        "weights (memory.shard); sites average weights, and a site lives and dies as a whole. By default "
-        "each replica is a site",
+        "weights (memory.shard), with quorum they must; sites sum gradients with quorum, and average weights "
+        "with groups and diloco. A site lives and dies as a whole. By default each replica is a site",
         examples=[2],
     )
     average_optimizer: bool = Field(

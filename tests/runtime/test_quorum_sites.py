@@ -1,0 +1,140 @@
+"""Sites of replicas that share an optimizer or weights, and sum gradients with each other by quorum: the same
+as one process, and a site that dies comes back as a whole.
+"""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.plan.plan import Plan
+from bireme.schedule.instruction import Instruction
+from bireme.sync.coordinator.messages import RankId
+from tests.runtime.test_quorum import BATCH, Walk, assert_close, data_for
+from tests.support.engine_parity import Setting, oracle
+from tests.support.mortal_replicas import Replicas
+from tests.support.patience import patience_s
+from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
+from tests.support.small_models import Model, real_batches
+
+pytestmark = pytest.mark.slow
+
+
+def setting_of(
+    schedule: str, shard: str, num_stages: int = 2, *, optimizer: str = "adamw", **more: int
+) -> Setting:
+    """Sites of two replicas."""
+    plan = regression_plan(schedule, num_stages, width=2, updates_early=False, **more)
+    return Setting(plan, optimizer, clip_norm=0.5, shard=shard)
+
+
+def run_of(setting: Setting, model: Model | None = None, num_batches: int = 4) -> Replicas:
+    found = Replicas(model or regression(), setting, 2, data_for(num_batches), num_batches, BATCH)
+    found.run()
+    return found
+
+
+def assert_as_one_process(run: Replicas) -> None:
+    """Every rank has what one process makes of the samples in the ledger, and the bits of its twins."""
+    assert isinstance(run.setting.plan, Plan)
+    width = run.num_replicas * run.setting.plan.width
+    setting = replace(run.setting, plan=replace(run.setting.plan, width=width), shard="none")
+    norms = dict(norm for seen in run.seen.values() for norm in seen.norms.items())
+    updates = oracle(run.model, setting, run.committed(), sizes=run.sizes(), norms=norms)
+    assert len(updates) == run.num_batches
+    first: dict[tuple[int, str], Tensor] = {}
+    done = {rank: seen for rank, seen in run.seen.items() if seen.is_done}
+    assert {rank.replica for rank in done} == {*range(run.num_replicas)}
+    for rank, seen in done.items():
+        for batch, weights in seen.weights.items():
+            update, what = updates[batch], f"{rank} after batch {batch}"
+            assert seen.losses[batch] == pytest.approx(update.loss, rel=1e-11), what
+            assert seen.norms[batch] == pytest.approx(update.norm, rel=1e-11), what
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, first.setdefault((batch, name), tensor)), f"{name} of {what}"
+                assert_close(tensor, update.weights[name], 1e-11, f"{name} of {what}")
+            for name, state in seen.states[batch].items():
+                for key, value in state.items():
+                    twin = first.setdefault((batch, f"{rank.stage} {name} {key}"), value)
+                    assert torch.equal(value, twin), f"{key} of {name} of {what}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_two_sites_of_two_replicas_are_one_process(schedule: str, shard: str, num_stages: int) -> None:
+    run = run_of(setting_of(schedule, shard, num_stages))
+
+    assert_as_one_process(run)
+    assert [line.members for line in run.hub.rounds] == [(0, 1)] * 4
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+@pytest.mark.parametrize("per_rank", [None, 2])
+def test_tied_weights_are_summed_within_sites_and_between_them(shard: str, per_rank: int | None) -> None:
+    more = {} if per_rank is None else {"stages_per_rank": per_rank}
+    num_stages = 2 if per_rank is None else 4
+    assert_as_one_process(run_of(setting_of("2bw", shard, num_stages, **more), tied_regression()))
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_muon_steps_whole_matrices_within_sites(shard: str) -> None:
+    assert_as_one_process(run_of(setting_of("1f1b", shard, optimizer="muon")))
+
+
+PER_KILL = 20
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_a_site_of_which_a_rank_dies_comes_back_with_the_bits_of_the_other(schedule: str, shard: str) -> None:
+    """Killed at a forward, in the middle of a batch and at its end, once on each of its ranks."""
+    points = [(1, 3, 2), (0, 0, 5), (1, 1, 9)]
+    walk, num_batches = Walk(points), PER_KILL * (len(points) + 1)
+    run = Replicas(
+        regression(),
+        setting_of(schedule, shard),
+        2,
+        data_for(num_batches),
+        num_batches,
+        BATCH,
+        on_instruction=walk.on_instruction,
+        revives=True,
+        pace=walk.pace,
+    )
+    walk.run(run)
+
+    assert walk.num_killed == len(points)
+    assert_as_one_process(run)
+    assert any(rank.life for rank, seen in run.seen.items() if seen.is_done)
+
+
+def test_sums_within_a_slow_site_stay_apart_where_rounds_go_on_without_it() -> None:
+    """One rank of it is late, so that some of its ranks know before others that a batch counts already."""
+    late: set[int] = set()
+
+    def on_instruction(rank: RankId, step: Instruction) -> None:
+        if rank == RankId(2, 0, 3) and step.batch in (2, 5) and step.batch not in late:
+            late.add(step.batch)
+            end_s = time.monotonic() + patience_s()
+            while len(run.hub.rounds) <= step.batch and time.monotonic() < end_s:
+                time.sleep(0.01)
+
+    num_batches, batch_size = 9, 3 * 8
+    run = Replicas(
+        regression(),
+        setting_of("1f1b", "optimizer"),
+        3,
+        real_batches(batch_size * num_batches * 2, 1, WIDTH)[0],
+        num_batches,
+        batch_size,
+        on_instruction=on_instruction,
+        grace_s=0.1,
+    )
+    run.run()
+
+    members = [line.members for line in run.hub.rounds]
+    assert {(0, 1), (0, 1, 2)} == {*members}, members
+    assert_as_one_process(run)
