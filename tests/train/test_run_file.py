@@ -345,6 +345,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["memory.shard=weights", "plan.schedule=2bw-fresh"], 'and memory.shard is "weights". A trial step'),
         (["sync.mode=quorum", "balance.mode=start"], "assigns samples by the speed of the replicas."),
         (["sync.mode=diloco", "balance.replan=true"], "balance.replan is true, but"),
+        (["memory.shard=optimizer", "sync.mode=quorum"], "Set sync.sites, so that replicas of a site share"),
+        (["sync.mode=quorum", "sync.sites=2", "plan.width=4"], "can die one by one. Leave out sync.sites"),
         (["memory.shard=optimizer", "sync.mode=diloco"], "Set sync.sites, so that replicas of a site share"),
         (["sync.mode=groups", "sync.sites=2", "plan.width=3"], "which 2 does not divide"),
         (["sync.lease_s=3"], 'which does not use it. Leave it out, or set sync.mode = "quorum" or "groups"'),

@@ -1,4 +1,4 @@
-"""`sync.sites` with real processes: two sites of two replicas that share an optimizer, and DiLoCo."""
+"""`sync.sites` with real processes: two sites of two replicas that share an optimizer, DiLoCo and quorum."""
 
 import json
 import os
@@ -14,25 +14,29 @@ from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, 
 BATCH = 8
 
 
-def write_sites(folder: Path, shard: str, data: str = "", *, width: int = 4) -> Path:
-    """A run file of replicas of one stage in two sites."""
-    path = write_run(folder, "2bw", 1, model=UNTIED, data=data)
-    table = {"cuts": CUTS[1], "num_microbatches": 2, "schedule": "2bw", "width": width}
+def write_sites(
+    folder: Path, shard: str, data: str = "", *, width: int = 4, mode: str = "diloco", depth: int = 1
+) -> Path:
+    """A run file of replicas of so many stages in two sites."""
+    path = write_run(folder, "2bw", depth, model=UNTIED, data=data)
+    table = {"cuts": CUTS[depth], "num_microbatches": 2, "schedule": "2bw", "width": width}
     plan = folder / "plan-of-sites.json"
     plan.write_text(json.dumps({"format": 1, "plan": table}))
-    text = path.read_text().replace("workers = 1", f"workers = {width}")
-    text = text.replace(f'file = "{folder}/plan-2bw-1.json"', f'file = "{plan}"')
-    keys = f'mode = "diloco"\nsites = 2\ndiloco_every = 2\n\n[memory]\nshard = "{shard}"\n'
+    text = path.read_text().replace(f"workers = {depth}", f"workers = {depth * width}")
+    text = text.replace(f'file = "{folder}/plan-2bw-{depth}.json"', f'file = "{plan}"')
+    every = "diloco_every = 2\n" if mode == "diloco" else ""
+    keys = f'mode = "{mode}"\nsites = 2\n{every}\n[memory]\nshard = "{shard}"\n'
     path.write_text(f"{text}\n[sync]\n{keys}")
     return path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["diloco", "quorum"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_sites_train_each_sample_once_and_go_on_from_a_checkpoint(
-    shard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shard: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = write_sites(tmp_path, shard), tmp_path / "runs" / "run"
+    path, run = write_sites(tmp_path, shard, mode=mode), tmp_path / "runs" / "run"
     codec = settings(sync__codec="int8" if shard == "optimizer" else "none")
     first = bireme(capsys, "train", str(path), "--json", *codec)
     assert first.status == 0, first.err
@@ -54,9 +58,12 @@ def test_sites_train_each_sample_once_and_go_on_from_a_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["diloco", "quorum"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
-def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(shard: str, tmp_path: Path) -> None:
-    path, run = write_sites(tmp_path, shard, PACED), tmp_path / "runs" / "run"
+def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(
+    shard: str, mode: str, tmp_path: Path
+) -> None:
+    path, run = write_sites(tmp_path, shard, PACED, mode=mode), tmp_path / "runs" / "run"
     more = settings(training__steps=PACED_STEPS, cluster__timeout_s=16)
     with running(run, "train", str(path), *more, "--json", pace_s=PACE_S) as started:
         started.wait_for_step(4)
@@ -72,12 +79,34 @@ def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(shard: str, tmp_
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.slow
+def test_quorum_of_sites_of_pipelines_is_that_of_replicas_that_share_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight processes, against allreduce."""
+    for name in ("sites", "alone"):
+        (tmp_path / name).mkdir()
+    path = write_sites(tmp_path / "sites", "optimizer", mode="quorum", depth=2)
+    other = write_sites(tmp_path / "alone", "optimizer", mode="quorum", depth=2)
+    text = other.read_text().replace('mode = "quorum"\nsites = 2', 'mode = "allreduce"')
+    other.write_text(text.replace('shard = "optimizer"', 'shard = "none"'))
+    for one in (path, other):
+        result = bireme(capsys, "train", str(one), "--json")
+        assert result.status == 0, result.err
+    found, wanted = (losses(tmp_path / name / "runs" / "run") for name in ("sites", "alone"))
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def test_sites_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_sites(tmp_path, "optimizer", width=3)
     for more, words in (
         ((), "sync.sites is 2, but there are 3 replicas (plan.width)"),
         (settings(sync__mode="allreduce", sync__diloco_every=50), "sync.sites is 2"),
         (settings(sync__sites=1), "sync.sites"),
+        (
+            settings(sync__mode="quorum", sync__diloco_every=50, memory__shard="none"),
+            "replicas that keep all of their state can die one by one",
+        ),
     ):
         result = bireme(capsys, "train", str(path), *more)
         assert (result.status, words in result.err) == (2, True), result.err

@@ -273,8 +273,8 @@ class Pipeline(HeldState):
         )
         if agreement is not None and self.layout.width > 1 and shard == "none":
             raise BiremeError(
-                f"The plan has {self.layout.width} replicas that live and die together, but they share nothing. "
-                'Set shard to "optimizer" or "weights", or make each of them a pipeline of its own.'
+                f"The plan has {self.layout.width} replicas that live and die together, but they share "
+                'nothing. Set shard to "optimizer" or "weights", or make each a pipeline of its own.'
             )
         if self.layout.tied:
             self.plan = unhurried(plan, self.plan, programs)

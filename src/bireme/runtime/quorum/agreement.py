@@ -106,8 +106,8 @@ class QuorumAgreement:
         codec: SumCodec = DENSE,
         sharers: SharingGroup | None = None,
     ) -> QuorumReducer:
-        """What brings the batches of a rank together; sums over replicas go through `codec`. The replicas of a
-        site that share what this rank has are `sharers`.
+        """What brings the batches of a rank together; sums over replicas go through `codec`. In a site
+        `sharers` are the ranks that share what this one has.
         """
         of_transport = fabric.sums(transport) if sharers is None else None
         control: Sums | None = of_transport or fabric.group(range(fabric.size))
