@@ -57,6 +57,10 @@ def test_two_capabilities_together_compute_what_one_process_does(pair: tuple[str
         pytest.param(
             "1f1b private-data balance recompute boundary-codec", id="unequal servers with own data"
         ),
+        pytest.param("2bw quorum shard-optimizer tied balance", id="unequal sites that share"),
+        pytest.param("quorum shard-weights lora bfloat16", id="an adapter in sites"),
+        pytest.param("2bw-fresh quorum shard-optimizer muon", id="fresh updates in sites"),
+        pytest.param("quorum shard-optimizer sum-codec boundary-codec", id="sites through codecs"),
         pytest.param("offloading recompute tied boundary-codec sum-codec", id="little memory and slow links"),
     ],
 )

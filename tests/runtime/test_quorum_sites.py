@@ -3,6 +3,7 @@ as one process, and a site that dies comes back as a whole.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -36,29 +37,39 @@ def run_of(setting: Setting, model: Model | None = None, num_batches: int = 4) -
     return found
 
 
+def assert_same_bits(run: Replicas) -> None:
+    """All sites have the same bits, and each rank those of its twins of what its optimizer remembers."""
+    first: dict[tuple[int, str], Tensor] = {}
+    done = {rank: seen for rank, seen in run.seen.items() if seen.is_done}
+    assert {rank.replica for rank in done} == {*range(run.num_replicas)}
+    for rank, seen in done.items():
+        for batch, weights in seen.weights.items():
+            what = f"{rank} after batch {batch}"
+            for name, tensor in weights.items():
+                assert bool(tensor.isfinite().all()), f"{name} of {what}"
+                assert torch.equal(tensor, first.setdefault((batch, name), tensor)), f"{name} of {what}"
+            for name, state in seen.states[batch].items():
+                for key, value in state.items():
+                    twin = first.setdefault((batch, f"{rank.stage} {name} {key}"), value)
+                    assert torch.equal(value, twin), f"{key} of {name} of {what}"
+
+
 def assert_as_one_process(run: Replicas) -> None:
     """Every rank has what one process makes of the samples in the ledger, and the bits of its twins."""
+    assert_same_bits(run)
     assert isinstance(run.setting.plan, Plan)
     width = run.num_replicas * run.setting.plan.width
     setting = replace(run.setting, plan=replace(run.setting.plan, width=width), shard="none")
     norms = dict(norm for seen in run.seen.values() for norm in seen.norms.items())
     updates = oracle(run.model, setting, run.committed(), sizes=run.sizes(), norms=norms)
     assert len(updates) == run.num_batches
-    first: dict[tuple[int, str], Tensor] = {}
-    done = {rank: seen for rank, seen in run.seen.items() if seen.is_done}
-    assert {rank.replica for rank in done} == {*range(run.num_replicas)}
-    for rank, seen in done.items():
+    for rank, seen in run.seen.items():
         for batch, weights in seen.weights.items():
             update, what = updates[batch], f"{rank} after batch {batch}"
             assert seen.losses[batch] == pytest.approx(update.loss, rel=1e-11), what
             assert seen.norms[batch] == pytest.approx(update.norm, rel=1e-11), what
             for name, tensor in weights.items():
-                assert torch.equal(tensor, first.setdefault((batch, name), tensor)), f"{name} of {what}"
                 assert_close(tensor, update.weights[name], 1e-11, f"{name} of {what}")
-            for name, state in seen.states[batch].items():
-                for key, value in state.items():
-                    twin = first.setdefault((batch, f"{rank.stage} {name} {key}"), value)
-                    assert torch.equal(value, twin), f"{key} of {name} of {what}"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
@@ -91,11 +102,27 @@ PER_KILL = 20
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_a_site_of_which_a_rank_dies_comes_back_with_the_bits_of_the_other(schedule: str, shard: str) -> None:
     """Killed at a forward, in the middle of a batch and at its end, once on each of its ranks."""
-    points = [(1, 3, 2), (0, 0, 5), (1, 1, 9)]
+    assert_as_one_process(walked(setting_of(schedule, shard), [(1, 3, 2), (0, 0, 5), (1, 1, 9)]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shard", "codec"),
+    [("2bw", "optimizer", "int4"), ("2bw-fresh", "optimizer", "none"), ("1f1b", "weights", "int8")],
+)
+def test_so_does_one_with_bfloat16_weights_and_a_codec(schedule: str, shard: str, codec: str) -> None:
+    """Of bfloat16 weights no rank has the master weights whole."""
+    setting = setting_of(schedule, shard)
+    assert_same_bits(
+        walked(replace(setting, bank_dtype=torch.bfloat16, sum_codec=codec), [(1, 3, 2), (0, 0, 5)])
+    )
+
+
+def walked(setting: Setting, points: Sequence[tuple[int, int, int]]) -> Replicas:
+    """A run in which a rank dies at each of these points, once all sites are there again."""
     walk, num_batches = Walk(points), PER_KILL * (len(points) + 1)
     run = Replicas(
         regression(),
-        setting_of(schedule, shard),
+        setting,
         2,
         data_for(num_batches),
         num_batches,
@@ -107,8 +134,8 @@ def test_a_site_of_which_a_rank_dies_comes_back_with_the_bits_of_the_other(sched
     walk.run(run)
 
     assert walk.num_killed == len(points)
-    assert_as_one_process(run)
     assert any(rank.life for rank, seen in run.seen.items() if seen.is_done)
+    return run
 
 
 def test_sums_within_a_slow_site_stay_apart_where_rounds_go_on_without_it() -> None:

@@ -189,19 +189,26 @@ class Composition:
         run = _ReadingReplicas(self)
         run.run()
         plan = cast(Plan, self.setting.plan)
-        setting = self._of_oracle(replace(self.setting, plan=replace(plan, width=WIDTH)))
+        setting = self._of_oracle(replace(self.setting, plan=replace(plan, width=WIDTH * plan.width)))
         norms = dict(norm for seen in run.seen.values() for norm in seen.norms.items())
         parts = run.parts()
         data = [{name: torch.cat([one[name] for one in own]) for name in own[0]} for own in parts]
         sizes = [
-            [size for one in own for size in apportioned(len(one["labels"]), [1] * NUM_MICROBATCHES)]
+            [
+                size
+                for one in own
+                for size in apportioned(len(one["labels"]), [1] * (plan.width * NUM_MICROBATCHES))
+            ]
             for own in parts
         ]
         expected = oracle(self.model, setting, data, sizes=sizes, norms=norms)
         assert len(expected) == NUM_BATCHES
         _check_ledger([line.samples for line in run.hub.rounds])
         last = NUM_BATCHES - 1
-        _check_same([(seen.weights[last], seen.states[last]) for seen in run.seen.values()])
+        _check_same([(seen.weights[last], {}) for seen in run.seen.values()])
+        for stage in range(run.depth):  # replicas of a site have other pieces of what optimizers remember
+            of_stage = [seen for rank, seen in run.seen.items() if rank.stage == stage]
+            _check_same([({}, seen.states[last]) for seen in of_stage])
         for seen in run.seen.values():
             self._check_near([seen.losses[batch] for batch in sorted(seen.losses)], expected)
             for batch, weights in seen.weights.items() if self._is_exact else ():
@@ -233,9 +240,11 @@ class Composition:
 
     @cached_property
     def setting(self) -> Setting:
-        """How its pipelines train; with replicas that may die, of one of them."""
+        """How its pipelines train; with replicas that may die, of one, or of a site of two that share."""
         names = self.names
         mode = self._of_axis("how replicas agree")
+        share = self._of_axis("what replicas share")
+        is_one = mode in ("groups", "diloco") or (mode == "quorum" and share is None)
         schedule = self._of_axis("schedule") or "1f1b"
         num_stages = 4 if schedule in ("interleaved", "zbv") else 2
         num_units = len(self.model.units)
@@ -243,7 +252,7 @@ class Composition:
             tuple(stage * num_units // num_stages for stage in range(1, num_stages)),
             NUM_MICROBATCHES,
             schedule,
-            width=1 if mode in ("quorum", "groups", "diloco") else WIDTH,
+            width=1 if is_one else WIDTH,
             recompute=tuple(range(num_stages)) if "recompute" in names else (),
             codecs=(BoundaryCodecs("int8", "int8"),) * (num_stages - 1) if "boundary-codec" in names else (),
             updates_early=False,
@@ -259,7 +268,7 @@ class Composition:
             reads_apart="private-data" in names and mode in (None, "allreduce"),
             sum_codec="int4" if "sum-codec" in names and mode not in ("groups", "diloco") else "none",
             gradient="principal:1" if "principal" in names else "whole",
-            shard=(self._of_axis("what replicas share") or "shard-none").removeprefix("shard-"),
+            shard=(share or "shard-none").removeprefix("shard-"),
             compiles="compile" in names,
         )
 
