@@ -3,8 +3,9 @@ as one process, and a site that dies comes back as a whole.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from torch import Tensor
 from bireme.plan.plan import Plan
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import RankId
+from tests.runtime.test_coded_sums import WIDTH as LAYERS_WIDTH
+from tests.runtime.test_coded_sums import layers
 from tests.runtime.test_quorum import BATCH, Walk, assert_close, data_for
+from tests.support.composition import words
 from tests.support.engine_parity import Setting, oracle
 from tests.support.mortal_replicas import Replicas
 from tests.support.patience import patience_s
 from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
-from tests.support.small_models import Model, real_batches
+from tests.support.small_models import Batch, Model, real_batches, token_batches
 
 pytestmark = pytest.mark.slow
 
@@ -96,35 +100,56 @@ def test_muon_steps_whole_matrices_within_sites(shard: str) -> None:
 
 
 PER_KILL = 20
+POINTS = ((1, 3, 2), (0, 0, 5), (1, 1, 9))
+"""A site, a rank of it, and how many instructions of a batch it does before it dies."""
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_a_site_of_which_a_rank_dies_comes_back_with_the_bits_of_the_other(schedule: str, shard: str) -> None:
     """Killed at a forward, in the middle of a batch and at its end, once on each of its ranks."""
-    assert_as_one_process(walked(setting_of(schedule, shard), [(1, 3, 2), (0, 0, 5), (1, 1, 9)]))
+    assert_as_one_process(walked(setting_of(schedule, shard), POINTS))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shard", "codec"),
-    [("2bw", "optimizer", "int4"), ("2bw-fresh", "optimizer", "none"), ("1f1b", "weights", "int8")],
+    ("schedule", "shard"), [("2bw", "optimizer"), ("2bw-fresh", "optimizer"), ("1f1b", "weights")]
 )
-def test_so_does_one_with_bfloat16_weights_and_a_codec(schedule: str, shard: str, codec: str) -> None:
-    """Of bfloat16 weights no rank has the master weights whole."""
-    setting = setting_of(schedule, shard)
-    assert_same_bits(
-        walked(replace(setting, bank_dtype=torch.bfloat16, sum_codec=codec), [(1, 3, 2), (0, 0, 5)])
-    )
+def test_so_does_one_with_master_weights_that_no_rank_has_whole(schedule: str, shard: str) -> None:
+    model = words(tied=False, adapted=False, dtype="bfloat16")
+    plan = Plan((len(model.units) // 2,), 4, schedule, width=2, updates_early=False)
+    setting = Setting(plan, bank_dtype=torch.bfloat16, shard=shard)
+    assert_same_bits(walked(setting, POINTS[:2], model, token_batches))
 
 
-def walked(setting: Setting, points: Sequence[tuple[int, int, int]]) -> Replicas:
+@pytest.mark.parametrize(
+    ("codec", "shard", "optimizer"),
+    [
+        ("int2", "optimizer", "adamw"),
+        ("threshold:0.05:3", "weights", "adamw"),
+        ("lowrank:2:1", "optimizer", "muon"),
+    ],
+)
+def test_so_does_one_whose_sums_go_through_a_codec(codec: str, shard: str, optimizer: str) -> None:
+    """Residuals of the pieces that a rank owns come from its twin."""
+    plan = Plan((1,), 4, "2bw", width=2, updates_early=False)
+    setting = Setting(plan, optimizer, sum_codec=codec, shard=shard)
+    run = walked(setting, POINTS[:2], layers(), partial(real_batches, width=LAYERS_WIDTH))
+    assert_same_bits(run)
+
+
+def walked(
+    setting: Setting,
+    points: Sequence[tuple[int, int, int]],
+    model: Model | None = None,
+    batches: Callable[[int, int], list[Batch]] | None = None,
+) -> Replicas:
     """A run in which a rank dies at each of these points, once all sites are there again."""
     walk, num_batches = Walk(points), PER_KILL * (len(points) + 1)
     run = Replicas(
-        regression(),
+        model or regression(),
         setting,
         2,
-        data_for(num_batches),
+        data_for(num_batches) if batches is None else batches(BATCH * num_batches, 1)[0],
         num_batches,
         BATCH,
         on_instruction=walk.on_instruction,
