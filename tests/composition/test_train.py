@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
     [
         "zbv tied",
         "quorum private-data",
+        "quorum shard-optimizer",
+        "quorum shard-weights",
         "groups mixture",
         "diloco stream",
         "shard-weights boundary-codec",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def setting_of(
-    schedule: str, shard: str, num_stages: int = 2, *, optimizer: str = "adamw", **more: int
+    schedule: str, shard: str, num_stages: int = 2, *, optimizer: str = "adamw", **more: Any
 ) -> Setting:
     """Sites of two replicas."""
     plan = regression_plan(schedule, num_stages, width=2, updates_early=False, **more)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bireme.train.checkpoint.checkpoint import newest_good
 from tests.support.command import bireme
 from tests.support.training import CUTS, losses, running, settings, write_run
 from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED
@@ -77,6 +78,30 @@ def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(
     rounds = [line for line in checked if line["kind"] == "round"]
     places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places)
+
+
+@pytest.mark.slow
+def test_sites_with_a_codec_resume_as_sites_of_one_replica(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the codec has not sent of pieces is lost then."""
+    path, run = write_sites(tmp_path, "optimizer", mode="quorum"), tmp_path / "runs" / "run"
+    first = bireme(capsys, "train", str(path), *settings(sync__codec="int2"))
+    assert first.status == 0, first.err
+    assert any(name.startswith("feedback/0-of-2/") for name in saved_names(run))
+
+    write_sites(tmp_path, "optimizer", mode="quorum", width=2)
+    more = settings(training__steps=STEPS + 4, cluster__workers=2)
+    again = bireme(capsys, "resume", str(run), *more, "--json")
+    assert again.status == 0, again.err
+    assert again.document["steps"] == STEPS + 4
+
+
+def saved_names(run: Path) -> set[str]:
+    """The names of all tensors in the newest checkpoint."""
+    newest = newest_good(run / "checkpoints")
+    assert newest is not None
+    return {*newest.snapshot().tensors}
 
 
 @pytest.mark.slow

@@ -340,8 +340,13 @@ def _own(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor]) -> dict[str
 
 
 def _shared(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor], among: int) -> dict[str, Tensor]:
-    """What each of so many new replicas takes of what all old ones have kept of one parameter."""
-    shared = {RESIDUAL: sum((saved[key] for key in keys[RESIDUAL][1:]), saved[keys[RESIDUAL][0]]) / among}
+    """What each of so many new replicas takes of what all old ones have kept of one parameter; nothing of
+    other pieces.
+    """
+    residuals = [saved[key] for key in keys[RESIDUAL]]
+    if len({one.shape for one in residuals}) > 1:
+        return {}
+    shared = {RESIDUAL: sum(residuals[1:], residuals[0]) / among}
     if BASIS in keys:
         shared[BASIS] = saved[keys[BASIS][0]]
     return shared

@@ -125,7 +125,8 @@ class Feedback:
         for copy in self._copies if new else ():
             for name, residual in _zeros_like(new).items():
                 given = self._given.get(name, {})
-                if RESIDUAL in given:
+                # What was saved may be of a piece, where replicas of a site shared the optimizer.
+                if RESIDUAL in given and given[RESIDUAL].shape == residual.shape:
                     residual.copy_(given[RESIDUAL])
                 copy[name] = {**given, RESIDUAL: residual}
         for name in new:
