@@ -90,7 +90,7 @@ def test_two_sites_of_two_replicas_are_one_process(schedule: str, shard: str, nu
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 @pytest.mark.parametrize("per_rank", [None, 2])
 def test_tied_weights_are_summed_within_sites_and_between_them(shard: str, per_rank: int | None) -> None:
-    more = {} if per_rank is None else {"stages_per_rank": per_rank}
+    more: dict[str, Any] = {} if per_rank is None else {"stages_per_rank": per_rank}
     num_stages = 2 if per_rank is None else 4
     assert_as_one_process(run_of(setting_of("2bw", shard, num_stages, **more), tied_regression()))
 
