@@ -244,7 +244,7 @@ class Composition:
         names = self.names
         mode = self._of_axis("how replicas agree")
         share = self._of_axis("what replicas share")
-        is_one = mode in ("groups", "diloco") or (mode == "quorum" and share is None)
+        is_one = mode in ("quorum", "groups", "diloco") and share is None
         schedule = self._of_axis("schedule") or "1f1b"
         num_stages = 4 if schedule in ("interleaved", "zbv") else 2
         num_units = len(self.model.units)
@@ -443,6 +443,7 @@ class _ReadingAverages(AveragingReplicas):
             diloco=diloco,
             lag=0 if diloco is None else 1,
             in_step=True,
+            of_replicas=composition.setting.shard != "none",
             codec="int4" if "sum-codec" in composition.names else "none",
         )
 
