@@ -79,8 +79,8 @@ def test_what_gradients_cannot_be_is_refused_before_anything_is_planned(
     for words, sentence in (
         (("training.gradient=svd:3",), "principal:RANK"),
         (("training.gradient_of=*.weight",), 'training.gradient is "whole"'),
-        ((principal, "memory.device=1GB"), "only whole gradients are offloaded"),
-        ((principal, "memory.shard=optimizer"), "only whole gradients have parts"),
+        ((principal, "memory.device=1GB"), "Only whole gradients are offloaded"),
+        ((principal, "memory.shard=optimizer"), "Gradients that replicas sum in parts are whole"),
     ):
         result = bireme(capsys, *with_sets([*profiled, *words]))
         assert (result.status, sentence in result.err) == (2, True), result.err
