@@ -121,7 +121,7 @@ MISTAKES = [
     ),
     (
         SERVER + DEVICE.replace("cpu", "tpu"),
-        "server[0].device[0].kind is \"tpu\"; it must be 'cpu', 'cuda' or",
+        "server[0].device[0].kind is \"tpu\"; it must be 'cpu', 'cuda', 'xpu', 'mps' or",
     ),
     (SERVER + DEVICE + "speed = 0\n", "server[0].device[0].speed is 0; it must be greater than 0."),
     (

@@ -149,8 +149,8 @@ def test_a_sample_that_fails_again_after_a_replica_failed_with_it_ends_the_run(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (settings(sync__codec="int8"), "sync.codec is 'int8'"),
-        (settings(balance__mode="start"), "balance.mode is 'start'"),
+        (settings(balance__mode="start"), 'balance.mode is "start"'),
+        (settings(balance__batch="grow"), 'balance.batch is "grow"'),
     ],
 )
 def test_what_quorum_does_not_do_is_refused_before_anything_starts(
