@@ -11,6 +11,7 @@ from tests.support.training import settings
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "names",
     [

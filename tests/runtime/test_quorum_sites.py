@@ -105,6 +105,7 @@ POINTS = ((1, 3, 2), (0, 0, 5), (1, 1, 9))
 """A site, a rank of it, and how many instructions of a batch it does before it dies."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_a_site_of_which_a_rank_dies_comes_back_with_the_bits_of_the_other(schedule: str, shard: str) -> None:
@@ -112,6 +113,7 @@ def test_a_site_of_which_a_rank_dies_comes_back_with_the_bits_of_the_other(sched
     assert_as_one_process(walked(setting_of(schedule, shard), POINTS))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "shard"), [("2bw", "optimizer"), ("2bw-fresh", "optimizer"), ("1f1b", "weights")]
 )
@@ -122,6 +124,7 @@ def test_so_does_one_with_master_weights_that_no_rank_has_whole(schedule: str, s
     assert_same_bits(walked(setting, POINTS[:2], model, token_batches))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("codec", "shard", "optimizer"),
     [

@@ -40,6 +40,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verb", ["train", "resume"])
 def test_a_launcher_that_is_killed_is_started_again_and_resumes_the_run(verb: str, tmp_path: Path) -> None:
     path, run = write_run(tmp_path, data=GATED), tmp_path / "runs" / "run"

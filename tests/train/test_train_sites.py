@@ -32,6 +32,7 @@ def write_sites(
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["diloco", "quorum"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_sites_train_each_sample_once_and_go_on_from_a_checkpoint(
@@ -59,6 +60,7 @@ def test_sites_train_each_sample_once_and_go_on_from_a_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["diloco", "quorum"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(

@@ -95,6 +95,7 @@ def wait_until_none(session: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lost", [3, 0], ids=["its_launcher_is_killed", "with_the_coordinator"])
 def test_a_host_of_a_replica_dies_the_other_replica_goes_on_and_a_replacement_heals_it(
     lost: int, tmp_path: Path
