@@ -61,7 +61,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
     of = {row["codec"]: row for row in rows}
     return [
         at_most(f"loss of {LIMIT} over dense", of[LIMIT]["loss_over_dense"], 1.01),
-        at_least(f"times fewer bytes of {LIMIT}", of[LIMIT]["times_fewer"], 6.0),
+        at_least(f"times fewer bytes of {LIMIT}", of[LIMIT]["times_fewer"], 3.0),
     ]
 
 
