@@ -22,7 +22,7 @@ import bireme
 from benchmarks.common.command import log
 from benchmarks.common.hosts import Host, NoHosts, slow_hosts
 from benchmarks.home.model import SPEED
-from benchmarks.killing.mortal_run import MortalRun, Round
+from benchmarks.killing.mortal_run import MortalRun, Program, Round
 from benchmarks.killing.session import living
 from bireme.errors import BiremeError
 from bireme.plan.plan_file import load_plan
@@ -113,43 +113,22 @@ sample_tokens = 0
 """
 
 
-class Launcher:
-    """`bireme train` on one host, first of its group, and the files that its output goes into."""
+class Launcher(Program):
+    """`bireme train` on one host."""
 
     def __init__(self, lab: "Lab", number: int, turn: int) -> None:
         self._host = lab.hosts[number] if lab.hosts else None
-        self.out, self.err = (lab.folder / f"{name}-{number}-{turn}" for name in ("out", "err"))
+        out, err = (lab.folder / f"{name}-{number}-{turn}" for name in ("out", "err"))
         words = [sys.executable, "-m", "bireme", "train", str(lab.folder / "run.toml"), "--json"]
         if self._host is not None:
             own_name = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{number}")
             words = [*self._host.prefix, *own_name, *words]
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self._process = subprocess.Popen(
-                words,
-                cwd=lab.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=os.environ | lab.variables(number),
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+        super().__init__(words, lab.folder, out, err, lab.variables(number))
 
     @property
     def processes(self) -> list[int]:
         """The launcher, the ranks, and all else that was started on the host."""
         return living(self.pid) if self._host is None else self._host.processes()
-
-    def poll(self) -> int | None:
-        """How the launcher ended, or None."""
-        return self._process.poll()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its status, once it has ended."""
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(str(error)) from None
 
     def kill(self) -> None:
         """Kill all processes of the host, as if its power failed."""
@@ -162,9 +141,7 @@ class Launcher:
     def close(self) -> None:
         """Leave no process of the host behind."""
         self.kill()
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        super().close()
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:

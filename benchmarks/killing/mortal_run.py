@@ -139,17 +139,20 @@ class Started(Protocol):
         """Kill it and all of its group."""
 
 
-class Python:
-    """`python WORDS…` in a group of its own."""
+class Program:
+    """A program in a session of its own, and the files that its output goes into."""
 
-    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
-        self.out, self.err = folder / "out", folder / "err"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
+    def __init__(
+        self, words: Sequence[str], folder: Path, out: Path, err: Path, variables: Mapping[str, str]
+    ) -> None:
+        self.out, self.err = out, err
+        with out.open("wb") as to_out, err.open("wb") as to_err:
             self._process = subprocess.Popen(
-                [sys.executable, *words],
+                words,
                 cwd=folder,
-                stdout=out,
-                stderr=err,
+                stdin=subprocess.DEVNULL,
+                stdout=to_out,
+                stderr=to_err,
                 env=os.environ | variables,
                 start_new_session=True,
             )
@@ -171,6 +174,13 @@ class Python:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class Python(Program):
+    """`python WORDS…`, whose output goes into its folder."""
+
+    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
+        super().__init__([sys.executable, *words], folder, folder / "out", folder / "err", variables)
 
 
 Found = TypeVar("Found")

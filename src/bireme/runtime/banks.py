@@ -21,17 +21,19 @@ from bireme.codec.lowrank import Product
 from bireme.codec.sum_description import GradientForm
 from bireme.memory.arena import Slots
 from bireme.model.units import LinearMap
+from bireme.runtime.gathered_weights import FrozenParts, GatheredWeights
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory, StageMemory
 from bireme.runtime.parameter_groups import (
     ParameterGroupWeights,
+    Tensors,
     bank_dtype_of,
     copy_by_name,
     part_of,
     step_dtype_of,
 )
 from bireme.runtime.principal import most_piece_elements, principal_of, step_all
-from bireme.runtime.shared_weights import FrozenParts, GatheredWeights, SharedWeights, Sharers
+from bireme.runtime.shared_weights import SharedWeights, Sharers
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.instruction import Item
@@ -61,8 +63,6 @@ class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
 
 
 # What the banks of a stage hold, to be read: by forwards, checkpoints, exports and evaluations.
-
-Tensors = Mapping[str, Tensor]
 
 
 class _BankContents:

@@ -14,10 +14,10 @@ from torch import Tensor
 from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.balancer import Stopwatch
+from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.gathering import Moment, Recorder
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
-from bireme.runtime.shared_weights import GatheredWeights
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import FinishedBatch, Updates

@@ -195,7 +195,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class StepShare:
     """Which of several members this replica is, of those that step a part of each parameter group."""
 
     member: int
@@ -227,7 +227,7 @@ class Stepper:
         factory: OptimizerFactory,
         alike: Mapping[str, Hashable] | None = None,
         memory: ArenaAllocator = PLAIN,
-        share: Membership | None = None,
+        share: StepShare | None = None,
     ) -> None:
         self._factory = factory
         self.parts: tuple[ParameterGroupPart, ...] = ()
@@ -407,7 +407,7 @@ class Stepper:
                 group["params"] = []
         return {name: found[name] for name in own}
 
-    def _owners(self, share: Membership) -> dict[str, int]:
+    def _owners(self, share: StepShare) -> dict[str, int]:
         """The owners of the parameters that are stepped whole."""
         sizes = {name: home.shape.numel() for name, home in self._homes.items() if not home.may_be_sliced}
         return owners_of(sizes, share.num_members)

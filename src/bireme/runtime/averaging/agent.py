@@ -275,7 +275,7 @@ class AveragingAgent(PeerAgent):
         self._waits, self._is_pulling = "", False
         self.deals = _Deals(own, self.wait_for, self._say)
         self._for_others = _ForOthers(lambda: self.lines, self._changed, timeout_s)
-        self._groups = RankGroups(own, self.add_up, device, self._changed, self._say)
+        self._groups = RankGroups(self, device, self._changed, self._say)
 
     # The rank's thread.
 

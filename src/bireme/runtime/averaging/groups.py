@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from bireme.runtime.quorum.peer_agent import AddUp, Buffers, RoundSum, SupersededError
+from bireme.runtime.quorum.peer_agent import Buffers, PeerAgent, RoundSum, SupersededError
 from bireme.sync.coordinator.groups import first_wait_s, next_wait_s
-from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
+from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply
 from bireme.sync.quorum.line import LineBroken
 from bireme.sync.quorum.ring import Contribution, SumsFlats
 
@@ -39,12 +39,11 @@ class GroupJob:
 
 
 class RankGroups:
-    """`step` is for the agent's thread, the rest for the rank's. `say` reports what is here."""
+    """`step` is for the thread of the rank's `agent`, the rest for the rank's. `say` reports what is here."""
 
     def __init__(
         self,
-        own: RankId,
-        add_up: AddUp,
+        agent: PeerAgent,
         device: torch.device | None,
         changed: threading.Condition,
         say: Callable[[], None],
@@ -53,7 +52,7 @@ class RankGroups:
         self.how: HowOfRound | None = None
         """How the contributions to a group are added up, other than as they are."""
         self.is_drained = False
-        self._own, self._add_up, self._changed, self._say = own, add_up, changed, say
+        self._agent, self._own, self._changed, self._say = agent, agent.own, changed, say
         self._at: GroupAt | None = None
         self._last: GroupReply | None = None
         """The group that the rank took last."""
@@ -118,7 +117,7 @@ class RankGroups:
             return word.group is not None and (word.group.number, word.group.attempt) == key
 
         try:
-            job.result.summed = self._add_up(
+            job.result.summed = self._agent.add_up(
                 job.contribution,
                 job.result.flats,
                 [one.replica for one in group.members],

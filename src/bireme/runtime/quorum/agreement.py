@@ -156,7 +156,7 @@ class _Donations:
     of what they have `rebuilt` by themselves.
 
     What the replica that heals had not sent through a codec is lost with it. In its place it takes what the
-    donor has not sent, which is alike: a codec leaves the same directions of similar gradients behind.
+    donor has not sent, as an estimate.
     """
 
     def __init__(

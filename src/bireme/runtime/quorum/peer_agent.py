@@ -200,23 +200,6 @@ def _member_in(word: CoordinatorReply, replica: int) -> Member:
 LOOK_S = 0.5
 
 
-class AddUp(Protocol):
-    """`PeerAgent.add_up` of one rank."""
-
-    def __call__(
-        self,
-        own: Contribution,
-        into: Sequence[Tensor],
-        members: Sequence[int],
-        place: int,
-        attempt: int,
-        word: CoordinatorReply,
-        is_wanted: Callable[[CoordinatorReply], bool],
-        how: SumsFlats | None = None,
-    ) -> Summed:
-        """The sum over the ranks of this stage in some replicas."""
-
-
 class SupersededError(Exception):
     """The attempt is not wanted any more."""
 
