@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.runtime.quorum.agent import Agent
+from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.watch import Watch
 from bireme.sync.coordinator.messages import RankId
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -162,9 +162,9 @@ class Injector:
 def _follow_orders(folder: Path) -> None:
     """Have the engine of this process tell an injector where it is."""
     injector = Injector(folder)
-    begin, write = Agent.__init__, CheckpointWriter._write_own
+    begin, write = ExchangeAgent.__init__, CheckpointWriter._write_own
 
-    def begun(agent: Agent, own: RankId, *words: Any, **more: Any) -> None:
+    def begun(agent: ExchangeAgent, own: RankId, *words: Any, **more: Any) -> None:
         injector.is_rank(own)
         begin(agent, own, *words, **more)
 
@@ -179,7 +179,7 @@ def _follow_orders(folder: Path) -> None:
 
     told = property(lambda watch: watch.__dict__.get("doing"), does)
     for owner, name, value in (
-        (Agent, "__init__", begun),
+        (ExchangeAgent, "__init__", begun),
         (CheckpointWriter, "_write_own", written),
         (Watch, "doing", told),
     ):

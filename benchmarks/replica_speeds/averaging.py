@@ -20,13 +20,13 @@ from torch import Tensor
 from benchmarks.engine_bench.emulated import EmulatedModel, StagePace, emulated_model
 from bireme.balance import ShareLimits
 from bireme.plan.plan import Plan
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.diloco import Averaging
+from bireme.runtime.coordinator_client import LazyCoordinatorClient
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.diloco import Averaging
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.peer_agent import LazyCoordinatorClient
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
@@ -170,11 +170,11 @@ def _average_in_groups(
     replica = order.life.replica
     rank = RankId(replica, order.life.life, world.rank)
     talk = LazyCoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s)
-    agent = AveragingAgent(rank, talk, timeout_s=world.timeout_s, on_error=world.watch.failed)
+    agent = ExchangeAgent(rank, talk, timeout_s=world.timeout_s, on_error=world.watch.failed)
     model = emulated_model(1, paces[replica])
     averaging = Averaging(agent, MICROBATCHES * len(paces))
     pipeline = _pipeline(model, Plan(model.cuts, MICROBATCHES, "1f1b"), None, averaging)
-    pipeline.join_averaging(0)
+    pipeline.join()
     took = _Took(0, 0.0, 0.0)
     for until in marks:
         watch, first = _Stopwatch(), pipeline.num_trained
@@ -189,7 +189,7 @@ def _average_in_groups(
     return took
 
 
-def _dealt(agent: AveragingAgent, model: EmulatedModel, first: int) -> Iterator[dict[str, Tensor]]:
+def _dealt(agent: ExchangeAgent, model: EmulatedModel, first: int) -> Iterator[dict[str, Tensor]]:
     number = first
     while (deal := agent.deals.dealt(number)) is not None:
         yield model.batch(deal.num_samples)

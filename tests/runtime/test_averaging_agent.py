@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from bireme.runtime.averaging import diloco
-from bireme.runtime.averaging.agent import AveragingAgent, Offer
-from bireme.runtime.averaging.diloco import join_averaging
 from bireme.runtime.board import RunFailed
-from bireme.runtime.quorum.peer_connections import SNAPSHOT, IncomingTensors, PeerConnections, send_tensors
+from bireme.runtime.exchange import joining
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.joining import join
+from bireme.runtime.exchange.peer_connections import SNAPSHOT, IncomingTensors, PeerConnections, send_tensors
+from bireme.runtime.exchange.rounds import Offer
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
@@ -100,15 +101,15 @@ def coordinator() -> Coordinator:
 
 
 @pytest.fixture
-def agent(coordinator: Coordinator) -> Iterator[AveragingAgent]:
-    made = AveragingAgent(OWN, coordinator, timeout_s=TIMEOUT_S)
+def agent(coordinator: Coordinator) -> Iterator[ExchangeAgent]:
+    made = ExchangeAgent(OWN, coordinator, timeout_s=TIMEOUT_S)
     made.bind([[torch.zeros(2)]])
     yield made
     made.close(is_leaving=False)
 
 
 def test_who_ends_does_not_wait_for_a_replica_that_has_only_begun_to_heal(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     agent.begin(Window(1, 8), used=[1])
     coordinator.have_say(heals=(Heal(1, 0, 5),))
@@ -119,7 +120,7 @@ def test_who_ends_does_not_wait_for_a_replica_that_has_only_begun_to_heal(
 
 
 def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_that_takes(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     agent.begin(Window(3, 40), used=[3])
     coordinator.have_say(heals=(Heal(1, 0, 7),))
@@ -146,7 +147,7 @@ def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_
 
 
 def test_who_heals_takes_no_sum_before_a_snapshot_has_said_which_are_in_it(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     commit = Commit(0, 0, 0, (RoundPart(1, 1),), (SumSource(0, 1),))
     coordinator.have_say(committed=(1,), members=(Member(1, 0, ("nowhere",)),), commits=(commit,))
@@ -158,7 +159,7 @@ def test_who_heals_takes_no_sum_before_a_snapshot_has_said_which_are_in_it(
 
 
 def test_a_donor_that_could_not_be_reached_is_asked_again(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     donor = Member(1, 0, ("nowhere",))
     coordinator.have_say(members=(donor,), heals=(Heal(0, 1, 4),))
@@ -166,7 +167,9 @@ def test_a_donor_that_could_not_be_reached_is_asked_again(
     def restore(_snapshot: Snapshot) -> None:
         raise AssertionError("nobody sends one")
 
-    joins = threading.Thread(target=join_averaging, args=(agent, 0, 8, restore), daemon=True)
+    joins = threading.Thread(
+        target=join, args=(agent, 0, restore), kwargs={"window": Window(0, 8)}, daemon=True
+    )
     joins.start()
     coordinator.wait_for(lambda at: at.lost == (1,))
     told = len(coordinator.told)
@@ -179,27 +182,27 @@ def test_a_donor_that_could_not_be_reached_is_asked_again(
 
 
 def test_a_rank_that_heals_measures_how_long_that_took_and_one_that_begins_does_not(
-    agent: AveragingAgent, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    agent: ExchangeAgent, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restored: list[Snapshot] = []
-    assert join_averaging(agent, 0, 8, restored.append) == 0
+    assert join(agent, 0, restored.append, window=Window(0, 8)) == 0
     assert agent.heal_times is None
 
-    def fetched(_agent: AveragingAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]]:
+    def fetched(_agent: ExchangeAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]]:
         coordinator.have_say(members=(MEMBER, donor), heals=())
         return Snapshot(heal.batch, 1.0, {}), {"window": 0, "until": 8, "used": [0]}
 
     donor = Member(1, 0, ("nowhere",))
-    monkeypatch.setattr(diloco, "fetched", fetched)
+    monkeypatch.setattr(joining, "fetched", fetched)
     coordinator.have_say(members=(donor,), heals=(Heal(0, 1, 4),))
-    assert join_averaging(agent, 0, 8, restored.append) == 4
+    assert join(agent, 0, restored.append, window=Window(0, 8)) == 4
     assert [one.num_trained for one in restored] == [4]
     assert agent.heal_times is not None
     assert min(agent.heal_times.transfer_s, agent.heal_times.catch_up_s) >= 0
 
 
 def test_what_a_rank_offers_while_a_round_without_it_is_made_is_for_the_next_one(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     (line,) = agent.lines
     agent.begin(Window(0, 8), used=[0])
@@ -216,7 +219,7 @@ def test_what_a_rank_offers_while_a_round_without_it_is_made_is_for_the_next_one
 
 
 def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     agent.begin(Window(0, 8))
     errors: list[RunFailed] = []
@@ -236,13 +239,13 @@ def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(
 
 
 def test_who_gets_a_sum_from_another_rank_does_not_wait_in_vain_however_long_that_takes(
-    agent: AveragingAgent, coordinator: Coordinator
+    agent: ExchangeAgent, coordinator: Coordinator
 ) -> None:
     may_come = threading.Event()
 
     def answer(made: socket.socket, _what: int, _name: int) -> None:
         may_come.wait(patience_s())
-        words = {"weight": 1.0, "numbers": (), "parts": (1,), "tensors": ()}
+        words = {"holds": "", "weight": 1.0, "means": (), "numbers": (), "parts": (1,), "tensors": ()}
         send_tensors(made, words, [torch.ones(2)])
 
     board = PeerConnections(RankId(1, 0, 0), answer, key="secret", timeout_s=patience_s())

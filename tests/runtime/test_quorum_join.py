@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.agreement import join
-from bireme.runtime.quorum.peer_agent import DroppedError, SumJob
-from bireme.runtime.quorum.peer_connections import IncomingTensors, send_named
+from bireme.runtime.coordinator_client import DroppedError
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.joining import join
+from bireme.runtime.exchange.peer_connections import IncomingTensors, send_named
+from bireme.runtime.exchange.rounds import BatchOffer
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
@@ -23,7 +24,6 @@ from bireme.sync.coordinator.messages import (
     SumSource,
 )
 from bireme.sync.quorum.line import LineBroken
-from tests.support.patience import patience_s
 
 OWN = RankId(1, 1, 0)
 
@@ -37,15 +37,15 @@ class Scripted:
 
     def __init__(self, words: Sequence[CoordinatorReply], deaf: Heal | None = None) -> None:
         self._words, self._deaf = list(words), deaf
-        self.begun: list[tuple[int, bool]] = []
+        self.begun: list[tuple[int, int | None]] = []
         self.lost: list[int] = []
 
     @property
     def word(self) -> CoordinatorReply:
         return self._words[0]
 
-    def begin(self, first: int, *, is_healed: bool = False) -> None:
-        self.begun.append((first, is_healed))
+    def begin(self, _window: object = None, *, used: Sequence[int], healed: int | None = None) -> None:
+        self.begun.append((used[0], healed))
 
     def tell_lost(self, donor: int) -> None:
         self.lost.append(donor)
@@ -63,14 +63,16 @@ class Scripted:
         here, there = socket.socketpair()
         with here, there:
             there.settimeout(5.0)
-            send_named(there, {"num_trained": heal.batch, "clip_scale": 1.0}, {}, share=1.0)
+            send_named(
+                there, {"num_trained": heal.batch, "clip_scale": 1.0, "used": [heal.batch]}, {}, share=1.0
+            )
             yield IncomingTensors(here, lambda: None, timeout_s=5.0)
 
 
 def joined(agent: Scripted) -> tuple[int, list[int], list[int]]:
     """The first batch, the snapshots that were restored, and the batches whose sums were applied."""
     restored, followed = list[Snapshot](), list[int]()
-    first = join(cast(Agent, agent), 0, restored.append, followed.append)
+    first = join(cast(ExchangeAgent, agent), 0, restored.append, follow=followed.append)
     return first, [one.num_trained for one in restored], followed
 
 
@@ -85,7 +87,7 @@ def test_a_donor_that_could_not_be_reached_once_is_asked_again_if_there_is_no_ot
 
     assert joined(agent) == (8, [6], [6, 7])
     assert agent.lost == [0]
-    assert agent.begun == [(0, False), (0, False), (6, True)]  # the second takes back that it is lost
+    assert agent.begun == [(0, None), (0, None), (6, 6)]  # the second takes back that it is lost
 
 
 def test_a_replica_that_loses_its_donor_while_it_catches_up_starts_again() -> None:
@@ -107,11 +109,11 @@ def test_a_replica_knows_its_first_batch_while_the_sums_before_it_still_come() -
     ]
     seen = list[str]()
     first = join(
-        cast(Agent, Scripted(words)),
+        cast(ExchangeAgent, Scripted(words)),
         0,
         lambda snapshot: seen.append(f"weights of {snapshot.num_trained}"),
-        lambda batch: seen.append(f"sum of {batch}"),
-        lambda batch: seen.append(f"first is {batch}"),
+        follow=lambda batch: seen.append(f"sum of {batch}"),
+        on_first=lambda batch: seen.append(f"first is {batch}"),
     )
     assert (first, seen) == (7, ["weights of 5", "first is 7", "sum of 5", "sum of 6"])
 
@@ -137,16 +139,16 @@ class Told:
 
 def test_a_rank_that_waits_for_a_sum_of_its_donor_learns_that_it_will_not_come() -> None:
     coordinator = Told(CoordinatorReply(1, 1, committed=(7,), heals=(Heal(1, donor=0, batch=5),)))
-    agent = Agent(OWN, coordinator, timeout_s=5.0)
-    agent.begin(6, is_healed=True)
-    job = SumJob(6, [torch.zeros(1)])
-    agent.add(job)
+    agent = ExchangeAgent(OWN, coordinator, timeout_s=5.0, of_batches=True)
+    agent.begin(used=[6], healed=6)
+    offer = BatchOffer(None)
+    agent.offer_batch(6, offer, [torch.zeros(1)])
 
     coordinator.word = CoordinatorReply(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
     coordinator.act()
 
-    assert job.is_done.wait(patience_s())
-    assert isinstance(job.error, DroppedError)
+    with pytest.raises(DroppedError):
+        agent.wait_for_batch(offer)
     agent.close(is_leaving=False)
 
 
@@ -160,16 +162,16 @@ def test_a_rank_asks_another_source_as_soon_as_one_that_says_nothing_is_replaced
         coordinator = Told(
             CoordinatorReply(1, 1, committed=(7,), members=members, commits=(commit,), heals=(heal,))
         )
-        agent = Agent(OWN, coordinator, timeout_s=1e6)
-        agent.begin(6, is_healed=True)
-        job = SumJob(6, [torch.zeros(1)])
-        agent.add(job)
+        agent = ExchangeAgent(OWN, coordinator, timeout_s=1e6, of_batches=True)
+        agent.begin(used=[6], healed=6)
+        offer = BatchOffer(None)
+        agent.offer_batch(6, offer, [torch.zeros(1)])
         asked, _ = silent.accept()
 
         coordinator.word = CoordinatorReply(2, 2, committed=(8,), heals=(Heal(1, donor=2, batch=9),))
         coordinator.act()
 
-        assert job.is_done.wait(patience_s())
-        assert isinstance(job.error, DroppedError)
+        with pytest.raises(DroppedError):
+            agent.wait_for_batch(offer)
         agent.close(is_leaving=False)
         asked.close()

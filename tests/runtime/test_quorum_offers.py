@@ -1,17 +1,19 @@
 """What a rank has for others, and the connections over which it gives that."""
 
 import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
-from bireme.runtime.quorum.agent import MOST_FOR_MEMBERS, Agent, Offers
-from bireme.runtime.quorum.agreement import QuorumAgreement
-from bireme.runtime.quorum.peer_agent import MOST_FREE, Buffers
-from bireme.runtime.quorum.peer_connections import SUM, PeerConnections
-from bireme.runtime.quorum.reducer import QuorumReducer
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.agreement import QuorumAgreement
+from bireme.runtime.exchange.for_others import MOST_FOR_MEMBERS, ForOthers
+from bireme.runtime.exchange.peer_connections import SUM, PeerConnections
+from bireme.runtime.exchange.quorum_reducer import QuorumReducer
+from bireme.runtime.exchange.rounds import MOST_FREE, RoundLine
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, RankId
 from bireme.sync.quorum.line import NO_DIGEST
@@ -25,8 +27,14 @@ def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     model = regression()
     frozen = frozenset(state.name for state in model.graph.parameters[:3])
     given: list[Snapshot] = []
-    offers = SimpleNamespace(is_due=lambda _batch: True, provide=given.append)
-    agent = cast(Agent, SimpleNamespace(offers=offers, word=CoordinatorReply(0, 0)))
+    agent = cast(
+        ExchangeAgent,
+        SimpleNamespace(
+            due=lambda batch: batch,
+            provide=lambda _name, snapshot: given.append(snapshot),
+            word=CoordinatorReply(0, 0),
+        ),
+    )
     reducer: Any = SimpleNamespace(agent=agent, first=0, digest=NO_DIGEST, feedback=None)
     pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
     agreement = QuorumAgreement(agent, 2, 8, rebuilt=frozen)
@@ -76,31 +84,35 @@ def test_a_peer_connections_lets_go_of_connections_that_are_over() -> None:
 FLATS = [torch.zeros(256)]
 
 
-def rounds_kept(offers: Offers, buffers: Buffers, word: CoordinatorReply, num_rounds: int) -> int:
-    """How many sums of these rounds a rank still has after the last one."""
-    offers.begin(0)
+def kept(word: CoordinatorReply, num_rounds: int, **more: int) -> tuple[ForOthers, RoundLine]:
+    """What a rank has of these rounds after the last one."""
+    line = RoundLine(0, FLATS)
+    own = ForOthers(0, lambda: [line], threading.Condition(), of_batches=True, **more)
     for batch in range(num_rounds):
-        offers.note(word)
-        offers.keep(batch, buffers.take(FLATS))
-    offers.note(word)
-    return len(offers._kept)
+        own.note(word)
+        keep(own, line, batch)
+    own.note(word)
+    return own, line
+
+
+def keep(own: ForOthers, line: RoundLine, batch: int) -> None:
+    line.kept[batch], line.next = line.buffers.take(FLATS), batch + 1
+    own.note_bytes()
 
 
 def test_a_member_that_is_silent_costs_the_others_no_more_sums_than_it_could_still_ask_for() -> None:
     """A host that died took seconds of sums: 665 MiB, where 361 were predicted."""
-    buffers = Buffers(None)
-    offers = Offers(0, buffers)
-    assert rounds_kept(offers, buffers, CoordinatorReply(1, 1, kept=(3,)), 100) == MOST_FOR_MEMBERS
-    assert offers.peak_bytes == (MOST_FOR_MEMBERS + 1) * FLATS[0].nbytes
-    offers.note(CoordinatorReply(1, 2, kept=(100,)))
-    assert len(buffers._free) == MOST_FREE
+    own, line = kept(CoordinatorReply(1, 1, kept=(3,)), 100)
+    assert len(line.kept) == MOST_FOR_MEMBERS
+    assert own.peak_bytes == (MOST_FOR_MEMBERS + 1) * FLATS[0].nbytes
+    own.note(CoordinatorReply(1, 2, kept=(100,)))
+    assert len(line.buffers._free) == MOST_FREE
 
 
 def test_a_replica_that_heals_gets_all_sums_since_its_snapshot_as_far_as_there_is_room_for_them() -> None:
-    buffers = Buffers(None)
-    offers = Offers(0, buffers, kept_bytes=40 * FLATS[0].nbytes)
-    heal = Heal(2, 0, 5)
-    assert rounds_kept(offers, buffers, CoordinatorReply(1, 1, kept=(5,), heals=(heal,)), 44) == 39
-    assert not offers.is_full
-    offers.keep(44, buffers.take(FLATS))
-    assert offers.is_full
+    word = CoordinatorReply(1, 1, kept=(5,), heals=(Heal(2, 0, 5),))
+    own, line = kept(word, 44, kept_bytes=40 * FLATS[0].nbytes)
+    assert len(line.kept) == 39
+    assert not own.is_full(line)
+    keep(own, line, 44)
+    assert own.is_full(line)

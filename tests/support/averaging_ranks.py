@@ -15,17 +15,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-import bireme.runtime.quorum.peer_agent
+import bireme.runtime.exchange.agent
 import bireme.train.replica
 from bireme.balance import ShareLimits
 from bireme.memory.arena import Slots
 from bireme.plan.plan import Plan
-from bireme.runtime.averaging.agent import AveragingAgent, RankRounds
-from bireme.runtime.averaging.diloco import join_averaging
+from bireme.runtime.coordinator_client import DroppedError
+from bireme.runtime.exchange.agent import ExchangeAgent, SupersededError
+from bireme.runtime.exchange.joining import join
+from bireme.runtime.exchange.rounds import Attempt, RoundLine, RoundSum
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.peer_agent import DroppedError, SupersededError
-from bireme.runtime.quorum.peer_agent import RoundSum as SumResult
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.runtime.stores import HashStore
@@ -42,11 +42,12 @@ from bireme.sync.coordinator.messages import (
     Known,
     RankId,
     Report,
+    Window,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.quorum.line import LineBroken
-from bireme.sync.quorum.ring import Contribution, Summed, SumsFlats
+from bireme.sync.quorum.ring import Contribution, Summed
 from bireme.train.replica import AveragingReplica, Meeting
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
@@ -352,7 +353,7 @@ class _Board:
         """There is nothing to close."""
 
 
-class SimulatedAgent(AveragingAgent):
+class SimulatedAgent(ExchangeAgent):
     """The agent of a rank, whose waits let others run."""
 
     def __init__(self, own: RankId, client: _Client, **more: Any) -> None:
@@ -394,7 +395,7 @@ class SimulatedAgent(AveragingAgent):
     @property
     def snapshots(self) -> dict[int, Any]:
         """What it has for others."""
-        return self._for_others._snapshots
+        return self.for_others._snapshots
 
     def _looked(self, is_so: Callable[[], bool]) -> bool | None:
         ends_s = self.world.now_s + LOOK_S
@@ -409,7 +410,7 @@ class SimulatedAgent(AveragingAgent):
         self._check_usable(self.word)
         return is_so() or None
 
-    def _wait_for_news(self, seen: CoordinatorReply, job: object) -> None:
+    def _wait_for_news(self, seen: CoordinatorReply, num_pokes: int) -> None:
         client, is_known = self.client, self.client._known
         del seen
         self.world.wait(
@@ -417,26 +418,18 @@ class SimulatedAgent(AveragingAgent):
                 self._is_closed
                 or client._known is not is_known
                 or client._is_dropped
-                or self._groups.job is not job
+                or self._num_pokes != num_pokes
             )
         )
 
-    def add_up(
-        self,
-        own: Contribution,
-        into: Any,
-        members: Any,
-        place: int,
-        attempt: int,
-        word: CoordinatorReply,
-        is_wanted: Callable[[CoordinatorReply], bool],
-        how: SumsFlats | None = None,
-    ) -> Summed:
-        assert how is None, "these ranks send their weights as they are"
-        assert (place, attempt) > self._last, "a line drops what is older than what it had"
-        self._last = place, attempt
-        lives = {one.replica: one.own_life for one in word.members}
-        come = self.world.offers.setdefault((self.own.stage, tuple(members), place, attempt), {})
+    def add_up(self, own: Contribution, into: Any, attempt: Attempt) -> Summed:
+        assert attempt.how is None, "these ranks send their weights as they are"
+        members, is_wanted = attempt.members, attempt.is_wanted
+        place = attempt.place, attempt.number
+        assert place > self._last, "a line drops what is older than what it had"
+        self._last = place
+        lives = {one.replica: one.own_life for one in attempt.word.members}
+        come = self.world.offers.setdefault((self.own.stage, tuple(members), place), {})
         come[self.own.replica] = own
 
         def lost() -> list[int]:
@@ -460,13 +453,13 @@ class SimulatedAgent(AveragingAgent):
         numbers = tuple(map(sum, zip(*(one.numbers for one in parts), strict=True)))
         return Summed(b"", weight, (), numbers)
 
-    def _pulled(self, line: RankRounds, commit: Commit, word: CoordinatorReply) -> SumResult | None:
+    def _pulled(self, line: RoundLine, commit: Commit, word: CoordinatorReply) -> RoundSum | None:
         source = self._source(commit)
         if source is None or source in line.at.lost:
             return None
         life = next((one.own_life for one in word.members if one.replica == source), None)
 
-        def kept() -> SumResult | None:
+        def kept() -> RoundSum | None:
             if life is None or not self.world.lives(life):
                 return None
             agent = self.world.agents[RankId(source, life.life, self.own.stage)]
@@ -482,7 +475,7 @@ class SimulatedAgent(AveragingAgent):
             self._change(line, lost=(source,))
             return None
         assert found.summed is not None
-        result = line.room()
+        result = line.buffers.take(line.like)
         for flat, its in zip(result.flats, found.flats, strict=True):
             flat.copy_(its)
         result.attempt, result.summed, result.parts = commit.attempt, found.summed, found.parts
@@ -539,17 +532,18 @@ class SimulatedRank:
             before = replica.step
             meeting = replica.meet(cast(Pipeline, self))
             assert meeting.step >= before, "no meeting is at an earlier step than the one before"
+            assert self.agent.deals.window is not None
             number = self.agent.deals.window.number
             world.meetings.setdefault(number, {})[rank] = meeting, self.flat.item()
             is_over = meeting.reason > Reason.SAVE
         world.linger()
         world.ended[rank] = replica.step
-        replica.leave(replica.step)
+        replica.leave()
         world.left.add(rank)
         world.part()
 
-    def join_averaging(self, until: int) -> None:
-        self.num_trained = join_averaging(self.agent, self.num_trained, until, self._restore)
+    def join(self) -> None:
+        self.num_trained = join(self.agent, self.num_trained, self._restore, window=Window(0, 0))
 
     def meet(self, *numbers: float) -> Any:
         return self.averages.meet(self.num_trained, numbers)
@@ -648,6 +642,6 @@ class SimulatedRank:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
-    monkeypatch.setattr(bireme.train.replica, "AveragingAgent", SimulatedAgent)
+    monkeypatch.setattr(bireme.train.replica, "ExchangeAgent", SimulatedAgent)
     monkeypatch.setattr(bireme.train.replica, "LazyCoordinatorClient", _Client)
-    monkeypatch.setattr(bireme.runtime.quorum.peer_agent, "PeerConnections", _Board)
+    monkeypatch.setattr(bireme.runtime.exchange.agent, "PeerConnections", _Board)

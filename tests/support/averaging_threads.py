@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bireme.balance import ShareLimits
 from bireme.codec.sum_description import parse_sum_codec
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.diloco import Averaging, DilocoSettings
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.diloco import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, SamplePlaces
@@ -97,7 +97,7 @@ class AveragingReplicas:
         self._on_instruction, self._pace = on_instruction, pace
         self._is_in_step, self._got = in_step, dict.fromkeys(range(num_replicas), -1)
         self._changed = threading.Condition()
-        self._agents: dict[RankId, AveragingAgent] = {}
+        self._agents: dict[RankId, ExchangeAgent] = {}
         self._fabrics: list[ThreadFabric] = []
         self._killed: set[int] = set()
 
@@ -155,7 +155,7 @@ class AveragingReplicas:
 
     def _train(self, rank: RankId) -> None:
         told = self.told[rank]
-        agent = self._agents[rank] = AveragingAgent(rank, self.hub.client(rank), timeout_s=20.0)
+        agent = self._agents[rank] = ExchangeAgent(rank, self.hub.client(rank), timeout_s=20.0)
         pipeline = pipeline_of(
             self.model,
             self.setting,
@@ -172,7 +172,7 @@ class AveragingReplicas:
         )
         marks = [mark * self.batch_size for mark in self.marks]
         try:
-            pipeline.join_averaging(marks[0])
+            pipeline.join(until=marks[0])
             told.first = pipeline.num_trained
             for _mark, after in pairwise([*marks, None]):
                 for result in pipeline.train(self._batches(rank, agent, pipeline)):
@@ -193,17 +193,17 @@ class AveragingReplicas:
                 pipeline.close()
         agent.close(is_leaving=True)
 
-    def _note(self, rank: RankId, agent: AveragingAgent, step: Instruction) -> None:
+    def _note(self, rank: RankId, agent: ExchangeAgent, step: Instruction) -> None:
         self._on_instruction(rank, step)
         self._note_group(rank, agent)
 
-    def _note_group(self, rank: RankId, agent: AveragingAgent) -> None:
+    def _note_group(self, rank: RankId, agent: ExchangeAgent) -> None:
         group = agent.word.group
         for member in () if group is None else group.members:
             if member.replica == rank.replica and group is not None and group.is_settled:
                 self.told[rank].groups[member.batch] = group.members
 
-    def _dealt(self, rank: RankId, agent: AveragingAgent, number: int) -> Deal | None:
+    def _dealt(self, rank: RankId, agent: ExchangeAgent, number: int) -> Deal | None:
         if self._is_in_step:
             with self._changed:
                 assert self._changed.wait_for(lambda: min(self._got.values()) >= number - 1, patience_s())
@@ -213,7 +213,7 @@ class AveragingReplicas:
             self._changed.notify_all()
         return deal
 
-    def _batches(self, rank: RankId, agent: AveragingAgent, pipeline: Pipeline) -> Iterator[Batch]:
+    def _batches(self, rank: RankId, agent: ExchangeAgent, pipeline: Pipeline) -> Iterator[Batch]:
         number = pipeline.num_trained
         while (deal := self._dealt(rank, agent, number)) is not None:
             self.told[rank].dealt[number] = deal.samples

@@ -19,12 +19,11 @@ from bireme.balance import Policy, limits_of
 from bireme.capabilities import CAPABILITIES
 from bireme.codec.description import BoundaryCodecs
 from bireme.plan.plan import Plan
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.diloco import DilocoSettings
 from bireme.runtime.balancer import Sharing
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.diloco import DilocoSettings
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.agent import Agent
 from bireme.sync.coordinator.messages import RankId, SamplePlaces
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.loader import RankBatches
@@ -410,9 +409,11 @@ class _ReadingReplicas(Replicas):
             least=composition._least,
         )
 
-    def _batches(self, agent: Agent, pipeline: Pipeline) -> Iterator[Any]:
+    def _batches(self, agent: ExchangeAgent, pipeline: Pipeline) -> Iterator[Any]:
         def deal(number: int) -> Sequence[range]:
-            return _ranges(agent.dealt(number).samples)
+            dealt = agent.deals.dealt(number)
+            assert dealt is not None, "batches of all replicas have no windows"
+            return _ranges(dealt.samples)
 
         left = NUM_BATCHES - pipeline.num_trained
         return iter(self._composition.dealt(agent.own.replica, pipeline, left, deal))
@@ -450,7 +451,7 @@ class _ReadingAverages(AveragingReplicas):
     def batch(self, replica: int, number: int, samples: Sequence[SamplePlaces]) -> Batch:
         return self._composition.read(replica, number, samples)
 
-    def _batches(self, rank: RankId, agent: AveragingAgent, pipeline: Pipeline) -> Iterator[Any]:
+    def _batches(self, rank: RankId, agent: ExchangeAgent, pipeline: Pipeline) -> Iterator[Any]:
         def deal(number: int) -> Sequence[range] | None:
             dealt = self._dealt(rank, agent, number)
             if dealt is None:

@@ -24,15 +24,15 @@ from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.averaging.diloco import Averaging
 from bireme.runtime.balancer import Sharing
+from bireme.runtime.exchange.agreement import QuorumAgreement
+from bireme.runtime.exchange.diloco import Averaging
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import LazyBatch, micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
 from tests.support.coded_oracle import CodedOracle

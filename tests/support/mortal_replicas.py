@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from bireme.balance import ShareLimits
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.coordinator import begun, step, word_for
 from bireme.sync.coordinator.host import CoordinatorCandidate, taken_up
@@ -269,7 +269,7 @@ class Replicas:
         self.pipelines: dict[RankId, Pipeline] = {}
         self.differed: list[str] = []
         """What the ranks said whose weights were others than those of their peers."""
-        self._agents: dict[Incarnation, list[Agent]] = {}
+        self._agents: dict[Incarnation, list[ExchangeAgent]] = {}
         self._fabrics: dict[Incarnation, ThreadFabric] = {}
         self._threads: list[threading.Thread] = []
         self._killed: set[Incarnation] = set()
@@ -389,7 +389,9 @@ class Replicas:
                 self.kill(life)
 
     def _train(self, rank: RankId, fabric: ThreadFabric, seen: Seen) -> None:
-        agent = Agent(rank, self.hub.client(rank), timeout_s=self._timeout_s, spare=self._spare)
+        agent = ExchangeAgent(
+            rank, self.hub.client(rank), timeout_s=self._timeout_s, of_batches=True, spare=self._spare
+        )
         with self._lock:
             self._agents[rank.own_life].append(agent)
         pipeline = pipeline_of(
@@ -412,7 +414,7 @@ class Replicas:
                 seen.weights[result.batch] = pipeline.state_dict()
                 seen.states[result.batch] = states_of(pipeline)
                 self._pace(rank, result.batch)
-            agent.wait_until_kept_by_all(self.num_batches)
+            agent.wait_until_used_by_all()
             seen.detect_s |= agent.losses.detect_s
         finally:
             with suppress(ConnectionAbortedError):
@@ -422,10 +424,12 @@ class Replicas:
                 self._agents[rank.own_life].remove(agent)
         agent.close(is_leaving=True)
 
-    def _batches(self, agent: Agent, pipeline: Pipeline) -> Iterator[Batch]:
+    def _batches(self, agent: ExchangeAgent, pipeline: Pipeline) -> Iterator[Batch]:
         number = pipeline.num_trained
         while number < self.num_batches:  # a test may have them end sooner
-            yield self._rows(agent.dealt(number).samples)
+            deal = agent.deals.dealt(number)
+            assert deal is not None, "batches of all replicas have no windows"
+            yield self._rows(deal.samples)
             number += 1
 
     def _rows(self, samples: Sequence[SamplePlaces]) -> Batch:

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.averages import Met
 from bireme.runtime.board import RunFailed
+from bireme.runtime.coordinator_client import LazyCoordinatorClient
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.averages import Met
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.peer_agent import LazyCoordinatorClient, PeerAgent
 from bireme.runtime.stores import HashStore
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
@@ -43,7 +43,7 @@ class Maker:
     """Makes replicas, and closes what they have opened."""
 
     def __init__(self) -> None:
-        self._agents: list[AveragingAgent] = []
+        self._agents: list[ExchangeAgent] = []
         self._store = HashStore()
 
     def __call__(self, replica: int, life: int, rank: int = 0) -> AveragingReplica:
@@ -69,7 +69,7 @@ def make() -> Iterator[Maker]:
 def test_a_replica_that_is_started_again_counts_from_where_the_run_went_on(make: Maker) -> None:
     """It has no checkpoint that says so. Nobody has trained yet, so it begins where the others do."""
     replica = make(1, 1)
-    replica.join(cast(Pipeline, SimpleNamespace(join_averaging=lambda _until: None)))
+    replica.join(cast(Pipeline, SimpleNamespace(join=lambda: None)))
 
     assert (replica.averaging.first, replica.step) == (FIRST, FIRST)
 
@@ -78,7 +78,7 @@ def test_all_ranks_of_a_replica_that_comes_back_begin_at_the_step_that_its_first
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They could read another one each, around a step from which on the schedule is another."""
-    monkeypatch.setattr(AveragingAgent, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(ExchangeAgent, "begin", lambda *_, **__: None)
     size, found = RUN.training.batch_size, []
     for rank, fresh in ((0, 120 * size), (1, 120 * size + 1), (2, 121 * size)):
         word = CoordinatorReply(1, 1, members=(Member(0, 0, ()),), fresh=fresh)
@@ -121,7 +121,7 @@ def test_a_limit_of_time_holds_after_the_replica_that_leads_has_died(
     found = []
     for members in ((0, 1), (1,)):
         word = CoordinatorReply(1, 1, members=tuple(Member(one, 0, ()) for one in members))
-        monkeypatch.setattr(AveragingAgent, "word", word)
+        monkeypatch.setattr(ExchangeAgent, "word", word)
         found.append(replica.votes(stops)())
 
     assert found == [0.0, float(Reason.TIME)]
@@ -130,7 +130,7 @@ def test_a_limit_of_time_holds_after_the_replica_that_leads_has_died(
 def has_members(monkeypatch: pytest.MonkeyPatch, *lives: Incarnation) -> None:
     """So says the last word of the coordinator; members that came later have a later life."""
     members = tuple(Member(one.replica, one.life, (), first=one.life) for one in lives)
-    monkeypatch.setattr(AveragingAgent, "word", CoordinatorReply(1, 1, members=members))
+    monkeypatch.setattr(ExchangeAgent, "word", CoordinatorReply(1, 1, members=members))
 
 
 def test_when_who_leads_dies_one_of_the_others_writes_the_log_until_they_meet(
@@ -163,7 +163,7 @@ def test_a_replica_that_came_too_late_to_meet_the_others_writes_the_log_when_the
     late.meet(cast(Pipeline, SimpleNamespace(meet=lambda *_numbers: met)))
     has_members(monkeypatch, Incarnation(0, 0), Incarnation(1, 1))
     assert not late.speaks
-    monkeypatch.setattr(AveragingAgent, "wait_until_gone", lambda _agent, _one: None)
+    monkeypatch.setattr(ExchangeAgent, "wait_until_gone", lambda _agent, _one: None)
     has_members(monkeypatch, Incarnation(1, 1))
     late.succeed()
 
@@ -191,10 +191,10 @@ def test_a_replica_that_healed_sends_its_times_to_the_first_meeting_that_it_is_i
 
     other, gone = make(0, 0), Gone(1, 0, 5, Absence.ENDED)
     other._agent.losses.detect_s[1] = 3.0
-    monkeypatch.setattr(AveragingAgent, "word", CoordinatorReply(1, 1, gone=(gone,)))
+    monkeypatch.setattr(ExchangeAgent, "word", CoordinatorReply(1, 1, gone=(gone,)))
     assert other.recoveries({1: times}, 7) == [Recovery(1, 7, 3.0, 0.5, 2.0)]
     assert back.recoveries({1: times}, 7) == [Recovery(1, 7, None, 0.5, 2.0)]
-    monkeypatch.setattr(AveragingAgent, "word", CoordinatorReply(1, 1))
+    monkeypatch.setattr(ExchangeAgent, "word", CoordinatorReply(1, 1))
     assert other.recoveries({1: times}, 7) == []
 
 
@@ -204,12 +204,12 @@ def test_the_next_replica_writes_the_last_checkpoint_if_who_leads_dies_before_it
 ) -> None:
     replica, gone = make(1, 0), list[int]()
 
-    def leads_no_more(_agent: AveragingAgent, one: int) -> None:
+    def leads_no_more(_agent: ExchangeAgent, one: int) -> None:
         gone.append(one)
         if is_written:
             step_folder(tmp_path, 8).mkdir()
 
-    monkeypatch.setattr(AveragingAgent, "wait_until_gone", leads_no_more)
+    monkeypatch.setattr(ExchangeAgent, "wait_until_gone", leads_no_more)
     pipeline: Any = SimpleNamespace(
         snapshot=lambda **_: snapshot_of(0, 8), gather=lambda row: [list(row)], num_trained=8
     )
@@ -253,7 +253,7 @@ class Alone(AveragingReplica):
 
     def __init__(self) -> None:
         MortalReplica.__init__(
-            self, Incarnation(0, 0), cast(PeerAgent, None), (0,), Changes(8, is_quorum=False)
+            self, Incarnation(0, 0), cast(ExchangeAgent, None), (0,), Changes(8, is_quorum=False)
         )
         self.step = self._until = 0
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from bireme.codec.above import Thresholds
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
-from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.balancer import Balancer
+from bireme.runtime.exchange.averages import Averages
 from bireme.runtime.gathering import gather_rows, gather_tensors
 from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import Snapshot, feedback_sections, load_feedback, load_stage, sections_of

@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from bireme.codec.description import NO_CODECS, LinkCodecs
-from bireme.runtime.averaging.averages import Averages
 from bireme.runtime.balancer import Stopwatch
+from bireme.runtime.exchange.averages import Averages
 from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.gathering import Moment, Recorder
 from bireme.runtime.microbatches import Feed, MicroBatch

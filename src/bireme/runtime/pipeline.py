@@ -25,10 +25,13 @@ from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import units_of
 from bireme.plan.plan_file import SavedPlan, check_plan_fits
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.averaging.averages import Met
-from bireme.runtime.averaging.diloco import Averaging, WeightDonations, join_averaging
 from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
 from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
+from bireme.runtime.exchange.agreement import QuorumAgreement
+from bireme.runtime.exchange.averages import Met
+from bireme.runtime.exchange.diloco import Averaging
+from bireme.runtime.exchange.joining import Donations, join
+from bireme.runtime.exchange.quorum_reducer import QuorumReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.gathering import Recorder, Recording, gather_times, timeline_of
 from bireme.runtime.held_state import HeldState
@@ -53,8 +56,6 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.quorum.agreement import QuorumAgreement, join
-from bireme.runtime.quorum.reducer import QuorumReducer
 from bireme.runtime.shared_weights import Sharers, sharers_of
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Batches, Stage
@@ -63,6 +64,7 @@ from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_
 from bireme.runtime.world import World
 from bireme.sync.coded import CodedSums
 from bireme.sync.coded_parts import PartSums
+from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
 from bireme.sync.group import Group, SharingGroup, SingleRankGroup
 from bireme.sync.reducer import Reducer, SumsBatches
@@ -354,11 +356,12 @@ class Pipeline(HeldState):
         self._averages = None
         if averaging is not None:
             averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
-            donations = WeightDonations(
-                averages,
+            donations = Donations(
+                averaging.agent,
                 self.stages,
                 lambda: self._updates.scale,
                 averaging.rebuilt,
+                averages.donated,
                 replica=self.layout.replica,
             )
             self._updates.before_update = donations.before_update
@@ -449,28 +452,31 @@ class Pipeline(HeldState):
         codecs = self.codecs.held(max(self.num_trained - 1, 0)) if through_codecs else NO_CODECS
         return self._evaluator.evaluate(batches, codecs)
 
-    def join(self, on_first: Callable[[int], None] | None = None) -> None:
+    def join(self, on_first: Callable[[int], None] | None = None, *, until: int = 0) -> None:
         """Come to the first batch that this replica has a part in, with the state of the others before it.
 
-        `on_first` is told which one that is, as soon as it is known.
+        `on_first` is told which one that is, as soon as it is known. A replica that averages weights begins
+        in a window of the places below `until`.
         """
         self._check_drained()
-        assert isinstance(self._reducer, QuorumReducer), "a pipeline alone has nobody to join"
-        reducer = self._reducer
-        follow = partial(self._updates.follow, start=reducer.follow)
 
         def restore(saved: Snapshot) -> None:
             self.restore(saved)
-            for stage in self.stages.values():
-                stage.banks.complete()
+            self._complete()
 
-        self.num_trained = reducer.first = join(reducer.agent, self.num_trained, restore, follow, on_first)
+        if isinstance(self._reducer, QuorumReducer):
+            reducer = self._reducer
+            follow = partial(self._updates.follow, start=reducer.follow)
+            self.num_trained = reducer.first = join(
+                reducer.agent, self.num_trained, restore, follow=follow, on_first=on_first
+            )
+        else:
+            assert self._averages is not None, "a pipeline alone has nobody to join"
+            window = Window(0, until)
+            self.num_trained = join(self._averages.agent, self.num_trained, self.restore, window=window)
+            self._complete()
 
-    def join_averaging(self, until: int) -> None:
-        """Come to the first batch that this replica has, in a window of the places below `until`."""
-        self._check_drained()
-        assert self._averages is not None, "a pipeline alone has nobody to join"
-        self.num_trained = join_averaging(self._averages.agent, self.num_trained, until, self.restore)
+    def _complete(self) -> None:
         for stage in self.stages.values():
             stage.banks.complete()
 

@@ -17,14 +17,13 @@ from typing import Any, Protocol, Self
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.runtime.averaging.agent import AveragingAgent
-from bireme.runtime.averaging.diloco import Averaging, DilocoSettings
 from bireme.runtime.board import RunFailed
+from bireme.runtime.coordinator_client import LazyCoordinatorClient
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.agreement import QuorumAgreement
+from bireme.runtime.exchange.diloco import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.agent import Agent
-from bireme.runtime.quorum.agreement import QuorumAgreement
 from bireme.runtime.quorum.launch import ReplicaOrder
-from bireme.runtime.quorum.peer_agent import LazyCoordinatorClient, PeerAgent
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
@@ -59,11 +58,13 @@ class MortalReplica:
     have a part in the run, as all of their ranks know it: the first of them leads.
     """
 
-    def __init__(self, life: Incarnation, agent: PeerAgent, order: Sequence[int], changes: Changes) -> None:
+    def __init__(
+        self, life: Incarnation, agent: ExchangeAgent, order: Sequence[int], changes: Changes
+    ) -> None:
         self._changes = changes
         self.number = life.replica
         self.has_come_late = life.life > 0
-        self._peer, self._order = agent, tuple(order)
+        self._agent, self._order = agent, tuple(order)
 
     @property
     def leads(self) -> bool:
@@ -77,14 +78,14 @@ class MortalReplica:
 
     def changes(self) -> list[MembershipChange]:
         """Which replicas have gone and come back since this was last asked."""
-        return self._changes.in_word(self._peer.word)
+        return self._changes.in_word(self._agent.word)
 
     def recoveries(self, healed: Mapping[int, HealTimes], step: int) -> list[Recovery]:
         """The replicas among those that have `healed` that were members of the run before."""
         if not healed:
             return []
-        gone = {one.replica for one in self._peer.word.gone}
-        detect_s = self._peer.losses.detect_s
+        gone = {one.replica for one in self._agent.word.gone}
+        detect_s = self._agent.losses.detect_s
         return [
             Recovery(replica, step, detect_s.get(replica), times.transfer_s, times.catch_up_s)
             for replica, times in healed.items()
@@ -99,8 +100,14 @@ class MortalReplica:
     def succeed(self) -> None:
         """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
         for one in takewhile(lambda one: one != self.number, self._order):
-            self._peer.wait_until_gone(one)
+            self._agent.wait_until_gone(one)
         self._order = (self.number,)
+
+    def leave(self) -> None:
+        """This rank has done all steps. Who leads goes first."""
+        self._agent.wait_until_used_by_all()
+        self.succeed()
+        self._agent.close(is_leaving=True)
 
 
 class Replica(MortalReplica):
@@ -124,32 +131,31 @@ class Replica(MortalReplica):
             order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
         )
         # The rank itself may be waiting for another one, which is stopped.
-        self._agent = Agent(
+        agent = ExchangeAgent(
             rank,
             talk,
             timeout_s=world.timeout_s,
             device=world.device,
             on_error=world.watch.failed,
+            of_batches=True,
             spare=spare,
             kept_bytes=kept_bytes,
         )
-        world.watch.abort_on_failure(self._agent)
-        self.agreement = QuorumAgreement(
-            self._agent, num_replicas, batch_size, balances, compare_every, rebuilt
-        )
+        world.watch.abort_on_failure(agent)
+        self.agreement = QuorumAgreement(agent, num_replicas, batch_size, balances, compare_every, rebuilt)
         changes = Changes(batch_size, is_quorum=True)
-        super().__init__(order.life, self._agent, () if order.life.life else (0,), changes)
+        super().__init__(order.life, agent, () if order.life.life else (0,), changes)
 
     @property
     def kept_bytes(self) -> int:
         """The most that this rank held at a time for other replicas: sums, and snapshots."""
-        return self._agent.offers.peak_bytes
+        return self._agent.for_others.peak_bytes
 
     def begin(self, step: int) -> int:
         """Report to the coordinator; gives the step that this replica has to be made for, which is later than
         its own where others have gone on.
         """
-        self._agent.begin(step)
+        self._agent.begin(used=[step])
         word = self._agent.wait_for(
             lambda word: (
                 any(one.replica == self.number for one in word.heals)
@@ -176,15 +182,10 @@ class Replica(MortalReplica):
         """What this rank reads."""
         return DealtBatches(*words, deal=self.deal, **more)
 
-    def deal(self, batch: int) -> Sequence[range]:
+    def deal(self, batch: int) -> Sequence[range] | None:
         """The places in the run's order of the samples that this replica trains in a batch."""
-        return [range(one.begin, one.end) for one in self._agent.dealt(batch).samples]
-
-    def leave(self, step: int) -> None:
-        """This rank has done all steps up to that one. Who leads goes first."""
-        self._agent.wait_until_kept_by_all(step)
-        self.succeed()
-        self._agent.close(is_leaving=True)
+        deal = self._agent.deals.dealt(batch)
+        return None if deal is None else [range(one.begin, one.end) for one in deal.samples]
 
 
 class DealtBatches(RankBatches):
@@ -378,7 +379,7 @@ class AveragingReplica(MortalReplica):
     ) -> None:
         self._life = order.life
         rank = RankId(order.life.replica, order.life.life, world.rank)
-        self._agent = AveragingAgent(
+        agent = ExchangeAgent(
             rank,
             LazyCoordinatorClient(
                 order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
@@ -387,9 +388,9 @@ class AveragingReplica(MortalReplica):
             device=world.device,
             on_error=world.watch.failed,
         )
-        world.watch.abort_on_failure(self._agent)
+        world.watch.abort_on_failure(agent)
         changes = Changes(run.training.batch_size, is_quorum=False)
-        super().__init__(order.life, self._agent, () if order.life.life else range(num_replicas), changes)
+        super().__init__(order.life, agent, () if order.life.life else range(num_replicas), changes)
         self._store, self._is_first_rank = world.store, not world.rank
         self._lives = dict.fromkeys(self._order, 0)
         """Of the replicas that were at the last meeting, the lives in which they were there."""
@@ -402,7 +403,7 @@ class AveragingReplica(MortalReplica):
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if diloco is None else sync.diloco_overlap
         self.averaging = Averaging(
-            self._agent,
+            agent,
             self._batch_size,
             diloco,
             lag,
@@ -448,8 +449,9 @@ class AveragingReplica(MortalReplica):
 
     def join(self, pipeline: Pipeline) -> None:
         """Come to the first batch of this replica, with the state of the others."""
-        pipeline.join_averaging(0)
-        if until := self._agent.deals.window.until:
+        pipeline.join()
+        window = self._agent.deals.window
+        if window is not None and (until := window.until):
             # The donor is within a window, which ends where the next one of this step does.
             self.step = min(self._known_place() // self._batch_size, max(until // self._batch_size - 1, 0))
             self._place = self.step * self._batch_size
@@ -538,13 +540,6 @@ class AveragingReplica(MortalReplica):
         """Wait until all that lead before this replica are gone. It leads then, even if it never met them."""
         super().succeed()
         self._lives = {self.number: self._life.life}
-
-    def leave(self, step: int) -> None:
-        """This rank has done all steps up to that one. Who leads goes first."""
-        del step
-        self._agent.wait_until_used_by_all()
-        self.succeed()
-        self._agent.close(is_leaving=True)
 
     def _agreed_end(self, members: Sequence[int], ends: float) -> int:
         """The place at which all who met say that their window ended; it is so in `ends` often. Who came late

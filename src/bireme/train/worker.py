@@ -22,12 +22,12 @@ from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
+from bireme.runtime.exchange.for_others import KEPT_BYTES
 from bireme.runtime.layout import Weights
 from bireme.runtime.measuring.batch_end import replica_times
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.agent import KEPT_BYTES
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
@@ -323,7 +323,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
         log.end(outcome)
     loop.pipeline.close()
     if part.member is not None:
-        part.member.leave(outcome.steps)
+        part.member.leave()
     return outcome
 
 

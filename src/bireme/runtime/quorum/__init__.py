@@ -1,1 +1,1 @@
-"""The engine's side of replicas that may die: what a rank does so that its replica and the others agree."""
+"""The launcher of replicas that may die: it starts their ranks, and reads the ledger of their run."""

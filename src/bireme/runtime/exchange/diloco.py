@@ -23,9 +23,8 @@ rounds before those. So a replica that others wait for is at an earlier place of
 replicas wait in a circle.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 
 import torch
 from torch import Tensor
@@ -35,21 +34,13 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.averaging.agent import AveragingAgent, Offer, RankRounds, SettledRound
-from bireme.runtime.averaging.averages import (
-    START,
-    Averages,
-    GroupAverages,
-    Met,
-    met,
-)
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.averages import START, Averages, GroupAverages, Met, met
+from bireme.runtime.exchange.rounds import Offer, RoundLine, SettledRound
 from bireme.runtime.layout import AnyPlan, Layout
-from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
 from bireme.runtime.shared_weights import Sharers
-from bireme.runtime.snapshot import Snapshot, joined, own_sections
+from bireme.runtime.snapshot import joined
 from bireme.runtime.stage import Stage
-from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
-from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.quorum.ring import Contribution
 
 _MOMENTUM = "diloco"
@@ -103,7 +94,7 @@ class _DilocoAverages(Averages):
 
     def __init__(
         self,
-        agent: AveragingAgent,
+        agent: ExchangeAgent,
         stages: Mapping[int, Stage],
         device: torch.device,
         settings: DilocoSettings,
@@ -196,7 +187,7 @@ class _DilocoAverages(Averages):
         for coded in self._coded_drifts:
             coded.clear()
         self._write(lambda number, flat: flat.copy_(self._start[number].flat), is_drained=True)
-        if _weight(settled):
+        if settled.summed.weight:
             self._put_moments(settled.result.flats[len(drifts) :], self._everywhere)
         mean.give_back(settled.result)
         return met(settled)
@@ -248,7 +239,7 @@ class _DilocoAverages(Averages):
     def _drifts(self, weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
         return [start - own.to("cpu") for own, start in zip(weights, starts, strict=True)]
 
-    def _use_up(self, lines: Sequence[RankRounds]) -> None:
+    def _use_up(self, lines: Sequence[RoundLine]) -> None:
         """Follow the rounds of these lines that count, but none of a fragment after those that were due."""
         for line in lines:
             fragment = self._fragments[line.number]
@@ -261,11 +252,11 @@ class _DilocoAverages(Averages):
                     fragment.forget()
                     break
 
-    def _offer_nothing(self, line: RankRounds, *, is_due: bool = False) -> None:
+    def _offer_nothing(self, line: RoundLine, *, is_due: bool = False) -> None:
         """Have a part in the next round of a line without anything to add."""
         self.agent.offer(line, Offer(lambda: line.nothing(0), is_due=is_due))
 
-    def _follow(self, line: RankRounds, fragment: _Fragment, settled: SettledRound) -> None:
+    def _follow(self, line: RoundLine, fragment: _Fragment, settled: SettledRound) -> None:
         if self._coded_drifts:
             self._coded_drifts[line.number].settle(settled.result, is_own=settled.is_own)
         else:
@@ -285,7 +276,7 @@ class _DilocoAverages(Averages):
     @torch.no_grad()
     def _step(self, number: int, means: Sequence[Tensor], settled: SettledRound) -> None:
         """The outer step of a fragment."""
-        if not _weight(settled):
+        if not settled.summed.weight:
             return
         fragment, asked = self._fragments[number], self._settings
         for start, buffer, mean in zip(
@@ -296,12 +287,6 @@ class _DilocoAverages(Averages):
         ):
             buffer.mul_(asked.momentum).add_(mean)
             start.sub_((mean + asked.momentum * buffer) * asked.rate)
-
-
-def _weight(settled: SettledRound) -> float:
-    """Of how many samples a round is."""
-    assert settled.result.summed is not None, "what counts was summed"
-    return settled.result.summed.weight
 
 
 # What a pipeline needs where its replica averages weights with others: its agent, and how to join.
@@ -319,7 +304,7 @@ class Averaging:
     weights go through `codec`.
     """
 
-    agent: AveragingAgent
+    agent: ExchangeAgent
     batch_size: int
     diloco: DilocoSettings | None = None
     lag: int = 0
@@ -367,86 +352,3 @@ class Averaging:
             averages_optimizer=self.averages_optimizer,
             codec=self.codec,
         )
-
-
-class WeightDonations:
-    """Takes snapshots for other replicas, of all stages of a rank right before the first of them is updated
-    from a batch: updates of a batch follow each other. What replicas have `rebuilt` by themselves is not in
-    them.
-    """
-
-    def __init__(
-        self,
-        averages: Averages,
-        stages: Mapping[int, Stage],
-        clip_scale: Callable[[], float],
-        rebuilt: frozenset[str],
-        *,
-        replica: int,
-    ) -> None:
-        self._averages, self._stages, self._clip_scale = averages, stages, clip_scale
-        self._rebuilt, self._replica = rebuilt, replica
-        self._updated = -1
-        """The last batch that a stage was updated from."""
-
-    def before_update(self, _stage: Stage, batch: int) -> None:
-        """A stage is about to make the update of a batch."""
-        if batch == self._updated:
-            return
-        self._updated = batch
-        agent = self._averages.agent
-        name = agent.due(batch)
-        if name is None:
-            return
-        tensors = self._averages.donated()
-        for stage in self._stages.values():
-            names = {*stage.banks.names, *stage.buffers} - self._rebuilt
-            tensors |= own_sections(stage, names, replica=self._replica)
-        agent.provide(name, Snapshot(batch, self._clip_scale(), tensors))
-
-
-def join_averaging(agent: AveragingAgent, held: int, until: int, restore: Callable[[Snapshot], None]) -> int:
-    """Come to where this replica has a part; gives the first batch that it has.
-
-    It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which
-    `restore` takes. The first window has the places below `until`.
-    """
-    agent.begin(Window(0, until))
-    own = agent.own
-
-    def is_member(word: CoordinatorReply) -> bool:
-        """Whether that is certain, whoever coordinates next."""
-        return word.is_installed and any(one.own_life == own.own_life for one in word.members)
-
-    named_s = fetched_s = 0.0
-    asked: Heal | None = None
-    while True:
-        before = asked
-
-        def goes_on(word: CoordinatorReply, before: Heal | None = before) -> bool:
-            heal = heal_in(word, own)
-            is_new = heal is not None and (before is None or _key(heal) != _key(before))
-            return is_new or is_member(word)
-
-        word = agent.wait_for(goes_on)
-        heal = heal_in(word, own)
-        if heal is None or is_member(word):
-            if fetched_s:
-                agent.heal_times = HealTimes(fetched_s - named_s, monotonic() - fetched_s)
-            return held
-        if asked is not None and held == asked.batch:
-            raise DroppedError(f"replica {own.replica} has lost its donor.")
-        if asked is not None:  # a donor that was lost may be asked again
-            agent.begin(Window(0, until), used=[0] * len(agent.lines))
-        asked, named_s = heal, named_s or monotonic()
-        found = fetched(agent, heal)
-        if found is not None:
-            fetched_s = monotonic()
-            snapshot, words = found
-            restore(snapshot)
-            held = snapshot.num_trained
-            agent.begin(Window(words["window"], words["until"]), used=words["used"], healed=heal.batch)
-
-
-def _key(heal: Heal) -> tuple[int, int]:
-    return heal.donor, heal.batch

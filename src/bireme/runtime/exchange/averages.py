@@ -16,9 +16,9 @@ from torch import Tensor
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator
 from bireme.memory.arena import Arena, Slots
-from bireme.runtime.averaging.agent import AveragingAgent, Offer, SettledRound
 from bireme.runtime.banks import WeightBanks
-from bireme.runtime.quorum.peer_agent import RoundSum
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.rounds import Offer, RoundSum, SettledRound
 from bireme.runtime.snapshot import piece_name
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
@@ -245,7 +245,7 @@ class Averages(ABC):
 
     def __init__(
         self,
-        agent: AveragingAgent,
+        agent: ExchangeAgent,
         stages: Mapping[int, Stage],
         device: torch.device,
         *,
@@ -421,7 +421,7 @@ class GroupAverages(Averages):
 
     def __init__(
         self,
-        agent: AveragingAgent,
+        agent: ExchangeAgent,
         stages: Mapping[int, Stage],
         device: torch.device,
         *,
@@ -519,8 +519,7 @@ class GroupAverages(Averages):
 
 def met(settled: SettledRound) -> Met:
     """What a mean over all replicas says."""
-    assert settled.result.summed is not None, "what counts was summed"
-    return Met(settled.parts, settled.result.summed.numbers)
+    return Met(settled.parts, settled.summed.numbers)
 
 
 def copied(flats: Sequence[Tensor], ready: torch.Event | None) -> Sequence[Tensor]:

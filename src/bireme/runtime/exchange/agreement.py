@@ -6,7 +6,6 @@ The pipeline itself is of one replica, with a plan of width 1, and knows no rank
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from time import monotonic
 from zlib import crc32
 
 import torch
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator, properties_of
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.joining import Donations
+from bireme.runtime.exchange.quorum_reducer import QuorumReducer, SiteSums, TiedSums
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
-from bireme.runtime.quorum.agent import Agent, TiedSums
-from bireme.runtime.quorum.peer_agent import DroppedError, fetched, heal_in
-from bireme.runtime.quorum.reducer import QuorumReducer, SiteSums
-from bireme.runtime.snapshot import Snapshot, feedback_sections, own_sections
+from bireme.runtime.snapshot import feedback_sections
 from bireme.runtime.stage import Stage
 from bireme.runtime.stage_messages import Transport
-from bireme.sync.coded import Feedback
-from bireme.sync.coordinator.messages import CoordinatorReply, Heal
-from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.group import Group, SharingGroup, Sums
 from bireme.sync.quorum.line import Digest, digest_of
 
@@ -87,7 +83,7 @@ class QuorumAgreement:
     is a site, and counts as one replica here.
     """
 
-    agent: Agent
+    agent: ExchangeAgent
     num_replicas: int
     num_samples: int
     balances: bool = True
@@ -142,111 +138,18 @@ class QuorumAgreement:
     ) -> _BeforeUpdate:
         """What a rank with these stages does before each of them makes the update of a batch."""
         digests = _Digests(reducer, stages, device, self.compare_every)
-        donations = _Donations(self.agent, stages, scale, self.rebuilt, reducer.feedback, layout)
+        feedback = reducer.feedback
+
+        def unsent() -> Mapping[str, Tensor]:
+            """What a replica that heals had not sent through a codec is lost with it. In its place it takes
+            what the donor has not sent, as an estimate.
+            """
+            return {} if feedback is None else feedback_sections(feedback, feedback.num_batches, layout)
+
+        donations = Donations(self.agent, stages, scale, self.rebuilt, unsent, replica=layout.replica)
 
         def before(stage: Stage, batch: int) -> None:
             digests.before_update(stage, batch)
             donations.before_update(stage, batch)
 
         return before
-
-
-class _Donations:
-    """Takes snapshots for other replicas, of each stage right before the update that they go on with, but not
-    of what they have `rebuilt` by themselves.
-
-    What the replica that heals had not sent through a codec is lost with it. In its place it takes what the
-    donor has not sent, as an estimate.
-    """
-
-    def __init__(
-        self,
-        agent: Agent,
-        stages: Mapping[int, Stage],
-        clip_scale: _ClipScale,
-        rebuilt: frozenset[str],
-        feedback: Feedback | None,
-        layout: Layout,
-    ) -> None:
-        self._agent = agent
-        self._stages = stages
-        self._clip_scale = clip_scale
-        self._rebuilt, self._feedback, self._layout = rebuilt, feedback, layout
-        self._begun: dict[int, dict[int, dict[str, Tensor]]] = {}
-
-    def before_update(self, stage: Stage, batch: int) -> None:
-        """A stage is about to make the update of a batch."""
-        if not self._agent.offers.is_due(batch):
-            return
-        names = {*stage.banks.names, *stage.buffers} - self._rebuilt
-        begun = self._begun.setdefault(batch, {})
-        begun[stage.index] = own_sections(stage, names, replica=self._layout.replica)
-        if len(begun) == len(self._stages):
-            tensors = {name: tensor for part in begun.values() for name, tensor in part.items()}
-            self._begun.clear()
-            if self._feedback is not None:
-                tensors |= feedback_sections(self._feedback, self._feedback.num_batches, self._layout)
-            self._agent.offers.provide(Snapshot(batch, self._clip_scale(), tensors))
-
-
-def join(
-    agent: Agent,
-    held: int,
-    restore: Callable[[Snapshot], None],
-    follow: Callable[[int], None],
-    on_first: Callable[[int], None] | None = None,
-) -> int:
-    """Come to where this replica contributes; gives the first batch that it does so in.
-
-    It has the state after `held` batches. If others have gone on it gets a snapshot from one of them, which
-    `restore` takes, and all sums that were committed since, each of which `follow` waits for and applies.
-    `on_first` is told the first batch as soon as it is known, which is while those sums come.
-    """
-    agent.begin(held)
-    own = agent.own
-    named_s = fetched_s = 0.0
-    asked: Heal | None = None
-    """The last one whose snapshot was asked for."""
-    is_healed = False
-
-    def is_new(heal: Heal) -> bool:
-        return asked is None or (heal.donor, heal.batch) != (asked.donor, asked.batch)
-
-    def first_in(word: CoordinatorReply) -> int | None:
-        heal = heal_in(word, own)
-        if heal is not None:
-            return heal.first
-        return next((one.first for one in word.members if one.own_life == own.own_life), None)
-
-    def goes_on(word: CoordinatorReply) -> bool:
-        heal, first = heal_in(word, own), first_in(word)
-        if heal is not None and is_new(heal):
-            return True
-        if (heal is None and first is None) or (heal is not None and not is_healed):
-            return False
-        return (first is not None and held >= first) or word.committed[0] > held
-
-    while True:
-        word = agent.wait_for(goes_on)
-        heal, first = heal_in(word, own), first_in(word)
-        if first is not None and on_first is not None:
-            on_first(max(first, held))
-            on_first = None
-        if heal is not None and is_new(heal):
-            if is_healed:  # another rank of this replica may wait for a sum that only the first donor had
-                raise DroppedError(f"replica {own.replica} has lost its donor.")
-            if asked is not None:
-                agent.begin(held)  # a donor that was lost may be asked again
-            asked, named_s = heal, named_s or monotonic()
-            if (found := fetched(agent, heal)) is not None:
-                fetched_s = monotonic()
-                restore(found[0])
-                held, is_healed = heal.batch, True
-                agent.begin(held, is_healed=True)
-        elif first is not None and held >= first:
-            if is_healed:
-                agent.heal_times = HealTimes(fetched_s - named_s, monotonic() - fetched_s)
-            return held
-        else:  # the sum is committed without this replica, so it comes
-            follow(held)
-            held += 1

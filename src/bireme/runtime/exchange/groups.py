@@ -7,20 +7,10 @@ from typing import Any
 
 import torch
 
-from bireme.runtime.quorum.peer_agent import Buffers, PeerAgent, RoundSum, SupersededError
+from bireme.runtime.exchange.rounds import PLACES, Attempt, Buffers, HowOfRound, MakesSum, RoundSum
 from bireme.sync.coordinator.groups import first_wait_s, next_wait_s
-from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply
-from bireme.sync.quorum.line import LineBroken
-from bireme.sync.quorum.ring import Contribution, SumsFlats
-
-# How rounds of several lines, windows and groups share one order of numbers.
-
-PLACES = 40
-"""Bits of a number within a line or a window, in stamps and requests."""
-
-
-HowOfRound = Callable[[int], SumsFlats]
-"""How the contributions to the round or group of that number are added up."""
+from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
+from bireme.sync.quorum.ring import Contribution
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +29,14 @@ class GroupJob:
 
 
 class RankGroups:
-    """`step` is for the thread of the rank's `agent`, the rest for the rank's. `say` reports what is here."""
+    """`step` is for the thread of the rank's agent, the rest for the rank's. `made` gives sums, `say` reports
+    what is here.
+    """
 
     def __init__(
         self,
-        agent: PeerAgent,
+        own: RankId,
+        made: MakesSum,
         device: torch.device | None,
         changed: threading.Condition,
         say: Callable[[], None],
@@ -52,7 +45,7 @@ class RankGroups:
         self.how: HowOfRound | None = None
         """How the contributions to a group are added up, other than as they are."""
         self.is_drained = False
-        self._agent, self._own, self._changed, self._say = agent, agent.own, changed, say
+        self._own, self._made, self._changed, self._say = own, made, changed, say
         self._at: GroupAt | None = None
         self._last: GroupReply | None = None
         """The group that the rank took last."""
@@ -111,31 +104,27 @@ class RankGroups:
             job.contribution = job.make()
         if job.result is not None:
             self._buffers.give_back(job.result)
-        job.result = self._buffers.take(job.contribution.flats)
+            job.result = None
 
         def is_wanted(word: CoordinatorReply) -> bool:
             return word.group is not None and (word.group.number, word.group.attempt) == key
 
-        try:
-            job.result.summed = self._agent.add_up(
-                job.contribution,
-                job.result.flats,
-                [one.replica for one in group.members],
-                (window << PLACES) + group.number + 1,
-                group.attempt,
-                word,
-                is_wanted,
-                None if self.how is None else self.how(group.number),
-            )
-        except (SupersededError, LineBroken) as error:
-            self._buffers.give_back(job.result)
-            job.result = None
-            if isinstance(error, LineBroken):
-                job.failed = key
-                self._tell(job.batch, attempt=group.attempt, is_broken=True)
-            return
-        job.attempt = key
-        self._tell(job.batch, summed=group.number, attempt=group.attempt)
+        def is_lost(_member: int) -> None:
+            job.failed = key
+            self._tell(job.batch, attempt=group.attempt, is_broken=True)
+
+        attempt = Attempt(
+            [one.replica for one in group.members],
+            (window << PLACES) + group.number + 1,
+            group.attempt,
+            word,
+            is_wanted,
+            None if self.how is None else self.how(group.number),
+        )
+        job.result = self._made(job.contribution, self._buffers, attempt, is_lost)
+        if job.result is not None:
+            job.attempt = key
+            self._tell(job.batch, summed=group.number, attempt=group.attempt)
 
     def _tell(self, batch: int, **more: Any) -> None:
         with self._changed:

@@ -6,15 +6,15 @@ on; the few numbers that all ranks of the replica must agree on follow over the 
 
 import math
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import pinned_like
-from bireme.runtime.quorum.agent import Agent, TiedSums
-from bireme.runtime.quorum.peer_agent import RoundSum, SumJob
+from bireme.runtime.exchange.agent import ExchangeAgent
+from bireme.runtime.exchange.rounds import BatchOffer, RoundSum, SettledRound
 from bireme.sync.coded import CodedSums, Feedback
 from bireme.sync.coordinator.state import numbers_of_healing
 from bireme.sync.exchange import (
@@ -23,9 +23,10 @@ from bireme.sync.exchange import (
     SentBytes,
     held_flags,
     squared_norm,
+    sum_in_slices,
     sum_parts,
 )
-from bireme.sync.group import SharingGroup, Sums
+from bireme.sync.group import Group, SharingGroup, Sums
 from bireme.sync.quorum.coded_rounds import CodedFlats, HostStream, bases_in, components_in
 from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
@@ -38,7 +39,7 @@ from bireme.sync.reducer import (
     numbers_of,
     reduced_of,
 )
-from bireme.sync.slices import PART_SLICE_BYTES
+from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
 # A site: several replicas that share an optimizer or weights, and live and die together.
 #
@@ -70,6 +71,37 @@ class SiteSums:
         own.held.update(gradients.held & own.views.keys())
 
 
+# Parameters that stages of several ranks of a replica share: their gradients are added up within it.
+#
+# That follows the sum over replicas, on copies, in the agent's thread. All ranks of a replica get the
+# committed sums in the same order, so they meet here in the same order too.
+
+
+class TiedSums:
+    """The tied parameters of one rank, each with the group of all ranks of the replica that hold it."""
+
+    def __init__(self, groups: Mapping[str, Group]) -> None:
+        self._groups = {name: groups[name] for name in sorted(groups)}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def names(self) -> Set[str]:
+        """The tied parameters."""
+        return self._groups.keys()
+
+    def sum(self, gradients: BatchGradients, flats: Sequence[Tensor], held: set[str]) -> BatchGradients:
+        """The whole gradients of these parameters, from those in `flats`, which lie as `gradients` do."""
+        own = {name: gradients.views[name] for name in self._groups}
+        views = FlatViews.of(own, gradients.flats).in_(flats)
+        copies = {name: view.clone() for name, view in views.items()}
+        found = BatchGradients(copies, held & copies.keys())
+        for name, group in self._groups.items():
+            sum_in_slices(group, [name], found, [copies[name]], SLICE_BYTES, SentBytes())
+        return found
+
+
 class QuorumReducer:
     """Gets the sums of one rank's batches. `num_replicas` there are in all, of which this is `replica`.
 
@@ -86,7 +118,7 @@ class QuorumReducer:
     def __init__(
         self,
         control: Sums,
-        agent: Agent,
+        agent: ExchangeAgent,
         *,
         num_replicas: int,
         speaks: bool,
@@ -110,7 +142,7 @@ class QuorumReducer:
         self._whole: dict[int, BatchGradients] = {}
         """The sums of tied parameters, by batch."""
         self.sent = SentBytes()
-        self._jobs: dict[Hashable, tuple[SumJob, BatchGradients]] = {}
+        self._offers: dict[int, tuple[BatchOffer, BatchGradients]] = {}
         """What is under way, with what is contributed to it."""
         self.first = 0
         """The first batch that this replica has a part in."""
@@ -153,8 +185,7 @@ class QuorumReducer:
         firsts[self.agent.own.replica] = float(self.first)
         ready, digest = self._event(), self.digest
 
-        def prepare(job: SumJob) -> None:
-            job.busy_s = sum(more())
+        def make() -> Contribution:
             if site is not None:
                 if ready is not None:
                     ready.synchronize()
@@ -163,7 +194,7 @@ class QuorumReducer:
                 if ready is not None:
                     ready.synchronize()
                 how.streams = {name: HostStream.of(one) for name, one in gradients.streams.items()}
-            job.contribution = Contribution(
+            return Contribution(
                 self._on_host(contributed.flats, ready),
                 holds if site is None else _holds(contributed),
                 own.weight,
@@ -173,12 +204,13 @@ class QuorumReducer:
                 digest,
             )
 
-        return self._begun(batch, gradients, contributed, prepare, stamp, how)
+        offer = BatchOffer(make, busy_s=lambda: sum(more()), how=how)
+        return self._begun(batch, gradients, contributed, offer, stamp)
 
     def follow(self, batch: int, gradients: BatchGradients) -> Reduction:
         """Have the sum of a batch that this replica has no part in."""
         contributed = gradients if self._site is None else self._site.own(gradients)
-        return self._begun(batch, gradients, contributed, None)
+        return self._begun(batch, gradients, contributed, BatchOffer(None))
 
     @torch.no_grad()
     def finish(self, reduction: Reduction) -> Reduced:
@@ -187,23 +219,17 @@ class QuorumReducer:
         Raises what went wrong.
         """
         gradients = reduction.gradients
-        job, contributed = self._jobs.pop(reduction.batch)
-        job.is_done.wait()
-        if job.error is not None:
-            raise job.error
-        result = job.result
-        assert result is not None, "what is done has a result or an error"
-        assert result.summed is not None, "what is committed was summed"
+        offer, contributed = self._offers.pop(reduction.batch)
+        settled = self.agent.wait_for_batch(offer)
+        result, summed = settled.result, settled.summed
         for flat, found in zip(contributed.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
-        if job.how is None:
-            num_bytes = sum(flat.nbytes for flat in result.flats)
-            self.sent.note(max(len(job.parts), 1), raw=num_bytes, sent=num_bytes)
+        if offer.how is None:
+            self.sent.note(max(len(settled.parts), 1), raw=result.num_bytes, sent=result.num_bytes)
         self._use_up(result)
-        summed = result.summed
         gradients.components.update(components_in(summed.more, self._device))
         held = {*_names(contributed, summed.holds)}
-        if (whole := self._whole.pop(job.batch, None)) is not None:
+        if (whole := self._whole.pop(reduction.batch, None)) is not None:
             held |= whole.held
             for name, view in whole.views.items():
                 gradients.views[name].copy_(view)
@@ -226,7 +252,7 @@ class QuorumReducer:
         if not summed.weight:
             # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
             reduced = Reduced(math.nan, 0.0, False, reduced.votes, reduced.more)
-        self._settle(job, result, is_counted=reduced.is_finite)
+        self._settle(reduction.batch, settled, is_counted=reduced.is_finite)
         return reduced
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -239,32 +265,21 @@ class QuorumReducer:
         batch: int,
         gradients: BatchGradients,
         contributed: BatchGradients,
-        prepare: Callable[[SumJob], None] | None,
+        offer: BatchOffer,
         stamp: int = 0,
-        how: CodedFlats | None = None,
     ) -> Reduction:
-        def after(result: RoundSum) -> None:
-            assert result.summed is not None, "what is committed was summed"
-            if self.agent.own.replica in job.parts:
+        def after(settled: SettledRound) -> None:
+            if self.agent.own.replica in settled.parts:
                 self.agent.heal_times = None  # the others have it now
-            if not self._tied:
-                return
-            held = set(_names(contributed, result.summed.holds))
-            self._whole[batch] = self._tied.sum(contributed, result.flats, held)
+            if self._tied:
+                held = set(_names(contributed, settled.summed.holds))
+                self._whole[batch] = self._tied.sum(contributed, settled.result.flats, held)
 
-        job = SumJob(
-            batch,
-            contributed.flats,
-            prepare,
-            self._last_verdict,
-            always_prepares=self._site is not None,
-            how=how,
-            after=after,
-        )
-        self._jobs[batch] = job, contributed
+        offer.may_make, offer.is_joint, offer.after = self._last_verdict, self._site is not None, after
+        self._offers[batch] = offer, contributed
         if self.feedback is not None:
             self._last_verdict = self._verdicts[batch] = threading.Event()
-        self.agent.add(job)
+        self.agent.offer_batch(batch, offer, contributed.flats)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
 
     def _heal_numbers(self) -> list[float]:
@@ -277,7 +292,7 @@ class QuorumReducer:
         views = FlatViews.of(gradients.views, gradients.flats)
         return CodedFlats(batch, views, self._coded, self.sent)
 
-    def _settle(self, job: SumJob, result: RoundSum, *, is_counted: bool) -> None:
+    def _settle(self, batch: int, settled: SettledRound, *, is_counted: bool) -> None:
         """Keep what a batch has left of its codec, now that it is known whether the batch counts.
 
         A member that has the sum from another one does not know which of its messages were in it: what it had
@@ -285,11 +300,10 @@ class QuorumReducer:
         """
         if self._coded is None or self.feedback is None:
             return
-        is_own = result.is_own and self.agent.own.replica in job.parts and job.how is not None
-        assert result.summed is not None, "what is committed was summed"
-        common = bases_in(result.summed.more) if is_counted and not is_own else None
+        is_own = settled.is_own and settled.result.is_own
+        common = bases_in(settled.summed.more) if is_counted and not is_own else None
         self._coded.settle(counts=is_counted and is_own, common=common)
-        self._verdicts.pop(job.batch).set()
+        self._verdicts.pop(batch).set()
         self.agent.poke()
 
     def _event(self) -> torch.Event | None:
@@ -314,7 +328,7 @@ class QuorumReducer:
     def _use_up(self, result: RoundSum) -> None:
         """Give a sum's memory back, once the device has copied it."""
         if self._device is None:
-            self.agent.give_back(result)
+            self.agent.lines[0].give_back(result)
             return
         self._settle_copies()
         event = self._event()
@@ -325,7 +339,7 @@ class QuorumReducer:
         if self._copied is not None:
             result, event = self._copied
             event.synchronize()
-            self.agent.give_back(result)
+            self.agent.lines[0].give_back(result)
             self._copied = None
 
 

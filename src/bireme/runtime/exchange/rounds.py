@@ -1,0 +1,206 @@
+"""Lines of rounds as one rank sees them: what it brings to a round, and the sums of rounds.
+
+Sums lie on the host, in memory that is used again once nobody needs what lies in it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bireme.devices import is_accelerator, pinned_like
+from bireme.sync.coordinator.messages import Commit, CoordinatorReply, Grant, RoundAt
+from bireme.sync.quorum.ring import Contribution, Summed, SumsFlats
+
+PLACES = 40
+"""Bits of a number within a line or a window: rounds of all lines, windows and groups share one order."""
+
+HowOfRound = Callable[[int], SumsFlats]
+"""How the contributions to the round or group of that number are added up."""
+
+
+@dataclass(slots=True, eq=False)
+class RoundSum:
+    """The sum of a round as made in one attempt, over the replicas in `parts` if that is noted. Each of
+    `num_users` gives it back once. `is_own` unless another replica sent it.
+    """
+
+    flats: Sequence[Tensor]
+    attempt: int = -1
+    summed: Summed | None = None
+    parts: tuple[int, ...] = ()
+    num_users: int = 1
+    is_own: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its flats."""
+        return sum(one.nbytes for one in self.flats)
+
+
+MOST_FREE = 2
+"""More than a round needs lie free only where many were kept for another replica."""
+
+
+class Buffers:
+    """Flats on the host like those of a rank; pinned where these are on an accelerator."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._is_pinned = device is not None and is_accelerator(device)
+        self._free: list[Sequence[Tensor]] = []
+        self._lock = threading.Lock()
+
+    def take(self, like: Sequence[Tensor]) -> RoundSum:
+        """Memory for a sum of such flats. All calls are for flats alike."""
+        with self._lock:
+            if self._free:
+                return RoundSum(self._free.pop())
+        make = pinned_like if self._is_pinned else partial(torch.empty_like, device="cpu")
+        return RoundSum([make(one) for one in like])
+
+    def give_back(self, result: RoundSum) -> None:
+        """One user less; after the last one the memory is used again, or given back if enough is free."""
+        with self._lock:
+            result.num_users -= 1
+            if not result.num_users and len(self._free) < MOST_FREE:
+                self._free.append(result.flats)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt at a round over the ranks of this stage in some replicas. A later round has a greater
+    `place`. It goes on as long as it `is_wanted`.
+    """
+
+    members: Sequence[int]
+    place: int
+    number: int
+    word: CoordinatorReply
+    is_wanted: Callable[[CoordinatorReply], bool]
+    how: SumsFlats | None = None
+
+
+MakesSum = Callable[[Contribution, "Buffers", Attempt, Callable[[int], None]], RoundSum | None]
+"""Gives the sum of an attempt, or None; see `ExchangeAgent.made`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SettledRound:
+    """A round that counts, and whether this rank's own offer is in it. Whoever takes it gives it back."""
+
+    result: RoundSum
+    is_own: bool
+    commit: Commit
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The replicas that had a part in it."""
+        return self.result.parts
+
+    @property
+    def summed(self) -> Summed:
+        """The numbers and tensors that belong to the sum."""
+        assert self.result.summed is not None, "what counts was summed"
+        return self.result.summed
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """What a rank brings to a round: `make` is called in the agent's thread, once. It is of so many samples,
+    and the first `trained` batches of the replica are in it or in earlier ones. A round that `is_due` is made
+    even if no replica has samples in it.
+    """
+
+    make: Callable[[], Contribution] | None
+    num_samples: int = 0
+    trained: int = 0
+    is_due: bool = False
+
+
+def _nothing(_settled: SettledRound) -> None:
+    """Nothing follows."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchOffer(Offer):
+    """What a rank brings to the round of a batch, whose sum it wants in any case. It is made before the rank
+    reports that it is ready, once `may_make` is set; `busy_s` gives the seconds that it kept the device busy.
+    Without `make` the replica has no part in the batch. One that `is_joint` is made even if the batch counts
+    already: other ranks take part. `how` adds contributions up, other than as they are. `after` is called in
+    the agent's thread with the sum, which is `settled` then.
+    """
+
+    busy_s: Callable[[], float] = lambda: 0.0
+    may_make: threading.Event | None = None
+    is_joint: bool = False
+    how: SumsFlats | None = None
+    after: Callable[[SettledRound], None] = _nothing
+    settled: SettledRound | None = None
+
+
+class RoundLine:
+    """A line of rounds; a sum lies in flats `like` these, and `firsts` are those of their `Contribution`.
+    `how` is how contributions to a round are added up, other than as they are.
+
+    `at` is what it reports: there the rounds that it has used are committed. `next` is the first one whose
+    sum the agent does not have, or has not heard to count.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        like: Sequence[Tensor] = (),
+        firsts: Sequence[int | None] = (),
+        device: torch.device | None = None,
+        how: HowOfRound | None = None,
+    ) -> None:
+        self.number = number
+        self.like = like
+        self.how = how
+        self.at = RoundAt()
+        self.next = 0
+        self.offers: dict[int, Offer] = {}
+        """By round, what the rank brings to it."""
+        self.contribution: Contribution | None = None
+        """To the next round, as it was made."""
+        self.made: RoundSum | None = None
+        """The sum that was made and is not yet committed, in the attempt that the report says."""
+        self.was_offered = False
+        """Whether the contribution has samples of this rank in it. A later offer may be waiting."""
+        self.failed: Grant | None = None
+        """The attempt in which a member was lost."""
+        self.kept: dict[int, RoundSum] = {}
+        """Sums that other replicas may still ask for."""
+        self.settled: deque[SettledRound] = deque()
+        """Rounds that count and that the rank has not taken."""
+        self.buffers = Buffers(device)
+        self._firsts = firsts
+
+    def begin(self, committed: int) -> None:
+        """The rank has used so many rounds."""
+        self.at, self.next = RoundAt(committed=committed), committed
+
+    def use(self, commit: Commit) -> None:
+        """The rank uses the sum of one more round."""
+        self.offers.pop(self.at.committed, None)
+        self.at = replace(
+            self.at,
+            committed=self.at.committed + 1,
+            ready=None,
+            summed=None,
+            lost=(),
+            last=replace(commit, sources=()),
+        )
+
+    def give_back(self, result: RoundSum) -> None:
+        """A sum is used."""
+        self.buffers.give_back(result)
+
+    def nothing(self, num_numbers: int) -> Contribution:
+        """What a rank contributes that has nothing to add, and yet holds what others do."""
+        flats = [torch.zeros(one.shape, dtype=one.dtype) for one in self.like]
+        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers, firsts=self._firsts)
