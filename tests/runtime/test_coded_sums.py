@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bireme.plan.plan import Plan
 from bireme.runtime.layout import layout_of, runnable
 from bireme.runtime.snapshot import Snapshot, load_feedback
-from bireme.sync.coded import RESIDUAL, Feedback
+from bireme.sync.feedback import RESIDUAL, Feedback
 from tests.runtime.test_snapshot import TAKEN_BEHIND, all_weights, together, train
 from tests.support.engine_parity import (
     Setting,

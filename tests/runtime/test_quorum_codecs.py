@@ -9,9 +9,10 @@ from torch import Tensor
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.plan.plan import Plan
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coded import RESIDUAL, CodedSums
+from bireme.sync.coded import CodedSums
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.exchange import BatchGradients, SentBytes
+from bireme.sync.feedback import RESIDUAL
 from bireme.sync.group import SingleRankGroup
 from bireme.sync.quorum.line import Stamp
 from tests.runtime.test_coded_sums import WIDTH, layers, tolerance_of

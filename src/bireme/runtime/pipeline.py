@@ -62,8 +62,7 @@ from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
 from bireme.runtime.world import World
-from bireme.sync.coded import CodedSums
-from bireme.sync.coded_parts import PartSums
+from bireme.sync.coded import CodedSums, PartSums
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
 from bireme.sync.group import Group, SharingGroup, SingleRankGroup

@@ -20,7 +20,7 @@ from bireme.runtime.parameter_groups import (
 )
 from bireme.runtime.stepper import Home, Stepper, StepShare
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
-from bireme.sync.coded_parts import PartSums
+from bireme.sync.coded import PartSums
 from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of, sum_parts
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES

@@ -21,7 +21,7 @@ from bireme.runtime.banks import WeightBanks
 from bireme.runtime.layout import Layout
 from bireme.runtime.shared_weights import SharedWeights
 from bireme.runtime.stage import Stage
-from bireme.sync.coded import BASIS, RESIDUAL, Feedback
+from bireme.sync.feedback import BASIS, RESIDUAL, Feedback
 
 # Pieces in snapshots: what replicas that share an optimizer each save of it, and whole tensors made of them.
 #

@@ -1,13 +1,16 @@
 """Sums of gradients through a codec: fewer bytes, and still the same bits on every replica.
 
-Low rank is linear, so its factors are summed as gradients are. Messages of the other codecs are gathered, and
-every replica decodes all of them, its own too, and adds them up in the replicas' order. Gradients that are
-small, or of another kind than real numbers, are summed as they are.
+Low rank is linear, so its factors are summed as gradients are. Of the other codecs a replica sends a message
+of each gradient to all members, or of each piece to the member that owns the piece. Who gets messages decodes
+those of all members, its own too, and adds them up in the members' order. Residuals stay with the sender.
+Gradients that are small, or of another kind than real numbers, are summed as they are.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from zlib import crc32
 
 import torch
@@ -19,132 +22,18 @@ from bireme.codec.description import aligned
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_description import SumCodec, SumKind
 from bireme.sync.exchange import BatchGradients, SentBytes, held_flags, note_held, sum_flats
-from bireme.sync.group import Group, Pending
+from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback, PartFeedback
+from bireme.sync.group import Group, Pending, SharingGroup
 from bireme.sync.slices import NUM_IN_FLIGHT
 
-# What codecs of sums keep from batch to batch: residuals, thresholds, bases. In two copies.
-#
-# A residual is what a replica has not sent yet of a gradient. A batch writes to one copy while the other
-# stays as the batch before left it; only a batch that counts makes its copy the settled one, so a skipped
-# batch leaves all as it was. While the next batch is summed up in the background, what the one before left
-# can still be copied for a checkpoint.
-
-RESIDUAL, THRESHOLD, BASIS = "residual", "threshold", "basis"
-
-_Kept = dict[str, dict[str, Tensor]]
-"""By the name of a parameter, what is kept of it by what it is."""
+Coder = Threshold | BlockCodec
 
 
-class Feedback:
-    """Both copies, for one rank. Residuals lie in flat memory, which is taken when the first batch ends."""
-
-    def __init__(self) -> None:
-        self._copies: tuple[_Kept, _Kept] = ({}, {})
-        self._given: _Kept = {}
-        self._settled = 0
-        self._num_batches = 0
-        self._is_open = False
-        self._after = {0: 0}
-        """Which copy there was after so many batches; of the last two."""
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches have been settled."""
-        return self._num_batches
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of both copies."""
-        return sum(one.nbytes for copy in self._copies for kept in copy.values() for one in kept.values())
-
-    @property
-    def before(self) -> _Kept:
-        """What the last batch that counted has left."""
-        return self._copies[self._settled]
-
-    def open(self, views: Mapping[str, Tensor]) -> _Kept:
-        """The copy for a batch with these gradients: residuals are gradients and settled residuals, added.
-
-        What the batch has no gradient of is as it was.
-        """
-        self._make(views)
-        self._is_open = True
-        settled, staged = self.before, self._copies[1 - self._settled]
-        for name, kept in settled.items():
-            residual = staged[name][RESIDUAL]
-            if name in views:
-                torch.add(views[name], kept[RESIDUAL], out=residual)
-            else:
-                residual.copy_(kept[RESIDUAL])
-            rest = {key: value.clone() for key, value in kept.items() if key != RESIDUAL}
-            staged[name] = {**rest, RESIDUAL: residual}
-        return staged
-
-    def settle(self, *, counts: bool) -> None:
-        """The batch is done; what it left is settled if it counts."""
-        if counts and self._is_open:
-            self._settled = 1 - self._settled
-        self._is_open = False
-        self._num_batches += 1
-        self._after = {
-            self._num_batches - 1: self._after[self._num_batches - 1],
-            self._num_batches: self._settled,
-        }
-
-    def staged(self, key: str) -> dict[str, Tensor]:
-        """What the batch under way has left under a key, by parameter."""
-        copy = self._copies[1 - self._settled] if self._is_open else {}
-        return {name: kept[key] for name, kept in copy.items() if key in kept}
-
-    def clear_residuals(self) -> None:
-        """All that was not sent has been sent by other means."""
-        for kept in (*self._given.values(), *self.before.values()):
-            if RESIDUAL in kept:
-                kept[RESIDUAL].zero_()
-
-    def put(self, name: str, key: str, value: Tensor) -> None:
-        """Have this settled for a parameter."""
-        kept = self.before.get(name)
-        if kept is None:
-            kept = self._given.setdefault(name, {})
-        kept[key] = value
-
-    def after(self, num_batches: int) -> _Kept:
-        """What was settled after so many batches: those done, or one fewer. Not copies."""
-        return {**self._given, **self._copies[self._after[num_batches]]}
-
-    def load(self, kept: Mapping[str, Mapping[str, Tensor]], *, num_batches: int) -> None:
-        """Go on from what was settled after so many batches."""
-        self._copies = ({}, {})
-        self._given = {name: dict(values) for name, values in kept.items()}
-        self._settled, self._num_batches, self._after = 0, num_batches, {num_batches: 0}
-
-    def _make(self, views: Mapping[str, Tensor]) -> None:
-        """Take memory for gradients that were not there before."""
-        new = {name: view for name, view in views.items() if name not in self._copies[0]}
-        for copy in self._copies if new else ():
-            for name, residual in _zeros_like(new).items():
-                given = self._given.get(name, {})
-                # What was saved may be of a piece, where replicas of a site shared the optimizer.
-                if RESIDUAL in given and given[RESIDUAL].shape == residual.shape:
-                    residual.copy_(given[RESIDUAL])
-                copy[name] = {**given, RESIDUAL: residual}
-        for name in new:
-            self._given.pop(name, None)
-
-
-def _zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros in these shapes, those of one dtype and device in one piece of memory."""
-    alike: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name, tensor in tensors.items():
-        alike.setdefault((tensor.dtype, tensor.device), []).append(name)
-    made: dict[str, Tensor] = {}
-    for (dtype, device), names in alike.items():
-        lengths: Sequence[int] = [tensors[name].numel() for name in names]
-        flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        for name, piece in zip(names, torch.split(flat, list(lengths)), strict=True):
-            made[name] = piece.view(tensors[name].shape)
-    return made
+def coder_of(codec: SumCodec) -> Coder:
+    """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
+    if codec.kind is SumKind.THRESHOLD:
+        return Threshold(codec.share, codec.life)
+    return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
 
 
 class CodedSums:
@@ -190,37 +79,48 @@ class CodedSums:
         sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
         begins = batch >= self.codec.whole_steps
         coded = {
-            name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
+            name: view
+            for name, view in views.items()
+            if begins and name not in plain and _codes(self.codec, view)
         }
         whole = {name: view for name, view in views.items() if name not in coded}
         # What no member has a gradient of is opened too, and left as it is.
         staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
-        number = group.rank if sender is None else sender
-        own = [
-            _Own(name, view, staged.get(name, {}), f"{batch} {number} {_seed_name(name)}")
-            for name, view in coded.items()
-        ]
+        kept = {name: staged.get(name, {}) for name in coded}
         parts = (1.0,) * group.size if factors is None else factors
-        first = [*whole.values()] or [one.view for one in own]
+        factor = parts[group.rank]
+        first = [*(whole or coded).values()]
         numbers = flags.to(first[0].dtype if not first[0].is_complex() else torch.float32)
-        matrices = (
-            _factors(own, self.codec.rank, parts[group.rank], "" if self._keeps_basis else f"{batch} ")
-            if self.codec.kind is SumKind.LOWRANK
-            else []
-        )
-        for view in whole.values() if parts[group.rank] != 1.0 else ():
-            view.mul_(parts[group.rank])
-        lefts = {one.own.name: one.left for one in matrices}
+        matrices = []
+        if self.codec.kind is SumKind.LOWRANK:
+            word = "" if self._keeps_basis else f"{batch} "
+            matrices = [
+                _matrix_of(name, view, kept[name], self.codec.rank, word, factor)
+                for name, view in coded.items()
+            ]
+        for view in whole.values() if factor != 1.0 else ():
+            view.mul_(factor)
+        lefts = {one.name: one.left for one in matrices}
         sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
         note_held(gradients, names, numbers)
+        held = [name for name in coded if name in gradients.held]
         if self.codec.kind is SumKind.LOWRANK:
-            held = [one for one in matrices if one.own.name in gradients.held]
-            _sum_factors(group, held, apart, slice_bytes, sent)
-            for one in held if not self._keeps_basis else ():
-                del one.own.kept[BASIS]
-        elif own:
-            held_own = [one for one in own if one.name in gradients.held]
-            _gather(group, held_own, coder_of(self.codec), parts, slice_bytes, sent)
+            _sum_matrices(group, [one for one in matrices if one.name in held], apart, slice_bytes, sent)
+            for name in held if not self._keeps_basis else ():
+                del kept[name][BASIS]
+        elif coded:
+            number = group.rank if sender is None else sender
+            pieces = [
+                _Piece(
+                    coded[name],
+                    kept[name].get(RESIDUAL, coded[name]),
+                    kept[name],
+                    kept[name].get(RESIDUAL),
+                    f"{batch} {number} {_seed_name(name)}",
+                )
+                for name in held
+            ]
+            _Gathered(group, coder_of(self.codec), parts, sent).sum([pieces], slice_bytes)
 
     @property
     def common(self) -> dict[str, Tensor]:
@@ -252,28 +152,360 @@ class CodedSums:
         for name in gradients.held.intersection(names) if factor != 1.0 else ():
             views[name].mul_(factor)
 
-    def _codes(self, view: Tensor) -> bool:
-        return view.dtype in (torch.float32, torch.float64) and self.codec.codes(view.shape)
+
+class PartSums:
+    """Sums of one rank's gradients through a codec, batch by batch, of which it gets its own parts."""
+
+    def __init__(self, codec: SumCodec) -> None:
+        self.codec = codec
+        self.feedback = PartFeedback() if codec.has_feedback else None
+        """What was not sent yet, where that is kept."""
+
+    def sum(
+        self,
+        group: SharingGroup,
+        names: Sequence[str],
+        gradients: BatchGradients,
+        slice_bytes: int,
+        sent: SentBytes,
+        *,
+        batch: int,
+    ) -> None:
+        """Sum the gradients of `names`, in place, each piece where its owner is, and mark those that any
+        member had. What a member holds of other pieces is of no use afterwards.
+        """
+        if group.size == 1 or not names:
+            return
+        flags = held_flags(names, gradients)
+        group.all_reduce(flags).wait()
+        sent.note(group.size, raw=flags.nbytes, sent=flags.nbytes)
+        note_held(gradients, names, flags)
+        begins = batch >= self.codec.whole_steps
+        coded = {name: gradients.views[name] for name in names if begins and self._codes(gradients, name)}
+        # What no member has a gradient of is opened too, and left as it is.
+        kept = (
+            {name: {} for name in coded} if self.feedback is None else self.feedback.open_some(batch, coded)
+        )
+        held = [name for name in names if name in gradients.held]
+        coder = None
+        if self.codec.kind is SumKind.LOWRANK:
+            matrices = []
+            for name in [name for name in held if name in coded]:
+                view, piece = coded[name], gradients.cuts[name][group.rank]
+                matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, "", 1.0, piece))
+                sent.raw += (view.numel() - (piece.stop - piece.start)) * view.itemsize
+            sum_all(group, {one.name: one.left for one in matrices}, (), slice_bytes, sent)
+            _sum_matrices(group, matrices, (), slice_bytes, sent)
+            held = [name for name in held if name not in coded]
+        else:
+            coder = coder_of(self.codec)
+
+        def pieces(owner: int) -> Iterable[_Piece]:
+            """What an owner has of the gradients."""
+            for name in held:
+                place = gradients.cuts[name][owner]
+                if place.start == place.stop:
+                    continue
+                target, own = gradients.views[name].view(-1)[place], kept.get(name)
+                residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
+                yield _Piece(
+                    target,
+                    target if residual is None else residual,
+                    own,
+                    residual,
+                    f"{batch} {group.rank} {name} {owner}",
+                    f"{THRESHOLD}.{owner}",
+                    is_own=owner == group.rank,
+                )
+
+        parts = (1.0,) * group.size
+        owners = [pieces(owner) for owner in range(group.size)]
+        _Parted(group, coder, parts, sent).sum(owners, slice_bytes // group.size)
+
+    def settle(self, *, counts: bool) -> None:
+        """The batch is done; what it left is kept if it counts."""
+        if self.feedback is not None:
+            self.feedback.settle(counts=counts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A gradient of this replica: where its sum belongs, what is kept of it, and a word for its chances."""
-
-    name: str
-    view: Tensor
-    kept: dict[str, Tensor]
-    word: str
-
-    @property
-    def wanted(self) -> Tensor:
-        """What is to be sent: the gradient, with what was not sent before if that is kept."""
-        return self.kept.get(RESIDUAL, self.view)
+def _codes(codec: SumCodec, view: Tensor) -> bool:
+    """Whether a gradient goes through a codec."""
+    return view.dtype in (torch.float32, torch.float64) and codec.codes(view.shape)
 
 
 def _seed_name(name: str) -> str:
     """What seeds the chances of a tensor: without what tells its copies on one rank apart."""
     return name.partition("@")[0]
+
+
+# Messages of pieces, some of every owner at a time.
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is sent of a gradient: `wanted` goes, and the sum belongs into `target`. `kept` is what is kept of
+    the gradient, None if the piece goes as it is; what it has not sent stays in `residual`, if that is kept.
+    `chance` seeds what is random in the message, and `threshold` names the piece's own. The message of one
+    that `is_own` comes back here.
+    """
+
+    target: Tensor
+    wanted: Tensor
+    kept: dict[str, Tensor] | None
+    residual: Tensor | None
+    chance: str
+    threshold: str = THRESHOLD
+    is_own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Messages on their way: the pieces that they are of, the lengths of all members' messages of these, and
+    the messages, once they are there. What is `given` must stay as it is until then.
+    """
+
+    own: Sequence[_Piece]
+    lengths: Sequence[Sequence[int]]
+    messages: Sequence[Tensor]
+    given: Tensor
+    pending: Pending
+
+
+class _Messages(ABC):
+    """Encodes pieces, sends the messages to their owners, and adds up those that come, each member's times
+    its factor. Without a coder all are sent as they are.
+    """
+
+    def __init__(self, coder: Coder | None, factors: Sequence[float], sent: SentBytes, rank: int) -> None:
+        self._coder, self._factors, self._sent, self._rank = coder, factors, sent, rank
+        # To get new memory, page by page, takes longer than to decode into it.
+        self._room = torch.empty(0)
+
+    @abstractmethod
+    def _send(
+        self, pieces: Sequence[list[_Piece]], lengths: Sequence[list[int]], message: Tensor, ends: list[int]
+    ) -> _UnderWay:
+        """Begin to send messages of some pieces of every owner. They lie one after the other, those of each
+        owner up to its end.
+        """
+
+    def sum(self, pieces: Sequence[Iterable[_Piece]], most_bytes: int) -> None:
+        """Sum the pieces of every owner, about so many bytes of each at a time."""
+        waiting = [deque(own) for own in pieces]
+        under_way: deque[_UnderWay] = deque()
+        while any(waiting):
+            if len(under_way) > NUM_IN_FLIGHT:
+                self._add_up(under_way.popleft())
+            under_way.append(self._begin([_next(own, most_bytes) for own in waiting]))
+        while under_way:
+            self._add_up(under_way.popleft())
+
+    def _begin(self, pieces: Sequence[list[_Piece]]) -> _UnderWay:
+        every = [one for own in pieces for one in own]
+        most = sum(aligned(self._most_bytes(one)) for one in every)
+        message = torch.empty(most, dtype=torch.uint8, device=every[0].target.device)
+        lengths: list[list[int]] = []
+        ends = [0]
+        for own in pieces:
+            end = ends[-1]
+            lengths.append([])
+            for one in own:
+                lengths[-1].append(self._encode(one, message[end:]))
+                end += aligned(lengths[-1][-1])
+            ends.append(end)
+        return self._send(pieces, lengths, message, ends)
+
+    def _add_up(self, some: _UnderWay) -> None:
+        """Decode all members' messages, in their order."""
+        some.pending.wait()
+        ends = [0] * len(some.messages)
+        for place, one in enumerate(some.own):
+            for member, message in enumerate(some.messages):
+                begin, length = ends[member], some.lengths[member][place]
+                ends[member] += aligned(length)
+                into = self._room_like(one.target) if member else one.target
+                part = self._decode(one, message[begin : begin + length], into)
+                if member == self._rank and one.residual is not None:
+                    one.residual.sub_(part)
+                if self._factors[member] != 1.0:
+                    part.mul_(self._factors[member])
+                if member:
+                    one.target.add_(part)
+
+    def _most_bytes(self, one: _Piece) -> int:
+        if one.kept is None or self._coder is None:
+            return one.target.nbytes
+        return self._coder.most_bytes(tuple(one.target.shape), one.target.dtype)
+
+    def _encode(self, one: _Piece, out: Tensor) -> int:
+        """Write the message of a piece; gives its length. What others get of it, no residual has any more."""
+        if one.kept is None or self._coder is None:
+            out[: one.target.nbytes].copy_(one.wanted.view(torch.uint8))
+            return one.target.nbytes
+        if isinstance(self._coder, Threshold):
+            memory = one.kept.setdefault(one.threshold, new_memory())
+            length = self._coder.encode(one.wanted, out, memory)
+        else:
+            length = self._coder.encode(one.wanted, out, seed=crc32(one.chance.encode()))
+        if one.residual is not None and not one.is_own:
+            one.residual.sub_(self._decode(one, out[:length], self._room_like(one.target)))
+        return length
+
+    def _decode(self, one: _Piece, message: Tensor, into: Tensor) -> Tensor:
+        if one.kept is None or self._coder is None:
+            return into.copy_(message.view(into.dtype))
+        return self._coder.decode(message, tuple(into.shape), into.dtype, out=into)
+
+    def _room_like(self, tensor: Tensor) -> Tensor:
+        """Room for a tensor of that shape; what was there before is lost."""
+        is_alike = (self._room.dtype, self._room.device) == (tensor.dtype, tensor.device)
+        if not is_alike or len(self._room) < tensor.numel():
+            self._room = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        return self._room[: tensor.numel()].view(tensor.shape)
+
+
+def _next(waiting: deque[_Piece], most_bytes: int) -> list[_Piece]:
+    """The next pieces: as many as are no larger together, but at least one if there is one."""
+    found: list[_Piece] = []
+    size = 0
+    while waiting and (not found or size + waiting[0].target.nbytes <= most_bytes):
+        found.append(waiting.popleft())
+        size += found[-1].target.nbytes
+    return found
+
+
+class _Gathered(_Messages):
+    """All members own all pieces."""
+
+    def __init__(self, group: Group, coder: Coder, factors: Sequence[float], sent: SentBytes) -> None:
+        super().__init__(coder, factors, sent, group.rank)
+        self._group = group
+
+    def _send(
+        self, pieces: Sequence[list[_Piece]], lengths: Sequence[list[int]], message: Tensor, ends: list[int]
+    ) -> _UnderWay:
+        group, (own,), (of_own,) = self._group, pieces, lengths
+        of_all = [of_own] * group.size
+        if isinstance(self._coder, Threshold):
+            of_one = torch.tensor(of_own, dtype=torch.int64, device=message.device)
+            found = [torch.empty_like(of_one) for _ in range(group.size)]
+            self._sent.sent += (group.size - 1) * of_one.nbytes
+            group.gather(of_one, found).wait()
+            of_all = [of_member.tolist() for of_member in found]
+        longest = max(sum(map(aligned, of_member)) for of_member in of_all)
+        messages = [torch.empty(longest, dtype=torch.uint8, device=message.device) for _ in range(group.size)]
+        given = message[:longest]  # what one sends is as long as the longest; its end may be anything
+        self._sent.sent += (group.size - 1) * longest
+        return _UnderWay(own, of_all, messages, given, group.gather(given, messages))
+
+
+class _Parted(_Messages):
+    """Each member owns its own pieces, and gets the messages of these alone."""
+
+    def __init__(
+        self, group: SharingGroup, coder: Coder | None, factors: Sequence[float], sent: SentBytes
+    ) -> None:
+        super().__init__(coder, factors, sent, group.rank)
+        self._group = group
+
+    def _send(
+        self, pieces: Sequence[list[_Piece]], lengths: Sequence[list[int]], message: Tensor, ends: list[int]
+    ) -> _UnderWay:
+        group, rank = self._group, self._group.rank
+        self._sent.raw += sum(one.target.nbytes for own in pieces for one in own if not one.is_own)
+        given = [message[begin:end] for begin, end in pairwise(ends)]
+        of_all = self._lengths_of_all(lengths, len(pieces[rank]), message.device)
+        sizes = [sum(map(aligned, of_member)) for of_member in of_all]
+        own_message, given[rank], sizes[rank] = given[rank], message[:0], 0
+        together = torch.cat(given)
+        taken = together.new_empty(sum(sizes))
+        self._sent.sent += together.nbytes
+        pending = group.exchange(together, [*map(len, given)], taken, sizes)
+        messages = [*torch.split(taken, sizes)]
+        messages[rank] = own_message
+        return _UnderWay(pieces[rank], of_all, messages, together, pending)
+
+    def _lengths_of_all(
+        self, lengths: Sequence[list[int]], num_own: int, device: torch.device
+    ) -> list[list[int]]:
+        """How long the messages of this member's pieces are, of every member."""
+        group = self._group
+        if not isinstance(self._coder, Threshold):
+            return [lengths[group.rank]] * group.size
+        given = torch.tensor([one for own in lengths for one in own], dtype=torch.int64, device=device)
+        taken = given.new_empty(group.size * num_own)
+        self._sent.sent += given.nbytes - num_own * given.itemsize
+        group.exchange(given, [*map(len, lengths)], taken, [num_own] * group.size).wait()
+        return [one.tolist() for one in taken.view(group.size, num_own)]
+
+
+# Low rank: factors for all members, and of the product what a member owns.
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A gradient as a matrix, which lies where it is kept, and the left factor of this member's part times
+    its factor. The product belongs into the gradient, or of it the elements in `piece`.
+    """
+
+    name: str
+    view: Tensor
+    kept: dict[str, Tensor]
+    matrix: Tensor
+    left: Tensor
+    seed: int
+    factor: float
+    piece: slice | None
+
+    def put_product(self, left: Tensor, right: Tensor) -> None:
+        """Write the product, or the elements of it that this member owns."""
+        piece = self.piece
+        if piece is None:
+            product(left, right, out=self.view.view(self.matrix.shape))
+        elif piece.start != piece.stop:
+            num_columns = self.matrix.shape[1]
+            first, end = piece.start // num_columns, -(-piece.stop // num_columns)
+            rows = product(left[first:end], right).view(-1)
+            begin = piece.start - first * num_columns
+            self.view.view(-1)[piece] = rows[begin : begin + piece.stop - piece.start]
+
+
+def _matrix_of(
+    name: str,
+    view: Tensor,
+    kept: dict[str, Tensor],
+    rank: int,
+    word: str,
+    factor: float,
+    piece: slice | None = None,
+) -> _Matrix:
+    """What is kept of a gradient as a matrix, with the next factor of the power iteration. If what that goes
+    on from does not fit, it starts again.
+    """
+    matrix, seed = as_matrix(kept.get(RESIDUAL, view)), crc32(f"{word}{_seed_name(name)}".encode())
+    basis = kept.get(BASIS)
+    if basis is None or basis.shape != (matrix.shape[1], rank):
+        basis = first_basis(matrix.shape[1], rank, seed=seed)
+    left = matrix @ basis.to(matrix)
+    return _Matrix(
+        name, view, kept, matrix, left if factor == 1.0 else left.mul_(factor), seed, factor, piece
+    )
+
+
+def _sum_matrices(
+    group: Group, matrices: Sequence[_Matrix], apart: Collection[str], slice_bytes: int, sent: SentBytes
+) -> None:
+    """Sums from left factors that are summed. Residuals become what the replica's own part of them lacks."""
+    lefts = orthonormal_all([one.left for one in matrices])
+    rights = [one.matrix.T @ left for one, left in zip(matrices, lefts, strict=True)]
+    sums = [right * one.factor for one, right in zip(matrices, rights, strict=True)]
+    of_names = {one.name: whole for one, whole in zip(matrices, sums, strict=True)}
+    sum_all(group, of_names, apart, slice_bytes, sent)
+    for one, left, right, whole in zip(matrices, lefts, rights, sums, strict=True):
+        # A residual is the replica's own, and may round as it does.
+        one.matrix.addmm_(left, right.T, alpha=-1)
+        one.put_product(left, whole)
+        one.kept[BASIS] = next_basis(whole, seed=one.seed)
 
 
 def sum_all(
@@ -291,50 +523,6 @@ def sum_all(
             tensor.copy_(piece.view(tensor.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """A gradient as a matrix, which lies where it is kept, and the left factor of this replica's part."""
-
-    own: _Own
-    matrix: Tensor
-    left: Tensor
-    seed: int
-    factor: float
-
-
-def _factors(own: Sequence[_Own], rank: int, factor: float, word: str) -> list[_Factors]:
-    found = []
-    for one in own:
-        matrix, seed = as_matrix(one.wanted), crc32(f"{word}{_seed_name(one.name)}".encode())
-        left = matrix @ _basis(one, matrix, rank, seed)
-        found.append(_Factors(one, matrix, left if factor == 1.0 else left.mul_(factor), seed, factor))
-    return found
-
-
-def _basis(one: _Own, matrix: Tensor, rank: int, seed: int) -> Tensor:
-    """What the power iteration goes on from; where that does not fit, it starts again."""
-    known = one.kept.get(BASIS)
-    if known is None or known.shape != (matrix.shape[1], rank):
-        known = first_basis(matrix.shape[1], rank, seed=seed)
-    return known.to(matrix)
-
-
-def _sum_factors(
-    group: Group, factors: Sequence[_Factors], apart: Collection[str], slice_bytes: int, sent: SentBytes
-) -> None:
-    """Sums from left factors that are summed. Residuals become what the replica's own part of them lacks."""
-    lefts = orthonormal_all([one.left for one in factors])
-    rights = [one.matrix.T @ left for one, left in zip(factors, lefts, strict=True)]
-    sums = [right * one.factor for one, right in zip(factors, rights, strict=True)]
-    of_names = {one.own.name: whole for one, whole in zip(factors, sums, strict=True)}
-    sum_all(group, of_names, apart, slice_bytes, sent)
-    for one, left, right, whole in zip(factors, lefts, rights, sums, strict=True):
-        # A residual is the replica's own, and may round as it does.
-        one.matrix.addmm_(left, right.T, alpha=-1)
-        product(left, whole, out=one.own.view.view(one.matrix.shape))
-        one.own.kept[BASIS] = next_basis(whole, seed=one.seed)
-
-
 def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
     alike: dict[tuple[int, torch.dtype], list[int]] = {}
@@ -346,125 +534,3 @@ def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
         for place, matrix in zip(places, made, strict=True):
             found[place] = matrix
     return found
-
-
-Coder = Threshold | BlockCodec
-
-
-def coder_of(codec: SumCodec) -> Coder:
-    """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
-    if codec.kind is SumKind.THRESHOLD:
-        return Threshold(codec.share, codec.life)
-    return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Messages of some gradients: the lengths of each member's, and the messages, once they are there."""
-
-    own: Sequence[_Own]
-    lengths: Sequence[Sequence[int]]
-    messages: Sequence[Tensor]
-    pending: Pending
-
-
-class _Room:
-    """Memory for a tensor at a time. To get new memory, page by page, takes longer than to decode into it."""
-
-    def __init__(self) -> None:
-        self._flat = torch.empty(0)
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Room for a tensor of that shape; what was there before is lost."""
-        is_alike = (self._flat.dtype, self._flat.device) == (tensor.dtype, tensor.device)
-        if not is_alike or len(self._flat) < tensor.numel():
-            self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        return self._flat[: tensor.numel()].view(tensor.shape)
-
-
-def _gather(
-    group: Group,
-    own: Sequence[_Own],
-    coder: Coder,
-    factors: Sequence[float],
-    slice_bytes: int,
-    sent: SentBytes,
-) -> None:
-    """Messages of all members, some gradients at a time, and their sums."""
-    under_way: deque[_UnderWay] = deque()
-    room = _Room()
-    for some in _in_pieces(own, slice_bytes):
-        if len(under_way) > NUM_IN_FLIGHT:
-            _add_up(under_way.popleft(), coder, group.rank, factors, room)
-        under_way.append(_begin(group, some, coder, sent))
-    while under_way:
-        _add_up(under_way.popleft(), coder, group.rank, factors, room)
-
-
-def _begin(group: Group, own: Sequence[_Own], coder: Coder, sent: SentBytes) -> _UnderWay:
-    """Encode some gradients, and begin to gather all members' messages of them."""
-    device = own[0].view.device
-    most = [coder.most_bytes(tuple(one.view.shape), one.view.dtype) for one in own]
-    message = torch.empty(sum(map(aligned, most)), dtype=torch.uint8, device=device)
-    lengths, end = [], 0
-    for one, room in zip(own, most, strict=True):
-        lengths.append(_encode(coder, one, message[end : end + room]))
-        end += aligned(lengths[-1])
-    of_all = [lengths] * group.size
-    if isinstance(coder, Threshold):
-        of_all = _all_lengths(group, lengths, device, sent)
-    longest = max(sum(map(aligned, of_one)) for of_one in of_all)
-    messages = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(group.size)]
-    message = message[:longest]  # what one sends is as long as the longest; its end may be anything
-    sent.sent += (group.size - 1) * longest
-    return _UnderWay(own, of_all, messages, group.gather(message, messages))
-
-
-def _encode(coder: Coder, one: _Own, out: Tensor) -> int:
-    if isinstance(coder, BlockCodec):
-        return coder.encode(one.wanted, out, seed=crc32(one.word.encode()))
-    return coder.encode(one.wanted, out, one.kept.setdefault(THRESHOLD, new_memory()))
-
-
-def _all_lengths(
-    group: Group, lengths: Sequence[int], device: torch.device, sent: SentBytes
-) -> list[list[int]]:
-    """How long all members' messages are."""
-    own = torch.tensor(lengths, dtype=torch.int64, device=device)
-    of_all = [torch.empty_like(own) for _ in range(group.size)]
-    sent.sent += (group.size - 1) * own.nbytes
-    group.gather(own, of_all).wait()
-    return [of_one.tolist() for of_one in of_all]
-
-
-def _add_up(some: _UnderWay, coder: Coder, rank: int, factors: Sequence[float], room: _Room) -> None:
-    """Decode all members' messages, in their order, on every member."""
-    some.pending.wait()
-    ends = [0] * len(some.messages)
-    for place, one in enumerate(some.own):
-        shape, dtype = tuple(one.view.shape), one.view.dtype
-        for member, message in enumerate(some.messages):
-            begin, length = ends[member], some.lengths[member][place]
-            ends[member] += aligned(length)
-            into = room.like(one.view) if member else one.view
-            part = coder.decode(message[begin : begin + length], shape, dtype, out=into)
-            if member == rank and RESIDUAL in one.kept:
-                one.kept[RESIDUAL].sub_(part)
-            if factors[member] != 1.0:
-                part.mul_(factors[member])
-            if member:
-                one.view.add_(part)
-
-
-def _in_pieces(own: Sequence[_Own], slice_bytes: int) -> Iterator[list[_Own]]:
-    """The gradients, so many together as are no larger than a slice."""
-    some: list[_Own] = []
-    size = 0
-    for one in own:
-        if some and size + one.view.nbytes > slice_bytes:
-            yield some
-            some, size = [], 0
-        some.append(one)
-        size += one.view.nbytes
-    if some:
-        yield some

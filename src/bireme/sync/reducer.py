@@ -17,8 +17,7 @@ from torch import Tensor
 
 from bireme.codec.lowrank import Components, merged
 from bireme.errors import BiremeError
-from bireme.sync.coded import CodedSums, Feedback
-from bireme.sync.coded_parts import PartSums
+from bireme.sync.coded import CodedSums, PartSums
 from bireme.sync.exchange import (
     BatchGradients,
     FactorStream,
@@ -30,6 +29,7 @@ from bireme.sync.exchange import (
     sum_in_slices,
     sum_parts,
 )
+from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, Pending, SharingGroup, SingleRankGroup, Sums
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 

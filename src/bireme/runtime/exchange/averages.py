@@ -22,8 +22,9 @@ from bireme.runtime.exchange.rounds import Offer, RoundSum, SettledRound
 from bireme.runtime.snapshot import piece_name
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coded import RESIDUAL, CodedSums
+from bireme.sync.coded import CodedSums
 from bireme.sync.exchange import FlatViews, SentBytes
+from bireme.sync.feedback import RESIDUAL
 from bireme.sync.quorum.coded_rounds import CodedFlats, bases_in
 from bireme.sync.quorum.ring import Contribution, SumsFlats
 

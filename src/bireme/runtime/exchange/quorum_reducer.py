@@ -15,7 +15,7 @@ from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import pinned_like
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.rounds import BatchOffer, RoundSum, SettledRound
-from bireme.sync.coded import CodedSums, Feedback
+from bireme.sync.coded import CodedSums
 from bireme.sync.coordinator.state import numbers_of_healing
 from bireme.sync.exchange import (
     BatchGradients,
@@ -26,6 +26,7 @@ from bireme.sync.exchange import (
     sum_in_slices,
     sum_parts,
 )
+from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, SharingGroup, Sums
 from bireme.sync.quorum.coded_rounds import CodedFlats, HostStream, bases_in, components_in
 from bireme.sync.quorum.line import NO_DIGEST
