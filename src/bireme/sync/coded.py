@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
-from bireme.codec.description import aligned
+from bireme.codec.description import ALIGNMENT_BYTES
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_description import SumCodec, SumKind
 from bireme.sync.exchange import BatchGradients, SentBytes, held_flags, note_held, sum_flats
@@ -276,6 +276,9 @@ class _Messages(ABC):
     its factor. Without a coder all are sent as they are.
     """
 
+    alignment_bytes = ALIGNMENT_BYTES
+    """Messages begin at multiples of this."""
+
     def __init__(self, coder: Coder | None, factors: Sequence[float], sent: SentBytes, rank: int) -> None:
         self._coder, self._factors, self._sent, self._rank = coder, factors, sent, rank
         # To get new memory, page by page, takes longer than to decode into it.
@@ -302,7 +305,7 @@ class _Messages(ABC):
 
     def _begin(self, pieces: Sequence[list[_Piece]]) -> _UnderWay:
         every = [one for own in pieces for one in own]
-        most = sum(aligned(self._most_bytes(one)) for one in every)
+        most = sum(self._aligned(self._most_bytes(one)) for one in every)
         message = torch.empty(most, dtype=torch.uint8, device=every[0].target.device)
         lengths: list[list[int]] = []
         ends = [0]
@@ -311,7 +314,7 @@ class _Messages(ABC):
             lengths.append([])
             for one in own:
                 lengths[-1].append(self._encode(one, message[end:]))
-                end += aligned(lengths[-1][-1])
+                end += self._aligned(lengths[-1][-1])
             ends.append(end)
         return self._send(pieces, lengths, message, ends)
 
@@ -322,7 +325,7 @@ class _Messages(ABC):
         for place, one in enumerate(some.own):
             for member, message in enumerate(some.messages):
                 begin, length = ends[member], some.lengths[member][place]
-                ends[member] += aligned(length)
+                ends[member] += self._aligned(length)
                 into = self._room_like(one.target) if member else one.target
                 part = self._decode(one, message[begin : begin + length], into)
                 if member == self._rank and one.residual is not None:
@@ -331,6 +334,9 @@ class _Messages(ABC):
                     part.mul_(self._factors[member])
                 if member:
                     one.target.add_(part)
+
+    def _aligned(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.alignment_bytes) * self.alignment_bytes
 
     def _most_bytes(self, one: _Piece) -> int:
         if one.kept is None or self._coder is None:
@@ -392,7 +398,7 @@ class _Gathered(_Messages):
             self._sent.sent += (group.size - 1) * of_one.nbytes
             group.gather(of_one, found).wait()
             of_all = [of_member.tolist() for of_member in found]
-        longest = max(sum(map(aligned, of_member)) for of_member in of_all)
+        longest = max(sum(map(self._aligned, of_member)) for of_member in of_all)
         messages = [torch.empty(longest, dtype=torch.uint8, device=message.device) for _ in range(group.size)]
         given = message[:longest]  # what one sends is as long as the longest; its end may be anything
         self._sent.sent += (group.size - 1) * longest
@@ -401,6 +407,8 @@ class _Gathered(_Messages):
 
 class _Parted(_Messages):
     """Each member owns its own pieces, and gets the messages of these alone."""
+
+    alignment_bytes = 16  # so that what goes as it is can be read as numbers of any kind
 
     def __init__(
         self, group: SharingGroup, coder: Coder | None, factors: Sequence[float], sent: SentBytes
@@ -415,7 +423,7 @@ class _Parted(_Messages):
         self._sent.raw += sum(one.target.nbytes for own in pieces for one in own if not one.is_own)
         given = [message[begin:end] for begin, end in pairwise(ends)]
         of_all = self._lengths_of_all(lengths, len(pieces[rank]), message.device)
-        sizes = [sum(map(aligned, of_member)) for of_member in of_all]
+        sizes = [sum(map(self._aligned, of_member)) for of_member in of_all]
         own_message, given[rank], sizes[rank] = given[rank], message[:0], 0
         together = torch.cat(given)
         taken = together.new_empty(sum(sizes))
