@@ -12,8 +12,8 @@ from bireme.codec.sum_description import DENSE, DENSE_SUMS, GradientForm
 from bireme.model.units import chosen_maps
 from bireme.profile.optimizers import sum_cost_of
 from bireme.profile.profile import save_profile
+from bireme.sync.components import merge_components
 from bireme.sync.exchange import BatchGradients, SentBytes
-from bireme.sync.reducer import merge_components
 from tests.plan.test_plan_sums import cluster
 from tests.support.command import bireme, with_sets
 from tests.support.estimates import estimated_once

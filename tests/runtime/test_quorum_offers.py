@@ -12,7 +12,7 @@ from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.for_others import MOST_FOR_MEMBERS, ForOthers
 from bireme.runtime.exchange.peer_connections import SUM, PeerConnections
-from bireme.runtime.exchange.quorum_reducer import QuorumReducer
+from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.exchange.rounds import MOST_FREE, RoundLine
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, RankId
@@ -39,7 +39,7 @@ def test_a_snapshot_for_another_replica_has_only_what_learns() -> None:
     pipeline = pipeline_of(model, Setting(regression_plan("1f1b", 1)), None)
     agreement = QuorumAgreement(agent, 2, 8, rebuilt=frozen)
     before = agreement.before_updates(
-        cast(QuorumReducer, reducer), pipeline.stages, pipeline.layout, torch.device("cpu"), lambda: 0.5
+        cast(RoundReducer, reducer), pipeline.stages, pipeline.layout, torch.device("cpu"), lambda: 0.5
     )
     for stage in pipeline.stages.values():
         before(stage, 0)

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena, Slots
 from bireme.sync.exchange import BatchGradients, SentBytes, squared_norm, sum_parts
-from bireme.sync.group import CollectiveError, DistGroup, Group, Pending, SingleRankGroup
-from bireme.sync.reducer import Reduced, Reducer, Reduction
+from bireme.sync.group import CollectiveError, DistGroup, Pending, SharingGroup, SingleRankGroup
+from bireme.sync.reducer import GroupReducer, Reduced, Reduction
 from bireme.sync.slices import NUM_IN_FLIGHT, beside_parts
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_processes, run_threads
 
 NOTHING = BatchGradients({}, set())
 
-MakeGroup = Callable[[Sequence[int]], Group | None]
+MakeGroup = Callable[[Sequence[int]], SharingGroup | None]
 
 SHAPES = {"a": (3,), "b": (2, 5), "large": (40, 8), "scalar": (), "z": (7, 1, 2)}
 SMALL_SLICE_BYTES = 160
@@ -56,17 +56,17 @@ def _laid_out(tensors: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) 
     return BatchGradients(views, held, [arena.flat])
 
 
-def _group(make: MakeGroup, ranks: Sequence[int]) -> Group:
+def _group(make: MakeGroup, ranks: Sequence[int]) -> SharingGroup:
     group = make(ranks)
     assert group is not None
     return group
 
 
-def _reducer(rank: int, make: MakeGroup) -> Reducer:
+def _reducer(rank: int, make: MakeGroup) -> GroupReducer:
     left, right, everyone, tied = make(LEFT), make(RIGHT), make(ALL), make(ALL)
     assert everyone is not None
     assert tied is not None
-    return Reducer(
+    return GroupReducer(
         everyone,
         replicas=right if rank % 2 else left,
         tied={"tied": tied},
@@ -131,7 +131,7 @@ def test_replicas_and_tied_copies_are_summed_exactly_while_batches_overlap() -> 
 
 
 def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
-    def make(ranks: Sequence[int]) -> Group | None:
+    def make(ranks: Sequence[int]) -> SharingGroup | None:
         group = dist.new_group(list(ranks))
         return DistGroup(group) if rank in ranks else None
 
@@ -147,7 +147,7 @@ def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
     if rank == 3:
         torch.save(outcome, folder / "last words")
         os.kill(os.getpid(), signal.SIGKILL)
-    reducer = Reducer(doomed)
+    reducer = GroupReducer(doomed)
     reduction = reducer.start(0, NOTHING, loss_sum=0.0)
     with pytest.raises(CollectiveError, match="A sum over the processes 0, 1, 2, 3 failed: ") as caught:
         reducer.finish(reduction)
@@ -175,7 +175,7 @@ def _together(given: Sequence[Mapping[str, Tensor | None]], like: Mapping[str, T
 
     def work(rank: int, make: MakeGroup) -> Outcome:
         counted = None if rank == 0 else ()
-        reducer = Reducer(_group(make, ranks), replicas=_group(make, ranks), counted=counted)
+        reducer = GroupReducer(_group(make, ranks), replicas=_group(make, ranks), counted=counted)
         gradients = _laid_out(given[rank], like)
         reduced = reducer.finish(reducer.start(0, gradients, loss_sum=torch.tensor(0.5)))
         reducer.close()
@@ -245,7 +245,7 @@ def test_a_complex_number_counts_with_both_its_parts() -> None:
 def test_one_replica_gets_back_what_it_gave(in_background: bool) -> None:
     like = {"w": torch.empty(2), "unused": torch.empty(5)}
     gradients = _laid_out({"w": torch.tensor([3.0, 4.0]), "unused": None}, like)
-    reducer = Reducer(SingleRankGroup(), in_background=in_background)
+    reducer = GroupReducer(SingleRankGroup(), in_background=in_background)
     assert not reducer.sums_gradients
     reduction = reducer.start(0, gradients, loss_sum=1.5)
     assert reducer.finish(reduction) == Reduced(loss=1.5, grad_norm=5.0, is_finite=True)
@@ -254,10 +254,9 @@ def test_one_replica_gets_back_what_it_gave(in_background: bool) -> None:
     reducer.close()
 
 
-class _Held:
+class _Held(SingleRankGroup):
     """A group of two, of whom the other brings zeros; its sums are held back until they are let go."""
 
-    rank = 0
     size = 2
 
     def __init__(self) -> None:
@@ -271,13 +270,6 @@ class _Held:
         self.most_under_way = max(self.most_under_way, self.under_way)
         self.messages.append(tensor)
         return _HeldSum(self)
-
-    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
-        return _HeldSum(self)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None: ...
-
-    def barrier(self) -> None: ...
 
 
 class _HeldSum:
@@ -296,7 +288,7 @@ def _ones(num_elements: int = 2) -> BatchGradients:
 
 def test_to_start_batches_waits_for_nothing() -> None:
     group = _Held()
-    reducer = Reducer(SingleRankGroup(), replicas=group)
+    reducer = GroupReducer(SingleRankGroup(), replicas=group)
     under_way = [reducer.start(batch, _ones(), loss_sum=batch) for batch in range(3)]
     group.gate.set()
     assert [reducer.finish(one).loss for one in under_way] == [0.0, 1.0, 2.0]
@@ -306,7 +298,7 @@ def test_to_start_batches_waits_for_nothing() -> None:
 def test_gradients_are_summed_where_they_lie_a_few_slices_at_a_time() -> None:
     group = _Held()
     group.gate.set()
-    reducer = Reducer(SingleRankGroup(), replicas=group, slice_bytes=80)
+    reducer = GroupReducer(SingleRankGroup(), replicas=group, slice_bytes=80)
     gradients = _ones(600)
     reducer.finish(reducer.start(0, gradients, loss_sum=0.0))
     reducer.close()
@@ -365,7 +357,7 @@ class _Beside:
 
 
 def test_a_finished_batch_is_forgotten() -> None:
-    reducer = Reducer(SingleRankGroup())
+    reducer = GroupReducer(SingleRankGroup())
     gradients = _ones()
     reducer.finish(reducer.start(0, gradients, loss_sum=0.0))
     reducer.finish(reducer.start(1, _ones(), loss_sum=0.0))
@@ -377,7 +369,7 @@ def test_a_finished_batch_is_forgotten() -> None:
 
 def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
     group = _Held()
-    reducer = Reducer(SingleRankGroup(), replicas=group)
+    reducer = GroupReducer(SingleRankGroup(), replicas=group)
     first, second = (reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1))
     while not group.messages:
         threading.Event().wait(0.001)
@@ -392,7 +384,7 @@ def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
 
 def test_a_lost_replica_fails_the_batch_and_all_that_follow() -> None:
     fabric = ThreadFabric(2)
-    reducer = Reducer(SingleRankGroup(), replicas=_group(fabric.of(0).group, (0, 1)))
+    reducer = GroupReducer(SingleRankGroup(), replicas=_group(fabric.of(0).group, (0, 1)))
     under_way = [reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1)]
     fabric.lose(1)
     for one in under_way:

@@ -35,7 +35,7 @@ from bireme.runtime.updates import Updates, UpdateSettings
 from bireme.runtime.world import World
 from bireme.schedule.generators.shape import forward_only
 from bireme.sync.group import Group, SingleRankGroup
-from bireme.sync.reducer import Reducer
+from bireme.sync.reducer import GroupReducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class ForwardPipeline:
         """What this rank takes of each batch."""
         transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
         stage_messages = StageMessages(layout.rank_of_stage, boundaries, transport, device)
-        alone = Reducer(SingleRankGroup(), in_background=False)
+        alone = GroupReducer(SingleRankGroup(), in_background=False)
         updates = Updates({}, Batches(), alone, UpdateSettings())  # a program of forwards has none
         interpreter = Interpreter({}, stage_messages, updates, teller(world))
         self._evaluator = Evaluator(stages, layout, interpreter, self._fabric.everyone(), self.cutter)

@@ -17,7 +17,7 @@ from bireme.runtime.stage import Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import Updates
 from bireme.sync.group import MessageGroup
-from bireme.sync.reducer import SumsBatches
+from bireme.sync.reducer import Reducer
 
 # The thresholds of a rank's codecs as sections of a snapshot: `threshold/REPLICA-of-WIDTH/NAME/CODEC`.
 #
@@ -54,7 +54,7 @@ class HeldState:
     balancer: Balancer | None
     _averages: Averages | None
     _stage_messages: StageMessages
-    _reducer: SumsBatches
+    _reducer: Reducer
     _spare: MessageGroup
     _updates: Updates
     _is_running = False

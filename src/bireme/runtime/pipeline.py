@@ -31,7 +31,7 @@ from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.averages import Met
 from bireme.runtime.exchange.diloco import Averaging
 from bireme.runtime.exchange.joining import Donations, join
-from bireme.runtime.exchange.quorum_reducer import QuorumReducer
+from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.gathering import Recorder, Recording, gather_times, timeline_of
 from bireme.runtime.held_state import HeldState
@@ -62,11 +62,11 @@ from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
 from bireme.runtime.world import World
-from bireme.sync.coded import CodedSums, PartSums
+from bireme.sync.coded import sums_through
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
 from bireme.sync.group import Group, SharingGroup, SingleRankGroup
-from bireme.sync.reducer import Reducer, SumsBatches
+from bireme.sync.reducer import GroupReducer, Reducer
 from bireme.timeline.timeline import Timeline
 
 # What a rank takes of each batch: its cutter, from the graph, the plan and the rank's place in it.
@@ -141,7 +141,7 @@ def _reducer_of(
     codec: SumCodec = DENSE,
     agreement: QuorumAgreement | None = None,
     sharers: Sharers | None = None,
-) -> SumsBatches:
+) -> Reducer:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.
 
     Sums over replicas go through `codec`, where these do not agree in another way. Where they are `sharers`
@@ -152,15 +152,15 @@ def _reducer_of(
     if layout.width == 1 and not layout.tied:
         sums = fabric.sums(transport)
         if sums is not None:
-            return Reducer(sums, counted=layout.counted, in_background=False)
+            return GroupReducer(sums, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
-    coded_parts = None
+    of_group = DENSE if layout.width == 1 or agreement is not None else codec
+    how = sums_through(of_group, in_parts=sharers is not None)
     if sharers is not None:
-        coded_parts = None if codec == DENSE or agreement is not None else PartSums(codec)
         # In other groups, for other threads.
         gathers = _replicas(fabric, layout)
         sums = _replicas(fabric, layout) if sharers.gathers else None
-        sharers.join(gathers, sums, device, coded_parts)
+        sharers.join(gathers, sums, device, how)
     if agreement is not None:
         return agreement.reducer(fabric, layout, transport, device, codec, replicas)
     control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
@@ -173,15 +173,13 @@ def _reducer_of(
     if sharers is not None:
         # A rank's stages cut what they share at other places each, so all of it is summed on all replicas.
         tied |= {name: replicas for name in layout.repeated if name not in tied}
-    return Reducer(
+    return GroupReducer(
         control,
         replicas=replicas,
         tied=tied,
         counted=layout.counted,
         device=None if device.type == "cpu" else device,
-        coded=None if codec == DENSE or layout.width == 1 or sharers else CodedSums(codec),
-        sharers=None if sharers is None else replicas,
-        coded_parts=coded_parts,
+        sums=how,
     )
 
 
@@ -340,12 +338,12 @@ class Pipeline(HeldState):
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         norms_of = None
         if self._paging is not None and not self._paging.keeps_gradients:
-            assert isinstance(self._reducer, Reducer), "with an agreement no rank pages"
+            assert isinstance(self._reducer, GroupReducer), "with an agreement no rank pages"
             norms_of = self._reducer.norms_of
         settings = UpdateSettings(lr, clip_norm)
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
-        if isinstance(self._reducer, QuorumReducer):
+        if isinstance(self._reducer, RoundReducer):
             assert agreement is not None, "its reducer is there"
             self._updates.before_update = agreement.before_updates(
                 self._reducer, self.stages, self.layout, self._device, lambda: self._updates.scale
@@ -463,7 +461,7 @@ class Pipeline(HeldState):
             self.restore(saved)
             self._complete()
 
-        if isinstance(self._reducer, QuorumReducer):
+        if isinstance(self._reducer, RoundReducer):
             reducer = self._reducer
             follow = partial(self._updates.follow, start=reducer.follow)
             self.num_trained = reducer.first = join(

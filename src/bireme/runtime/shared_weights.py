@@ -20,8 +20,8 @@ from bireme.runtime.parameter_groups import (
 )
 from bireme.runtime.stepper import Home, Stepper, StepShare
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
-from bireme.sync.coded import PartSums
-from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of, sum_parts
+from bireme.sync.coded import DenseSums, GradientSums
+from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
@@ -43,8 +43,8 @@ class Sharers:
         """What this replica has sent the others in training so far of weights that it makes or keeps."""
         self.summed = SentBytes()
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
-        self.coded: PartSums | None = None
-        """What sums of gradients go through, if they do not go as they are."""
+        self.how: GradientSums = DenseSums(in_parts=True)
+        """How gradients are summed."""
         self._group: SharingGroup | None = None
         self._sums: SharingGroup | None = None
         self._worker: ThreadMover | None = None
@@ -66,11 +66,11 @@ class Sharers:
         group: SharingGroup,
         sums: SharingGroup | None,
         device: torch.device,
-        coded: PartSums | None = None,
+        how: GradientSums | None = None,
     ) -> None:
         """From now on the members can reach each other."""
         self._group, self._sums, self._worker = group, sums, ThreadMover(device)
-        self.coded = coded
+        self.how = how or self.how
 
     def post(self, work: Callable[[], None]) -> CopyJob:
         """Have work done in a thread, one after the other; only that thread uses `sums`."""
@@ -187,12 +187,7 @@ class GradientParts:
     @torch.no_grad()
     def _sum(self, batch: int, gradients: BatchGradients, sharers: Sharers) -> None:
         """Add the sums to what there is of the batch; the rest is not needed from then on."""
-        if sharers.coded is None:
-            sum_parts(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed)
-        else:
-            sharers.coded.sum(
-                sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed, batch=batch
-            )
+        sharers.how.sum(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed, batch=batch)
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:

@@ -17,7 +17,7 @@ from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.coordinator.state import HealTimes, healed_in
 from bireme.sync.exchange import BatchGradients, PieceNorms, squared_norm_of
-from bireme.sync.reducer import OwnPart, Reduced, Reduction, SumsBatches, nothing_more
+from bireme.sync.reducer import OwnPart, Reduced, Reducer, Reduction, nothing_more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Updates:
         self,
         stages: Mapping[int, Stage],
         batches: Batches,
-        reducer: SumsBatches,
+        reducer: Reducer,
         settings: UpdateSettings,
         *,
         norms_of: Callable[[Mapping[str, Tensor]], PieceNorms] | None = None,

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -20,11 +21,19 @@ from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.description import ALIGNMENT_BYTES
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
-from bireme.codec.sum_description import SumCodec, SumKind
-from bireme.sync.exchange import BatchGradients, SentBytes, held_flags, note_held, sum_flats
+from bireme.codec.sum_description import DENSE, SumCodec, SumKind
+from bireme.sync.exchange import (
+    BatchGradients,
+    SentBytes,
+    held_flags,
+    note_held,
+    sum_flats,
+    sum_in_slices,
+    sum_parts,
+)
 from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback, PartFeedback
 from bireme.sync.group import Group, Pending, SharingGroup
-from bireme.sync.slices import NUM_IN_FLIGHT
+from bireme.sync.slices import NUM_IN_FLIGHT, PART_SLICE_BYTES
 
 Coder = Threshold | BlockCodec
 
@@ -34,6 +43,69 @@ def coder_of(codec: SumCodec) -> Coder:
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
     return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
+
+
+class GradientSums(Protocol):
+    """How gradients are summed over a group: whole on all members, or each piece where its owner is; as they
+    are, or through a codec.
+    """
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What was not sent yet, if that is kept."""
+
+    def sum(
+        self,
+        group: SharingGroup,
+        names: Sequence[str],
+        gradients: BatchGradients,
+        slice_bytes: int,
+        sent: SentBytes,
+        *,
+        batch: int,
+    ) -> None:
+        """Sum the gradients of `names`, in place, and mark those that any member had. What a member holds of
+        pieces that others own is of no use afterwards.
+        """
+
+    def settle(self, *, counts: bool) -> None:
+        """The batch is done; what it left is kept if it counts."""
+
+
+class DenseSums:
+    """Gradients are summed as they are, whole or `in_parts`."""
+
+    feedback: Feedback | None = None
+
+    def __init__(self, *, in_parts: bool = False) -> None:
+        self._in_parts = in_parts
+
+    def sum(
+        self,
+        group: SharingGroup,
+        names: Sequence[str],
+        gradients: BatchGradients,
+        slice_bytes: int,
+        sent: SentBytes,
+        *,
+        batch: int,
+    ) -> None:
+        """Sum the gradients of `names`, in place."""
+        del batch
+        if self._in_parts:
+            sum_parts(group, names, gradients, min(slice_bytes, PART_SLICE_BYTES), sent)
+        else:
+            sum_in_slices(group, names, gradients, gradients.flats, slice_bytes, sent)
+
+    def settle(self, *, counts: bool) -> None:
+        """Nothing is kept."""
+
+
+def sums_through(codec: SumCodec, *, in_parts: bool) -> GradientSums:
+    """How a run sums its gradients."""
+    if codec == DENSE:
+        return DenseSums(in_parts=in_parts)
+    return CodedPartSums(codec) if in_parts else CodedSums(codec)
 
 
 class CodedSums:
@@ -153,12 +225,12 @@ class CodedSums:
             views[name].mul_(factor)
 
 
-class PartSums:
+class CodedPartSums:
     """Sums of one rank's gradients through a codec, batch by batch, of which it gets its own parts."""
 
     def __init__(self, codec: SumCodec) -> None:
         self.codec = codec
-        self.feedback = PartFeedback() if codec.has_feedback else None
+        self.feedback: PartFeedback | None = PartFeedback() if codec.has_feedback else None
         """What was not sent yet, where that is kept."""
 
     def sum(
@@ -181,7 +253,11 @@ class PartSums:
         sent.note(group.size, raw=flags.nbytes, sent=flags.nbytes)
         note_held(gradients, names, flags)
         begins = batch >= self.codec.whole_steps
-        coded = {name: gradients.views[name] for name in names if begins and self._codes(gradients, name)}
+        coded = {
+            name: gradients.views[name]
+            for name in names
+            if begins and _codes(self.codec, gradients.views[name])
+        }
         # What no member has a gradient of is opened too, and left as it is.
         kept = (
             {name: {} for name in coded} if self.feedback is None else self.feedback.open_some(batch, coded)
@@ -220,7 +296,7 @@ class PartSums:
 
         parts = (1.0,) * group.size
         owners = [pieces(owner) for owner in range(group.size)]
-        _Parted(group, coder, parts, sent).sum(owners, slice_bytes // group.size)
+        _Parted(group, coder, parts, sent).sum(owners, min(slice_bytes, PART_SLICE_BYTES) // group.size)
 
     def settle(self, *, counts: bool) -> None:
         """The batch is done; what it left is kept if it counts."""

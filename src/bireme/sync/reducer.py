@@ -8,30 +8,28 @@ are, a thread would cost more than that, and the rank's own does it.
 import math
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.codec.lowrank import Components, merged
 from bireme.errors import BiremeError
-from bireme.sync.coded import CodedSums, PartSums
+from bireme.sync.coded import DenseSums, GradientSums
+from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
     BatchGradients,
-    FactorStream,
     PieceNorms,
     SentBytes,
     piece_norms,
     squared_norm,
     squared_norm_of,
     sum_in_slices,
-    sum_parts,
 )
 from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, Pending, SharingGroup, SingleRankGroup, Sums
-from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
+from bireme.sync.slices import SLICE_BYTES
 
 # What the ranks tell each other about a batch, and what comes of it.
 
@@ -93,84 +91,6 @@ def reduced_of(total: Tensor, batch: int, *, num_ranks: int) -> Reduced:
     return Reduced(loss, math.sqrt(norm), math.isfinite(norm), votes, tuple(more))
 
 
-# Sums of gradients that are kept as principal components: stacked over the replicas, and cut to their rank.
-#
-# Every replica gathers all factors. Each merges a share of the weights and gives what it found to the others,
-# so all have the same bits, though products of matrices may differ in the last one from processor to
-# processor.
-
-
-def merge_components(group: Group, gradients: BatchGradients, sent: SentBytes) -> None:
-    """Find the components of the whole batch, of each weight that any member has pairs of."""
-    streams = gradients.streams
-    if group.size == 1:
-        fed = {name: stream for name, stream in streams.items() if stream.num_pairs}
-        found = {name: merged([stream.factors()], stream.rank) for name, stream in fed.items()}
-        gradients.components.update(found)
-        return
-    for dtype in dict.fromkeys(stream.dtype for stream in streams.values()):
-        alike = {name: stream for name, stream in streams.items() if stream.dtype == dtype}
-        gradients.components.update(_merged_over(group, alike, sent))
-
-
-def _merged_over(group: Group, streams: Mapping[str, FactorStream], sent: SentBytes) -> dict[str, Components]:
-    of_all = _gathered(group, streams, sent)
-    found: dict[str, Components] = {}
-    for member in range(group.size):
-        names = list(of_all)[member :: group.size]
-        if not names:
-            continue
-        shapes = [shape for name in names for shape in _shapes(streams[name], values=True)]
-        if member == group.rank:
-            own = [merged(of_all[name], streams[name].rank) for name in names]
-            flat = torch.cat([part.reshape(-1) for one in own for part in (one.left, one.right, one.values)])
-            sent.sent += (group.size - 1) * flat.nbytes
-        else:
-            flat = of_all[names[0]][0][0].new_empty(sum(map(math.prod, shapes)))
-        group.broadcast(flat, member)
-        parts = iter(_cut(flat, shapes))
-        for name in names:
-            left, right, values = next(parts), next(parts), next(parts)
-            found[name] = Components(left, values, right)
-    return found
-
-
-def _gathered(
-    group: Group, streams: Mapping[str, FactorStream], sent: SentBytes
-) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """For each weight that a member has pairs of, the factors of all that have, in the members' order."""
-    parts = [part.reshape(-1) for stream in streams.values() for part in stream.factors()]
-    has_pairs = torch.tensor([float(stream.num_pairs > 0) for stream in streams.values()]).to(parts[0])
-    message = torch.cat([has_pairs, *parts])
-    messages = [torch.empty_like(message) for _ in range(group.size)]
-    pending = group.gather(message, messages)
-    whole_bytes = message.itemsize * sum(math.prod(stream.shape) for stream in streams.values())
-    sent.note(group.size, raw=whole_bytes + has_pairs.nbytes)
-    sent.sent += (group.size - 1) * message.nbytes
-    pending.wait()
-    shapes = [shape for stream in streams.values() for shape in _shapes(stream)]
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for one in messages:
-        holds = one[: len(streams)].tolist()
-        rest = iter(_cut(one[len(streams) :], shapes))
-        for name, has in zip(streams, holds, strict=True):
-            factors = next(rest), next(rest)
-            if has:
-                found.setdefault(name, []).append(factors)
-    return found
-
-
-def _shapes(stream: FactorStream, *, values: bool = False) -> list[tuple[int, ...]]:
-    rows, columns = stream.shape
-    both: list[tuple[int, ...]] = [(rows, stream.rank), (columns, stream.rank)]
-    return [*both, (stream.rank,)] if values else both
-
-
-def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
 More = Callable[[], Sequence[float]]
 """Gives further numbers to be summed over all ranks. It is asked when the batch's gradients are there, by
 whatever thread sums them up.
@@ -201,117 +121,33 @@ class Reduction:
     error: BaseException | None = None
 
 
-class SumsBatches(Protocol):
-    """What brings a batch's gradients together, and the numbers that all ranks must agree on.
-
-    It `weighs` where it finds out by itself if anything in a batch counts.
-    """
-
-    weighs: bool
-    sent: SentBytes
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are summed with other ranks, and so change."""
-
-    @property
-    def summed_apart(self) -> Set[str]:
-        """The parameters that are summed over other ranks than the rest."""
-
-    @property
-    def feedback(self) -> Feedback | None:
-        """What a codec has not sent yet, where it keeps that."""
-
-    def start(
-        self,
-        batch: int,
-        gradients: BatchGradients,
-        *,
-        loss_sum: float | Tensor,
-        stamp: int = 0,
-        votes: float = 0.0,
-        more: More = nothing_more,
-        own: OwnPart | None = None,
-    ) -> Reduction:
-        """Begin with a batch; returns at once."""
-
-    def finish(self, reduction: Reduction) -> Reduced:
-        """Wait for a batch that was started; raises what went wrong."""
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """End what runs in the background."""
-
-
-class Reducer:
-    """Sums up the batches of one rank's stages.
+class Reducer(ABC):
+    """Brings the batches of one rank's stages together, and the numbers that all ranks must agree on.
 
     * `control`: all ranks there are. It takes tensors on the CPU, wherever the gradients are.
-    * `replicas`: the ranks with the same stages, and so the same gradients.
-    * `tied`: parameters that other ranks use in other stages, each with the group of all ranks of all
-      replicas that hold it. They are summed over that instead. One group may serve several.
     * `counted`: the names whose gradients this rank adds to the norm; all if None. Over all ranks each
       parameter must be counted once, though several hold it.
     * `device`: where the gradients are, if that is an accelerator.
-    * `coded`: what sums over the replicas go through, if they do not go as they are. Those of tied parameters
-      always do.
-    * `sharers`: the same ranks as `replicas`, where they share the optimizer: each gets the sums of its own
-      parts of the gradients only, and adds these to the norm.
-    * `coded_parts`: what the sums of these go through, if they do not go as they are.
-
-    Every rank must start the same batches in the same order.
     """
 
-    weighs = False
+    sums_gradients: bool
+    """Whether gradients are summed with other ranks, and so change."""
+    summed_apart: Set[str]
+    """The parameters that are summed over other ranks than the rest."""
+    weighs: bool
+    """Whether it finds out by itself if anything in a batch counts."""
 
-    def __init__(
-        self,
-        control: Sums,
-        *,
-        replicas: Group | None = None,
-        tied: Mapping[str, Group] | None = None,
-        counted: Collection[str] | None = None,
-        in_background: bool = True,
-        device: torch.device | None = None,
-        coded: CodedSums | None = None,
-        sharers: SharingGroup | None = None,
-        coded_parts: PartSums | None = None,
-        slice_bytes: int = SLICE_BYTES,
-    ) -> None:
-        self._control = control
-        self._sharers = sharers
-        self._replicas: Group = sharers or replicas or SingleRankGroup()
-        self._tied = dict(tied or {})
-        self._counted = counted
-        self._device = device
-        self._coded = coded
-        self._coded_parts = coded_parts
-        self._slice_bytes = slice_bytes
+    def __init__(self, control: Sums, counted: Collection[str] | None, device: torch.device | None) -> None:
+        self._control, self._counted, self._device = control, counted, device
         self.sent = SentBytes()
         """What this rank has sent for sums of gradients so far."""
-        self._queue: queue.SimpleQueue[Reduction | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-        if in_background:
-            self._thread = threading.Thread(target=self._work, name="bireme-reducer", daemon=True)
-            self._thread.start()
 
     @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are summed with other ranks, and so change."""
-        return self._replicas.size > 1 or any(group.size > 1 for group in self._tied.values())
-
-    @property
+    @abstractmethod
     def feedback(self) -> Feedback | None:
-        """What a codec has not sent yet, where it keeps that."""
-        coded = self._coded or self._coded_parts
-        return None if coded is None else coded.feedback
+        """What a codec has not sent yet, if it keeps that."""
 
-    @property
-    def summed_apart(self) -> Set[str]:
-        """The parameters that are summed over other ranks than the rest."""
-        return self._tied.keys()
-
+    @abstractmethod
     def start(
         self,
         batch: int,
@@ -328,26 +164,115 @@ class Reducer:
         `loss_sum` is this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`
         and what `more` gives, which is as many numbers on every rank.
         Nothing given may be read or written before `finish`, but by the reducer. `stamp` tells batches apart:
-        where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. All replicas
-        take part, so what this one has of its `own` changes nothing. Raises what went wrong in a batch
-        before.
+        where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. `own` is what
+        this replica has of the batch. Raises what went wrong in a batch before.
         """
-        self._check_usable(batch)
-        reduction = Reduction(batch, gradients, loss_sum, stamp, votes, more)
-        if self._thread is None:
-            self._begin(reduction)
-        else:
-            if self._device is not None:
-                reduction.begin = torch.Event(self._device)
-                reduction.begin.record(torch.accelerator.current_stream(self._device))
-            self._queue.put(reduction)
-        return reduction
 
+    @abstractmethod
     def finish(self, reduction: Reduction) -> Reduced:
         """Wait for a batch that was started; its gradients are sums over all samples of all replicas then.
 
         Raises what went wrong.
         """
+
+    @abstractmethod
+    def close(self, timeout_s: float | None = None) -> None:
+        """End what runs in the background, within that time."""
+
+    def _event(self) -> torch.Event | None:
+        """What the rank's stream has had to do by now, on an accelerator."""
+        if self._device is None:
+            return None
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def _counted_of(self, held: Mapping[str, Tensor]) -> list[Tensor]:
+        """The gradients that this rank adds to the norm."""
+        return [view for name, view in held.items() if self._counted is None or name in self._counted]
+
+    def _squared_norm(self, gradients: BatchGradients) -> float:
+        """This rank's part of the square of the norm of a batch's whole gradients."""
+        if gradients.norms:
+            return squared_norm_of(gradients.norms)
+        held = {name: view for name, view in gradients.views.items() if name in gradients.held}
+        if gradients.parts or gradients.owned:
+            held = {name: view for name, view in held.items() if name in self.summed_apart}
+        # Their values alone have the norm of components.
+        values = {name: one.values for name, one in gradients.components.items()}
+        owned = [view for name, view in gradients.owned.items() if name in gradients.held]
+        return squared_norm([*owned, *self._counted_of(held | values)])
+
+
+class GroupReducer(Reducer):
+    """Sums up batches over fixed groups of ranks; see also `Reducer`.
+
+    * `replicas`: the ranks with the same stages, and so the same gradients.
+    * `tied`: parameters that other ranks use in other stages, each with the group of all ranks of all
+      replicas that hold it. They are summed over that instead, as they are. One group may serve several.
+    * `sums`: how gradients are summed over the replicas. If each gets its own parts of them, it adds these to
+      the norm.
+
+    Every rank must start the same batches in the same order.
+    """
+
+    weighs = False
+
+    def __init__(
+        self,
+        control: Sums,
+        *,
+        replicas: SharingGroup | None = None,
+        tied: Mapping[str, Group] | None = None,
+        counted: Collection[str] | None = None,
+        in_background: bool = True,
+        device: torch.device | None = None,
+        sums: GradientSums | None = None,
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        super().__init__(control, counted, device)
+        self._replicas: SharingGroup = replicas or SingleRankGroup()
+        self._tied = dict(tied or {})
+        self.summed_apart = self._tied.keys()
+        self.sums_gradients = any(group.size > 1 for group in (self._replicas, *self._tied.values()))
+        self._sums = sums or DenseSums()
+        self._slice_bytes = slice_bytes
+        self._queue: queue.SimpleQueue[Reduction | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if in_background:
+            self._thread = threading.Thread(target=self._work, name="bireme-reducer", daemon=True)
+            self._thread.start()
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What a codec has not sent yet, if it keeps that."""
+        return self._sums.feedback
+
+    def start(
+        self,
+        batch: int,
+        gradients: BatchGradients,
+        *,
+        loss_sum: float | Tensor,
+        stamp: int = 0,
+        votes: float = 0.0,
+        more: More = nothing_more,
+        own: OwnPart | None = None,
+    ) -> Reduction:
+        """Begin to sum up a batch; returns at once. All replicas take part, whatever this one has."""
+        self._check_usable(batch)
+        reduction = Reduction(batch, gradients, loss_sum, stamp, votes, more)
+        if self._thread is None:
+            self._begin(reduction)
+        else:
+            reduction.begin = self._event()
+            self._queue.put(reduction)
+        return reduction
+
+    def finish(self, reduction: Reduction) -> Reduced:
+        """Wait for a batch that was started."""
         if self._thread is None:
             self._end(reduction)
         else:
@@ -363,10 +288,6 @@ class Reducer:
     def norms_of(self, held: Mapping[str, Tensor]) -> PieceNorms:
         """The norms of some gradients of a batch that nobody else adds to, for its `BatchGradients`."""
         return piece_norms(self._counted_of(held))
-
-    def _counted_of(self, held: Mapping[str, Tensor]) -> list[Tensor]:
-        """The gradients that this rank adds to the norm."""
-        return [view for name, view in held.items() if self._counted is None or name in self._counted]
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the thread. The batch it is at is worked through, or given up when the groups' timeout is over.
@@ -418,34 +339,15 @@ class Reducer:
         gradients = reduction.gradients
         own = [name for name in gradients.views if name not in self._tied]
         size, sent = self._slice_bytes, self.sent
-        if self._sharers is not None and self._coded_parts is not None:
-            assert isinstance(reduction.batch, int), "batches of a run are numbered"
-            part_bytes = min(size, PART_SLICE_BYTES)
-            self._coded_parts.sum(self._sharers, own, gradients, part_bytes, sent, batch=reduction.batch)
-        elif self._sharers is not None:
-            sum_parts(self._sharers, own, gradients, min(size, PART_SLICE_BYTES), sent)
-        elif self._coded is None:
-            sum_in_slices(self._replicas, own, gradients, gradients.flats, size, sent)
-        else:
-            self._coded.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
+        self._sums.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
         if gradients.streams:
             merge_components(self._replicas, gradients, sent)
         for group, names in self._tied_groups():
             views = [gradients.views[name] for name in names]
             sum_in_slices(group, names, gradients, views, size, sent)
-        if gradients.norms:
-            squared = squared_norm_of(gradients.norms)
-        else:
-            held = {name: view for name, view in gradients.views.items() if name in gradients.held}
-            # Their values alone have the norm of components.
-            values = {name: one.values for name, one in gradients.components.items()}
-            if self._sharers is not None:
-                held = {name: view for name, view in held.items() if name in self._tied}
-            owned = [view for name, view in gradients.owned.items() if name in gradients.held]
-            squared = squared_norm([*owned, *self._counted_of(held | values)])
         numbers = reduction.numbers = numbers_of(
             loss_sum=reduction.loss_sum,
-            squared_norm=squared,
+            squared_norm=self._squared_norm(gradients),
             stamp=reduction.stamp,
             votes=reduction.votes,
             more=reduction.more(),
@@ -457,9 +359,7 @@ class Reducer:
         assert reduction.numbers is not None, "what has begun has numbers"
         reduction.pending.wait()
         reduction.reduced = reduced_of(reduction.numbers, reduction.batch, num_ranks=self._control.size)
-        for coded in (self._coded, self._coded_parts):
-            if coded is not None:
-                coded.settle(counts=reduction.reduced.is_finite)
+        self._sums.settle(counts=reduction.reduced.is_finite)
 
     def _tied_groups(self) -> list[tuple[Group, list[str]]]:
         """The groups of tied parameters, in an order that no two ranks can disagree about.

@@ -15,7 +15,7 @@ from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator, properties_of
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.joining import Donations
-from bireme.runtime.exchange.quorum_reducer import QuorumReducer, SiteSums, TiedSums
+from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import feedback_sections
@@ -34,7 +34,7 @@ class _Digests:
     """
 
     def __init__(
-        self, reducer: QuorumReducer, stages: Mapping[int, Stage], device: torch.device, every: int
+        self, reducer: RoundReducer, stages: Mapping[int, Stage], device: torch.device, every: int
     ) -> None:
         self._reducer, self._stages, self._every = reducer, stages, every
         # The arithmetic of another kind of device may differ in the last bit.
@@ -101,7 +101,7 @@ class QuorumAgreement:
         device: torch.device,
         codec: SumCodec = DENSE,
         sharers: SharingGroup | None = None,
-    ) -> QuorumReducer:
+    ) -> RoundReducer:
         """What brings the batches of a rank together; sums over replicas go through `codec`. In a site
         `sharers` are the ranks that share what this one has.
         """
@@ -116,21 +116,21 @@ class QuorumAgreement:
         if sharers is not None:
             # A rank's stages cut what they share at other places each, so all of it is summed everywhere.
             tied |= {name: sharers for name in layout.repeated if name not in tied}
-        return QuorumReducer(
+        return RoundReducer(
             control,
             self.agent,
             num_replicas=self.num_replicas,
             speaks=layout.rank == 0,
             device=None if device.type == "cpu" else device,
             counted=layout.counted,
-            tied=TiedSums(tied),
+            tied=tied,
             codec=codec,
-            site=None if sharers is None else SiteSums(sharers, tied),
+            site=sharers,
         )
 
     def before_updates(
         self,
-        reducer: QuorumReducer,
+        reducer: RoundReducer,
         stages: Mapping[int, Stage],
         layout: Layout,
         device: torch.device,

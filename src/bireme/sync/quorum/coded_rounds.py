@@ -4,62 +4,19 @@ Whoever contributes, and to what, is the same for all of them: gradients, weight
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from bireme.codec.lowrank import Components
 from bireme.codec.sum_description import DENSE
 from bireme.sync.coded import CodedSums
-from bireme.sync.exchange import BatchGradients, FactorStream, FlatViews, SentBytes
+from bireme.sync.components import HostStream, labelled, merge_components
+from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes
 from bireme.sync.group import Group
 from bireme.sync.quorum.ring import Contribution
-from bireme.sync.reducer import merge_components
 from bireme.sync.slices import SLICE_BYTES
 
-_BASIS, _COMPONENTS = "basis", "components"
-_PARTS = ("left", "values", "right")
-
-
-@dataclass(frozen=True, slots=True)
-class HostStream:
-    """The factors of a gradient that is kept as principal components, on the host, times a factor."""
-
-    own: FactorStream
-    left: Tensor
-    right: Tensor
-    factor: float = 1.0
-
-    @classmethod
-    def of(cls, own: FactorStream) -> "HostStream":
-        """A copy of a stream's factors, or these if they are on the host."""
-        left, right = own.factors()
-        return cls(own, left.to("cpu"), right.to("cpu"))
-
-    @property
-    def num_pairs(self) -> int:
-        """The pairs that the stream was fed."""
-        return self.own.num_pairs
-
-    @property
-    def rank(self) -> int:
-        """The number of components."""
-        return self.own.rank
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the gradient as a matrix."""
-        return self.own.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the factors."""
-        return self.own.dtype
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is this member's part of the sum."""
-        return self.left if self.factor == 1.0 else self.left * self.factor, self.right
+_BASIS = "basis"
 
 
 class CodedFlats:
@@ -90,10 +47,7 @@ class CodedFlats:
         # Contributions that do not say so have all of their tensors.
         holds = own.holds or bytes([1]) * len(names)
         held = {name for name, one in zip(names, holds, strict=True) if one}
-        streams = {
-            name: HostStream(one.own, one.left, one.right, factors[group.rank])
-            for name, one in self.streams.items()
-        }
+        streams = {name: replace(one, factor=factors[group.rank]) for name, one in self.streams.items()}
         gradients = BatchGradients(self._views.in_(into), held, into, streams=streams)
         for flat, mine in zip(into, own.flats, strict=True):
             flat.copy_(mine)
@@ -113,20 +67,10 @@ class CodedFlats:
         if streams:
             merge_components(group, gradients, self._sent)
         more = {f"{_BASIS}/{name}": one for name, one in coded.common.items()}
-        for name, found in gradients.components.items():
-            more |= {f"{_COMPONENTS}/{name}/{part}": getattr(found, part) for part in _PARTS}
+        more |= labelled(gradients.components)
         return bytes(name in gradients.held for name in names) if own.holds else b"", more
 
 
 def bases_in(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The bases of low rank that belong to a sum, by the name of the tensor."""
     return {key.partition("/")[2]: one for key, one in more.items() if key.startswith(f"{_BASIS}/")}
-
-
-def components_in(more: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Components]:
-    """The components that belong to a sum, by the name of the weight."""
-    names = {key.split("/", 1)[1].rpartition("/")[0] for key in more if key.startswith(f"{_COMPONENTS}/")}
-    return {
-        name: Components(*(more[f"{_COMPONENTS}/{name}/{part}"].to(device or "cpu") for part in _PARTS))
-        for name in sorted(names)
-    }

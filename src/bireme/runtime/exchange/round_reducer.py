@@ -1,12 +1,13 @@
 """The end of a batch where replicas may die: its gradients are summed by rounds, its norm in the pipeline.
 
-It is in the place of a `Reducer`. The agent's thread gets the committed sum of a batch while the rank goes
+The agent's thread gets the committed sum of a batch while the rank goes
 on; the few numbers that all ranks of the replica must agree on follow over the pipeline's own lines.
 """
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,25 +17,26 @@ from bireme.devices import pinned_like
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.rounds import BatchOffer, RoundSum, SettledRound
 from bireme.sync.coded import CodedSums
+from bireme.sync.components import HostStream, components_in
 from bireme.sync.coordinator.state import numbers_of_healing
 from bireme.sync.exchange import (
     BatchGradients,
     FlatViews,
     SentBytes,
     held_flags,
-    squared_norm,
     sum_in_slices,
     sum_parts,
 )
 from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, SharingGroup, Sums
-from bireme.sync.quorum.coded_rounds import CodedFlats, HostStream, bases_in, components_in
+from bireme.sync.quorum.coded_rounds import CodedFlats, bases_in
 from bireme.sync.quorum.line import NO_DIGEST
 from bireme.sync.quorum.ring import Contribution
 from bireme.sync.reducer import (
     More,
     OwnPart,
     Reduced,
+    Reducer,
     Reduction,
     nothing_more,
     numbers_of,
@@ -47,74 +49,36 @@ from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 # For the coordinator a site is one replica. Its ranks first add up their gradients, each its own part, in the
 # agent's thread. Then each rank has rounds about its part with the same rank of the other sites. Ranks of a
 # site prepare every batch together, so none leaves out one that has been committed without the site.
+#
+# Parameters that stages of several ranks of a replica or site share, each with the group of all its ranks
+# that hold it: their gradients are added up within it. That follows the sum over replicas, on copies, in the
+# agent's thread. All ranks of a replica get the committed sums in the same order, so they meet here in the
+# same order too.
 
 
-class SiteSums:
-    """The sums within a site, over the replicas of one rank's stages. Those of `tied` parameters are made
-    later, over all ranks of the site that hold them.
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A batch: what was offered, what is contributed, the whole gradients of tied parameters once they are
+    there, and whether it is known if the batch counts, which residuals depend on.
     """
 
-    def __init__(self, group: SharingGroup, tied: Collection[str]) -> None:
-        self._group, self._tied = group, frozenset(tied)
-
-    def own(self, gradients: BatchGradients) -> BatchGradients:
-        """What this rank contributes of a batch: the pieces that it owns, and tied parameters. They lie where
-        they do in `gradients`; which are held is known after `add_up`.
-        """
-        tied = {name: gradients.views[name] for name in sorted(self._tied)}
-        return BatchGradients({**gradients.owned, **tied}, set(), [*gradients.owned_flats, *tied.values()])
-
-    @torch.no_grad()
-    def add_up(self, gradients: BatchGradients, own: BatchGradients, sent: SentBytes) -> None:
-        """Sum a batch over the site. All its ranks must call it."""
-        names = [name for name in gradients.views if name not in self._tied]
-        sum_parts(self._group, names, gradients, PART_SLICE_BYTES, sent)
-        own.held.update(gradients.held & own.views.keys())
+    offer: BatchOffer
+    contributed: BatchGradients
+    tied: BatchGradients | None = None
+    is_known: threading.Event = field(default_factory=threading.Event)
 
 
-# Parameters that stages of several ranks of a replica share: their gradients are added up within it.
-#
-# That follows the sum over replicas, on copies, in the agent's thread. All ranks of a replica get the
-# committed sums in the same order, so they meet here in the same order too.
-
-
-class TiedSums:
-    """The tied parameters of one rank, each with the group of all ranks of the replica that hold it."""
-
-    def __init__(self, groups: Mapping[str, Group]) -> None:
-        self._groups = {name: groups[name] for name in sorted(groups)}
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    @property
-    def names(self) -> Set[str]:
-        """The tied parameters."""
-        return self._groups.keys()
-
-    def sum(self, gradients: BatchGradients, flats: Sequence[Tensor], held: set[str]) -> BatchGradients:
-        """The whole gradients of these parameters, from those in `flats`, which lie as `gradients` do."""
-        own = {name: gradients.views[name] for name in self._groups}
-        views = FlatViews.of(own, gradients.flats).in_(flats)
-        copies = {name: view.clone() for name, view in views.items()}
-        found = BatchGradients(copies, held & copies.keys())
-        for name, group in self._groups.items():
-            sum_in_slices(group, [name], found, [copies[name]], SLICE_BYTES, SentBytes())
-        return found
-
-
-class QuorumReducer:
-    """Gets the sums of one rank's batches. `num_replicas` there are in all, of which this is `replica`.
+class RoundReducer(Reducer):
+    """Gets the sums of one rank's batches over replicas that may die, of which there are `num_replicas`.
 
     `control` are the ranks of this replica, and `speaks` whether this one speaks for it where one must. It
     adds the gradients of `counted` parameters to the norm, and the pieces that it owns; those that are `tied`
     are summed within the replica too. Sums over replicas go through `codec`. Where each of these replicas is
-    a site of several, `site` makes the sums within it.
+    a site of several, `site` are the ranks that share what this one has.
     """
 
     sums_gradients = True
     weighs = True
-    """Whether it finds out by itself if anything in a batch counts."""
 
     def __init__(
         self,
@@ -125,26 +89,19 @@ class QuorumReducer:
         speaks: bool,
         device: torch.device | None,
         counted: Collection[str],
-        tied: TiedSums,
+        tied: Mapping[str, Group],
         codec: SumCodec = DENSE,
-        site: SiteSums | None = None,
+        site: SharingGroup | None = None,
     ) -> None:
+        super().__init__(control, counted, device)
         self.agent = agent
-        self._site = site
-        self._control = control
-        self._num_replicas = num_replicas
-        self._speaks = speaks
-        self._device = device
-        self._counted, self._tied = frozenset(counted), tied
+        self._site, self._num_replicas, self._speaks = site, num_replicas, speaks
+        self._tied = {name: tied[name] for name in sorted(tied)}
+        # In a site tied parameters are not cut into parts; else none is summed over other ranks.
+        self.summed_apart = frozenset() if site is None else self._tied.keys()
         self._coded = None if codec == DENSE else CodedSums(codec)
-        self._verdicts: dict[int, threading.Event] = {}
-        """Set once it is known whether a batch counts, which residuals depend on."""
-        self._last_verdict: threading.Event | None = None
-        self._whole: dict[int, BatchGradients] = {}
-        """The sums of tied parameters, by batch."""
-        self.sent = SentBytes()
-        self._offers: dict[int, tuple[BatchOffer, BatchGradients]] = {}
-        """What is under way, with what is contributed to it."""
+        self._under_way: dict[int, _UnderWay] = {}
+        self._last_known: threading.Event | None = None
         self.first = 0
         """The first batch that this replica has a part in."""
         self.digest = NO_DIGEST
@@ -156,11 +113,6 @@ class QuorumReducer:
     def feedback(self) -> Feedback | None:
         """What a codec has not sent yet, if it keeps that."""
         return None if self._coded is None else self._coded.feedback
-
-    @property
-    def summed_apart(self) -> Set[str]:
-        """In a site tied parameters are not cut into parts; else none is summed over other ranks."""
-        return frozenset() if self._site is None else self._tied.names
 
     def start(
         self,
@@ -177,27 +129,24 @@ class QuorumReducer:
         `finish`. `more` gives the seconds that this rank was busy with it.
         """
         assert own is not None, "a replica that may be alone must know what it has"
-        site = self._site
-        contributed = gradients if site is None else site.own(gradients)
+        contributed = self._contributed(gradients)
         how = self._how(batch, contributed)
-        holds = _holds(gradients) if site is None else b""
+        holds = _holds(gradients) if self._site is None else b""
         samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
         samples[self.agent.own.replica] = float(own.num_samples)
         firsts[self.agent.own.replica] = float(self.first)
         ready, digest = self._event(), self.digest
 
         def make() -> Contribution:
-            if site is not None:
-                if ready is not None:
-                    ready.synchronize()
-                site.add_up(gradients, contributed, self.sent)
+            if ready is not None:
+                ready.synchronize()
+            if self._site is not None:
+                self._add_up(self._site, gradients, contributed)
             if how is not None and gradients.streams:
-                if ready is not None:
-                    ready.synchronize()
                 how.streams = {name: HostStream.of(one) for name, one in gradients.streams.items()}
             return Contribution(
-                self._on_host(contributed.flats, ready),
-                holds if site is None else _holds(contributed),
+                self._on_host(contributed.flats),
+                holds if self._site is None else _holds(contributed),
                 own.weight,
                 own.nominal,
                 (float(loss_sum),),
@@ -206,44 +155,37 @@ class QuorumReducer:
             )
 
         offer = BatchOffer(make, busy_s=lambda: sum(more()), how=how)
-        return self._begun(batch, gradients, contributed, offer, stamp)
+        return self._begun(batch, gradients, _UnderWay(offer, contributed), stamp)
 
     def follow(self, batch: int, gradients: BatchGradients) -> Reduction:
         """Have the sum of a batch that this replica has no part in."""
-        contributed = gradients if self._site is None else self._site.own(gradients)
-        return self._begun(batch, gradients, contributed, BatchOffer(None))
+        return self._begun(batch, gradients, _UnderWay(BatchOffer(None), self._contributed(gradients)))
 
     @torch.no_grad()
     def finish(self, reduction: Reduction) -> Reduced:
-        """Wait until a batch is committed; its gradients are the committed sum then.
-
-        Raises what went wrong.
-        """
-        gradients = reduction.gradients
-        offer, contributed = self._offers.pop(reduction.batch)
-        settled = self.agent.wait_for_batch(offer)
+        """Wait until a batch is committed; its gradients are the committed sum then."""
+        gradients, own = reduction.gradients, self._under_way.pop(reduction.batch)
+        settled = self.agent.wait_for_batch(own.offer)
         result, summed = settled.result, settled.summed
-        for flat, found in zip(contributed.flats, result.flats, strict=True):
+        for flat, found in zip(own.contributed.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
-        if offer.how is None:
+        if own.offer.how is None:
             self.sent.note(max(len(settled.parts), 1), raw=result.num_bytes, sent=result.num_bytes)
         self._use_up(result)
         gradients.components.update(components_in(summed.more, self._device))
-        held = {*_names(contributed, summed.holds)}
-        if (whole := self._whole.pop(reduction.batch, None)) is not None:
-            held |= whole.held
-            for name, view in whole.views.items():
+        held = {*_names(own.contributed, summed.holds)}
+        if own.tied is not None:
+            held |= own.tied.held
+            for name, view in own.tied.views.items():
                 gradients.views[name].copy_(view)
-        gradients.held.difference_update(contributed.views)  # the rest are pieces of other ranks of the site
+        gradients.held.difference_update(
+            own.contributed.views
+        )  # the rest are pieces of other ranks of the site
         gradients.held.update(held)
-        held &= self._counted | gradients.owned.keys()
-        counted = [view for name, view in contributed.views.items() if name in held]
-        # Their values alone have the norm of components.
-        counted += [one.values for name, one in gradients.components.items() if name in self._counted]
         votes, *facts = summed.numbers
         numbers = numbers_of(
             loss_sum=summed.means[0],
-            squared_norm=squared_norm(counted),
+            squared_norm=self._squared_norm(gradients),
             stamp=reduction.stamp,
             votes=votes,
             more=[summed.weight, *facts] if self._speaks else [0.0] * (1 + len(facts)),
@@ -253,7 +195,7 @@ class QuorumReducer:
         if not summed.weight:
             # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
             reduced = Reduced(math.nan, 0.0, False, reduced.votes, reduced.more)
-        self._settle(reduction.batch, settled, is_counted=reduced.is_finite)
+        self._settle(own, settled, is_counted=reduced.is_finite)
         return reduced
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -261,27 +203,46 @@ class QuorumReducer:
         del timeout_s
         self._settle_copies()
 
-    def _begun(
-        self,
-        batch: int,
-        gradients: BatchGradients,
-        contributed: BatchGradients,
-        offer: BatchOffer,
-        stamp: int = 0,
-    ) -> Reduction:
+    def _begun(self, batch: int, gradients: BatchGradients, own: _UnderWay, stamp: int = 0) -> Reduction:
         def after(settled: SettledRound) -> None:
             if self.agent.own.replica in settled.parts:
                 self.agent.heal_times = None  # the others have it now
             if self._tied:
-                held = set(_names(contributed, settled.summed.holds))
-                self._whole[batch] = self._tied.sum(contributed, settled.result.flats, held)
+                own.tied = self._sum_tied(own.contributed, settled)
 
-        offer.may_make, offer.is_joint, offer.after = self._last_verdict, self._site is not None, after
-        self._offers[batch] = offer, contributed
+        offer = own.offer
+        offer.may_make, offer.is_joint, offer.after = self._last_known, self._site is not None, after
+        self._under_way[batch] = own
         if self.feedback is not None:
-            self._last_verdict = self._verdicts[batch] = threading.Event()
-        self.agent.offer_batch(batch, offer, contributed.flats)
+            self._last_known = own.is_known
+        self.agent.offer_batch(batch, offer, own.contributed.flats)
         return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
+
+    def _contributed(self, gradients: BatchGradients) -> BatchGradients:
+        """What this rank contributes of a batch: in a site the pieces that it owns, and tied parameters. They
+        lie where they do in `gradients`; which are held is known once the site has added up.
+        """
+        if self._site is None:
+            return gradients
+        tied = {name: gradients.views[name] for name in self._tied}
+        return BatchGradients({**gradients.owned, **tied}, set(), [*gradients.owned_flats, *tied.values()])
+
+    @torch.no_grad()
+    def _add_up(self, site: SharingGroup, gradients: BatchGradients, contributed: BatchGradients) -> None:
+        """Sum a batch over the site. All its ranks call it."""
+        names = [name for name in gradients.views if name not in self._tied]
+        sum_parts(site, names, gradients, PART_SLICE_BYTES, self.sent)
+        contributed.held.update(gradients.held & contributed.views.keys())
+
+    def _sum_tied(self, contributed: BatchGradients, settled: SettledRound) -> BatchGradients:
+        """The whole gradients of tied parameters, from those of this rank in a committed sum."""
+        own = {name: contributed.views[name] for name in self._tied}
+        views = FlatViews.of(own, contributed.flats).in_(settled.result.flats)
+        held = own.keys() & _names(contributed, settled.summed.holds)
+        found = BatchGradients({name: view.clone() for name, view in views.items()}, held)
+        for name, group in self._tied.items():
+            sum_in_slices(group, [name], found, [found.views[name]], SLICE_BYTES, SentBytes())
+        return found
 
     def _heal_numbers(self) -> list[float]:
         return numbers_of_healing(self.agent.heal_times, self.agent.own.replica, self._num_replicas)
@@ -293,7 +254,7 @@ class QuorumReducer:
         views = FlatViews.of(gradients.views, gradients.flats)
         return CodedFlats(batch, views, self._coded, self.sent)
 
-    def _settle(self, batch: int, settled: SettledRound, *, is_counted: bool) -> None:
+    def _settle(self, own: _UnderWay, settled: SettledRound, *, is_counted: bool) -> None:
         """Keep what a batch has left of its codec, now that it is known whether the batch counts.
 
         A member that has the sum from another one does not know which of its messages were in it: what it had
@@ -304,22 +265,13 @@ class QuorumReducer:
         is_own = settled.is_own and settled.result.is_own
         common = bases_in(settled.summed.more) if is_counted and not is_own else None
         self._coded.settle(counts=is_counted and is_own, common=common)
-        self._verdicts.pop(batch).set()
+        own.is_known.set()
         self.agent.poke()
 
-    def _event(self) -> torch.Event | None:
-        """What the rank's stream has had to do by now, on an accelerator."""
-        if self._device is None:
-            return None
-        event = torch.Event(self._device)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
-
-    def _on_host(self, flats: Sequence[Tensor], ready: torch.Event | None) -> Sequence[Tensor]:
+    def _on_host(self, flats: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients as others are sent them. Called from the agent's thread."""
-        if ready is None:
+        if self._device is None:
             return flats
-        ready.synchronize()
         found = [*map(pinned_like, flats)]
         for target, flat in zip(found, flats, strict=True):
             target.copy_(flat, non_blocking=True)
