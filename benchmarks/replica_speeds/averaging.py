@@ -22,7 +22,7 @@ from bireme.balance import ShareLimits
 from bireme.plan.plan import Plan
 from bireme.runtime.coordinator_client import LazyCoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.diloco import Averaging
+from bireme.runtime.exchange.averages import Averaging
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline

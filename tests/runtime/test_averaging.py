@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bireme.model.part import LoraPart, TrainedPart
 from bireme.plan.plan import Plan
-from bireme.runtime.exchange.diloco import DilocoSettings, num_due
+from bireme.runtime.exchange.averages import DilocoSettings
+from bireme.runtime.exchange.diloco import num_due
 from bireme.sync.coordinator.groups import Arrived
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.state import Paces

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bireme.plan.plan import Plan
-from bireme.runtime.exchange.diloco import DilocoSettings
+from bireme.runtime.exchange.averages import DilocoSettings
 from tests.runtime.test_averaging import assert_as_expected, patient
 from tests.runtime.test_coded_sums import WIDTH, layers, tolerance_of
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps

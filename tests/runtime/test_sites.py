@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.runtime.exchange.diloco import DilocoSettings
+from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.sync.coordinator.messages import RankId
 from tests.runtime.test_averaging import BATCH, MARKS, assert_as_expected, data_for
 from tests.runtime.test_averaging import patient as patient

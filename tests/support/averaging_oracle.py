@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.runtime.exchange.diloco import DilocoSettings
+from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.sync.coordinator.messages import GroupMember, RankId
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.coded_oracle import CodedOracle

@@ -15,7 +15,7 @@ from torch import Tensor
 from bireme.balance import ShareLimits
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.diloco import Averaging, DilocoSettings
+from bireme.runtime.exchange.averages import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import Deal, GroupMember, RankId, SamplePlaces

@@ -21,7 +21,7 @@ from bireme.codec.description import BoundaryCodecs
 from bireme.plan.plan import Plan
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.diloco import DilocoSettings
+from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
 from bireme.sync.coordinator.messages import RankId, SamplePlaces

@@ -28,8 +28,8 @@ from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
 from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
 from bireme.runtime.exchange.agreement import QuorumAgreement
-from bireme.runtime.exchange.averages import Met
-from bireme.runtime.exchange.diloco import Averaging
+from bireme.runtime.exchange.averages import Averaging, Met
+from bireme.runtime.exchange.diloco import averages_of
 from bireme.runtime.exchange.joining import Donations, join
 from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
@@ -144,15 +144,13 @@ def _reducer_of(
 ) -> Reducer:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.
 
-    Sums over replicas go through `codec`, where these do not agree in another way. Where they are `sharers`
-    of the optimizer, these are joined, and each replica gets the sums of its own parts.
+    Sums over replicas go through `codec`. Where these are `sharers` of the optimizer, they are joined, and
+    each replica gets the sums of its own parts. With an `agreement` they are a site, whose sums with others
+    go through the codec.
     """
-    if agreement is not None and sharers is None:
-        return agreement.reducer(fabric, layout, transport, device, codec)
-    if layout.width == 1 and not layout.tied:
-        sums = fabric.sums(transport)
-        if sums is not None:
-            return GroupReducer(sums, counted=layout.counted, in_background=False)
+    quick = fabric.sums(transport) if layout.width == 1 and (agreement or not layout.tied) else None
+    if quick is not None and agreement is None:
+        return GroupReducer(quick, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
     of_group = DENSE if layout.width == 1 or agreement is not None else codec
     how = sums_through(of_group, in_parts=sharers is not None)
@@ -161,9 +159,7 @@ def _reducer_of(
         gathers = _replicas(fabric, layout)
         sums = _replicas(fabric, layout) if sharers.gathers else None
         sharers.join(gathers, sums, device, how)
-    if agreement is not None:
-        return agreement.reducer(fabric, layout, transport, device, codec, replicas)
-    control = fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup()
+    control = quick or (fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup())
     assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
     of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
@@ -173,13 +169,21 @@ def _reducer_of(
     if sharers is not None:
         # A rank's stages cut what they share at other places each, so all of it is summed on all replicas.
         tied |= {name: replicas for name in layout.repeated if name not in tied}
-    return GroupReducer(
+    at = None if device.type == "cpu" else device
+    if agreement is None:
+        return GroupReducer(
+            control, replicas=replicas, tied=tied, counted=layout.counted, device=at, sums=how
+        )
+    return RoundReducer(
         control,
-        replicas=replicas,
-        tied=tied,
+        agreement.agent,
+        num_replicas=agreement.num_replicas,
+        speaks=layout.rank == 0,
+        device=at,
         counted=layout.counted,
-        device=None if device.type == "cpu" else device,
-        sums=how,
+        tied=tied,
+        codec=codec,
+        site=None if sharers is None else replicas,
     )
 
 
@@ -352,7 +356,7 @@ class Pipeline(HeldState):
         self._stage_messages = StageMessages(ranks, self._boundaries, transport, self._device, self.codecs)
         self._averages = None
         if averaging is not None:
-            averages = self._averages = averaging.averages(self.stages, self.layout, self._device)
+            averages = self._averages = averages_of(averaging, self.stages, self.layout, self._device)
             donations = Donations(
                 averaging.agent,
                 self.stages,

@@ -4,10 +4,10 @@ Collectives on one group are matched by the order of the calls, so every member 
 same order, and a group belongs to one thread of its process. Nothing here knows what the numbers mean.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 from bireme.devices import staged
 
 _UNUSED_TAG = 2**31 - 1
+
+_Result = TypeVar("_Result")
 
 
 class AbortedError(Exception):
@@ -135,79 +137,66 @@ class DistGroup:
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
         here = staged(tensor)
-        try:
-            work = dist.all_reduce(here, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._failed("sum", error) from error
-        return self._under_way("sum", work, [(here, tensor)])
+        return self._begun(
+            "sum", lambda group: dist.all_reduce(here, group=group, async_op=True), [(here, tensor)]
+        )
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors."""
         here = [staged(one) for one in into]
-        try:
-            work = dist.all_gather(here, staged(tensor), group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._failed("gathering", error) from error
-        return self._under_way("gathering", work, zip(here, into, strict=True))
+        return self._begun(
+            "gathering",
+            lambda group: dist.all_gather(here, staged(tensor), group=group, async_op=True),
+            [*zip(here, into, strict=True)],
+        )
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Pending:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
-        itemsize, here = given.itemsize, staged(taken)
-        try:
-            # As bytes, because gloo does not know all types.
-            work = dist.all_to_all_single(
+        here = staged(taken)
+        # As bytes, because gloo does not know all types.
+        return self._begun(
+            "exchange",
+            lambda group: dist.all_to_all_single(
                 here.view(torch.uint8),
                 staged(given).view(torch.uint8),
-                [itemsize * length for length in taken_lengths],
-                [itemsize * length for length in lengths],
-                group=self._group,
+                [given.itemsize * length for length in taken_lengths],
+                [given.itemsize * length for length in lengths],
+                group=group,
                 async_op=True,
-            )
-        except RuntimeError as error:
-            raise self._failed("exchange", error) from error
-        return self._under_way("exchange", work, [(here, taken)])
+            ),
+            [(here, taken)],
+        )
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor with that of the member `source`."""
         here = staged(tensor)
-        try:
-            work = dist.broadcast(here.view(torch.uint8), group=self._group, group_src=source, async_op=True)
-        except RuntimeError as error:
-            raise self._failed("copy", error) from error
-        return self._under_way("copy", work, [(here, tensor)])
+        whole = here.view(torch.uint8)
+        return self._begun(
+            "copy",
+            lambda group: dist.broadcast(whole, group=group, group_src=source, async_op=True),
+            [(here, tensor)],
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with that of the member `source`."""
         here = staged(tensor)
-        try:
-            dist.broadcast(here, group=self._group, group_src=source)
-        except RuntimeError as error:
-            raise self._failed("broadcast", error) from error
+        self._do("broadcast", lambda group: dist.broadcast(here, group=group, group_src=source))
         _bring_back([(here, tensor)])
 
     def barrier(self) -> None:
         """Return once every member has called this."""
-        try:
-            dist.barrier(group=self._group)
-        except RuntimeError as error:
-            raise self._failed("barrier", error) from error
+        self._do("barrier", lambda group: dist.barrier(group=group))
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to the member `to`."""
-        try:
-            dist.send(staged(tensor), group=self._group, group_dst=to)
-        except RuntimeError as error:
-            raise self._failed("send", error) from error
+        self._do("send", lambda group: dist.send(staged(tensor), group=group, group_dst=to))
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
         here = staged(tensor)
-        try:
-            dist.recv(here, group=self._group, group_src=source)
-        except RuntimeError as error:
-            raise self._failed("receive", error) from error
+        self._do("receive", lambda group: dist.recv(here, group=group, group_src=source))
         _bring_back([(here, tensor)])
 
     def abort(self) -> None:
@@ -233,13 +222,18 @@ class DistGroup:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        if self._held is None:
-            raise RuntimeError(f"the group of the processes {self._members} has been closed")
-        return self._held
+    def _do(self, what: str, act: Callable[[dist.ProcessGroup], _Result]) -> _Result:
+        try:
+            if self._held is None:
+                raise RuntimeError(f"the group of the processes {self._members} has been closed")
+            return act(self._held)
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
 
-    def _under_way(self, what: str, work: dist.Work | None, places: _Places) -> Pending:
+    def _begun(
+        self, what: str, begin: Callable[[dist.ProcessGroup], dist.Work | None], places: _Places
+    ) -> Pending:
+        work = self._do(what, begin)
         assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
         return _UnderWay(self, what, work, places)
 

@@ -21,7 +21,7 @@ from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import LazyCoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.agreement import QuorumAgreement
-from bireme.runtime.exchange.diloco import Averaging, DilocoSettings
+from bireme.runtime.exchange.averages import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.quorum.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot

@@ -11,17 +11,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator, properties_of
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.joining import Donations
 from bireme.runtime.exchange.round_reducer import RoundReducer
-from bireme.runtime.fabric import Fabric
 from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import feedback_sections
 from bireme.runtime.stage import Stage
-from bireme.runtime.stage_messages import Transport
-from bireme.sync.group import Group, SharingGroup, Sums
 from bireme.sync.quorum.line import Digest, digest_of
 
 # When a rank takes the digest of its weights: at its first batch, where a replica has come, and every so
@@ -92,41 +88,6 @@ class QuorumAgreement:
     """After so many batches all replicas compare their weights; 0 is only where one has come."""
     rebuilt: frozenset[str] = frozenset()
     """The weights that every life of a replica has by itself, and that none is sent."""
-
-    def reducer(
-        self,
-        fabric: Fabric,
-        layout: Layout,
-        transport: Transport,
-        device: torch.device,
-        codec: SumCodec = DENSE,
-        sharers: SharingGroup | None = None,
-    ) -> RoundReducer:
-        """What brings the batches of a rank together; sums over replicas go through `codec`. In a site
-        `sharers` are the ranks that share what this one has.
-        """
-        of_transport = fabric.sums(transport) if sharers is None else None
-        control: Sums | None = of_transport or fabric.group(range(fabric.size))
-        assert control is not None, "every rank is one of all"
-        # Every rank makes all groups, in the same order, and keeps its own.
-        of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
-        tied: dict[str, Group] = {
-            name: own for name, ranks in layout.tied.items() if (own := of_ranks[ranks]) is not None
-        }
-        if sharers is not None:
-            # A rank's stages cut what they share at other places each, so all of it is summed everywhere.
-            tied |= {name: sharers for name in layout.repeated if name not in tied}
-        return RoundReducer(
-            control,
-            self.agent,
-            num_replicas=self.num_replicas,
-            speaks=layout.rank == 0,
-            device=None if device.type == "cpu" else device,
-            counted=layout.counted,
-            tied=tied,
-            codec=codec,
-            site=sharers,
-        )
 
     def before_updates(
         self,

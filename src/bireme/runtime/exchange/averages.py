@@ -15,10 +15,16 @@ from torch import Tensor
 
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import is_accelerator
+from bireme.errors import BiremeError
 from bireme.memory.arena import Arena, Slots
+from bireme.plan.plan import Plan
+from bireme.plan.plan_file import SavedPlan
+from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.rounds import Offer, RoundSum, SettledRound
+from bireme.runtime.layout import AnyPlan, Layout
+from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.snapshot import piece_name
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
@@ -27,6 +33,57 @@ from bireme.sync.exchange import FlatViews, SentBytes
 from bireme.sync.feedback import RESIDUAL
 from bireme.sync.quorum.coded_rounds import CodedFlats, bases_in
 from bireme.sync.quorum.ring import Contribution, SumsFlats
+
+# How a pipeline averages weights with those of other replicas.
+#
+# The pipeline knows no rank of another one. It may be of a site of several replicas, which sum gradients.
+# Each of their ranks then averages its part of the weights, and gets the parts of the others in its site.
+
+
+@dataclass(frozen=True, slots=True)
+class DilocoSettings:
+    """Each of so many fragments has a round every `every` batches of the run."""
+
+    every: int
+    rate: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """How a pipeline averages with others: in groups, or by `diloco` steps that come `lag` batches late.
+
+    A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
+    With `averages_optimizer` what optimizers remember of the weights is averaged along with these. Drifts of
+    weights go through `codec`.
+    """
+
+    agent: ExchangeAgent
+    batch_size: int
+    diloco: DilocoSettings | None = None
+    lag: int = 0
+    first: int = 0
+    averages_optimizer: bool = False
+    rebuilt: frozenset[str] = frozenset()
+    """The weights that every life of a replica has by itself, and that none is sent."""
+    codec: SumCodec = DENSE
+
+    def programs(self, plan: AnyPlan) -> ProgramPlan:
+        """What a plan runs with averages in it."""
+        named = plan.plan if isinstance(plan, SavedPlan) else plan
+        if not isinstance(named, Plan):
+            raise BiremeError("Replicas average weights in programs of a plan, not in one that is given.")
+        return named.averaging(self.lag)
+
+    def averagers(self, layout: Layout) -> Sharers | None:
+        """The replicas that this pipeline has in it, if each averages a part of the weights; None if there is
+        one, or if moments are averaged too, which each of them has whole.
+        """
+        if layout.width == 1 or self.averages_optimizer:
+            return None
+        return Sharers(layout.replica, layout.width)
+
 
 # The weights of a rank as the flats that are averaged: the arenas of all its stages, in their order.
 #
@@ -240,25 +297,18 @@ class Met:
 
 
 class Averages(ABC):
-    """The averages of one rank; of its weights, or of its optimizer's state too. `shared` are the weights
-    that several stages of its replica hold. Drifts of weights go through `codec`.
+    """The averages of one rank as `asked` for. `shared` are the weights that several stages of its replica
+    hold.
     """
 
     def __init__(
-        self,
-        agent: ExchangeAgent,
-        stages: Mapping[int, Stage],
-        device: torch.device,
-        *,
-        shared: Collection[str] = (),
-        averages_optimizer: bool = False,
-        codec: SumCodec = DENSE,
+        self, asked: Averaging, stages: Mapping[int, Stage], device: torch.device, shared: Collection[str]
     ) -> None:
-        self.agent, self._codec = agent, codec
+        self.agent, self._codec = asked.agent, asked.codec
         self._stages = [stages[index] for index in sorted(stages)]
         self._device = device
         self._parts = tuple(_parts_of(self._stages, shared))
-        self._moments = _Moments(self._stages, self._parts) if averages_optimizer else None
+        self._moments = _Moments(self._stages, self._parts) if asked.averages_optimizer else None
         self._num_started = self._num_ended = 0
         """Of the stages, those that have come to the start or the end of the present average."""
         self.sent = SentBytes()
@@ -421,24 +471,15 @@ class GroupAverages(Averages):
     """Weights are averaged with the group that is ready: each counts alike, whatever it has trained."""
 
     def __init__(
-        self,
-        agent: ExchangeAgent,
-        stages: Mapping[int, Stage],
-        device: torch.device,
-        *,
-        shared: Collection[str] = (),
-        averages_optimizer: bool = False,
-        codec: SumCodec = DENSE,
+        self, asked: Averaging, stages: Mapping[int, Stage], device: torch.device, shared: Collection[str]
     ) -> None:
-        super().__init__(
-            agent, stages, device, shared=shared, averages_optimizer=averages_optimizer, codec=codec
-        )
+        super().__init__(asked, stages, device, shared)
         like = [torch.empty_like(flat, device="meta") for flat in self._flats]
         # The members of groups change, so no basis is the same on all of them.
         self._drifts = self._coded(self._everywhere, keeps_basis=False)
         self._start = [] if self._drifts is None else self._start_arenas()
         self.load({})
-        agent.bind(
+        self.agent.bind(
             [[*like, *self._moments_like(self._everywhere)]],
             self._firsts,
             group_how=None if self._drifts is None else self._drifts.how,

@@ -29,32 +29,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bireme.codec.sum_description import DENSE, SumCodec
-from bireme.errors import BiremeError
-from bireme.plan.plan import Plan
-from bireme.plan.plan_file import SavedPlan
-from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.averages import START, Averages, GroupAverages, Met, met
+from bireme.runtime.exchange.averages import (
+    START,
+    Averages,
+    Averaging,
+    DilocoSettings,
+    GroupAverages,
+    Met,
+    met,
+)
 from bireme.runtime.exchange.rounds import Offer, RoundLine, SettledRound
-from bireme.runtime.layout import AnyPlan, Layout
-from bireme.runtime.shared_weights import Sharers
+from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import joined
 from bireme.runtime.stage import Stage
 from bireme.sync.quorum.ring import Contribution
 
 _MOMENTUM = "diloco"
 """The section of snapshots for the outer momentum."""
-
-
-@dataclass(frozen=True, slots=True)
-class DilocoSettings:
-    """Each of so many fragments has a round every `every` batches of the run."""
-
-    every: int
-    rate: float = 0.7
-    momentum: float = 0.9
-    fragments: int = 1
 
 
 def num_due(settings: DilocoSettings, fragment: int, batches: int) -> int:
@@ -90,25 +81,15 @@ class _Fragment:
 
 
 class _DilocoAverages(Averages):
-    """The averages of one rank; a batch of the run has `batch_size` samples, and `first` is its first."""
+    """The averages of one rank by outer steps."""
 
     def __init__(
-        self,
-        agent: ExchangeAgent,
-        stages: Mapping[int, Stage],
-        device: torch.device,
-        settings: DilocoSettings,
-        batch_size: int,
-        first: int,
-        *,
-        shared: Collection[str] = (),
-        averages_optimizer: bool = False,
-        codec: SumCodec = DENSE,
+        self, asked: Averaging, stages: Mapping[int, Stage], device: torch.device, shared: Collection[str]
     ) -> None:
-        super().__init__(
-            agent, stages, device, shared=shared, averages_optimizer=averages_optimizer, codec=codec
-        )
-        self._settings, self._batch_size, self._first = settings, batch_size, first
+        super().__init__(asked, stages, device, shared)
+        assert asked.diloco is not None, "it is asked for"
+        settings = self._settings = asked.diloco
+        self._batch_size, self._first = asked.batch_size, asked.first
         flats = self._flats
         self._start, self._momentum = self._start_arenas(), self._start_arenas()
         sizes = [flat.numel() for flat in flats]
@@ -124,7 +105,7 @@ class _DilocoAverages(Averages):
         """Samples that this replica has trained, and batches of the run, as far as its own are."""
         self.load({})
         whole = [torch.empty_like(flat, device="meta") for flat in flats]
-        agent.bind(
+        self.agent.bind(
             [
                 *([*one.of(whole), *self._moments_like(one.places)] for one in self._fragments),
                 [*whole, *self._moments_like(self._everywhere)],
@@ -289,66 +270,9 @@ class _DilocoAverages(Averages):
             start.sub_((mean + asked.momentum * buffer) * asked.rate)
 
 
-# What a pipeline needs where its replica averages weights with others: its agent, and how to join.
-#
-# The pipeline knows no rank of another one. It may be of a site of several replicas, which sum gradients.
-# Each of their ranks then averages its part of the weights, and gets the parts of the others in its site.
-
-
-@dataclass(frozen=True, slots=True)
-class Averaging:
-    """How a pipeline averages with others: in groups, or by `diloco` steps that come `lag` batches late.
-
-    A batch of the run has `batch_size` samples, of which each replica trains its own; it begins with `first`.
-    With `averages_optimizer` what optimizers remember of the weights is averaged along with these. Drifts of
-    weights go through `codec`.
-    """
-
-    agent: ExchangeAgent
-    batch_size: int
-    diloco: DilocoSettings | None = None
-    lag: int = 0
-    first: int = 0
-    averages_optimizer: bool = False
-    rebuilt: frozenset[str] = frozenset()
-    """The weights that every life of a replica has by itself, and that none is sent."""
-    codec: SumCodec = DENSE
-
-    def programs(self, plan: AnyPlan) -> ProgramPlan:
-        """What a plan runs with averages in it."""
-        named = plan.plan if isinstance(plan, SavedPlan) else plan
-        if not isinstance(named, Plan):
-            raise BiremeError("Replicas average weights in programs of a plan, not in one that is given.")
-        return named.averaging(self.lag)
-
-    def averagers(self, layout: Layout) -> Sharers | None:
-        """The replicas that this pipeline has in it, if each averages a part of the weights; None if there is
-        one, or if moments are averaged too, which each of them has whole.
-        """
-        if layout.width == 1 or self.averages_optimizer:
-            return None
-        return Sharers(layout.replica, layout.width)
-
-    def averages(self, stages: Mapping[int, Stage], layout: Layout, device: torch.device) -> Averages:
-        """The averages of a rank."""
-        shared = layout.tied.keys() | layout.repeated
-        if self.diloco is None:
-            return GroupAverages(
-                self.agent,
-                stages,
-                device,
-                shared=shared,
-                averages_optimizer=self.averages_optimizer,
-                codec=self.codec,
-            )
-        return _DilocoAverages(
-            self.agent,
-            stages,
-            device,
-            self.diloco,
-            self.batch_size,
-            self.first,
-            shared=shared,
-            averages_optimizer=self.averages_optimizer,
-            codec=self.codec,
-        )
+def averages_of(
+    asked: Averaging, stages: Mapping[int, Stage], layout: Layout, device: torch.device
+) -> Averages:
+    """The averages of a rank. Weights that several stages of its replica hold are averaged alike in each."""
+    kind = GroupAverages if asked.diloco is None else _DilocoAverages
+    return kind(asked, stages, device, layout.tied.keys() | layout.repeated)
