@@ -15,7 +15,7 @@ from bireme.runtime.exchange import joining
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.joining import join
 from bireme.runtime.exchange.peer_connections import SNAPSHOT, IncomingTensors, PeerConnections, send_tensors
-from bireme.runtime.exchange.rounds import Offer
+from bireme.runtime.exchange.rounds import Offer, RoundLine
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
     Commit,
@@ -29,7 +29,7 @@ from bireme.sync.coordinator.messages import (
     SumSource,
     Window,
 )
-from bireme.sync.quorum.ring import Contribution
+from bireme.sync.rounds.contribution import Contribution
 from tests.support.patience import patience_s
 
 OWN = RankId(0, 0, 0)
@@ -103,7 +103,7 @@ def coordinator() -> Coordinator:
 @pytest.fixture
 def agent(coordinator: Coordinator) -> Iterator[ExchangeAgent]:
     made = ExchangeAgent(OWN, coordinator, timeout_s=TIMEOUT_S)
-    made.bind([[torch.zeros(2)]])
+    made.bind([RoundLine(0, [torch.zeros(2)])])
     yield made
     made.close(is_leaving=False)
 

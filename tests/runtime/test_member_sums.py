@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.sync.quorum import ring
-from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp, Tag
-from bireme.sync.quorum.ring import PIECE_BYTES, SMALL_BYTES, Contribution, RoundGroup, Summed, sum_over
+from bireme.sync.rounds import contribution
+from bireme.sync.rounds.contribution import SMALL_BYTES, Contribution, Summed, sum_over
+from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp, Tag
+from bireme.sync.rounds.round_group import PIECE_BYTES, RoundGroup
 from tests.support.together import run_threads
 
 LENGTHS = (3 * PIECE_BYTES // 8 + 5, 0, 7)
@@ -137,7 +138,7 @@ def test_small_sums_go_to_all_at_once_and_have_the_bits_of_the_ring(
         return run_threads(num, lambda me: mesh.sum(parts[me], me, range(num), Stamp(0, 7, 0)))
 
     at_once = summed()
-    monkeypatch.setattr(ring, "SMALL_BYTES", 0)
+    monkeypatch.setattr(contribution, "SMALL_BYTES", 0)
     for (one, flats), (other, around) in zip(at_once, summed(), strict=True):
         assert one == other
         assert all(map(torch.equal, flats, around))

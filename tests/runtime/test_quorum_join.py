@@ -23,7 +23,7 @@ from bireme.sync.coordinator.messages import (
     RoundPart,
     SumSource,
 )
-from bireme.sync.quorum.line import LineBroken
+from bireme.sync.rounds.peer_line import LineBroken
 
 OWN = RankId(1, 1, 0)
 

@@ -16,7 +16,7 @@ from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.exchange.rounds import MOST_FREE, RoundLine
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, RankId
-from bireme.sync.quorum.line import NO_DIGEST
+from bireme.sync.rounds.digest import NO_DIGEST
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.regression import regression, regression_plan

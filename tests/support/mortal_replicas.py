@@ -35,7 +35,7 @@ from bireme.sync.coordinator.messages import (
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, HealTimes, Heard, Tick
-from bireme.sync.quorum.line import OtherWeightsError
+from bireme.sync.rounds.digest import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.small_models import Batch, Model

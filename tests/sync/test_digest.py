@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bireme.sync.quorum import line as digest
-from bireme.sync.quorum.line import NO_DIGEST, Digest, differing, digest_of
+from bireme.sync.rounds import digest
+from bireme.sync.rounds.digest import NO_DIGEST, Digest, differing, digest_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])

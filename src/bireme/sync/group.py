@@ -222,11 +222,15 @@ class DistGroup:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
 
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._held is None:
+            raise RuntimeError(f"the group of the processes {self._members} has been closed")
+        return self._held
+
     def _do(self, what: str, act: Callable[[dist.ProcessGroup], _Result]) -> _Result:
         try:
-            if self._held is None:
-                raise RuntimeError(f"the group of the processes {self._members} has been closed")
-            return act(self._held)
+            return act(self._group)
         except RuntimeError as error:
             raise self._failed(what, error) from error
 

@@ -48,8 +48,9 @@ from bireme.sync.coordinator.messages import (
     Window,
 )
 from bireme.sync.coordinator.state import HealTimes, LossTimes
-from bireme.sync.quorum.line import LineBroken, PeerLine, Stamp
-from bireme.sync.quorum.ring import Contribution, RoundGroup, Summed, sum_over
+from bireme.sync.rounds.contribution import Contribution, Summed, sum_over
+from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp
+from bireme.sync.rounds.round_group import RoundGroup
 
 
 def _member_in(word: CoordinatorReply, replica: int) -> Member:
@@ -90,7 +91,7 @@ class ExchangeAgent:
         self.own = own
         self._coordinator, self._timeout_s, self._on_error = coordinator, timeout_s, on_error
         self._changed, self._saying = threading.Condition(), threading.Lock()
-        self._device, self._of_batches = device, of_batches
+        self._of_batches = of_batches
         self._healed: int | None = None
         """The batch of the snapshot that was loaded, for the coordinator to know."""
         self.heal_times: HealTimes | None = None
@@ -119,24 +120,12 @@ class ExchangeAgent:
         """The last word of the coordinator."""
         return self._coordinator.word
 
-    def bind(
-        self,
-        likes: Sequence[Sequence[Tensor]],
-        firsts: Sequence[int | None] = (),
-        hows: Sequence[HowOfRound | None] = (),
-        group_how: HowOfRound | None = None,
-    ) -> None:
-        """Learn what the sums of each line lie in. `firsts` are those of each line's contributions, and
-        `hows` how these are added up: as they are for lines without. `group_how` is that of groups.
-        """
+    def bind(self, lines: Sequence[RoundLine], group_how: HowOfRound | None = None) -> None:
+        """Learn the lines of rounds, and how contributions to groups are added up, other than as they are."""
         with self._changed:
-            before, self._groups.how = self.lines, group_how
-            self.lines = [
-                RoundLine(number, like, firsts, self._device, hows[number] if number < len(hows) else None)
-                for number, like in enumerate(likes)
-            ]
-            for old, new in zip(before, self.lines, strict=False):
+            for old, new in zip(self.lines, lines, strict=False):
                 new.begin(old.at.committed)
+            self.lines, self._groups.how = lines, group_how
 
     def begin(
         self, window: Window | None = None, *, used: Sequence[int] = (), healed: int | None = None

@@ -18,7 +18,7 @@ from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import feedback_sections
 from bireme.runtime.stage import Stage
-from bireme.sync.quorum.line import Digest, digest_of
+from bireme.sync.rounds.digest import Digest, digest_of
 
 # When a rank takes the digest of its weights: at its first batch, where a replica has come, and every so
 # many batches, which are the same for all replicas.

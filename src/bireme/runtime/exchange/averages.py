@@ -22,7 +22,7 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.rounds import Offer, RoundSum, SettledRound
+from bireme.runtime.exchange.rounds import HowOfRound, Offer, RoundLine, RoundSum, SettledRound
 from bireme.runtime.layout import AnyPlan, Layout
 from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.snapshot import piece_name
@@ -31,8 +31,7 @@ from bireme.schedule.instruction import Instruction
 from bireme.sync.coded import CodedSums
 from bireme.sync.exchange import FlatViews, SentBytes
 from bireme.sync.feedback import RESIDUAL
-from bireme.sync.quorum.coded_rounds import CodedFlats, bases_in
-from bireme.sync.quorum.ring import Contribution, SumsFlats
+from bireme.sync.rounds.contribution import CodedFlats, Contribution, bases_in
 
 # How a pipeline averages weights with those of other replicas.
 #
@@ -236,7 +235,7 @@ class _CodedDrifts:
         self._plain = {label for label, (number, _, _) in slots.items() if number >= len(parts)}
         self._apart = {label for label, (number, _, _) in slots.items() if firsts[number] is not None}
 
-    def how(self, number: int) -> SumsFlats:
+    def how(self, number: int) -> CodedFlats:
         """How the contributions to the round of that number are added up."""
         return CodedFlats(number, self._views, self._coded, self._sent, plain=self._plain, apart=self._apart)
 
@@ -365,6 +364,10 @@ class Averages(ABC):
             self._codec, self._parts, places, moments, self._firsts, self.sent, keeps_basis=keeps_basis
         )
 
+    def _line(self, number: int, like: Sequence[Tensor], how: HowOfRound | None = None) -> RoundLine:
+        """A line of rounds whose sums are like these."""
+        return RoundLine(number, like, self._firsts, self._device, how)
+
     def _start_arenas(self) -> list[Arena]:
         """Room on the host for weights as all replicas had them."""
         host = torch.device("cpu")
@@ -479,11 +482,8 @@ class GroupAverages(Averages):
         self._drifts = self._coded(self._everywhere, keeps_basis=False)
         self._start = [] if self._drifts is None else self._start_arenas()
         self.load({})
-        self.agent.bind(
-            [[*like, *self._moments_like(self._everywhere)]],
-            self._firsts,
-            group_how=None if self._drifts is None else self._drifts.how,
-        )
+        line = self._line(0, [*like, *self._moments_like(self._everywhere)])
+        self.agent.bind([line], None if self._drifts is None else self._drifts.how)
 
     def donated(self) -> dict[str, Tensor]:
         """The weights that drifts are from, and what was not sent of drifts."""

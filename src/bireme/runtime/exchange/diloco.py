@@ -42,7 +42,7 @@ from bireme.runtime.exchange.rounds import Offer, RoundLine, SettledRound
 from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import joined
 from bireme.runtime.stage import Stage
-from bireme.sync.quorum.ring import Contribution
+from bireme.sync.rounds.contribution import Contribution
 
 _MOMENTUM = "diloco"
 """The section of snapshots for the outer momentum."""
@@ -105,14 +105,10 @@ class _DilocoAverages(Averages):
         """Samples that this replica has trained, and batches of the run, as far as its own are."""
         self.load({})
         whole = [torch.empty_like(flat, device="meta") for flat in flats]
-        self.agent.bind(
-            [
-                *([*one.of(whole), *self._moments_like(one.places)] for one in self._fragments),
-                [*whole, *self._moments_like(self._everywhere)],
-            ],
-            self._firsts,
-            [one.how for one in self._coded_drifts],
-        )
+        likes = [[*one.of(whole), *self._moments_like(one.places)] for one in self._fragments]
+        likes.append([*whole, *self._moments_like(self._everywhere)])
+        hows = [*(one.how for one in self._coded_drifts), *[None] * len(likes)]
+        self.agent.bind([self._line(*one) for one in zip(range(len(likes)), likes, hows, strict=False)])
 
     def _start_batch(self, batch: int) -> None:
         """Offer the drift of fragments whose rounds are due."""

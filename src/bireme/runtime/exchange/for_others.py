@@ -12,7 +12,7 @@ from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, listed, send
 from bireme.runtime.exchange.rounds import PLACES, RoundLine, RoundSum
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Window
-from bireme.sync.quorum.ring import Summed
+from bireme.sync.rounds.contribution import Summed
 
 KEPT_BYTES = 1 << 30
 """Sums of batches that replicas which are late may still ask for take at most this, except for a few."""

@@ -10,7 +10,7 @@ import torch
 from bireme.runtime.exchange.rounds import PLACES, Attempt, Buffers, HowOfRound, MakesSum, RoundSum
 from bireme.sync.coordinator.groups import first_wait_s, next_wait_s
 from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
-from bireme.sync.quorum.ring import Contribution
+from bireme.sync.rounds.contribution import Contribution
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from bireme.runtime.snapshot import Snapshot, own_sections
 from bireme.runtime.stage import Stage
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
 from bireme.sync.coordinator.state import HealTimes
-from bireme.sync.quorum.line import LineBroken
+from bireme.sync.rounds.peer_line import LineBroken
 
 
 class Donations:

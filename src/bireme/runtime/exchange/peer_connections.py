@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.quorum.line import LineBroken, PeerLine
+from bireme.sync.rounds.peer_line import LineBroken, PeerLine
+from bireme.sync.rounds.round_group import bytes_of
 from bireme.wire.connection import (
     HEADER_BYTES,
     Connection,
@@ -51,7 +52,7 @@ def send_tensors(
     connection = Connection(made, ahead_bytes=HEADER_BYTES)
     connection.send(memoryview(text_frame(json.dumps(words).encode())))
     for tensor in tensors:
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor.contiguous())
         connection.send(memoryview(frame_header(FrameKind.TENSOR, len(data))))
         for begin in range(0, len(data), _PIECE_BYTES):
             began_s = time.monotonic()
@@ -93,7 +94,7 @@ class IncomingTensors:
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """The tensors, into these."""
         for tensor in tensors:
-            data = _bytes_of(tensor)
+            data = bytes_of(tensor)
 
             def place(header: bytes, data: memoryview = data) -> memoryview:
                 num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
@@ -121,11 +122,6 @@ class IncomingTensors:
             if connection.came_bytes and time.monotonic() > connection.came_s + self._timeout_s:
                 raise TimeoutError(f"nothing has come for {self._timeout_s:g} s")
         return found
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return data
 
 
 _PURPOSE = Struct("<Biiq")

@@ -29,9 +29,6 @@ from bireme.sync.exchange import (
 )
 from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, SharingGroup, Sums
-from bireme.sync.quorum.coded_rounds import CodedFlats, bases_in
-from bireme.sync.quorum.line import NO_DIGEST
-from bireme.sync.quorum.ring import Contribution
 from bireme.sync.reducer import (
     More,
     OwnPart,
@@ -42,6 +39,8 @@ from bireme.sync.reducer import (
     numbers_of,
     reduced_of,
 )
+from bireme.sync.rounds.contribution import CodedFlats, Contribution, bases_in
+from bireme.sync.rounds.digest import NO_DIGEST
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
 # A site: several replicas that share an optimizer or weights, and live and die together.

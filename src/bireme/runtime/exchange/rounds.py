@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bireme.devices import is_accelerator, pinned_like
 from bireme.sync.coordinator.messages import Commit, CoordinatorReply, Grant, RoundAt
-from bireme.sync.quorum.ring import Contribution, Summed, SumsFlats
+from bireme.sync.rounds.contribution import CodedFlats, Contribution, Summed
 
 PLACES = 40
 """Bits of a number within a line or a window: rounds of all lines, windows and groups share one order."""
 
-HowOfRound = Callable[[int], SumsFlats]
+HowOfRound = Callable[[int], CodedFlats]
 """How the contributions to the round or group of that number are added up."""
 
 
@@ -81,7 +81,7 @@ class Attempt:
     number: int
     word: CoordinatorReply
     is_wanted: Callable[[CoordinatorReply], bool]
-    how: SumsFlats | None = None
+    how: CodedFlats | None = None
 
 
 MakesSum = Callable[[Contribution, "Buffers", Attempt, Callable[[int], None]], RoundSum | None]
@@ -137,7 +137,7 @@ class BatchOffer(Offer):
     busy_s: Callable[[], float] = lambda: 0.0
     may_make: threading.Event | None = None
     is_joint: bool = False
-    how: SumsFlats | None = None
+    how: CodedFlats | None = None
     after: Callable[[SettledRound], None] = _nothing
     settled: SettledRound | None = None
 

@@ -1,4 +1,4 @@
-"""A round among ranks of the same stage in different replicas: a group of its members, and the sum over them.
+"""The group of a round among ranks of the same stage in different replicas.
 
 A `RoundGroup` is a group for one attempt at a round. Dense sums go around in a ring, whose pieces begin at
 each member in turn, so every link is busy all the time; two members exchange.
@@ -9,27 +9,20 @@ each member in turn, so every link is busy all the time; two members exchange.
 Each piece of a sum is made at one member, or by two in the same way, so all members have the same bits. A
 flat with a first member of its own has the same bits wherever it lies among the flats. What a member
 contributes is only read, so an attempt that lost a member is repeated with the same contribution.
-
-If a whole contribution is small, the way around the ring takes longer than the bytes: each member then sends
-its own to each other one, and adds in the order of the ring, to the same bits.
 """
 
 import select
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bireme.sync.group import Group, Pending
-from bireme.sync.quorum.line import NO_DIGEST, Digest, LineBroken, PeerLine, Stamp, Tag, check_same
+from bireme.sync.group import Pending
+from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp, Tag
 
 PIECE_BYTES = 512 * 1024
-SMALL_BYTES = 64 * 1024
-"""Of gradients that each member sends to all others; less than a piece."""
 LOOK_S = 0.05
 """How often a wait looks whether the attempt is still wanted."""
 
@@ -169,12 +162,12 @@ class RoundGroup:
     def send(self, to: int, kind: int, piece: int, what: Tensor) -> None:
         """Send a frame to the member at that place. The tensor must stay as it is."""
         self._held.append(what)
-        self._traffic.lines[self.members[to]].send(Tag(self._stamp, kind, piece), _bytes_of(what))
+        self._traffic.lines[self.members[to]].send(Tag(self._stamp, kind, piece), bytes_of(what))
 
     def expect(self, source: int, kind: int, piece: int, into: Tensor, then: Callable[[Tag], None]) -> None:
         """Have a frame of the member at that place written there; `then` is called when it has come."""
         self._arrives[piece] = lambda _member, tag: then(tag)
-        self._traffic.lines[self.members[source]].expect(Tag(self._stamp, kind, piece), _bytes_of(into))
+        self._traffic.lines[self.members[source]].expect(Tag(self._stamp, kind, piece), bytes_of(into))
 
     def finish(self, missing: set[int]) -> None:
         """Return when none of these pieces is missing, and all that others need is sent."""
@@ -190,9 +183,9 @@ class RoundGroup:
         for member, what in given.items():
             flat = what.contiguous()
             self._held.append(flat)
-            self._traffic.lines[member].send(tag, _bytes_of(flat))
+            self._traffic.lines[member].send(tag, bytes_of(flat))
         for member, into in taken.items():
-            self._traffic.lines[member].expect(tag, _bytes_of(into))
+            self._traffic.lines[member].expect(tag, bytes_of(into))
         return _UnderWay(self, missing)
 
     def _numbers(self, num: int) -> range:
@@ -222,7 +215,12 @@ class _Piece:
 
     def scaled(self, factor: float) -> Tensor:
         """This member's part as it counts in the sum."""
-        return self.own if factor == 1.0 else self.own * factor
+        return scaled(self.own, factor)
+
+
+def scaled(part: Tensor, factor: float) -> Tensor:
+    """A part times a factor, or as it is."""
+    return part if factor == 1.0 else part * factor
 
 
 class _Ring:
@@ -279,150 +277,7 @@ def _cut(flat: Tensor) -> Sequence[Tensor]:
     return torch.split(flat.view(-1), max(PIECE_BYTES // flat.itemsize, 1))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the host, where they lie."""
     data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return data
-
-
-# What members contribute to a round, and its sum.
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """A member's part of a round: flat tensors on the host, a mean of `nominal` in weight.
-
-    `weight` is the weight of its samples. `holds` says for each parameter whether it has a gradient there; if
-    not, `flats` are zero. `numbers` are further ones to add up: those in `means` as the gradients, the others
-    as they are. `digest` is the last one of the member's weights. `firsts` gives for each flat a number that
-    fixes at which member its sum begins, the same on all members, or None: then that follows from its place.
-    """
-
-    flats: Sequence[Tensor]
-    holds: bytes
-    weight: float
-    nominal: float
-    means: tuple[float, ...] = ()
-    numbers: tuple[float, ...] = ()
-    digest: Digest = NO_DIGEST
-    firsts: Sequence[int | None] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """The sum over all members: the mean of their samples, of so much `weight`. The flats lie where it was
-    asked for; `more` are tensors that belong to the sum, the same on all members.
-    """
-
-    holds: bytes
-    weight: float
-    means: tuple[float, ...]
-    numbers: tuple[float, ...]
-    more: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-class SumsFlats(Protocol):
-    """A way to add up contributions, other than as they are."""
-
-    def sum(
-        self, group: Group, own: Contribution, into: Sequence[Tensor], factors: Sequence[float], sender: int
-    ) -> tuple[bytes, Mapping[str, Tensor]]:
-        """Write the sum over a group, each member's part times its factor; the contribution is only read.
-
-        Gives which parameters have a gradient, and what belongs to the sum besides. `sender` is this member's
-        number in the run. A sum may be repeated over other members: it changes nothing that a repetition
-        reads.
-        """
-
-
-def sum_over(
-    own: Contribution, into: Sequence[Tensor], group: RoundGroup, how: SumsFlats | None = None
-) -> Summed:
-    """The sum over the members of an attempt; its gradients are written into flats like its own.
-
-    Raises `LineBroken` if a member is lost or has other weights than the rest of them, and
-    `OtherWeightsError` if this member has.
-    """
-    me = group.members[group.rank]
-    is_small = how is None and sum(flat.nbytes for flat in own.flats) <= SMALL_BYTES
-    all_own = _gathered(own, group, with_flats=is_small)
-    check_same({member: one.digest for member, one in zip(group.members, all_own, strict=True)}, me)
-    weight = sum(one.weight for one in all_own)
-    factors = [one.nominal / weight if weight else 0.0 for one in all_own]
-    holds = bytes(map(max, *(one.holds for one in all_own))) if len(all_own) > 1 else own.holds
-    more: Mapping[str, Tensor] = {}
-    if how is not None:
-        holds, more = how.sum(group, own, into, factors, me)
-    elif is_small:
-        _add_in_ring_order(all_own, factors, into, own.firsts)
-    else:
-        group.add_up(own.flats, into, factors[group.rank], own.firsts).wait()
-    means = tuple(
-        sum(factor * one.means[place] for factor, one in zip(factors, all_own, strict=True))
-        for place in range(len(own.means))
-    )
-    numbers = tuple(map(sum, zip(*(one.numbers for one in all_own), strict=True)))
-    return Summed(holds, weight, means, numbers, more)
-
-
-def _gathered(own: Contribution, group: RoundGroup, *, with_flats: bool) -> list[Contribution]:
-    """The numbers of all contributions, in the order of the members, and the gradients if asked for."""
-    plain = array("d", [own.weight, own.nominal, *own.means, *own.numbers])
-    of_weights = own.digest
-    digest = array("q", [of_weights.version, of_weights.value, of_weights.kind, of_weights.first])
-    flats = own.flats if with_flats else ()
-    gradients = b"".join(_bytes_of(flat) for flat in flats)
-    message = bytearray(plain.tobytes() + digest.tobytes() + gradients + own.holds)
-    received = [bytearray(len(message)) for _ in group.members]
-    of_all = [torch.frombuffer(one, dtype=torch.uint8) for one in received]
-    group.gather(torch.frombuffer(message, dtype=torch.uint8), of_all).wait()
-
-    def read(place: int) -> Contribution:
-        if place == group.rank:
-            return own
-        size = len(plain) * plain.itemsize
-        weight, nominal, *rest = array("d", bytes(received[place][:size]))
-        end = size + len(digest) * digest.itemsize
-        its_digest = Digest(*array("q", bytes(received[place][size:end])))
-        means, numbers = tuple(rest[: len(own.means)]), tuple(rest[len(own.means) :])
-        its_flats, holds = (
-            _flats_in(received[place], end, flats),
-            bytes(received[place][end + len(gradients) :]),
-        )
-        return Contribution(its_flats, holds, weight, nominal, means, numbers, its_digest)
-
-    return [read(place) for place in range(group.size)]
-
-
-def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The flats that lie in a message from there on."""
-    found = []
-    for flat in like:
-        if flat.numel():
-            one = torch.frombuffer(message, dtype=flat.dtype, count=flat.numel(), offset=begin)
-        else:
-            one = torch.empty(0, dtype=flat.dtype)
-        found.append(one.view(flat.shape))
-        begin += flat.nbytes
-    return found
-
-
-@torch.no_grad()
-def _add_in_ring_order(
-    all_own: Sequence[Contribution],
-    factors: Sequence[float],
-    into: Sequence[Tensor],
-    firsts: Sequence[int | None],
-) -> None:
-    """The sum of small gradients, as the ring makes it: each flat is a piece."""
-    places = [place for place, target in enumerate(into) if target.numel()]
-    for number, place in enumerate(places):
-        parts = [
-            _Piece(one.flats[place], into[place]).scaled(factor)
-            for one, factor in zip(all_own, factors, strict=True)
-        ]
-        fixed = firsts[place] if firsts else None
-        begin = number if fixed is None else fixed
-        first, *rest = (parts[(begin + step) % len(parts)] for step in range(len(parts)))
-        into[place].copy_(first)
-        for part in rest:
-            into[place].add_(part)

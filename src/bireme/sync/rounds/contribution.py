@@ -1,0 +1,208 @@
+"""What members contribute to a round, and its sum: as it is, or through a codec and as principal components.
+
+Whoever contributes, and to what, is the same for all of them: gradients, weights, or drifts of weights. If a
+whole contribution is small, the way around the ring takes longer than the bytes: each member then sends its
+own to each other one, and adds in the order of the ring, to the same bits.
+"""
+
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from bireme.codec.sum_description import DENSE
+from bireme.sync.coded import CodedSums
+from bireme.sync.components import HostStream, labelled, merge_components
+from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes
+from bireme.sync.group import Group
+from bireme.sync.rounds.digest import NO_DIGEST, Digest, check_same
+from bireme.sync.rounds.round_group import RoundGroup, bytes_of, scaled
+from bireme.sync.slices import SLICE_BYTES
+
+SMALL_BYTES = 64 * 1024
+"""Of flats that each member sends to all others; less than a piece of the ring."""
+
+_BASIS = "basis"
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A member's part of a round: flat tensors on the host, a mean of `nominal` in weight.
+
+    `weight` is the weight of its samples. `holds` says for each parameter whether it has a gradient there; if
+    not, `flats` are zero. `numbers` are further ones to add up: those in `means` as the gradients, the others
+    as they are. `digest` is the last one of the member's weights. `firsts` gives for each flat a number that
+    fixes at which member its sum begins, the same on all members, or None: then that follows from its place.
+    """
+
+    flats: Sequence[Tensor]
+    holds: bytes
+    weight: float
+    nominal: float
+    means: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
+    digest: Digest = NO_DIGEST
+    firsts: Sequence[int | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The sum over all members: the mean of their samples, of so much `weight`. The flats lie where it was
+    asked for; `more` are tensors that belong to the sum, the same on all members.
+    """
+
+    holds: bytes
+    weight: float
+    means: tuple[float, ...]
+    numbers: tuple[float, ...]
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class CodedFlats:
+    """How the contributions to a round of that `number` are added up; `coded` is what large tensors go
+    through, but those in `plain`. `views` are the tensors in a contribution's flats. Members may hold those
+    in `apart` in other flats too, so each of these is summed by itself.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        views: FlatViews,
+        coded: CodedSums | None,
+        sent: SentBytes,
+        *,
+        plain: Collection[str] = (),
+        apart: Collection[str] = (),
+    ) -> None:
+        self._number, self._views, self._coded, self._sent = number, views, coded, sent
+        self._plain, self._apart = plain, apart
+        self.streams: Mapping[str, HostStream] = {}
+
+    def sum(
+        self, group: Group, own: Contribution, into: Sequence[Tensor], factors: Sequence[float], sender: int
+    ) -> tuple[bytes, Mapping[str, Tensor]]:
+        """Write the sum over a group; gives which tensors any member has, the bases and the components."""
+        names = [*self._views.slots]
+        # Contributions that do not say so have all of their tensors.
+        holds = own.holds or bytes([1]) * len(names)
+        held = {name for name, one in zip(names, holds, strict=True) if one}
+        streams = {name: replace(one, factor=factors[group.rank]) for name, one in self.streams.items()}
+        gradients = BatchGradients(self._views.in_(into), held, into, streams=streams)
+        for flat, mine in zip(into, own.flats, strict=True):
+            flat.copy_(mine)
+        coded = self._coded or CodedSums(DENSE)
+        coded.sum(
+            group,
+            names,
+            gradients,
+            SLICE_BYTES,
+            self._sent,
+            batch=self._number,
+            factors=factors,
+            sender=sender,
+            plain=self._plain,
+            apart=self._apart,
+        )
+        if streams:
+            merge_components(group, gradients, self._sent)
+        more = {f"{_BASIS}/{name}": one for name, one in coded.common.items()}
+        more |= labelled(gradients.components)
+        return bytes(name in gradients.held for name in names) if own.holds else b"", more
+
+
+def bases_in(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The bases of low rank that belong to a sum, by the name of the tensor."""
+    return {key.partition("/")[2]: one for key, one in more.items() if key.startswith(f"{_BASIS}/")}
+
+
+def sum_over(
+    own: Contribution, into: Sequence[Tensor], group: RoundGroup, how: CodedFlats | None = None
+) -> Summed:
+    """The sum over the members of an attempt; its gradients are written into flats like its own.
+
+    Raises `LineBroken` if a member is lost or has other weights than the rest of them, and
+    `OtherWeightsError` if this member has.
+    """
+    me = group.members[group.rank]
+    is_small = how is None and sum(flat.nbytes for flat in own.flats) <= SMALL_BYTES
+    all_own = _gathered(own, group, with_flats=is_small)
+    check_same({member: one.digest for member, one in zip(group.members, all_own, strict=True)}, me)
+    weight = sum(one.weight for one in all_own)
+    factors = [one.nominal / weight if weight else 0.0 for one in all_own]
+    holds = bytes(map(max, *(one.holds for one in all_own))) if len(all_own) > 1 else own.holds
+    more: Mapping[str, Tensor] = {}
+    if how is not None:
+        holds, more = how.sum(group, own, into, factors, me)
+    elif is_small:
+        _add_in_ring_order(all_own, factors, into, own.firsts)
+    else:
+        group.add_up(own.flats, into, factors[group.rank], own.firsts).wait()
+    means = tuple(
+        sum(factor * one.means[place] for factor, one in zip(factors, all_own, strict=True))
+        for place in range(len(own.means))
+    )
+    numbers = tuple(map(sum, zip(*(one.numbers for one in all_own), strict=True)))
+    return Summed(holds, weight, means, numbers, more)
+
+
+def _gathered(own: Contribution, group: RoundGroup, *, with_flats: bool) -> list[Contribution]:
+    """The numbers of all contributions, in the order of the members, and the gradients if asked for."""
+    plain = array("d", [own.weight, own.nominal, *own.means, *own.numbers])
+    of_weights = own.digest
+    digest = array("q", [of_weights.version, of_weights.value, of_weights.kind, of_weights.first])
+    flats = own.flats if with_flats else ()
+    gradients = b"".join(bytes_of(flat) for flat in flats)
+    message = bytearray(plain.tobytes() + digest.tobytes() + gradients + own.holds)
+    received = [bytearray(len(message)) for _ in group.members]
+    of_all = [torch.frombuffer(one, dtype=torch.uint8) for one in received]
+    group.gather(torch.frombuffer(message, dtype=torch.uint8), of_all).wait()
+
+    def read(place: int) -> Contribution:
+        if place == group.rank:
+            return own
+        size = len(plain) * plain.itemsize
+        weight, nominal, *rest = array("d", bytes(received[place][:size]))
+        end = size + len(digest) * digest.itemsize
+        its_digest = Digest(*array("q", bytes(received[place][size:end])))
+        means, numbers = tuple(rest[: len(own.means)]), tuple(rest[len(own.means) :])
+        its_flats, holds = (
+            _flats_in(received[place], end, flats),
+            bytes(received[place][end + len(gradients) :]),
+        )
+        return Contribution(its_flats, holds, weight, nominal, means, numbers, its_digest)
+
+    return [read(place) for place in range(group.size)]
+
+
+def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The flats that lie in a message from there on."""
+    found = []
+    for flat in like:
+        if flat.numel():
+            one = torch.frombuffer(message, dtype=flat.dtype, count=flat.numel(), offset=begin)
+        else:
+            one = torch.empty(0, dtype=flat.dtype)
+        found.append(one.view(flat.shape))
+        begin += flat.nbytes
+    return found
+
+
+@torch.no_grad()
+def _add_in_ring_order(
+    all_own: Sequence[Contribution],
+    factors: Sequence[float],
+    into: Sequence[Tensor],
+    firsts: Sequence[int | None],
+) -> None:
+    """The sum of small gradients, as the ring makes it: each flat is a piece."""
+    places = [place for place, target in enumerate(into) if target.numel()]
+    for number, place in enumerate(places):
+        parts = [scaled(one.flats[place], factor) for one, factor in zip(all_own, factors, strict=True)]
+        fixed = firsts[place] if firsts else None
+        begin = number if fixed is None else fixed
+        first, *rest = (parts[(begin + step) % len(parts)] for step in range(len(parts)))
+        into[place].copy_(first)
+        for part in rest:
+            into[place].add_(part)
