@@ -62,6 +62,12 @@ def _group(make: MakeGroup, ranks: Sequence[int]) -> SharingGroup:
     return group
 
 
+def _started(reducer: GroupReducer, batch: int, gradients: BatchGradients, loss_sum: Any = 0.0) -> Reduction:
+    reduction = Reduction(batch, gradients, loss_sum)
+    reducer.start(reduction)
+    return reduction
+
+
 def _reducer(rank: int, make: MakeGroup) -> GroupReducer:
     left, right, everyone, tied = make(LEFT), make(RIGHT), make(ALL), make(ALL)
     assert everyone is not None
@@ -85,7 +91,7 @@ def _train(rank: int, make: MakeGroup) -> list[Outcome]:
     under_way: list[Reduction] = []
     results = []
     for batch in range(NUM_BATCHES):
-        under_way.append(reducer.start(batch, given[batch], loss_sum=0.25 * 2**rank + batch))
+        under_way.append(_started(reducer, batch, given[batch], loss_sum=0.25 * 2**rank + batch))
         if batch:
             results.append(reducer.finish(under_way.pop(0)))
     results.append(reducer.finish(under_way.pop(0)))
@@ -148,11 +154,11 @@ def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
         torch.save(outcome, folder / "last words")
         os.kill(os.getpid(), signal.SIGKILL)
     reducer = GroupReducer(doomed)
-    reduction = reducer.start(0, NOTHING, loss_sum=0.0)
+    reduction = _started(reducer, 0, NOTHING)
     with pytest.raises(CollectiveError, match="A sum over the processes 0, 1, 2, 3 failed: ") as caught:
         reducer.finish(reduction)
     with pytest.raises(CollectiveError) as again:
-        reducer.start(1, NOTHING, loss_sum=0.0)
+        _started(reducer, 1, NOTHING)
     assert again.value is caught.value
     outcome["size"] = (doomed.rank, doomed.size)
     return outcome
@@ -177,7 +183,7 @@ def _together(given: Sequence[Mapping[str, Tensor | None]], like: Mapping[str, T
         counted = None if rank == 0 else ()
         reducer = GroupReducer(_group(make, ranks), replicas=_group(make, ranks), counted=counted)
         gradients = _laid_out(given[rank], like)
-        reduced = reducer.finish(reducer.start(0, gradients, loss_sum=torch.tensor(0.5)))
+        reduced = reducer.finish(_started(reducer, 0, gradients, loss_sum=torch.tensor(0.5)))
         reducer.close()
         return reduced, gradients
 
@@ -247,7 +253,7 @@ def test_one_replica_gets_back_what_it_gave(in_background: bool) -> None:
     gradients = _laid_out({"w": torch.tensor([3.0, 4.0]), "unused": None}, like)
     reducer = GroupReducer(SingleRankGroup(), in_background=in_background)
     assert not reducer.sums_gradients
-    reduction = reducer.start(0, gradients, loss_sum=1.5)
+    reduction = _started(reducer, 0, gradients, 1.5)
     assert reducer.finish(reduction) == Reduced(loss=1.5, grad_norm=5.0, is_finite=True)
     assert gradients.views["w"].tolist() == [3.0, 4.0]
     assert gradients.held == {"w"}
@@ -289,7 +295,7 @@ def _ones(num_elements: int = 2) -> BatchGradients:
 def test_to_start_batches_waits_for_nothing() -> None:
     group = _Held()
     reducer = GroupReducer(SingleRankGroup(), replicas=group)
-    under_way = [reducer.start(batch, _ones(), loss_sum=batch) for batch in range(3)]
+    under_way = [_started(reducer, batch, _ones(), loss_sum=batch) for batch in range(3)]
     group.gate.set()
     assert [reducer.finish(one).loss for one in under_way] == [0.0, 1.0, 2.0]
     reducer.close()
@@ -300,7 +306,7 @@ def test_gradients_are_summed_where_they_lie_a_few_slices_at_a_time() -> None:
     group.gate.set()
     reducer = GroupReducer(SingleRankGroup(), replicas=group, slice_bytes=80)
     gradients = _ones(600)
-    reducer.finish(reducer.start(0, gradients, loss_sum=0.0))
+    reducer.finish(_started(reducer, 0, gradients))
     reducer.close()
     slices = [message for message in group.messages if message.dtype is torch.float32]
     assert [len(one) for one in slices] == [20] * 30
@@ -359,8 +365,8 @@ class _Beside:
 def test_a_finished_batch_is_forgotten() -> None:
     reducer = GroupReducer(SingleRankGroup())
     gradients = _ones()
-    reducer.finish(reducer.start(0, gradients, loss_sum=0.0))
-    reducer.finish(reducer.start(1, _ones(), loss_sum=0.0))
+    reducer.finish(_started(reducer, 0, gradients))
+    reducer.finish(_started(reducer, 1, _ones()))
     lives = weakref.ref(gradients.flats[0])
     del gradients
     assert lives() is None
@@ -370,7 +376,7 @@ def test_a_finished_batch_is_forgotten() -> None:
 def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
     group = _Held()
     reducer = GroupReducer(SingleRankGroup(), replicas=group)
-    first, second = (reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1))
+    first, second = (_started(reducer, batch, _ones()) for batch in (0, 1))
     while not group.messages:
         threading.Event().wait(0.001)
     reducer.close(timeout_s=0.01)
@@ -379,13 +385,13 @@ def test_what_is_not_begun_when_it_is_closed_is_dropped() -> None:
     with pytest.raises(RuntimeError, match="closed before it began batch 1"):
         reducer.finish(second)
     with pytest.raises(RuntimeError, match="the reducer was closed"):
-        reducer.start(2, _ones(), loss_sum=0.0)
+        _started(reducer, 2, _ones())
 
 
 def test_a_lost_replica_fails_the_batch_and_all_that_follow() -> None:
     fabric = ThreadFabric(2)
     reducer = GroupReducer(SingleRankGroup(), replicas=_group(fabric.of(0).group, (0, 1)))
-    under_way = [reducer.start(batch, _ones(), loss_sum=0.0) for batch in (0, 1)]
+    under_way = [_started(reducer, batch, _ones()) for batch in (0, 1)]
     fabric.lose(1)
     for one in under_way:
         with pytest.raises(CollectiveError, match=r"waits for the members \[1\] in vain"):

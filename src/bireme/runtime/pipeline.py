@@ -6,7 +6,6 @@ each batch, is the same on every rank.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -467,9 +466,8 @@ class Pipeline(HeldState):
 
         if isinstance(self._reducer, RoundReducer):
             reducer = self._reducer
-            follow = partial(self._updates.follow, start=reducer.follow)
             self.num_trained = reducer.first = join(
-                reducer.agent, self.num_trained, restore, follow=follow, on_first=on_first
+                reducer.agent, self.num_trained, restore, follow=self._updates.follow, on_first=on_first
             )
         else:
             assert self._averages is not None, "a pipeline alone has nobody to join"

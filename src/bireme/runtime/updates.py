@@ -16,7 +16,7 @@ from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.coordinator.state import HealTimes, healed_in
-from bireme.sync.exchange import BatchGradients, PieceNorms, squared_norm_of
+from bireme.sync.exchange import PieceNorms, squared_norm_of
 from bireme.sync.reducer import OwnPart, Reduced, Reducer, Reduction, nothing_more
 
 
@@ -97,7 +97,7 @@ class Updates:
             sums_gradients=self._reducer.sums_gradients,
             keep=self._tries,  # a trial step may still read what is this replica's own
         )
-        end.reduction = self._reducer.start(
+        end.reduction = Reduction(
             step.batch,
             gradients,
             loss_sum=end.loss(),
@@ -106,6 +106,7 @@ class Updates:
             more=nothing_more if self.more is None else partial(self.more, step.batch),
             own=OwnPart(portion.weight, portion.weights.nominal, portion.num_samples),
         )
+        self._reducer.start(end.reduction)
 
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""
@@ -164,15 +165,16 @@ class Updates:
                 )
             )
 
-    def follow(self, batch: int, start: Callable[[int, BatchGradients], Reduction]) -> None:
+    def follow(self, batch: int) -> None:
         """Make the next updates of all stages from the sum that others made of a batch, when nothing is under
-        way; `start` begins to get that.
+        way.
         """
         end = self._batches[batch]
         for stage in self._stages.values():
             stage.part(batch)
         gradients = end.gather(summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False)
-        end.reduction = start(batch, gradients)
+        end.reduction = Reduction(batch, gradients)
+        self._reducer.start(end.reduction)
         self.wait(batch)
         for index in sorted(self._stages):
             self.update(Instruction(Kind.UPDATE, index, batch, None, batch + 1))

@@ -104,14 +104,20 @@ def nothing_more() -> Sequence[float]:
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """A batch that is being summed up."""
+    """A batch that is to be summed up, and how far that has come.
+
+    `loss_sum` is this rank's part of the batch's loss; all ranks' parts are added, as are their `votes` and
+    what `more` gives, which is as many numbers on every rank. `stamp` tells batches apart. `own` is what this
+    replica has of the batch; without it, it has no part where replicas may be missing.
+    """
 
     batch: int
     gradients: BatchGradients
-    loss_sum: float | Tensor
-    stamp: int
-    votes: float
-    more: "More"
+    loss_sum: float | Tensor = 0.0
+    stamp: int = 0
+    votes: float = 0.0
+    more: More = nothing_more
+    own: OwnPart | None = None
     numbers: Tensor | None = None
     pending: Pending | None = None
     begin: torch.Event | None = None
@@ -148,24 +154,12 @@ class Reducer(ABC):
         """What a codec has not sent yet, if it keeps that."""
 
     @abstractmethod
-    def start(
-        self,
-        batch: int,
-        gradients: BatchGradients,
-        *,
-        loss_sum: float | Tensor,
-        stamp: int = 0,
-        votes: float = 0.0,
-        more: More = nothing_more,
-        own: OwnPart | None = None,
-    ) -> Reduction:
+    def start(self, reduction: Reduction) -> None:
         """Begin to sum up a batch; returns at once.
 
-        `loss_sum` is this rank's part of the batch's loss; all ranks' parts are added, as are their `votes`
-        and what `more` gives, which is as many numbers on every rank.
-        Nothing given may be read or written before `finish`, but by the reducer. `stamp` tells batches apart:
-        where it is not the same on all ranks, `finish` raises a `BiremeError` on all of them. `own` is what
-        this replica has of the batch. Raises what went wrong in a batch before.
+        Nothing given may be read or written before `finish`, but by the reducer. Where the stamp is not the
+        same on all ranks, `finish` raises a `BiremeError` on all of them. Raises what went wrong in a batch
+        before.
         """
 
     @abstractmethod
@@ -250,26 +244,14 @@ class GroupReducer(Reducer):
         """What a codec has not sent yet, if it keeps that."""
         return self._sums.feedback
 
-    def start(
-        self,
-        batch: int,
-        gradients: BatchGradients,
-        *,
-        loss_sum: float | Tensor,
-        stamp: int = 0,
-        votes: float = 0.0,
-        more: More = nothing_more,
-        own: OwnPart | None = None,
-    ) -> Reduction:
+    def start(self, reduction: Reduction) -> None:
         """Begin to sum up a batch; returns at once. All replicas take part, whatever this one has."""
-        self._check_usable(batch)
-        reduction = Reduction(batch, gradients, loss_sum, stamp, votes, more)
+        self._check_usable(reduction.batch)
         if self._thread is None:
             self._begin(reduction)
         else:
             reduction.begin = self._event()
             self._queue.put(reduction)
-        return reduction
 
     def finish(self, reduction: Reduction) -> Reduced:
         """Wait for a batch that was started."""

@@ -30,12 +30,10 @@ from bireme.sync.exchange import (
 from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, SharingGroup, Sums
 from bireme.sync.reducer import (
-    More,
     OwnPart,
     Reduced,
     Reducer,
     Reduction,
-    nothing_more,
     numbers_of,
     reduced_of,
 )
@@ -113,27 +111,33 @@ class RoundReducer(Reducer):
         """What a codec has not sent yet, if it keeps that."""
         return None if self._coded is None else self._coded.feedback
 
-    def start(
-        self,
-        batch: int,
-        gradients: BatchGradients,
-        *,
-        loss_sum: float | Tensor,
-        stamp: int = 0,
-        votes: float = 0.0,
-        more: More = nothing_more,
-        own: OwnPart | None = None,
-    ) -> Reduction:
-        """Contribute this replica's part of a batch; returns at once. Nothing given may be written before
-        `finish`. `more` gives the seconds that this rank was busy with it.
+    def start(self, reduction: Reduction) -> None:
+        """Contribute this replica's part of a batch, or only have its sum got; returns at once. `more` gives
+        the seconds that this rank was busy with it.
         """
-        assert own is not None, "a replica that may be alone must know what it has"
-        contributed = self._contributed(gradients)
-        how = self._how(batch, contributed)
+        contributed = self._contributed(reduction.gradients)
+        offer = (
+            BatchOffer(None) if reduction.own is None else self._offer(reduction, reduction.own, contributed)
+        )
+        own = self._under_way[reduction.batch] = _UnderWay(offer, contributed)
+
+        def after(settled: SettledRound) -> None:
+            if self.agent.own.replica in settled.parts:
+                self.agent.heal_times = None  # the others have it now
+            if self._tied:
+                own.tied = self._sum_tied(contributed, settled)
+
+        offer.may_make, offer.is_joint, offer.after = self._last_known, self._site is not None, after
+        if self.feedback is not None:
+            self._last_known = own.is_known
+        self.agent.offer_batch(reduction.batch, offer, contributed.flats)
+
+    def _offer(self, reduction: Reduction, own: OwnPart, contributed: BatchGradients) -> BatchOffer:
+        gradients, replica = reduction.gradients, self.agent.own.replica
+        how = self._how(reduction.batch, contributed)
         holds = _holds(gradients) if self._site is None else b""
         samples, firsts = [0.0] * self._num_replicas, [0.0] * self._num_replicas
-        samples[self.agent.own.replica] = float(own.num_samples)
-        firsts[self.agent.own.replica] = float(self.first)
+        samples[replica], firsts[replica] = float(own.num_samples), float(self.first)
         ready, digest = self._event(), self.digest
 
         def make() -> Contribution:
@@ -143,22 +147,18 @@ class RoundReducer(Reducer):
                 self._add_up(self._site, gradients, contributed)
             if how is not None and gradients.streams:
                 how.streams = {name: HostStream.of(one) for name, one in gradients.streams.items()}
+            healing = numbers_of_healing(self.agent.heal_times, replica, self._num_replicas)
             return Contribution(
                 self._on_host(contributed.flats),
                 holds if self._site is None else _holds(contributed),
                 own.weight,
                 own.nominal,
-                (float(loss_sum),),
-                (votes, *samples, *firsts, *self._heal_numbers()),
+                (float(reduction.loss_sum),),
+                (reduction.votes, *samples, *firsts, *healing),
                 digest,
             )
 
-        offer = BatchOffer(make, busy_s=lambda: sum(more()), how=how)
-        return self._begun(batch, gradients, _UnderWay(offer, contributed), stamp)
-
-    def follow(self, batch: int, gradients: BatchGradients) -> Reduction:
-        """Have the sum of a batch that this replica has no part in."""
-        return self._begun(batch, gradients, _UnderWay(BatchOffer(None), self._contributed(gradients)))
+        return BatchOffer(make, busy_s=lambda: sum(reduction.more()), how=how)
 
     @torch.no_grad()
     def finish(self, reduction: Reduction) -> Reduced:
@@ -202,21 +202,6 @@ class RoundReducer(Reducer):
         del timeout_s
         self._settle_copies()
 
-    def _begun(self, batch: int, gradients: BatchGradients, own: _UnderWay, stamp: int = 0) -> Reduction:
-        def after(settled: SettledRound) -> None:
-            if self.agent.own.replica in settled.parts:
-                self.agent.heal_times = None  # the others have it now
-            if self._tied:
-                own.tied = self._sum_tied(own.contributed, settled)
-
-        offer = own.offer
-        offer.may_make, offer.is_joint, offer.after = self._last_known, self._site is not None, after
-        self._under_way[batch] = own
-        if self.feedback is not None:
-            self._last_known = own.is_known
-        self.agent.offer_batch(batch, offer, own.contributed.flats)
-        return Reduction(batch, gradients, 0.0, stamp, 0.0, nothing_more)
-
     def _contributed(self, gradients: BatchGradients) -> BatchGradients:
         """What this rank contributes of a batch: in a site the pieces that it owns, and tied parameters. They
         lie where they do in `gradients`; which are held is known once the site has added up.
@@ -242,9 +227,6 @@ class RoundReducer(Reducer):
         for name, group in self._tied.items():
             sum_in_slices(group, [name], found, [found.views[name]], SLICE_BYTES, SentBytes())
         return found
-
-    def _heal_numbers(self) -> list[float]:
-        return numbers_of_healing(self.agent.heal_times, self.agent.own.replica, self._num_replicas)
 
     def _how(self, batch: int, gradients: BatchGradients) -> CodedFlats | None:
         """How a batch is added up, if its gradients do not go as they are."""
