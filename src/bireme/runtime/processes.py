@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import connection, get_context, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -212,7 +213,7 @@ class _Copy:
 class _Server:
     """This process's way to the server; `pid` is None where that was there before this process."""
 
-    def __init__(self, way: socket.socket, loaded_with: object, pid: int | None) -> None:
+    def __init__(self, way: socket.socket, loaded_with: "_Surroundings | None", pid: int | None) -> None:
         self.owner_pid = os.getpid()
         self._way, self._loaded_with, self._pid = way, loaded_with, pid
         if pid is not None:
@@ -221,7 +222,7 @@ class _Server:
     @property
     def is_of_use(self) -> bool:
         """Whether libraries would be loaded now as they were there."""
-        return self._pid is None or self._loaded_with == _at_load()
+        return self._loaded_with is None or self._loaded_with.serves(_at_load())
 
     def ask(self, what: bytes, files: tuple[int, ...]) -> bool:
         """Ask for something; False where nobody is there any more."""
@@ -274,11 +275,24 @@ def _started() -> _Server:
     return _Server(here, _at_load(), started.pid)
 
 
-def _at_load() -> tuple[object, ...]:
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
     """What the libraries that a process loads depend on. A folder counts where it is first in the path."""
+
+    path: tuple[str, ...]
+    variables: Mapping[str, str]
+
+    def serves(self, now: "_Surroundings") -> bool:
+        """Whether what was loaded here is what would be loaded now. Folders that were appended to the path,
+        as for a function of the user's, hide nothing.
+        """
+        return self.variables == now.variables and self.path == now.path[: len(self.path)]
+
+
+def _at_load() -> _Surroundings:
     own = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_LOAD)}
     own.pop(_SET_BY_TORCH, None)
-    return tuple(dict.fromkeys(sys.path)), tuple(sorted(own.items()))
+    return _Surroundings(tuple(dict.fromkeys(sys.path)), own)
 
 
 @contextmanager
