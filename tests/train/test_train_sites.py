@@ -10,7 +10,7 @@ import pytest
 from bireme.train.checkpoint.checkpoint import newest_good
 from tests.support.command import bireme
 from tests.support.training import CUTS, losses, running, settings, write_run
-from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED
+from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED, steady
 
 BATCH = 8
 
@@ -27,7 +27,7 @@ def write_sites(
     text = text.replace(f'file = "{folder}/plan-2bw-{depth}.json"', f'file = "{plan}"')
     every = "diloco_every = 2\n" if mode == "diloco" else ""
     keys = f'mode = "{mode}"\nsites = 2\n{every}\n[memory]\nshard = "{shard}"\n'
-    path.write_text(f"{text}\n[sync]\n{keys}")
+    path.write_text(f"{steady(text, mode)}\n[sync]\n{keys}")
     return path
 
 
