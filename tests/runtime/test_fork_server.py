@@ -35,6 +35,7 @@ def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_starte
     before = launch(report, 1)
     monkeypatch.setenv("BIREME_TEST_WORD", "now")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # as torch does
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn does
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as for a model in a file of the user's
     monkeypatch.chdir(tmp_path)
     first, second = launch(report, 2)

@@ -105,6 +105,7 @@ def test_replicas_that_average_weights_train_each_sample_once_and_go_on_from_a_c
 
 
 @pytest.mark.slow
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("mode", "schedule", "model", "more"),
     [

@@ -50,8 +50,10 @@ _READ_AT_LOAD = (
 )
 """Variables that begin so are read when a library is loaded: a server with other ones is of no use."""
 
-_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
-"""But not this one: torch sets it when it imports its compiler, and reads it whenever it needs it."""
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR")
+"""But not these: scikit-learn sets the first when it is imported, in case that OpenMP is loaded twice. Torch
+sets the second when it imports its compiler, and reads it whenever it needs it.
+"""
 
 SERVER = (
     "import sys; sys.path[:] = {path!r}; "
@@ -290,8 +292,11 @@ class _Surroundings:
 
 
 def _at_load() -> _Surroundings:
-    own = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_LOAD)}
-    own.pop(_SET_BY_TORCH, None)
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_READ_AT_LOAD) and name not in _SET_BY_LIBRARIES
+    }
     return _Surroundings(tuple(dict.fromkeys(sys.path)), own)
 
 
