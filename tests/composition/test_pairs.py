@@ -38,7 +38,7 @@ def sets_with_every_pair() -> list[tuple[str, ...]]:
     sets = list[tuple[str, ...]]()
     allowed, left = set(TOGETHER), dict.fromkeys(TOGETHER)
     while left:
-        names = next(iter(left))
+        names: tuple[str, ...] = next(iter(left))
         held = held_by(names) & left.keys()
         while len(names) < MOST_TOGETHER:
             larger = [
