@@ -15,10 +15,11 @@ from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.quorum import launch as launching
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.quorum.ledger_tail import LedgerTail
-from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, ReplicaPart, Site
+from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, ReplicaPart, Site, Starts
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
 from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode
+from bireme.sync.coordinator.starts import StartAgreement
 
 
 class Well:
@@ -238,3 +239,46 @@ def test_a_request_to_stop_reaches_the_next_life_too(tmp_path: Path) -> None:
     replica.join()
     assert crews[1].request is signal.SIGUSR1
     assert replica.is_asked_to_stop
+
+
+class Agreed:
+    """What the hosts of a replica agree on; the lives that this host proposes are noted."""
+
+    def __init__(self) -> None:
+        self.now = StartAgreement(0, (), "")
+        self.proposed: list[Incarnation] = []
+
+    def agreement(self, _part: ReplicaPart) -> StartAgreement:
+        return self.now
+
+    def propose(self, life: Incarnation) -> None:
+        self.proposed.append(life)
+
+    def addresses(self, hosts: object) -> str:
+        return f"{hosts}"
+
+
+def test_a_replica_that_was_given_up_starts_again_though_its_hosts_are_all_there_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut ended after both launchers had given the replica up and before its processes had ended. Each saw
+    the other host propose the old life still, and waited for ever.
+    """
+    monkeypatch.setattr(launching, "_ABSENT_S", -1.0)
+    (tmp_path / LEDGER).write_text("")
+    part, agreed = ReplicaPart(0, (0,), (0, 1)), Agreed()
+    starts, told = cast(Starts, agreed), list[str]()
+    replica = launching._Replica(part, lambda *_: cast(Any, Waits()), 0, starts)
+    site = Site(0, cast(CoordinatorProcess, Well()), HOSTS, "secret", (part,), 0.0)
+    tail = LedgerTail(tmp_path / LEDGER)
+    supervision = launching._Supervision([replica], site, None, tail, told.append, lambda: False, starts, 2)
+    replica.begin()
+    replica.start("")
+    monkeypatch.setattr(launching._Replica, "results", None)
+    agreed.now = StartAgreement(0, (1,), "")
+    supervision._meet_hosts(replica)
+    replica.join()
+    agreed.now = StartAgreement(0, (), "")
+    supervision._meet_hosts(replica)
+    assert agreed.proposed == [Incarnation(0, 0), Incarnation(0, 1)]
+    assert len(told) == 1

@@ -346,7 +346,9 @@ class _Supervision:
             one.alone_s = None
         one.alone_s = one.alone_s or (time.monotonic() if found.missing else None)
         is_alone = one.alone_s is not None and time.monotonic() > one.alone_s + _ABSENT_S
-        if not (is_over or is_alone) or one.results is not None:
+        # A life that was given up stays so, even if the other hosts are there again before it has ended.
+        is_over = is_over or is_alone or one.crew.is_given_up
+        if not is_over or one.results is not None:
             return
         self._tell_end(one)
         if one.lives:
