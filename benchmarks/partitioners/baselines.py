@@ -15,11 +15,11 @@ import numpy as np
 
 from benchmarks.partitioners.dapple import dapple
 from bireme.errors import BiremeError
-from bireme.plan.agreements import ring_share
 from bireme.plan.partition.autopipe import Cuts
 from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.loads import Loads, loads_of
 from bireme.plan.partition.partition import least_max
+from bireme.simulate.links import ring_share
 
 __all__ = ["BASELINES", "Planner", "parameters", "pipedream_2bw", "pipedream_2bw_s", "piper", "uniform"]
 

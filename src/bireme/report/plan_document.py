@@ -87,13 +87,13 @@ def saved_plan_document(
 
 def sync_document(request: PlanRequest) -> dict[str, Any]:
     """The codec of sums over replicas: bytes of a replica's message, and what it keeps, for each of its
-    gradients' bytes.
+    gradients' bytes; of averages with what they send and keep of the optimizer's state.
     """
-    sums = request.sums
+    sums, rounds = request.sums, request.rounds
     found: dict[str, Any] = {
         "codec": str(sums.codec),
-        "message_share": sums.message_share,
-        "kept_share": sums.kept_share,
+        "message_share": sums.message_share + (0.0 if rounds is None else rounds.state_share),
+        "kept_share": sums.kept_share + (0.0 if rounds is None else rounds.kept_share),
     }
     return found if request.shard == "none" else found | {"shard": request.shard}
 

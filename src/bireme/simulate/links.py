@@ -11,6 +11,19 @@ from bireme.schedule.program import Program
 from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import pairs_that_talk
 
+# Gradient sums over replicas go around a ring.
+
+
+def ring_share(width: int) -> float:
+    """How many times its own gradients each of so many replicas sends on."""
+    return 2 * (width - 1) / width
+
+
+def hops(ring: Sequence[int]) -> list[tuple[int, int]]:
+    """From each device to the next one, and from the last to the first."""
+    return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
+
+
 # The network of a cluster as a program's ranks meet it: which wires the messages between them share.
 
 
@@ -67,11 +80,10 @@ class _Wires:
 
 def _ring(cluster: Cluster, ring: Sequence[int], rank: int, wires: _Wires) -> Path:
     """All that a ring crosses, and a wire of its own as slow as the lane that the ring crosses most often."""
-    hops = [(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b]
-    crossed = Counter(lane for a, b in hops for lane in cluster.path(a, b))
+    crossed = Counter(lane for a, b in hops(ring) for lane in cluster.path(a, b))
     slowest = min((lane.bytes_per_s / times for lane, times in crossed.items()), default=math.inf)
     own = wires.add(Wire(f"ring of rank {rank}", slowest))
-    latency_s = 2 * (len(ring) - 1) * max((cluster.latency(a, b) for a, b in hops), default=0.0)
+    latency_s = 2 * (len(ring) - 1) * max((cluster.latency(a, b) for a, b in hops(ring)), default=0.0)
     return Path((own, *wires.of(tuple(crossed))), latency_s)
 
 

@@ -18,6 +18,7 @@ from bireme.profile.optimizers import whole_bytes
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from bireme.train.checkpoint.manifest import Manifest
+from bireme.train.link_codecs import rounds_of
 from bireme.train.run_file import Memory, RunFile
 
 # Runs whose batch is not the run file's: the planner has chosen it, or it grew with the replicas' speed.
@@ -149,6 +150,7 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanReq
         shard=run.memory.shard,
         whole_bytes=0 if graph is None else whole_bytes(graph.parameters, run.training.optimizer),
         sites=run.sync.sites or 1,
+        rounds=rounds_of(run, graph),
     )
 
 

@@ -4,14 +4,14 @@ A mapping is first judged by that alone: no lane can be done sooner than all its
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bireme.cluster.cluster import Lane
-from bireme.plan.agreements import hops, ring_share
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.problem import PlanningProblem
+from bireme.simulate.links import hops, ring_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,38 @@ class Ring:
 
 def ring_over(problem: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
     """Around the devices in the order of their numbers, which keeps those of a server together."""
-    ring = sorted(set(devices))
-    all_hops = hops(ring)
-    crossed = Counter(lane for hop in all_hops for lane in problem.path(*hop))
-    per_hop = ring_share(len(ring)) * num_bytes
-    slowest_s = max((per_hop * times / lane.bytes_per_s for lane, times in crossed.items()), default=0.0)
-    late_s = 2 * (len(ring) - 1) * max((problem.cluster.latency(*hop) for hop in all_hops), default=0.0)
-    return Ring(slowest_s + late_s, num_bytes)
+    per_hop = ring_share(len(set(devices))) * num_bytes
+    return Ring(rings_s(problem, [HopBytes(devices, per_hop)]), num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HopBytes:
+    """A ring over devices, and the bytes that go over each of its hops."""
+
+    devices: Sequence[int]
+    num_bytes: float
+
+    def on_lanes(self, problem: PlanningProblem) -> Iterator[tuple[Lane, float]]:
+        """The lanes of its hops, in the order of the devices' numbers, and the bytes there."""
+        for hop in hops(sorted(set(self.devices))):
+            for lane in problem.path(*hop):
+                yield lane, self.num_bytes
+
+    def late_s(self, problem: PlanningProblem) -> float:
+        """The latency of the way around."""
+        ring = sorted(set(self.devices))
+        slowest_s = max((problem.cluster.latency(*hop) for hop in hops(ring)), default=0.0)
+        return 2 * (len(ring) - 1) * slowest_s
+
+
+def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
+    """For how long rings are under way that begin at the same time, with nothing else on the links."""
+    crossed: defaultdict[Lane, float] = defaultdict(float)
+    for ring in rings:
+        for lane, num_bytes in ring.on_lanes(problem):
+            crossed[lane] += num_bytes
+    slowest_s = max((num_bytes / lane.bytes_per_s for lane, num_bytes in crossed.items()), default=0.0)
+    return slowest_s + max((ring.late_s(problem) for ring in rings), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +74,11 @@ class LaneTraffic:
         grid: Sequence[Sequence[int]],
         rank_of_stage: Sequence[int],
         boundary_bytes: Sequence[Sequence[float]],
-        reduce_bytes: Sequence[float],
+        rings: Sequence[HopBytes],
         returned_bytes: Sequence[Sequence[float]] | None = None,
     ) -> "LaneTraffic":
         """Of a grid; `boundary_bytes` are those after each stage of each replica, `returned_bytes` those of
-        the gradients that come back, as much unless given.
-
-        `reduce_bytes` are those that each rank's ring moves over each hop.
+        the gradients that come back, as much unless given. `rings` are those of a batch.
         """
         messages: list[dict[Lane, float]] = []
         for replica, boundaries in enumerate(
@@ -68,12 +91,10 @@ class LaneTraffic:
                     for lane in problem.path(*ends):
                         own[lane] += of_stages[stage]
             messages.append(own)
-        rings: defaultdict[Lane, float] = defaultdict(float)
-        for rank, num_bytes in enumerate(reduce_bytes):
-            if num_bytes and len(grid[rank]) > 1:
-                for hop in hops(sorted(grid[rank])):
-                    for lane in problem.path(*hop):
-                        rings[lane] += num_bytes
+        of_rings: defaultdict[Lane, float] = defaultdict(float)
+        for ring in rings:
+            for lane, num_bytes in ring.on_lanes(problem):
+                of_rings[lane] += num_bytes
         total: defaultdict[str, float] = defaultdict(float)
         for one in messages:
             for lane, num_bytes in one.items():
@@ -81,8 +102,8 @@ class LaneTraffic:
         return LaneTraffic(
             tuple(messages),
             total,
-            rings,
-            {lane.name: num_bytes for lane, num_bytes in rings.items()},
+            of_rings,
+            {lane.name: num_bytes for lane, num_bytes in of_rings.items()},
             tuple({lane.name: num_bytes for lane, num_bytes in own.items()} for own in messages),
         )
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bireme.cluster.device import MOST_SENDS
+from bireme.codec.sum_description import SumCost
 from bireme.plan.codec_costs import coded, sum_coding_s
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
-from bireme.plan.search.contention import LaneTraffic
+from bireme.plan.search.contention import HopBytes, LaneTraffic, rings_s
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import (
     Tied,
@@ -137,6 +138,11 @@ def _processors_of(
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
 
+_NUM_TRIPS = 3
+"""Messages there and back on the slowest way, before a round counts: to the coordinator that grants it, to
+the other members with the numbers that go along, and to the coordinator once the sum is made.
+"""
+
 _MOST_KEPT = 4096
 """Costs of partitions that are not worked out again."""
 
@@ -232,7 +238,7 @@ class PlanEvaluator:
         batch_s = max(timeline.steady_batch_s for timeline in timelines.values())
         if short is not draft:
             batch_s += floor.seconds - self.floor(short).seconds
-        batch_s = max(batch_s, floor.seconds)
+        batch_s = max(batch_s + self._waits_s(draft, batch_s), floor.seconds)
         slowest = max(timelines.values(), key=lambda timeline: timeline.steady_batch_s)
         penalty = problem.penalty(
             outline.schedule,
@@ -260,11 +266,12 @@ class PlanEvaluator:
     def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
         """What ranks move between tiers, or between replicas that share."""
         request = self._problem.request
+        between = self._of_ranks(draft, self._round_bytes(draft))
         if draft.whole_weights or request.num_sharers(draft.outline.width) == 1:
             rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
-            return tuple(tier_forecasts(slowest, rings))
+            return tuple(tier_forecasts(slowest, rings, between))
         costs = self._work(draft, draft.outline.sizes[0]).costs
-        return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft)))
+        return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft), between))
 
     def paging(
         self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
@@ -366,7 +373,8 @@ class PlanEvaluator:
     def _simulate(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
-        replicas = dict(enumerate(draft.grid)) if draft.outline.width > 1 else None
+        site = draft.sites(problem.request)[replica // problem.request.site_width(draft.outline.width)]
+        replicas = {rank: row[site] for rank, row in enumerate(draft.grid)}
         network = cluster_network(problem.cluster, program, devices, replicas=replicas)
         wires = (
             replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
@@ -413,11 +421,13 @@ class PlanEvaluator:
         speeds = tuple(problem.speeds[device] for device in devices)
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
         cores = _processors_of(problem, draft.grid, replica)
-        return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires
+        width = problem.request.site_width(draft.outline.width)
+        site = replica // width if width > 1 else 0
+        return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires, site
 
     def _work(self, draft: Draft, size: int) -> ReplicaWork:
         problem = self._problem
-        kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
+        kept_share = problem.kept_share(draft.outline.width)
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         shared = shared_key(problem.request, draft)
         passes = draft.recompute, bool(draft.num_sliced), draft.splits_backward
@@ -450,10 +460,15 @@ class PlanEvaluator:
         return self._tied.between(draft.stages(len(self._problem.profile.units)))
 
     def _syncs(self, draft: Draft) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The seconds in which each stage's gradients are encoded and decoded and its tied parameters are
-        summed, and the bytes of its other gradients.
+        """The seconds in which each stage's gradients are encoded and decoded, its tied parameters are summed
+        and sites sum with each other, and the bytes of its other gradients.
         """
         sync_s = self._coding_s(draft)
+        request, rank_of_stage = self._problem.request, draft.outline.rank_of_stage
+        if request.rounds is not None and not request.rounds.averages:
+            round_s = self._round_s(draft)
+            for stage, rank in enumerate(rank_of_stage):  # those of a rank follow one another
+                sync_s[stage] += round_s / rank_of_stage.count(rank)
         reduced = list(self._reduce_bytes(draft, before_update=True))
         share = reduce_share(self._problem.request, draft.outline.width)
         for one in tied_rings(self._problem, draft, self._tied_of(draft)):
@@ -463,17 +478,24 @@ class PlanEvaluator:
         return tuple(sync_s), tuple(reduced)
 
     def _coding_s(self, draft: Draft) -> list[float]:
-        """The seconds of the codec of sums, by stage, on the slowest of its devices."""
+        """The seconds of the codec of sums within a site, by stage."""
+        request, width = self._problem.request, self._problem.request.site_width(draft.outline.width)
+        if width == 1:
+            return [0.0] * draft.outline.num_stages
+        # Who gets parts decodes a part of each message, which together are one.
+        num_decoded = 1 if request.num_sharers(draft.outline.width) > 1 else width
+        return self._coded_s(draft, request.sums_within, num_decoded=num_decoded)
+
+    def _coded_s(self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0) -> list[float]:
+        """The seconds to encode this share of each stage's gradients, and to decode so many messages, on the
+        slowest of its devices.
+        """
         problem, outline = self._problem, draft.outline
-        if outline.width == 1:
-            return [0.0] * outline.num_stages
-        sums, costs = problem.request.sums, self._work(draft, outline.sizes[0]).costs
+        costs = self._work(draft, outline.sizes[0]).costs
         found = []
         for stage, units in enumerate(draft.stages(len(problem.profile.units))):
             apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
-            num_bytes = costs.gradient_bytes[stage] - apart
-            # Who gets parts decodes a part of each message, which together are one.
-            num_decoded = 1 if problem.request.num_sharers(outline.width) > 1 else outline.width
+            num_bytes = share * (costs.gradient_bytes[stage] - apart)
             coding_s = sum_coding_s(sums.codec, num_bytes, num_decoded, problem.profile.codecs)
             slowest = min(problem.speeds[device] for device in draft.grid[outline.rank_of_stage[stage]])
             found.append(coding_s / slowest)
@@ -487,15 +509,72 @@ class PlanEvaluator:
     def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> LaneTraffic:
         costs = [self._work(draft, size).costs for size in draft.outline.sizes]
         count = draft.outline.num_microbatches
-        reduced = self._reduce_bytes(draft)
-        per_rank = [0.0] * draft.outline.num_ranks
-        for stage, rank in enumerate(rank_of_stage):
-            per_rank[rank] += reduced[stage]
+        reduced = self._of_ranks(draft, self._reduce_bytes(draft))
+        rings = [
+            HopBytes(row[site], num_bytes)
+            for row, num_bytes in zip(draft.grid, reduced, strict=True)
+            for site in draft.sites(self._problem.request)
+        ]
+        rings += self._rounds(draft, self._round_bytes(draft))
         return LaneTraffic.of(
             self._problem,
             draft.grid,
             rank_of_stage,
             [[count * one for one in own.forward_bytes] for own in costs],
-            per_rank,
+            rings,
             [[count * one for one in own.backward_bytes] for own in costs],
         )
+
+    # Rounds: what sites send each other in addition, or replicas that average weights.
+
+    def _round_bytes(self, draft: Draft) -> list[float]:
+        """What each replica sends of every stage in rounds, in the mean over batches."""
+        request = self._problem.request
+        share = request.round_share(draft.outline.width)
+        if request.rounds is None or not share:
+            return [0.0] * draft.outline.num_stages
+        costs = self._work(draft, draft.outline.sizes[0]).costs
+        found = [share / request.rounds.every * one for one in costs.gradient_bytes]
+        if not request.rounds.averages:  # of tied gradients each replica sends all it has
+            more = share * (request.site_width(draft.outline.width) - 1)
+            for tied in self._tied_of(draft):
+                for stage in tied.stages:
+                    found[stage] += more * tied.num_bytes
+        return found
+
+    def _of_ranks(self, draft: Draft, of_stages: Sequence[float]) -> list[float]:
+        found = [0.0] * draft.outline.num_ranks
+        for rank, num_bytes in zip(draft.outline.rank_of_stage, of_stages, strict=True):
+            found[rank] += num_bytes
+        return found
+
+    def _rounds(self, draft: Draft, of_stages: Sequence[float]) -> list[HopBytes]:
+        """The rings of all ranks, each with its like in the other sites, in which so much is sent."""
+        width = self._problem.request.site_width(draft.outline.width)
+        return [
+            HopBytes(row[member::width], num_bytes)
+            for row, num_bytes in zip(draft.grid, self._of_ranks(draft, of_stages), strict=True)
+            for member in range(width)
+        ]
+
+    def _round_s(self, draft: Draft) -> float:
+        """How long a round takes in which all ranks send what they have of a fragment."""
+        problem, width = self._problem, draft.outline.width
+        request = problem.request
+        if request.rounds is None or width == 1:
+            return 0.0
+        often = request.rounds.every / request.rounds.fragments
+        share, num_sites = request.coded_share(width), request.num_sites(width)
+        link_s = rings_s(problem, self._rounds(draft, [often * one for one in self._round_bytes(draft)]))
+        coding_s = self._of_ranks(
+            draft, self._coded_s(draft, request.sums, num_decoded=num_sites, share=share)
+        )
+        return link_s + max(coding_s) + _NUM_TRIPS * problem.longest_latency_s
+
+    def _waits_s(self, draft: Draft, batch_s: float) -> float:
+        """For how long replicas that average weights wait for rounds, in the mean over batches."""
+        rounds = self._problem.request.rounds
+        if rounds is None or not rounds.averages:
+            return 0.0
+        hidden_s = (rounds.lag + (draft.rule is not Rule.SYNCHRONOUS)) * batch_s
+        return rounds.fragments / rounds.every * max(self._round_s(draft) - hidden_s, 0.0)

@@ -134,8 +134,7 @@ class _Estimator:
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes
         state -= (1 - 1 / sharers) * totals.optimizer_bytes / p
-        if outline.width > 1:
-            state += self._problem.request.sums.kept_share * totals.gradient_bytes / p
+        state += self._problem.kept_share(outline.width) * totals.gradient_bytes / p
         allowed = self._problem.request.recompute
         if allowed is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
             return False
@@ -149,7 +148,10 @@ class _Estimator:
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
         message = totals.boundary_bytes + totals.returned_bytes
-        ring = self._problem.request.sums.hop_bytes(totals.gradient_bytes, slice(None), w) / p
+        request = self._problem.request
+        ring = request.sums_within.hop_bytes(totals.gradient_bytes, slice(None), request.site_width(w)) / p
+        if request.rounds is not None:
+            ring += request.round_share(w) / request.rounds.every * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (

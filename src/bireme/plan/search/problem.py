@@ -37,8 +37,7 @@ class PlanningProblem:
         self.profile = profile
         self.cluster = cluster
         placed = cluster.devices()
-        if request.sums.is_on_host and any(device.device.kind != "cpu" for device in placed):
-            request = replace(request, sums=replace(request.sums, kept_share=0.0))
+        self._are_processors = all(device.device.kind == "cpu" for device in placed)
         if profile.optimizer == "muon" and not request.whole_bytes:
             # Without the model, no matrix is known to be smaller than all of its unit.
             request = replace(request, whole_bytes=max(unit.optimizer_bytes for unit in profile.units))
@@ -111,14 +110,14 @@ class PlanningProblem:
             return False
         fastest = max(self.speeds[device] for device in self.devices)
         forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest
-        return 2 * (depth - 1) * self._longest_latency_s <= forward_s
+        return 2 * (depth - 1) * self.longest_latency_s <= forward_s
 
     @cached_property
     def _shares_parameters(self) -> bool:
         return any(held.gradient_bytes for unit in self.profile.units for held in unit.tied)
 
     @cached_property
-    def _longest_latency_s(self) -> float:
+    def longest_latency_s(self) -> float:
         """No less than the latency between any two devices, by way of the first."""
         first, *others = self.devices
         return 2 * max((self.cluster.latency(first, other) for other in others), default=0.0)
@@ -146,11 +145,18 @@ class PlanningProblem:
             self._chains[micro_batch] = chain_of(self.profile, micro_batch)
         return self._chains[micro_batch]
 
+    def kept_share(self, width: int) -> float:
+        """What sums and averages keep on a device of so many replicas, for each byte of gradients. What they
+        keep on the host is on the device only if that is a processor.
+        """
+        on_host = self.request.kept_host_share(width) if self._are_processors else 0.0
+        return self.request.kept_share(width) + on_host
+
     def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS) -> Chain:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
         of the sums over so many replicas, and the part of the optimizer that each of these has under a rule.
         """
-        kept_share = self.request.sums.kept_share if width > 1 else 0.0
+        kept_share = self.kept_share(width)
         sharers = self.request.num_sharers(width)
         shares_newest = self.request.shares_newest(rule, width)
         key = micro_batch, kept_share, sharers, shares_newest
