@@ -16,6 +16,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
+from bireme.report.plan_document import shared_hosts_note
 from bireme.train.link_codecs import rounds_of
 from bireme.train.plan_search import plan_request_of
 from bireme.train.run_file import RunFile
@@ -142,3 +143,41 @@ def test_sites_are_planned_on_servers_of_their_own() -> None:
     servers = [name.split("/")[0] for name in found.best.plan.devices[0]]
     assert servers[0] == servers[1] != servers[2] == servers[3]
     assert PlanningProblem(tiny_profile(), cluster(), request).kept_share(4) == 0.0
+
+
+def unlike(speeds: tuple[float, ...] = (1.0, 0.6, 0.5)) -> Cluster:
+    """Three servers, of which the first has two devices and is the fastest."""
+    servers = []
+    for place, speed in enumerate(speeds):
+        device = Device("a device", "cpu", memory_bytes=2**30, speed=speed)
+        devices = (device,) * (1 if place else 2)
+        card = Card("card", tuple(range(len(devices))), Link(1e12))
+        bus = (Bridge("bus", (0, 1), Link(1e12)),) if not place else ()
+        servers.append(Server(f"h{place}", devices, bus, cards=(card,)))
+    return Cluster(tuple(servers))
+
+
+def test_replicas_of_several_stages_are_planned_over_unlike_servers_where_that_is_fastest() -> None:
+    """One of the two fast devices for each replica, and a slow one for the rest of it."""
+    request = PlanRequest(32, schedule="2bw", micro_batch=4, rounds=SiteRounds())
+    found = find_plan(tiny_profile(), unlike(), request)
+    assert isinstance(found, Answer)
+    plan = found.best.plan
+    assert (plan.source.num_ranks, plan.width) == (2, 2)
+    servers = [[name.split("/")[0] for name in row] for row in zip(*plan.devices, strict=True)]
+    assert [len(set(row)) for row in servers] == [2, 2]
+    (note,) = shared_hosts_note(plan, unlike(), 2)
+    assert "All replicas have stages on h0" in note
+
+
+def test_whoever_may_die_is_planned_at_least_twice() -> None:
+    """A plan of one replica is refused by the run."""
+    alone = unlike((1.0, 1e-3, 1e-3))
+    one = find_plan(tiny_profile(), alone, PlanRequest(4, schedule="1f1b", micro_batch=4))
+    assert isinstance(one, Answer)
+    assert one.best.plan.width == 1
+    two = find_plan(tiny_profile(), alone, PlanRequest(4, schedule="1f1b", rounds=SiteRounds()))
+    assert isinstance(two, Answer)
+    assert {candidate.plan.width for candidate in two.candidates} == {2}
+    places = Plan((), 2, "1f1b", width=2, devices=(("h0/cpu0", "h1/cpu0"),))
+    assert shared_hosts_note(places, alone, 2) == []

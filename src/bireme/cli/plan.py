@@ -131,7 +131,6 @@ def _explanation_document(planned: "PlannedRun", explanation: _Explanation | Non
 def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
     from rich.console import Console
 
-    from bireme.report.plan_document import plan_notes
     from bireme.report.plan_table import print_explanation, print_plan
 
     console, answer = Console(), planned.answer
@@ -139,7 +138,7 @@ def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
     if explanation is not None:
         found = explanation
         print_explanation(answer, found.helps, found.agreements, found.stages, console)
-    for note in plan_notes(planned.profile, planned.cluster):
+    for note in planned.notes:
         console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
 
 

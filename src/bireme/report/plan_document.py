@@ -17,7 +17,7 @@ from bireme.plan.forecast import (
     headroom_bytes,
     summarize,
 )
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft_paging import PagedStageMemory
@@ -162,6 +162,19 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
     return notes
+
+
+def shared_hosts_note(plan: Plan, cluster: Cluster, num_sites: int) -> list[str]:
+    """A sentence if all replicas that may die, or all sites, have devices on one host."""
+    each, per_site = servers_of_places(plan, cluster), plan.num_ranks // num_sites
+    of_sites = [set(each[first : first + per_site]) for first in range(0, len(each), per_site)]
+    shared = sorted(set[str].intersection(*of_sites))
+    if not shared or len(cluster.servers) == 1:
+        return []
+    return [
+        f"All replicas have stages on {' and '.join(shared)}: if that host is gone, none can go on without "
+        "it. The plan is the fastest one; name other devices (plan.devices) to avoid this."
+    ]
 
 
 def explanation_document(

@@ -190,7 +190,8 @@ def full_request_of(
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
-    if asked.depth is None and asked.width is None and run.cluster.source is None:
+    is_free = asked.depth is None and asked.width is None
+    if is_free and run.cluster.source is None and not run.sync.is_coordinated:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         num_devices = len(request.devices) or cluster.num_devices
         request = replace(request, depth=min(num_devices, len(names)))

@@ -19,7 +19,7 @@ from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import timeline_of
 from bireme.profile.profile import Profile, load_profile
-from bireme.report.plan_document import plan_document, plan_notes, sync_document
+from bireme.report.plan_document import plan_document, plan_notes, shared_hosts_note, sync_document
 from bireme.timeline.timeline import Timeline
 from bireme.train.link_codecs import (
     check_boundaries,
@@ -145,12 +145,20 @@ class PlannedRun:
         best = self.answer.best.plan
         return timeline_of(best, self.profile, self.cluster, self.request, num_batches=num_batches)
 
+    @property
+    def notes(self) -> list[str]:
+        """What makes the numbers of the plan doubtful, and what the plan does not guard against."""
+        found, plan, sync = plan_notes(self.profile, self.cluster), self.answer.best.plan, self.run.sync
+        if sync.is_coordinated:
+            found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
+        return found
+
     def document(self) -> dict[str, Any]:
         """The document of `bireme plan --json` and of a dry run."""
         return {
             **plan_document(self.answer, self.profile, self.planning_s),
             "sync": sync_document(self.request),
-            "notes": plan_notes(self.profile, self.cluster),
+            "notes": self.notes,
             "exports": {},
             **({} if self.graph is None else gradient_document(self.run, self.graph)),
         }
