@@ -51,6 +51,15 @@ def test_who_is_silent_gets_as_few_samples_as_it_may_have_until_it_is_heard_agai
     assert dealing.among((0, 1), 1).counts(1) == {0: 12, 1: 12}
 
 
+def test_a_replica_that_is_back_gets_the_share_that_it_had() -> None:
+    """The other one is faster by the sample while it is alone, with larger micro-batches: it kept 14."""
+    dealing = Dealing(24, ShareLimits((2, 2), (24, 24))).among((0, 1), 0)
+    dealing = dealing.with_batch(0, {0: 12, 1: 12}, {0: 0.6, 1: 0.6}, takes_effect=3)
+    alone = dealing.among((0,), 1).with_batch(1, {0: 24}, {0: 0.9}, takes_effect=4)
+    assert alone.counts(1) == {0: 24}
+    assert alone.among((0, 1), 2).counts(2) == {0: 12, 1: 12}
+
+
 def test_a_round_goes_on_without_a_silent_member_before_its_lease_and_the_grace_window_end() -> None:
     settings = replace(settings_for(3, 1), grace_s=30.0)
     state, numbers = begun(settings), dict.fromkeys(RANKS, 0)

@@ -241,7 +241,9 @@ class Dealing:
         """After a batch in which each of these replicas trained so many samples, and was busy for so long."""
         if min(seconds.values(), default=0.0) <= 0:
             return self._recovered(counts)
-        paces = self.paces | {one: seconds[one] / count for one, count in counts.items() if count}
+        paces = self.paces
+        if len(counts) > 1:  # a replica alone has larger micro-batches: its pace compares with no other one
+            paces = paces | {one: seconds[one] / count for one, count in counts.items() if count}
         late = {one: slowness for one, slowness in self.late.items() if one not in counts}
         if self.balance is None or seconds.keys() != set(self.replicas) or counts != self.counts(batch):
             return replace(self, paces=paces, late=late)
