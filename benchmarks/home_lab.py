@@ -62,7 +62,7 @@ class Story:
     after: int
 
 
-FULL, QUICK = Story(60, 80, 80), Story(20, 14, 14)
+FULL, QUICK = Story(60, 80, 80), Story(16, 12, 12)
 
 
 @dataclass(frozen=True, slots=True)
