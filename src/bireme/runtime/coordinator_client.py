@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from bireme.errors import BiremeError
@@ -125,6 +126,11 @@ class Observer:
         now_s = time.monotonic()
         heard = [own for at_s, own in list(self._starts.values()) if now_s - at_s <= limit_s]
         return [*self._own_starts.values(), *(one for own in heard for one in own)]
+
+    def unheard_s(self, number: int) -> float:
+        """Seconds since that host itself answered about starts; infinite if it never did, or hung up."""
+        heard = self._starts.get(number)
+        return inf if heard is None else time.monotonic() - heard[0]
 
     def close(self, *, waits: bool = True) -> None:
         """End the talk; its threads end within two beats, which this waits for unless told otherwise."""

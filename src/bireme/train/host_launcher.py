@@ -35,7 +35,7 @@ from bireme.report.terminal import progress_bar
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.quorum.site import ReplicaPart, Site
+from bireme.runtime.quorum.hosts import LaunchHost, ReplicaPart
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder, load_asked
@@ -109,7 +109,7 @@ def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> Site | None:
+def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> LaunchHost | None:
     """Start the coordinator of this host, and learn where those of the others listen. None if this process is
     not the launcher of its host.
     """
@@ -125,7 +125,7 @@ def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> Site | None:
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if number == 0:
         _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
-    return Site(
+    return LaunchHost(
         number,
         coordinator,
         hosts,
@@ -138,8 +138,8 @@ def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> Site | None:
 
 def under_way(
     environment: Environment, run_file: Path | None, sets: Sequence[str]
-) -> tuple[Orders, Site | None] | None:
-    """The run that this process had a part in, if it goes on without this host. There is no site if this
+) -> tuple[Orders, LaunchHost | None] | None:
+    """The run that this process had a part in, if it goes on without this host. There is no host if this
     process is not the launcher of its host.
     """
     before = _begun_before(environment, run_file, sets)
@@ -167,7 +167,7 @@ def under_way(
     coordinator.start()
     _tell(f"The run is still going. Replicas of this host, {address}, start again.")
     # Each life takes longer than a second, so none before has that number.
-    return found.orders, Site(
+    return found.orders, LaunchHost(
         number,
         coordinator,
         found.hosts,
@@ -248,12 +248,12 @@ def _begun_before(
     return None if folder is None or not run.sync.is_coordinated else (run, folder)
 
 
-def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> FinishedRun | None:
+def train_on_host(orders: Orders, host: LaunchHost, prepared: PreparedRun | None) -> FinishedRun | None:
     """Train the replicas of this host. If one of them leads at the end, write down what came of the run."""
     own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
     threads, plan = orders.threads, load_plan(folder.plan).plan
     if threads is None and orders.device == "cpu":
-        threads = max(1, num_cores() // max(1, site.num_ranks))
+        threads = max(1, num_cores() // max(1, host.num_ranks))
     start = RunStart(
         folder.path,
         None if orders.checkpoint is None else Path(orders.checkpoint),
@@ -265,7 +265,7 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
     )
     run = folder.load_run()
     try:
-        with signals_passed_on(), _own_environment(plan, read_cluster(folder.cluster), site, orders.device):
+        with signals_passed_on(), _own_environment(plan, read_cluster(folder.cluster), host, orders.device):
             outcomes = launch_here(
                 run,
                 folder,
@@ -274,14 +274,14 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
                 threads=threads,
                 backend=orders.backend,
                 device=orders.device,
-                site=site,
+                host=host,
             )
     except RunFailed as failure:
         _tell(str(failure))
         if isinstance(failure, RankFailed):
             _tell(_WAY_ON)
         raise SystemExit(1) from None
-    if outcomes is None and not until(lambda: bool(site.how_it_ended()), _END_S):
+    if outcomes is None and not until(lambda: bool(host.how_it_ended()), _END_S):
         _tell(
             "All replicas have ended, and the run's folder does not say that the run has. The output of the "
             f"other hosts may say why. {_WAY_ON}"
@@ -289,7 +289,7 @@ def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> F
         raise SystemExit(1)
     if not outcomes or not first_of(outcomes).leads:
         ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
-        _tell(site.how_it_ended() or ended)
+        _tell(host.how_it_ended() or ended)
         return None
     _note_end(folder, own.token, first_of(outcomes))
     if prepared is None:
@@ -353,17 +353,17 @@ def _answers(hosts: Sequence[Address], token: str) -> bool:
 
 
 @contextmanager
-def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> Iterator[None]:
+def _own_environment(plan: Plan, cluster: Cluster, host: LaunchHost, device: str) -> Iterator[None]:
     """Processes that are started inside are of this host alone, and count its GPUs as the plan names them."""
     before = dict(os.environ)
     os.environ["BIREME_ADDRESS"] = own_address()  # also while this host is cut off
     for name in _OF_THE_LAUNCHER:
         os.environ.pop(name, None)
-    if site.spans:
+    if host.spans:
         let_gloo_use_the_way_to(own_address())
     else:
         os.environ.pop(NAMED, None)
-    if device == ACCELERATOR and (visible := _visible(plan, cluster, site, before.get(VISIBLE))) is not None:
+    if device == ACCELERATOR and (visible := _visible(plan, cluster, host, before.get(VISIBLE))) is not None:
         os.environ[VISIBLE] = visible
     try:
         yield
@@ -372,10 +372,10 @@ def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> I
         os.environ.update(before)
 
 
-def _visible(plan: Plan, cluster: Cluster, site: Site, visible: str | None) -> str | None:
+def _visible(plan: Plan, cluster: Cluster, host: LaunchHost, visible: str | None) -> str | None:
     """What CUDA_VISIBLE_DEVICES must be for the processes of this host, replica by replica."""
     places = {placed.name: placed.place for placed in cluster.devices()}
-    names = [plan.devices[rank][part.replica] for part in site.parts for rank in part.ranks if plan.devices]
+    names = [plan.devices[rank][part.replica] for part in host.parts for rank in part.ranks if plan.devices]
     if not set(names) <= places.keys():
         return visible
     known = visible.split(",") if visible else [str(place) for place in range(num_accelerators())]

@@ -27,7 +27,7 @@ from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.quorum.site import Site
+from bireme.runtime.quorum.hosts import LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.disk_room import check_room
@@ -117,11 +117,11 @@ def join(
 
 
 def _on_host(
-    orders: Orders, site: Site | None, rank: int, prepared: PreparedRun | None
+    orders: Orders, host: LaunchHost | None, rank: int, prepared: PreparedRun | None
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
-    if site is not None:
-        return train_on_host(orders, site, prepared)
+    if host is not None:
+        return train_on_host(orders, host, prepared)
     wait_for_launcher(orders, rank)
     return None
 
@@ -155,16 +155,16 @@ class _Joined:
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            site = None
+            host = None
             if not status and told is not None and told["hosts"] is not None:
-                site = meet_hosts(Orders(**told), rank, self._talk)
+                host = meet_hosts(Orders(**told), rank, self._talk)
         if status:
             raise SystemExit(status)
         if told is None:
             return None
         orders = Orders(**told)
         if orders.hosts is not None:
-            return _on_host(orders, site, rank, None if led is None else led.prepared)
+            return _on_host(orders, host, rank, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from bireme.devices import Backend
 from bireme.model.units import units_of
 from bireme.runtime.layout import layout_of
+from bireme.runtime.quorum.hosts import LaunchHost
 from bireme.runtime.quorum.launch import launch_replicas
-from bireme.runtime.quorum.site import Site
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.folder import RunFolder
@@ -99,10 +99,10 @@ def launch_here(
     threads: int | None,
     backend: Backend,
     device: str,
-    site: Site | None = None,
+    host: LaunchHost | None = None,
 ) -> list[Outcome] | None:
     """What the ranks of a replica of this host come to, of one that leads at the end if its rank 0 is here;
-    nothing if the rank 0 of each is elsewhere. None if no replica here has come to the end. Without a `site`
+    nothing if the rank 0 of each is elsewhere. None if no replica here has come to the end. Without a `host`
     all replicas are here.
     """
     launched = launch_replicas(
@@ -115,7 +115,7 @@ def launch_here(
         threads_per_process=threads,
         backend=backend,
         device=device,
-        site=site,
+        host=host,
     )
     if not launched.results:
         return None
