@@ -11,7 +11,6 @@ from bireme.cluster.cluster import Server
 from bireme.cluster.device import KNOWN, Device
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
-from bireme.plan.plan import Plan
 from bireme.report.cluster_table import link_notes
 from bireme.runtime.world import World
 from bireme.train import machines
@@ -50,13 +49,11 @@ def test_nccl_and_auto_give_each_process_a_device_of_its_own() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_processes_compute_on_the_gpus_that_the_plan_names() -> None:
     """Ranks count from the first GPU on, whichever the plan names."""
-    found = machines_of(asked(), num_cuda=3, num_cores=8)
-    first, second, third = (placed.name for placed in found.cluster.devices())
+    cluster = machines_of(asked(), num_cuda=3, num_cores=8).cluster
+    first, second, third = (placed.name for placed in cluster.devices())
 
     def visible(now: str | None, *names: str) -> str | None:
-        rows = tuple((name,) for name in names)
-        plan = Plan(tuple(range(1, len(rows))), 4, "1f1b", devices=rows)
-        return machines.visible_gpus(plan, found, now, num_cuda=3)
+        return machines.visible_gpus(names, cluster, now, num_cuda=3)
 
     assert visible(None, second) == "1"
     assert visible("5,6,7", third, first) == "7,5"

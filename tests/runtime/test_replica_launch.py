@@ -12,6 +12,7 @@ from bireme.balance import ShareLimits
 from bireme.runtime.board import Failure, RunFailed
 from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess
+from bireme.runtime.launch import Launcher
 from bireme.runtime.quorum import launch as launching
 from bireme.runtime.quorum.hosts import MOST_ALONE_S, HostContact, LaunchHost, ReplicaPart
 from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
@@ -266,14 +267,14 @@ class OfTwoHosts(Heard):
 def told_of_two_hosts(heard: OfTwoHosts, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """What a launcher says whose replica 1 has a rank on another host."""
     told = list[str]()
-    look = launching.Launcher.look
+    look = Launcher.look
 
-    def pass_on(launcher: launching.Launcher) -> None:
+    def pass_on(launcher: Launcher) -> None:
         if heard.moments:
             heard.pass_on()
         look(launcher)
 
-    monkeypatch.setattr(launching.Launcher, "look", pass_on)
+    monkeypatch.setattr(Launcher, "look", pass_on)
     monkeypatch.setattr(launching, "_ABSENT_S", 0.0)
     Processes.made.clear()
     with pytest.raises(RunFailed, match="The story is over"):

@@ -15,8 +15,8 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.train.checkpoint.checkpoint import Checkpoint
+    from bireme.train.finishing import FinishedRun
     from bireme.train.folder import RunFolder
-    from bireme.train.launching import FinishedRun
     from bireme.train.prepare import PreparedRun
     from bireme.train.run_file import RunFile
 

@@ -11,10 +11,9 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,29 +22,31 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
-from bireme.cluster.machine import num_cores
-from bireme.devices import ACCELERATOR, num_accelerators
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan
-from bireme.report.terminal import progress_bar
+from bireme.report.terminal import progress_bar, tell
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.quorum.hosts import LaunchHost, ReplicaPart
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.export import has_ended
+from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.launching import VISIBLE, FinishedRun, finish, signals_passed_on
+from bireme.train.launching import (
+    VISIBLE,
+    environment,
+    gpus_here,
+    launch_here,
+    replica_settings,
+    signals_passed_on,
+)
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun, prepared_before
-from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup, parts_of_hosts
 from bireme.train.rendezvous import NAMED, Announcements, Environment, Orders, let_gloo_use_the_way_to, until
-from bireme.train.replicas import launch_here, replica_settings, with_delay
 from bireme.train.run_file import RunFile
 from bireme.wire.listener import own_address
 
@@ -70,7 +71,6 @@ class _HostOrders:
     token: str
     parts: tuple[tuple[ReplicaPart, ...], ...]
     hosts_of_ranks: tuple[int, ...]
-    first_delayed_step: int
 
     def launcher(self, host: int) -> int:
         """The rank of the process that is the launcher of a host: the first there."""
@@ -95,15 +95,12 @@ _HOST_ORDERS, _UNDER_WAY = TypeAdapter(_HostOrders), TypeAdapter(_UnderWay)
 
 def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> dict[str, Any]:
     """What `meet_hosts` takes, as it goes through the store."""
-    start = with_delay(led.prepared, led.checkpoint, RunStart(led.folder.path, None, None, False, {}))
-    assert start.first_delayed_step is not None, "it was just found"
     settings = replica_settings(led.prepared, led.folder, led.checkpoint)
     orders = _HostOrders(
         settings,
         secrets.token_hex(_TOKEN_BYTES),
         tuple(map(tuple, parts_of_hosts(led.places, led.nodes, settings.num_stages))),
         tuple(hosts_of_ranks),
-        start.first_delayed_step,
     )
     found: dict[str, Any] = _HOST_ORDERS.dump_python(orders, mode="json")
     return found
@@ -165,7 +162,7 @@ def under_way(
     since_s = max(time.time() - found.began_s, 1.0)
     coordinator = _coordinator(orders, number, RunFolder(Path(found.orders.folder)), port)
     coordinator.start()
-    _tell(f"The run is still going. Replicas of this host, {address}, start again.")
+    tell(f"The run is still going. Replicas of this host, {address}, start again.")
     # Each life takes longer than a second, so none before has that number.
     return found.orders, LaunchHost(
         number,
@@ -251,45 +248,42 @@ def _begun_before(
 def train_on_host(orders: Orders, host: LaunchHost, prepared: PreparedRun | None) -> FinishedRun | None:
     """Train the replicas of this host. If one of them leads at the end, write down what came of the run."""
     own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
-    threads, plan = orders.threads, load_plan(folder.plan).plan
-    if threads is None and orders.device == "cpu":
-        threads = max(1, num_cores() // max(1, host.num_ranks))
-    start = RunStart(
-        folder.path,
-        None if orders.checkpoint is None else Path(orders.checkpoint),
-        threads,
-        True,
-        orders.words,
-        tuple(map(Path, orders.passed_over)),
-        first_delayed_step=own.first_delayed_step,
-    )
-    run = folder.load_run()
+    start, run = orders.start(host.num_ranks, is_shown=True, census={}), folder.load_run()
+    devices = load_plan(folder.plan).plan.devices
+    names = [devices[rank][part.replica] for part in host.parts for rank in part.ranks if devices]
+    gpus = gpus_here(names, read_cluster(folder.cluster), orders.device)
+    # The address of this host is the same while it is cut off.
+    own_environment = dict.fromkeys(_OF_THE_LAUNCHER) | {VISIBLE: gpus, "BIREME_ADDRESS": own_address()}
+    if not host.spans:
+        own_environment[NAMED] = None
     try:
-        with signals_passed_on(), _own_environment(plan, read_cluster(folder.cluster), host, orders.device):
+        with signals_passed_on(), environment(own_environment):
+            if host.spans:
+                let_gloo_use_the_way_to(own_address())
             outcomes = launch_here(
                 run,
                 folder,
                 own.settings,
                 start,
-                threads=threads,
+                threads=start.threads,
                 backend=orders.backend,
                 device=orders.device,
                 host=host,
             )
     except RunFailed as failure:
-        _tell(str(failure))
+        tell(str(failure))
         if isinstance(failure, RankFailed):
-            _tell(_WAY_ON)
+            tell(_WAY_ON)
         raise SystemExit(1) from None
     if outcomes is None and not until(lambda: bool(host.how_it_ended()), _END_S):
-        _tell(
+        tell(
             "All replicas have ended, and the run's folder does not say that the run has. The output of the "
             f"other hosts may say why. {_WAY_ON}"
         )
         raise SystemExit(1)
     if not outcomes or not first_of(outcomes).leads:
         ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
-        _tell(host.how_it_ended() or ended)
+        tell(host.how_it_ended() or ended)
         return None
     _note_end(folder, own.token, first_of(outcomes))
     if prepared is None:
@@ -350,37 +344,3 @@ def _answers(hosts: Sequence[Address], token: str) -> bool:
         return until(lambda: bool(observer.word.members), _ASK_S) and not observer.word.is_lost
     finally:
         observer.close()
-
-
-@contextmanager
-def _own_environment(plan: Plan, cluster: Cluster, host: LaunchHost, device: str) -> Iterator[None]:
-    """Processes that are started inside are of this host alone, and count its GPUs as the plan names them."""
-    before = dict(os.environ)
-    os.environ["BIREME_ADDRESS"] = own_address()  # also while this host is cut off
-    for name in _OF_THE_LAUNCHER:
-        os.environ.pop(name, None)
-    if host.spans:
-        let_gloo_use_the_way_to(own_address())
-    else:
-        os.environ.pop(NAMED, None)
-    if device == ACCELERATOR and (visible := _visible(plan, cluster, host, before.get(VISIBLE))) is not None:
-        os.environ[VISIBLE] = visible
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _visible(plan: Plan, cluster: Cluster, host: LaunchHost, visible: str | None) -> str | None:
-    """What CUDA_VISIBLE_DEVICES must be for the processes of this host, replica by replica."""
-    places = {placed.name: placed.place for placed in cluster.devices()}
-    names = [plan.devices[rank][part.replica] for part in host.parts for rank in part.ranks if plan.devices]
-    if not set(names) <= places.keys():
-        return visible
-    known = visible.split(",") if visible else [str(place) for place in range(num_accelerators())]
-    return ",".join(known[places[name]] for name in names) or visible
-
-
-def _tell(sentence: str) -> None:
-    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)

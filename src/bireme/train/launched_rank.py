@@ -7,30 +7,29 @@ run file and the folder of the run is relied on.
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
-from bireme.balance import SlowStage
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_text, read_cluster
-from bireme.cluster.machine import host_name, num_cores
+from bireme.cluster.machine import host_name
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
+from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
-from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.quorum.hosts import LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.disk_room import check_room
+from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
     host_orders,
@@ -40,10 +39,10 @@ from bireme.train.host_launcher import (
     under_way,
     wait_for_launcher,
 )
-from bireme.train.launching import DONE, FinishedRun, finish
+from bireme.train.launching import delayed_after
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
-from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
+from bireme.train.outcome import Outcome
 from bireme.train.prepare import PreparedRun
 from bireme.train.private_census import (
     Census,
@@ -54,7 +53,6 @@ from bireme.train.private_census import (
     plain_census,
     write_census,
 )
-from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import (
     Announcements,
@@ -97,7 +95,7 @@ def join(
     environment = Environment.of(os.environ)
     if sentence := how_it_ended_before(environment, run_file, sets):
         if environment.has_own_output:
-            _tell(sentence)
+            tell(sentence)
         return None
     if (back := under_way(environment, run_file, sets)) is not None:
         return _on_host(*back, environment.rank, None)
@@ -107,12 +105,12 @@ def join(
     try:
         return joined.go(run_file, sets, show)
     except RankFailed as failure:
-        _tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
+        tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
         time.sleep(_FAILED_FIRST_S)
         raise SystemExit(1) from None
     except dist.DistError as error:  # its text goes on with frames of C++
         first_line = str(error).splitlines()[0]
-        _tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
+        tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
         raise SystemExit(1) from None
 
 
@@ -151,7 +149,7 @@ class _Joined:
                 self._follow(nodes)
             status, told = self._talk.hear("status"), self._talk.hear("orders")
             if status and rank and self._environment.has_own_output:
-                _tell(self._talk.hear("complaint"))
+                tell(self._talk.hear("complaint"))
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -170,11 +168,11 @@ class _Joined:
         if led is None:
             self._talk.count_in("parted")
             return None
-        outcomes = [_outcome(self._talk.hear(f"outcome/{place}")) for place in range(len(orders.places))]
+        told = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
-        return finish(led.prepared, led.folder, outcomes)
+        return finish(led.prepared, led.folder, TypeAdapter(list[Outcome]).validate_python(told))
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment
@@ -190,7 +188,7 @@ class _Joined:
         talk, led, status, complaint = self._talk, None, 0, ""
         try:
             asked = load_asked(run_file, sets)
-            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), _tell)
+            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
@@ -201,7 +199,7 @@ class _Joined:
                 led = self._gather_census(led)
         except BiremeError as error:
             complaint = str(error)
-            _tell(complaint)
+            tell(complaint)
             status = _NO_PROGRESS if isinstance(error, RestartLimitError) else _USER_ERROR
         for name in ("device", "orders"):
             if not talk.is_said(name):
@@ -217,7 +215,7 @@ class _Joined:
         told = [self._talk.hear(f"census/{rank}") for rank in range(self._environment.size)]
         census = census_from({server: one for own in told for server, one in own.items()})
         if led.checkpoint is not None:
-            check_same_census(load_census(led.folder.private), census, str(led.folder.path), _tell)
+            check_same_census(load_census(led.folder.private), census, str(led.folder.path), tell)
         write_census(led.folder.private, census)
         led.folder.record()
         self._talk.say("census", plain_census(census))
@@ -311,11 +309,7 @@ class _Joined:
         if rank not in orders.places:
             self._wait_for(size, Board(store, size))
             return
-        threads = orders.threads
-        if threads is None and orders.device == "cpu":
-            threads = max(1, num_cores() // num_local)
         place = self.place = orders.places.index(rank)
-        checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
         with World(
             store,
             rank=place,
@@ -325,17 +319,8 @@ class _Joined:
             backend=orders.backend,
             device=orders.device,
         ) as world:
-            passed_over = tuple(map(Path, orders.passed_over))
             census = census_from(self._talk.hear("census"))
-            start = RunStart(
-                Path(orders.folder),
-                checkpoint,
-                threads,
-                place == 0,
-                orders.words,
-                passed_over,
-                census=census,
-            )
+            start = orders.start(num_local, is_shown=place == 0, census=census)
             outcome = train_rank(world, start)
             if outcome.reason not in DONE:
                 # All is saved. Who asked for the end asks more than once, and may kill who has not ended.
@@ -363,25 +348,11 @@ def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> Or
         checkpoint=None if led.checkpoint is None else str(led.checkpoint.folder),
         passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
         places=led.places,
-        backend="nccl" if led.prepared.machines.backend == "nccl" else "gloo",
+        backend=led.prepared.machines.backend,
         device=led.prepared.machines.device,
         threads=led.threads,
         timeout_s=led.prepared.run.cluster.timeout_s,
         words=led.words,
+        first_delayed_step=delayed_after(led.prepared, led.checkpoint),
         hosts=host_orders(led, hosts_of_ranks) if led.prepared.run.sync.is_coordinated else None,
     )
-
-
-def _outcome(told: dict[str, Any]) -> Outcome:
-    own, slow = RankOutcome(**told["own"]), told["slow"]
-    own = replace(
-        own,
-        links=tuple(LinkBytes(**link) for link in told["own"]["links"]),
-        tiers=tuple(TierMoves(**tier) for tier in told["own"]["tiers"]),
-    )
-    found = replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
-    return found if slow is None else replace(found, slow=SlowStage(**slow))
-
-
-def _tell(sentence: str) -> None:
-    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)

@@ -25,7 +25,7 @@ class RunStart:
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
     plan for it if it ends to that end. `census` counts the private samples of all servers. Updates are
-    delayed after `first_delayed_step`; where that is not told, the checkpoint and the plan say it.
+    delayed after `first_delayed_step`.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class RunStart:
     passed_over: tuple[Path, ...] = ()
     may_replan: bool = False
     census: Census = field(default_factory=dict)
-    first_delayed_step: int | None = None
+    first_delayed_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
 from bireme.runtime.board import die_with_parent
 from bireme.runtime.stores import PrefixStore, Store, open_store
 from bireme.train.folder import RunFolder
+from bireme.train.private_census import Census
+from bireme.train.rank_part import RunStart
 
 # Which network card leads to the other machines of a run.
 #
@@ -89,7 +93,24 @@ class Orders:
     threads: int | None
     timeout_s: float
     words: dict[str, Any]
+    first_delayed_step: int
     hosts: dict[str, Any] | None = None
+
+    def start(self, num_here: int, *, is_shown: bool, census: Census) -> RunStart:
+        """What a rank is told, if so many ranks are on its host."""
+        threads = self.threads
+        if threads is None and self.device == "cpu":
+            threads = max(1, num_cores() // max(1, num_here))
+        return RunStart(
+            Path(self.folder),
+            None if self.checkpoint is None else Path(self.checkpoint),
+            threads,
+            is_shown,
+            self.words,
+            tuple(map(Path, self.passed_over)),
+            census=census,
+            first_delayed_step=self.first_delayed_step,
+        )
 
 
 def digest_of(folder: RunFolder) -> str:
