@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -35,6 +36,7 @@ __all__ = ["Backend", "World"]
 _JOIN_S = 120.0
 """The least time that ranks have to join: starting Python and importing torch takes what it takes."""
 FAILED_FIRST_S = 1.0
+"""A rank that ends because of another one ends so much later: torchrun blames the first."""
 
 _worlds = itertools.count()
 """Of this process, so that the second one does not read what the first one wrote in the same store."""
@@ -69,7 +71,8 @@ class World:
         self.backend = backend
         self._kind = device or (ACCELERATOR if backend == "nccl" else "cpu")
         self._local_rank = local_rank
-        self.num_local = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+        own = "LOCAL_WORLD_SIZE"
+        self.num_local = number_of(os.environ, own) if own in os.environ else size
         """How many of the ranks are on this machine, as far as who started them says so; else all."""
         self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
@@ -87,20 +90,8 @@ class World:
         cls, *, timeout_s: float = 60.0, backend: Backend = "gloo", device: str | None = None
     ) -> Self:
         """The world that torchrun, or who else sets its variables, started this process for."""
-        rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
-        address = _variable("MASTER_ADDR")
-        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent(os.getppid())
-        try:
-            serve = rank == 0 and not has_agent
-            store = open_store(address, port, serve=serve, timeout_s=max(timeout_s, _JOIN_S))
-        except dist.DistError as error:
-            raise BiremeError(
-                f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
-                f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 "
-                "(or torchrun's first agent) must be reachable there."
-            ) from error
+        rank, size = number_of(os.environ, "RANK"), number_of(os.environ, "WORLD_SIZE")
+        store = store_of_starter(rank, max(timeout_s, _JOIN_S))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         own = PrefixStore(f"bireme/{attempt}/{next(_worlds)}", store)
         _tell_of_others_in_one_line()
@@ -108,7 +99,7 @@ class World:
             own,
             rank=rank,
             size=size,
-            local_rank=_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank,
+            local_rank=number_of(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank,
             timeout_s=timeout_s,
             backend=backend,
             device=device,
@@ -196,18 +187,40 @@ def _check(backend: Backend, kind: str, local_rank: int) -> None:
         raise BiremeError(f"There is no {name} device here for process {local_rank}. Use device cpu.")
 
 
-def _variable(name: str) -> str:
-    value = os.environ.get(name, "")
+# What torchrun, or whoever else has started this process, sets in its environment.
+
+
+def store_of_starter(rank: int, timeout_s: float) -> Store:
+    """The store that the environment names. From now on this process ends when its agent does, if any."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+    address, port = variable(os.environ, "MASTER_ADDR"), number_of(os.environ, "MASTER_PORT")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=timeout_s)
+    except dist.DistError as error:
+        raise BiremeError(
+            f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
+            f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 (or "
+            "torchrun's first agent) must be reachable there."
+        ) from error
+
+
+def variable(variables: Mapping[str, str], name: str) -> str:
+    """The value of a variable that must be there."""
+    value = variables.get(name, "")
     if not value:
         raise BiremeError(
             f"The environment variable {name} is not set, so this process does not know its place among "
-            "others. Start it with torchrun, or call bireme.launch instead."
+            "others. Start it with torchrun. To use this machine alone, unset RANK and WORLD_SIZE, or call "
+            "bireme.launch in a script."
         )
     return value
 
 
-def _number(name: str) -> int:
-    value = _variable(name)
+def number_of(variables: Mapping[str, str], name: str) -> int:
+    """The number that a variable must have."""
+    value = variable(variables, name)
     if not value.isdecimal():
         raise BiremeError(f"The environment variable {name} must be a whole number, but it is {value!r}.")
     return int(value)

@@ -27,7 +27,7 @@ from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.quorum.hosts import LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
-from bireme.runtime.world import World
+from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
@@ -71,9 +71,6 @@ from bireme.train.worker import train_rank
 _USER_ERROR, _NO_PROGRESS = 2, 3
 """Exit statuses of a run that cannot begin, and of one that reached its restart limit."""
 
-_FAILED_FIRST_S = 1.0
-"""A rank that ends because of another one ends so much later, for launchers blame the first."""
-
 SEEN_S = 30.0
 """How long a file may take to be seen on another machine: shared folders are late."""
 
@@ -100,14 +97,8 @@ def join(
     if (back := under_way(environment, run_file, sets)) is not None:
         return _on_host(*back, environment.rank, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
-    store = rendezvous(environment)
-    joined = _Joined(environment, store, anyway=anyway)
     try:
-        return joined.go(run_file, sets, show)
-    except RankFailed as failure:
-        tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
-        time.sleep(_FAILED_FIRST_S)
-        raise SystemExit(1) from None
+        return _Joined(environment, rendezvous(environment), anyway=anyway).go(run_file, sets, show)
     except dist.DistError as error:  # its text goes on with frames of C++
         first_line = str(error).splitlines()[0]
         tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
@@ -139,6 +130,14 @@ class _Joined:
 
     def go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
         """Prepare together, train, part."""
+        try:
+            return self._go(run_file, sets, show)
+        except RankFailed as failure:
+            tell(f"rank {self.place} ends. {failure if failure.rank == self.place else failure.line}")
+            time.sleep(FAILED_FIRST_S)
+            raise SystemExit(1) from None
+
+    def _go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
         rank, size = self._environment.rank, self._environment.size
         with World(PrefixStore("prepare", self._store), rank=rank, size=size):
             nodes = nodes_of(self._members())
@@ -168,11 +167,11 @@ class _Joined:
         if led is None:
             self._talk.count_in("parted")
             return None
-        told = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
+        outcomes = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
-        return finish(led.prepared, led.folder, TypeAdapter(list[Outcome]).validate_python(told))
+        return finish(led.prepared, led.folder, TypeAdapter(list[Outcome]).validate_python(outcomes))
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment

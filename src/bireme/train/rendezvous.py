@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
-from bireme.runtime.board import die_with_parent
-from bireme.runtime.stores import PrefixStore, Store, open_store
+from bireme.runtime.stores import PrefixStore, Store
+from bireme.runtime.world import number_of, store_of_starter
 from bireme.train.folder import RunFolder
 from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
@@ -151,7 +149,7 @@ class Environment:
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Environment":
         """What these variables say. Those that every launcher sets must be there."""
-        rank, size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+        rank, size = number_of(variables, "RANK"), number_of(variables, "WORLD_SIZE")
         if rank >= size:
             raise BiremeError(
                 f"The environment says RANK = {rank} and WORLD_SIZE = {size}: ranks count from 0, so the "
@@ -163,7 +161,7 @@ class Environment:
         return cls(
             rank=rank,
             size=size,
-            local_rank=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank,
+            local_rank=number_of(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank,
             node=variables.get("GROUP_RANK"),
             job=None if name == _NO_ID else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or None,
             may_restart=variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
@@ -177,21 +175,9 @@ def rendezvous(environment: Environment) -> Store:
 
     Returns once all have come. From then on this process ends when its agent does, if it has one.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())
-    address, port = _variable(os.environ, "MASTER_ADDR"), _number(os.environ, "MASTER_PORT")
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank = environment.rank
-    try:
-        store = open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=_FIND_S)
-        lookup = PrefixStore("bireme-rendezvous", store)
-        word = _call_all(lookup, environment.size) if rank == 0 else _answer(lookup, rank)
-    except dist.DistError as error:
-        raise BiremeError(
-            f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
-            f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 (or "
-            "torchrun's first agent) must be reachable there."
-        ) from error
+    store = store_of_starter(environment.rank, _FIND_S)
+    lookup = PrefixStore("bireme-rendezvous", store)
+    word = _answer(lookup, environment.rank) if environment.rank else _call_all(lookup, environment.size)
     return PrefixStore(f"bireme-{word}", store)
 
 
@@ -270,20 +256,3 @@ def _answer(store: Store, rank: int) -> str:
     word = store.get(f"word/{name}").decode()
     store.set(f"heard/{word}/{name}", "")
     return word
-
-
-def _variable(variables: Mapping[str, str], name: str) -> str:
-    value = variables.get(name, "")
-    if not value:
-        raise BiremeError(
-            f"The environment has RANK and WORLD_SIZE, as under torchrun, but {name} is not set. Start with "
-            "torchrun, or unset the first two to train on this machine alone."
-        )
-    return value
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    value = _variable(variables, name)
-    if not value.isdecimal():
-        raise BiremeError(f"The environment variable {name} must be a whole number, but it is {value!r}.")
-    return int(value)
