@@ -97,7 +97,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "bireme"]
     del sys.modules[name]
 torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
 torch.accelerator.device_count = lambda: 1
-import bireme.devices, bireme.runtime.pipeline, bireme.train.launched_rank, bireme.cli.main
+import bireme.devices, bireme.runtime.pipeline, bireme.train.launched_process, bireme.cli.main
 assert bireme.devices.num_accelerators() == 0
 bireme.devices.synchronize(torch.device("cpu"))
 assert bireme.devices.default_generator(torch.device("cpu")) is torch.default_generator
