@@ -244,8 +244,8 @@ def launch(
 
 
 def preload_own(function: Callable[..., object]) -> None:
-    """Have the fork server import a function's module, if that is one of this package: what somebody else's
-    import does, it does in each process.
+    """Have the fork server import a function's module, if that is one of this package. Other modules may do
+    anything when they are imported, so each process imports them by itself.
     """
     module = getattr(function, "__module__", None) or ""
     if module.startswith(OWN):
@@ -290,7 +290,7 @@ class _Rank:
                 self.process.send_signal(number)
 
     def end(self) -> None:
-        """See to it that there is no such process any more."""
+        """Kill the process, if it lives, and free its id."""
         if self.process is not None:
             self.process.close()
 
@@ -310,8 +310,8 @@ class _Rank:
 
 
 class Crew:
-    """The processes of a world on this host, to be watched by a `Launcher`. They end with all results or with
-    the first failure. `board` and `store` are those of the world, if this host has them.
+    """The ranks of one world on this host, which a `Launcher` watches. They end with all results or with the
+    first failure. `board` and `store` are those of the world, if this host has them.
     """
 
     def __init__(
@@ -319,31 +319,39 @@ class Crew:
     ) -> None:
         self.cause: Failure | None = None
         self.request: signal.Signals | None = None
-        """The signal that its processes were sent last, or are sent when they start."""
+        """The last signal that was sent to its processes. If they have not started, they get it then."""
         self.ranks = [_Rank(order, rank, call) for rank in order.ranks_here]
         self.is_over = False
-        """Whether there is no process of it any more."""
+        """Whether all its processes have ended."""
         self._board, self._order, self._store = board, order, store
         self._measures: list[tuple[float, signal.Signals]] | None = None
-        """What ends its processes, and when, once they are to end."""
+        """The signals that end its processes, and when each is due; None while they may run."""
 
     def results(self) -> list[bytes] | None:
-        """What all ranks have returned, in their order; None if a rank here has returned nothing. Nothing of
-        ranks on several hosts where another host has their store.
+        """The results of all ranks in their order, None if a rank here has returned nothing. It is empty if
+        the ranks are on several hosts, and another host has their store.
         """
         found = {rank.number: rank.result for rank in self.ranks}
         if None in found.values():
             return None
         if self._order.ranks and self._store is None:
             return []
-        for rank in range(self._order.num_processes) if self._store is not None else ():
-            key = f"shared/{_result_key(rank)}"  # as the rank's world names it
-            if rank not in found and self._store is not None and self._store.check([key]):
-                said = b64decode(self._store.get(key))
-                signature, result = said[:_SIGNATURE_BYTES], said[_SIGNATURE_BYTES:]
-                if hmac.compare_digest(signature, _signature(self._order, rank, result)):
-                    found[rank] = result
+        if self._store is not None:
+            found |= {rank: self._result_in(self._store, rank) for rank in self._ranks_elsewhere}
         return [own for _, own in sorted(found.items()) if own is not None]
+
+    @property
+    def _ranks_elsewhere(self) -> set[int]:
+        return {*range(self._order.num_processes)} - {*self._order.ranks_here}
+
+    def _result_in(self, store: "Store", rank: int) -> bytes | None:
+        """The result that a rank on another host has left in the store, if its signature is right."""
+        key = f"shared/{_result_key(rank)}"  # as the rank's world names it
+        if not store.check([key]):
+            return None
+        signed = b64decode(store.get(key))
+        signature, result = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        return result if hmac.compare_digest(signature, _signature(self._order, rank, result)) else None
 
     def start(self) -> None:
         """Start them all."""
@@ -354,12 +362,12 @@ class Crew:
             self.ask(self.request)
 
     def ask(self, number: signal.Signals) -> None:
-        """Send its processes a signal, and those that it has yet to start."""
+        """Send a signal to its processes, now or when they start."""
         self.request = number
         self._signal(number)
 
     def look(self) -> None:
-        """Note what its processes have come to, and do what is due to end them."""
+        """Note results and failures, and send the signals that are due."""
         living = [rank for rank in self.ranks if rank.lives]
         if self._measures is None:
             self._note(living)
@@ -369,8 +377,8 @@ class Crew:
         self.is_over = self._measures is not None and not living
 
     def end(self, why: Failure | None = None, *, patience_s: float | None = None) -> None:
-        """Have its processes end: by themselves within `patience_s`, by default as long as its world allows,
-        then by signals. The ranks learn why, if it is this host that has their board.
+        """End its processes: they have `patience_s` to end by themselves, by default the grace of their
+        world; then signals end them. The ranks learn `why` if this host has their board.
         """
         if self._measures is not None:
             return
@@ -383,14 +391,14 @@ class Crew:
         self._measures = [(ends_s, signal.SIGTERM), (ends_s + _TERMINATION_S, signal.SIGKILL)]
 
     def close(self) -> None:
-        """See to it that there is no process of it. A stopped one ends of this only."""
+        """Kill the processes that are left, and free their ids."""
         with _interrupts_held():
             for rank in self.ranks:
                 rank.end()
 
     def _note(self, living: Sequence["_Rank"]) -> None:
-        """See whether all results have come, or a failure."""
-        # First what the ranks say: a process that ended of a failure has written it down before.
+        """Begin the end if all results have come, or a failure."""
+        # The board first: a process that ended because of a failure has written the failure down before.
         self.cause = None if self._board is None else self._board.cause()
         patience_s = None
         for rank in self.ranks:
@@ -400,12 +408,12 @@ class Crew:
             if self._board is not None:
                 self.cause = self._board.record(self.cause)
             elif rank.failure is None:
-                patience_s = 0.0  # nobody tells the other ranks of it
+                patience_s = 0.0  # the other ranks would not learn of it
         if self.cause is not None or all(rank.result is not None for rank in self.ranks):
             self.end(patience_s=patience_s)
 
     def _obituary(self, rank: "_Rank") -> Failure:
-        """Why a process ended that said nothing."""
+        """Why a process ended that reported nothing."""
         (pulse,) = (None,) if self._board is None else self._board.pulses([rank.number])
         status = (rank.process.status if rank.process else 0) or 0
         doing = None if pulse is None else pulse.doing
@@ -427,21 +435,21 @@ class Crew:
 
 
 class Launcher:
-    """What watches over all processes that a launch has on this host. Whatever happens inside this context,
-    none of them is left after it.
+    """Starts and watches all processes of a launch on this host. None of them is left when this context ends,
+    whatever ended it.
     """
 
     def __init__(self) -> None:
         self.crews: list[Crew] = []
 
     def start(self, crew: Crew) -> Crew:
-        """Start the processes of a crew, and watch over them from now on."""
+        """Start the processes of a crew, and watch them from now on."""
         self.crews.append(crew)
         crew.start()
         return crew
 
     def look(self) -> None:
-        """Wait until a process ends, or for a moment, and see to all crews."""
+        """Wait until a process ends, at most 0.1 s, and let every crew do what is due."""
         ranks = [rank for crew in self.crews for rank in crew.ranks]
         connection.wait([rank.process.sentinel for rank in ranks if rank.process and rank.lives], _POLL_S)
         for crew in tuple(self.crews):
@@ -466,7 +474,7 @@ class Launcher:
             while self.crews:
                 self.look()
         finally:
-            # Also if the user has no more patience and interrupts this.
+            # Also after a second interrupt.
             for crew in self.crews:
                 crew.close()
             _under_way.discard(self)
