@@ -115,22 +115,13 @@ def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> LaunchHost | N
     if rank != own.launcher(number):
         return None
     _hold_host(own, number)
-    coordinator = _coordinator(own, number, folder)
-    coordinator.start()
+    coordinator = _started_coordinator(own, number, folder)
     talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
     heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.parts))]
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if number == 0:
         _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
-    return LaunchHost(
-        number,
-        coordinator,
-        hosts,
-        own.token,
-        own.parts[number],
-        time.monotonic(),
-        how_it_ended=partial(_how_it_ended, folder, own.token),
-    )
+    return _launch_host(own, number, folder, coordinator, hosts)
 
 
 def under_way(
@@ -159,20 +150,30 @@ def under_way(
             f"this host was, cannot be opened ({error.strerror}). End the bireme train that was started here "
             "before."
         ) from None
-    since_s = max(time.time() - found.began_s, 1.0)
-    coordinator = _coordinator(orders, number, RunFolder(Path(found.orders.folder)), port)
-    coordinator.start()
+    folder, since_s = RunFolder(Path(found.orders.folder)), max(time.time() - found.began_s, 1.0)
+    coordinator = _started_coordinator(orders, number, folder, port)
     tell(f"The run is still going. Replicas of this host, {address}, start again.")
-    # Each life takes longer than a second, so none before has that number.
-    return found.orders, LaunchHost(
+    return found.orders, _launch_host(orders, number, folder, coordinator, found.hosts, since_s)
+
+
+def _launch_host(
+    orders: _HostOrders,
+    number: int,
+    folder: RunFolder,
+    coordinator: CoordinatorProcess,
+    hosts: tuple[Address, ...],
+    since_s: float = 0.0,
+) -> LaunchHost:
+    """This host in a run that began so many seconds ago."""
+    return LaunchHost(
         number,
         coordinator,
-        found.hosts,
+        hosts,
         orders.token,
         orders.parts[number],
         time.monotonic() - since_s,
-        first_life=int(since_s),
-        how_it_ended=partial(_how_it_ended, RunFolder(Path(found.orders.folder)), orders.token),
+        first_life=int(since_s),  # each life takes longer than a second, so none before has that number
+        how_it_ended=partial(_how_it_ended, folder, orders.token),
     )
 
 
@@ -326,14 +327,18 @@ def _how_it_ended(folder: RunFolder, token: str) -> str:
     )
 
 
-def _coordinator(orders: _HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:
+def _started_coordinator(
+    orders: _HostOrders, number: int, folder: RunFolder, port: int = 0
+) -> CoordinatorProcess:
     """The coordinator of a host. That of the first one begins the run, if it was not started before."""
     begins = number == 0 and not port
     num_hosts = len(orders.parts)
     order = CoordinatorOrder(
         orders.settings, number, num_hosts, orders.token, folder.ledger, port=port, begins=begins
     )
-    return CoordinatorProcess(order)
+    coordinator = CoordinatorProcess(order)
+    coordinator.start()
+    return coordinator
 
 
 def _answers(hosts: Sequence[Address], token: str) -> bool:
