@@ -82,7 +82,7 @@ def test_a_crew_that_ends_hard_does_not_hold_up_another_crew_of_its_launcher(
 
     def start(*_: object) -> tuple[Process, Connection]:
         started.append(Deaf())
-        return started[-1], Pipe()[0]
+        return cast(Process, started[-1]), Pipe()[0]
 
     monkeypatch.setattr(launching, "start_process", start)
     order = RankSetup(0, 1, timeout_s=60.0, num_threads=1, backend="gloo")
