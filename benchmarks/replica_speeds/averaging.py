@@ -26,7 +26,7 @@ from bireme.runtime.exchange.averages import Averaging
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode

@@ -12,7 +12,7 @@ import pytest
 from bireme.balance import ShareLimits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, RoundAt

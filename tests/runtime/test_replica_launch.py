@@ -13,10 +13,10 @@ from bireme.runtime.board import Failure, RunFailed
 from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.launch import Launcher
-from bireme.runtime.quorum import launch as launching
-from bireme.runtime.quorum.hosts import MOST_ALONE_S, HostContact, LaunchHost, ReplicaPart
-from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.ledger_tail import LedgerTail
+from bireme.runtime.replicas import launch as launching
+from bireme.runtime.replicas.hosts import MOST_ALONE_S, HostContact, LaunchHost, ReplicaPart
+from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.replicas.ledger_tail import LedgerTail
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, HostStart, Incarnation, Member
 from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode

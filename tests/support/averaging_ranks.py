@@ -26,7 +26,7 @@ from bireme.runtime.exchange.diloco import averages_of
 from bireme.runtime.exchange.joining import join
 from bireme.runtime.exchange.rounds import Attempt, RoundLine, RoundSum
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.runtime.stores import HashStore

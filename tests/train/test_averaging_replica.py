@@ -13,7 +13,7 @@ from bireme.runtime.coordinator_client import LazyCoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.averages import Met
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.stores import HashStore
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World

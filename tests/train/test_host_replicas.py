@@ -14,7 +14,7 @@ from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.runtime.quorum.hosts import ReplicaPart
+from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train import launched_process, rank_zero_setup
 from bireme.train.folder import RunFolder
 from bireme.train.machines import LaunchedProcess

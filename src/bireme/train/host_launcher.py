@@ -30,7 +30,7 @@ from bireme.report.terminal import progress_bar, tell
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.quorum.hosts import LaunchHost, ReplicaPart
+from bireme.runtime.replicas.hosts import LaunchHost, ReplicaPart
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.export import has_ended
 from bireme.train.finishing import FinishedRun, finish

@@ -25,7 +25,7 @@ from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
-from bireme.runtime.quorum.hosts import LaunchHost
+from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.disk_room import check_room

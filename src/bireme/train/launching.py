@@ -27,8 +27,8 @@ from bireme.report.terminal import tell
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.runtime.layout import layout_of
-from bireme.runtime.quorum.hosts import LaunchHost
-from bireme.runtime.quorum.launch import launch_replicas
+from bireme.runtime.replicas.hosts import LaunchHost
+from bireme.runtime.replicas.launch import launch_replicas
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.finishing import FinishedRun, finish

@@ -7,7 +7,7 @@ from typing import Any
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.profile.profile import Profile, load_profile
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.world import World
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples

@@ -21,7 +21,7 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import write_plan
 from bireme.report.terminal import progress_bar
-from bireme.runtime.quorum.hosts import ReplicaPart
+from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder

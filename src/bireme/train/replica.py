@@ -23,7 +23,7 @@ from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.averages import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World

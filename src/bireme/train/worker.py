@@ -28,7 +28,7 @@ from bireme.runtime.measuring.batch_end import replica_times
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base

@@ -27,8 +27,8 @@ from bireme.runtime.board import Board, Failure, FailureKind, RunFailed
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.launch import LOCALHOST, Crew, Launcher, RankSetup, pickled, preload_own
-from bireme.runtime.quorum.hosts import HostContact, LaunchHost, ReplicaPart, StartProposals
-from bireme.runtime.quorum.ledger_tail import AveragingTail, LedgerTail
+from bireme.runtime.replicas.hosts import HostContact, LaunchHost, ReplicaPart, StartProposals
+from bireme.runtime.replicas.ledger_tail import AveragingTail, LedgerTail
 from bireme.sync.coordinator.messages import Absence, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.wire.listener import new_key, own_address
