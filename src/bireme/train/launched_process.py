@@ -39,7 +39,7 @@ from bireme.train.host_launcher import (
     under_way,
     wait_for_launcher,
 )
-from bireme.train.launching import delayed_after
+from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
@@ -55,6 +55,7 @@ from bireme.train.private_census import (
 )
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import (
+    ORDERS,
     Announcements,
     Environment,
     Orders,
@@ -109,9 +110,10 @@ def _on_host(
     orders: Orders, host: LaunchHost | None, rank: int, prepared: PreparedRun | None
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
+    assert orders.hosts is not None, "replicas may die"
     if host is not None:
-        return train_on_host(orders, host, prepared)
-    wait_for_launcher(orders, rank)
+        return train_on_host(orders, orders.hosts, host, prepared)
+    wait_for_launcher(orders.hosts, rank)
     return None
 
 
@@ -152,14 +154,13 @@ class _Joined:
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            host = None
-            if not status and told is not None and told["hosts"] is not None:
-                host = meet_hosts(Orders(**told), rank, self._talk)
+            host, orders = None, None if told is None else ORDERS.validate_python(told)
+            if not status and orders is not None and orders.hosts is not None:
+                host = meet_hosts(orders, orders.hosts, rank, self._talk)
         if status:
             raise SystemExit(status)
-        if told is None:
+        if orders is None:
             return None
-        orders = Orders(**told)
         if orders.hosts is not None:
             return _on_host(orders, host, rank, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
@@ -192,7 +193,7 @@ class _Joined:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
                 orders = _orders(led, nodes)
-                talk.say("orders", asdict(orders))
+                talk.say("orders", ORDERS.dump_python(orders, mode="json"))
                 self._take(orders, nodes)
                 self._hear_complaints()
                 led = self._gather_census(led)
@@ -262,7 +263,7 @@ class _Joined:
         self._say_server(asked["device"], asked["counts"], nodes)
         told = self._talk.hear("orders")
         if told is not None:
-            self._take(Orders(**told), nodes)
+            self._take(ORDERS.validate_python(told), nodes)
 
     def _take(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
@@ -279,7 +280,7 @@ class _Joined:
         """The private samples of the servers that this machine is, which its first process counts for all."""
         rank = self._environment.rank
         here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
-        folder = RunFolder(Path(orders.folder))
+        folder = orders.folder
         run = folder.load_run()
         if rank != here[0] or not run.data.private:
             return {}
@@ -290,7 +291,7 @@ class _Joined:
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
     def _check(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
-        folder = RunFolder(Path(orders.folder))
+        folder = orders.folder
         if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
                 f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
@@ -319,7 +320,7 @@ class _Joined:
             device=orders.device,
         ) as world:
             census = census_from(self._talk.hear("census"))
-            start = orders.start(num_local, is_shown=place == 0, census=census)
+            start = orders.start_of(num_local, is_shown=place == 0, census=census)
             outcome = train_rank(world, start)
             if outcome.reason not in DONE:
                 # All is saved. Who asked for the end asks more than once, and may kill who has not ended.
@@ -341,17 +342,13 @@ class _Joined:
 def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> Orders:
     hosts = {one.rank: host for host, members in enumerate(nodes.values()) for one in members}
     hosts_of_ranks = [host for _, host in sorted(hosts.items())]
+    machines = led.prepared.machines
     return Orders(
-        folder=str(led.folder.path),
-        digest=digest_of(led.folder),
-        checkpoint=None if led.checkpoint is None else str(led.checkpoint.folder),
-        passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
-        places=led.places,
-        backend=led.prepared.machines.backend,
-        device=led.prepared.machines.device,
-        threads=led.threads,
-        timeout_s=led.prepared.run.cluster.timeout_s,
-        words=led.words,
-        first_delayed_step=delayed_after(led.prepared, led.checkpoint),
-        hosts=host_orders(led, hosts_of_ranks) if led.prepared.run.sync.is_coordinated else None,
+        run_start(led.prepared, led.folder, led.checkpoint, led.threads),
+        digest_of(led.folder),
+        led.places,
+        machines.backend,
+        machines.device,
+        led.prepared.run.cluster.timeout_s,
+        host_orders(led, hosts_of_ranks) if led.prepared.run.sync.is_coordinated else None,
     )

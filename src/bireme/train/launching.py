@@ -170,17 +170,8 @@ def _run(
     """What the ranks of a run come to."""
     plan, machines = prepared.plan.plan, prepared.machines
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
-    begin = RunStart(
-        folder.path,
-        None if checkpoint is None else checkpoint.folder,
-        machines.threads,
-        is_shown,
-        first_words(prepared),
-        () if checkpoint is None else checkpoint.passed_over,
-        may_replan,
-        prepared.census,
-        delayed_after(prepared, checkpoint),
-    )
+    begin = run_start(prepared, folder, checkpoint, machines.threads)
+    begin = replace(begin, is_shown=is_shown, may_replan=may_replan, census=prepared.census)
     names = [row[replica] for replica in range(plan.width) for row in plan.devices]
     gpus = gpus_here(names, machines.cluster, machines.device)
     with signals_passed_on(), environment({VISIBLE: gpus}):
@@ -215,10 +206,22 @@ def gpus_here(names: Sequence[str], cluster: Cluster, device: str) -> str | None
     return visible_gpus(names, cluster, visible, num_cuda=num_accelerators())
 
 
-def delayed_after(prepared: PreparedRun, checkpoint: Checkpoint | None) -> int:
-    """The step after which updates are delayed, for ranks: one that is started again has no checkpoint."""
+def run_start(
+    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None, threads: int | None
+) -> RunStart:
+    """What all ranks of a run are told. A rank that is started again has no checkpoint to find out by itself
+    after which step updates are delayed.
+    """
     resumed = None if checkpoint is None else checkpoint.manifest
-    return first_delayed_step(prepared.run, prepared.plan, resumed)
+    return RunStart(
+        folder.path,
+        None if checkpoint is None else checkpoint.folder,
+        threads,
+        is_shown=False,
+        words=first_words(prepared),
+        passed_over=() if checkpoint is None else checkpoint.passed_over,
+        first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed),
+    )
 
 
 # Replicas that may die: what their coordinators are told, and what is said of them at the end.

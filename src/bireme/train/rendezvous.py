@@ -14,15 +14,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
+from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import number_of, store_of_starter
+from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
 from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
@@ -76,39 +79,49 @@ def _address_of(card: str, any_socket: socket.socket) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
-    may die each process is the launcher of its host, and `hosts` is what `meet_hosts` takes.
+class HostOrders:
+    """What rank 0 tells the launchers of all hosts: the settings of coordinators, the parts of replicas of
+    each host, and the host of each process that was started.
     """
 
-    folder: str
+    settings: CoordinatorSettings
+    token: str
+    parts: tuple[tuple[ReplicaPart, ...], ...]
+    hosts_of_ranks: tuple[int, ...]
+
+    def launcher(self, host: int) -> int:
+        """The rank of the process that is the launcher of a host: the first there."""
+        return self.hosts_of_ranks.index(host)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
+    may die each process is the launcher of its host or waits for it, as `hosts` specifies.
+    """
+
+    start: RunStart
     digest: str
-    checkpoint: str | None
-    passed_over: list[str]
     places: list[int]
     backend: Backend
     device: str
-    threads: int | None
     timeout_s: float
-    words: dict[str, Any]
-    first_delayed_step: int
-    hosts: dict[str, Any] | None = None
+    hosts: HostOrders | None = None
 
-    def start(self, num_here: int, *, is_shown: bool, census: Census) -> RunStart:
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(self.start.folder)
+
+    def start_of(self, num_here: int, *, is_shown: bool, census: Census) -> RunStart:
         """What a rank is told, if so many ranks are on its host."""
-        threads = self.threads
+        threads = self.start.threads
         if threads is None and self.device == "cpu":
             threads = max(1, num_cores() // max(1, num_here))
-        return RunStart(
-            Path(self.folder),
-            None if self.checkpoint is None else Path(self.checkpoint),
-            threads,
-            is_shown,
-            self.words,
-            tuple(map(Path, self.passed_over)),
-            census=census,
-            first_delayed_step=self.first_delayed_step,
-        )
+        return replace(self.start, threads=threads, is_shown=is_shown, census=census)
+
+
+ORDERS = TypeAdapter(Orders)
 
 
 def digest_of(folder: RunFolder) -> str:
