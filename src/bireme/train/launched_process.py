@@ -195,8 +195,7 @@ class _Joined:
                 orders = _orders(led, nodes)
                 talk.say("orders", ORDERS.dump_python(orders, mode="json"))
                 self._take(orders, nodes)
-                self._hear_complaints()
-                led = self._gather_census(led)
+                led = self._hear_all(led)
         except BiremeError as error:
             complaint = str(error)
             tell(complaint)
@@ -210,22 +209,18 @@ class _Joined:
         talk.say("status", status)
         return None if status else led
 
-    def _gather_census(self, led: RunSetup) -> RunSetup:
-        """What all owners have said of their private samples, which then all are told."""
-        told = [self._talk.hear(f"census/{rank}") for rank in range(self._environment.size)]
-        census = census_from({server: one for own in told for server, one in own.items()})
+    def _hear_all(self, led: RunSetup) -> RunSetup:
+        """Wait until all are ready. Raises the first complaint; else all learn the private samples of all."""
+        told = [self._talk.hear(f"ready/{rank}") for rank in range(self._environment.size)]
+        for complaint in filter(None, (own["complaint"] for own in told)):
+            raise BiremeError(complaint)
+        census = census_from({server: one for own in told for server, one in own["census"].items()})
         if led.checkpoint is not None:
             check_same_census(load_census(led.folder.private), census, str(led.folder.path), tell)
         write_census(led.folder.private, census)
         led.folder.record()
         self._talk.say("census", plain_census(census))
         return replace(led, prepared=replace(led.prepared, census=census))
-
-    def _hear_complaints(self) -> None:
-        """Wait until all are ready; what the first of those who are not says is the run's mistake."""
-        told = [self._talk.hear(f"ready/{rank}") for rank in range(self._environment.size)]
-        for complaint in filter(None, told):
-            raise BiremeError(complaint)
 
     def _servers(self, nodes: dict[str, list[LaunchedProcess]]) -> Callable[[str, list[int]], list[str]]:
         """Asks all machines for so many devices of a kind, and gives their texts in the order of nodes."""
@@ -273,8 +268,8 @@ class _Joined:
             census, complaint = self._census(orders, nodes), ""
         except BiremeError as error:
             complaint = f"On {host_name()}: {error}"
-        self._talk.say(f"census/{self._environment.rank}", plain_census(census))
-        self._talk.say(f"ready/{self._environment.rank}", complaint)
+        ready = {"complaint": complaint, "census": plain_census(census)}
+        self._talk.say(f"ready/{self._environment.rank}", ready)
 
     def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
