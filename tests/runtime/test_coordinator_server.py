@@ -64,7 +64,7 @@ def test_time_in_which_the_coordinator_was_stopped_does_not_count_against_its_ra
     monkeypatch.setattr(server, "_poller", SimpleNamespace(wait=wait))
     times = [server._now_s()]
     while oversleeps_s:
-        server._serve()
+        server._turn()
         times.append(server._now_s())
     steps = [after - before for before, after in pairwise(times)]
     assert all(0 < step <= coordinator_server.LONGEST_S + 1e-6 for step in steps)
@@ -118,10 +118,10 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     events = list[object]()
     monkeypatch.setattr(server, "_step", events.append)
     now_s[0] = 0.9
-    server._serve()
+    server._turn()
     assert events == []
     now_s[0] = 1.1
-    server._serve()
+    server._turn()
     assert events == [Tick()]
     server._listener.close()
 

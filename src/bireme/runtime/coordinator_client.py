@@ -31,8 +31,9 @@ from bireme.sync.coordinator.messages import (
     decode,
     encode,
 )
-from bireme.wire.connection import Connection, Poller, text_frame, wait_for
+from bireme.wire.connection import Connection, Poller, wait_for
 from bireme.wire.listener import authenticated
+from bireme.wire.text_server import MOST_BYTES
 
 _Found = TypeVar("_Found")
 
@@ -49,8 +50,6 @@ BEAT_S = 0.5
 """How often an observer asks a host."""
 _STARTS = b'{"starts"'
 """How an answer about starts begins."""
-MOST_BYTES = 1 << 24
-"""Of a text between a rank and the coordinator."""
 
 _NOTHING = CoordinatorReply(epoch=0, number=-1)
 
@@ -156,7 +155,7 @@ class Observer:
     def _talk(self, connection: Connection, number: int) -> None:
         while not self._is_closing.is_set():
             notice = Notice(tuple(sorted(self._ended)), tuple(self._own_starts.values()))
-            connection.send(memoryview(text_frame(encode(notice))))
+            connection.say(encode(notice))
             connection.flush(BEAT_S)
             ends_s = time.monotonic() + BEAT_S
             while (left_s := ends_s - time.monotonic()) > 0:
@@ -374,7 +373,7 @@ class CoordinatorClient:
                 epoch=self.word.epoch,
                 known=None if self._has_word else self._known,
             )
-            connection.send(memoryview(text_frame(encode(self._report))))
+            connection.say(encode(self._report))
         connection.flush(_PATIENCE * self._lease_s)
 
     def _take(self, word: CoordinatorReply) -> None:

@@ -4,7 +4,6 @@ This process holds the store, so that it survives any rank, and is the one that 
 root cause, once. The processes end with it, however it ends.
 """
 
-import hmac
 import os
 import pickle
 import signal
@@ -26,6 +25,7 @@ from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board, Failure, FailureKind, RankFailed, grace_s
 from bireme.runtime.processes import UNREPORTED, Process, preload, start_process
+from bireme.wire.listener import new_key
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _UNGUARDED_STATUS = 64
 """The exit status of a process that came to launch processes while it was itself being started."""
-_SIGNATURE_BYTES = 32
 _RESULT, _FAILURE = b"+", b"-"
 """How the last message of a rank to its starter begins."""
 LOCALHOST = "127.0.0.1"
@@ -52,7 +51,7 @@ class RankSetup:
     """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
     in the store, at `host` and `port`. The first of them is the process `first_local` of the machine, and the
     rank `first_rank` of all that a run has, by which processes are called. If other hosts start ranks too,
-    `ranks` are those that are started here, and results in the store are signed with the `key`.
+    `ranks` are those that are started here. The store asks for the `key`.
     """
 
     port: int
@@ -87,9 +86,7 @@ def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
         with world:
             result = _call(starter.recv_bytes(), world)
             if order.ranks:  # the host that shows the results may be another one
-                world.store.set(
-                    _result_key(rank), b64encode(_signature(order, rank, result) + result).decode()
-                )
+                world.store.set(_result_key(rank), b64encode(result).decode())
         starter.send_bytes(_RESULT + result)
     except BaseException as error:
         # The traceback, or who else is to blame, is in the store by now, which may be out of reach.
@@ -103,12 +100,6 @@ def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
 
 def _result_key(rank: int) -> str:
     return f"result/{rank}"
-
-
-def _signature(order: RankSetup, rank: int, result: bytes) -> bytes:
-    """What only processes of the run can put before a result: the store itself asks for no key."""
-    signed = f"{order.prefix} rank {rank} ".encode() + result
-    return hmac.digest(order.key.encode(), signed, "sha256")
 
 
 def _failure_of(error: BaseException, world: "World") -> Failure:
@@ -133,11 +124,11 @@ def _world(order: RankSetup, rank: int) -> "World":
         _stay_on_this_machine()
     import torch
 
-    from bireme.runtime.stores import PrefixStore, Store, open_store
+    from bireme.runtime.stores import PrefixStore, RunStore
     from bireme.runtime.world import World
 
     torch.set_num_threads(order.num_threads)
-    store: Store = open_store(order.host, order.port, serve=False, timeout_s=order.timeout_s)
+    store = RunStore(order.host, order.port, order.key, order.timeout_s)
     return World(
         PrefixStore(order.prefix, store) if order.prefix else store,
         rank=rank,
@@ -223,9 +214,9 @@ def launch(
     call = pickled(function, args)
     preload_own(function)
     # It imports torch, which the processes must not do before their environment is set.
-    from bireme.runtime.stores import open_store
+    from bireme.runtime.stores import serve_store
 
-    store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
+    store = serve_store(LOCALHOST, key=new_key(), timeout_s=timeout_s)
     order = RankSetup(
         port=store.port,
         num_processes=num_processes,
@@ -233,6 +224,7 @@ def launch(
         num_threads=threads_per_process or max(1, num_cores() // num_processes),
         backend=backend,
         device=device,
+        key=store.key,
     )
     with Launcher() as launcher:
         crew = launcher.start(Crew(order, call, Board(store, num_processes)))
@@ -345,13 +337,9 @@ class Crew:
         return {*range(self._order.num_processes)} - {*self._order.ranks_here}
 
     def _result_in(self, store: "Store", rank: int) -> bytes | None:
-        """The result that a rank on another host has left in the store, if its signature is right."""
+        """The result that a rank on another host has left in the store."""
         key = f"shared/{_result_key(rank)}"  # as the rank's world names it
-        if not store.check([key]):
-            return None
-        signed = b64decode(store.get(key))
-        signature, result = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
-        return result if hmac.compare_digest(signature, _signature(self._order, rank, result)) else None
+        return b64decode(store.get(key)) if store.check([key]) else None
 
     def start(self) -> None:
         """Start them all."""

@@ -246,8 +246,6 @@ class Watch:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                if self._num_failed:
-                    self._board.reconnect()
                 self._look()
             except Exception as error:
                 self._look_failed(error)

@@ -27,9 +27,9 @@ from bireme.devices import (
 )
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board, RankFailed, die_with_parent
-from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store, second_connection
+from bireme.runtime.stores import HashStore, PrefixStore, Store, environment_store, part_of, torch_store
 from bireme.runtime.watch import Watch, is_of_a_peer
-from bireme.wire.listener import sealed
+from bireme.wire.listener import own_address, sealed
 
 __all__ = ["Backend", "World"]
 
@@ -76,9 +76,8 @@ class World:
         """How many of the ranks are on this machine, as far as who started them says so; else all."""
         self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
-        self._group_store = PrefixStore("group", store)
-        board = Board(second_connection(store), size)
-        self.watch = Watch(board, rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
+        self._group_store: Store = PrefixStore("group", store)
+        self.watch = Watch(Board(store, size), rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
 
     @classmethod
     def alone(cls, *, timeout_s: float = 60.0, backend: Backend = "gloo", device: str | None = None) -> Self:
@@ -91,9 +90,10 @@ class World:
     ) -> Self:
         """The world that torchrun, or who else sets its variables, started this process for."""
         rank, size = number_of(os.environ, "RANK"), number_of(os.environ, "WORLD_SIZE")
-        store = store_of_starter(rank, max(timeout_s, _JOIN_S))
+        join_s = max(timeout_s, _JOIN_S)
+        store = store_of_starter(rank, join_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        own = PrefixStore(f"bireme/{attempt}/{next(_worlds)}", store)
+        own = part_of(store, f"bireme/{attempt}/{next(_worlds)}", rank, timeout_s=join_s)
         _tell_of_others_in_one_line()
         return cls(
             own,
@@ -113,6 +113,20 @@ class World:
         is_lazy = self.backend == "nccl" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
         return nullcontext() if is_lazy else sealed()
 
+    def _store_of_groups(self) -> Store:
+        """The run's, but with NCCL one of torch's own: NCCL's threads ask it for as long as there is a group,
+        and must not wait for this process's Python.
+        """
+        if self.backend != "nccl" or self.size == 1:
+            return self._group_store
+        if self.rank == 0:
+            self._group_store = served = torch_store(own_address(), 0, serve=True, timeout_s=self.timeout_s)
+            self.store.set("nccl", f"{served.host} {served.port}")
+        else:
+            address, port = self.store.get("nccl").decode().split()
+            self._group_store = torch_store(address, int(port), timeout_s=self.timeout_s)
+        return self._group_store
+
     def __enter__(self) -> Self:
         if dist.is_initialized():
             raise BiremeError(
@@ -126,7 +140,7 @@ class World:
             with self.sealed():
                 dist.init_process_group(
                     backend_config(self.backend),
-                    store=self._group_store,
+                    store=self._store_of_groups(),
                     rank=self.rank,
                     world_size=self.size,
                     timeout=timedelta(seconds=self.timeout_s),
@@ -195,15 +209,7 @@ def store_of_starter(rank: int, timeout_s: float) -> Store:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     address, port = variable(os.environ, "MASTER_ADDR"), number_of(os.environ, "MASTER_PORT")
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        return open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=timeout_s)
-    except dist.DistError as error:
-        raise BiremeError(
-            f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
-            f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 (or "
-            "torchrun's first agent) must be reachable there."
-        ) from error
+    return environment_store(rank, address, port, timeout_s=timeout_s)
 
 
 def variable(variables: Mapping[str, str], name: str) -> str:

@@ -23,7 +23,7 @@ from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
 from bireme.runtime.replicas.hosts import ReplicaPart
-from bireme.runtime.stores import PrefixStore, Store
+from bireme.runtime.stores import PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
@@ -188,10 +188,11 @@ def rendezvous(environment: Environment) -> Store:
 
     Returns once all have come. From then on this process ends when its agent does, if it has one.
     """
-    store = store_of_starter(environment.rank, _FIND_S)
+    rank = environment.rank
+    store = store_of_starter(rank, _FIND_S)
     lookup = PrefixStore("bireme-rendezvous", store)
-    word = _answer(lookup, environment.rank) if environment.rank else _call_all(lookup, environment.size)
-    return PrefixStore(f"bireme-{word}", store)
+    word = _answer(lookup, rank) if rank else _call_all(lookup, environment.size)
+    return part_of(store, f"bireme-{word}", rank, timeout_s=_FIND_S)
 
 
 class Announcements:

@@ -73,11 +73,6 @@ def read_frame_header(header: bytes, expected: FrameKind | None = None) -> Frame
     return FrameHeader(kind, num_bytes, tag)
 
 
-def text_frame(text: bytes) -> bytes:
-    """A frame with a text."""
-    return frame_header(FrameKind.TEXT, len(text)) + text
-
-
 class OutgoingFrame:
     """A frame to send. `rest` is the part that the kernel has not taken, and empty once the frame is sent."""
 
@@ -152,6 +147,10 @@ class Connection:
         frame = OutgoingFrame([*views])
         self.outgoing.append(frame)
         return frame
+
+    def say(self, text: bytes) -> None:
+        """Send a frame with a text."""
+        self.send(memoryview(frame_header(FrameKind.TEXT, len(text)) + text))
 
     def write(self) -> None:
         """Pass to the kernel what it takes. Raises an `OSError` if the connection is broken."""

@@ -91,11 +91,12 @@ def launch_replicas(
     what `launch` does where no replica is left to go on, and `RunFailed` where none could. With a `host`
     there are other hosts, whose launchers do the same with the other replicas. Its coordinator is closed.
     """
-    from bireme.runtime.stores import PrefixStore, open_store
+    from bireme.runtime.stores import PrefixStore, serve_store
 
     preload_own(function)
     here = host or _only_host(settings, ledger)
-    store = open_store(own_address() if here.spans else LOCALHOST, 0, serve=True, timeout_s=timeout_s)
+    reached_at = own_address() if here.spans else LOCALHOST
+    store = serve_store(reached_at, key=here.token, timeout_s=timeout_s)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
 
     def crew_of(part: ReplicaPart, life: Incarnation, store_of_rank_0: str, *, is_empty: bool) -> Crew:
