@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_gone
+from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_gone, with_start
 from bireme.sync.coordinator.coordinator import begun, is_behind, wake_s, word_for
 from bireme.sync.coordinator.coordinator import step as coordinator_step
 from bireme.sync.coordinator.groups import groups_begun
@@ -205,20 +205,16 @@ def taken_up(
     if settings.averages:
         state = with_own_batches(state, last, newest, {one.replica for one in callers})
     # What the other one wrote after its last word that anyone heard is undone by the first line.
-    first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
+    first = settings.first if settings.averages else state.lines[0].committed
     epoch = term * TERM + 1
-    lines: list[Began | Committed] = [
-        Began(epoch, first, settings.num_samples, state.pool.fresh, state.pool.open, settings.mode_in_ledger)
-    ]
+    state = with_start(state, epoch, first)
     state = replace(state, membership=replace(state.membership, epoch=epoch))
-    state = _with_summed(state, [one.own_life for one in callers], lines)
+    state = _with_summed(state, [one.own_life for one in callers])
     if settings.mode is SyncMode.GROUPS:
         state = _with_known_groups(state, [one.own_life for one in callers])
     if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
-    pool = state.pool
-    for replica in {replica for replica, _ in pool.deals} - {one.replica for one in callers}:
-        pool = pool.with_returned(replica)
+    state = state.with_returned({one for one, _ in state.pool.deals} - {one.replica for one in callers})
     started = replace(state.membership, epoch=epoch - 1).begun(callers)
     state = replace(state, gone=newest.gone)
     for one in last.members:
@@ -229,7 +225,7 @@ def taken_up(
             # It may have samples that nobody here knows of.
             started, why = started.without(one.own_life), Absence.SILENT
         state = with_gone(state, one, why)
-    return CoordinatorStep(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
+    return CoordinatorStep(replace(state, membership=started, after=last.place))
 
 
 def _fresh(
@@ -285,17 +281,15 @@ def _commits(
     return tuple(found[key] for key in sorted(found))
 
 
-def _with_summed(
-    state: CoordinatorState, callers: list[Incarnation], lines: list[Began | Committed]
-) -> CoordinatorState:
+def _with_summed(state: CoordinatorState, callers: list[Incarnation]) -> CoordinatorState:
     """With the rounds that may have been committed as committed, and the others not granted."""
     for line in state.lines:
         grant = line.grant
         parts = {one.replica for one in grant.parts} if grant is not None else set()
         there = [state.membership.reports(one) for one in callers if one.replica in parts]
         if grant is not None and there and all(is_summed(grant, one) for one in there):
-            state = with_commit(state, grant, lines)
-    return replace(state, lines=tuple(one.with_epoch() for one in state.lines))
+            state = with_commit(state, grant)
+    return state.without_grants()
 
 
 _LATENESS = 0.5

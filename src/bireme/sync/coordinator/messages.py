@@ -200,6 +200,10 @@ class Report:
     is_empty: bool = False
     known: "Known | None" = None
 
+    def at(self, line: int) -> RoundAt:
+        """Where the rank is in a line of rounds."""
+        return self.rounds[line] if line < len(self.rounds) else RoundAt()
+
 
 @dataclass(frozen=True, slots=True)
 class HostStart:

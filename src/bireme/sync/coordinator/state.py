@@ -66,11 +66,11 @@ class Paces:
         key = stage, replica
         return Paces({one: at_s for one, at_s in self.last_s.items() if one != key}, self.batch_s)
 
-    def without(self, replica: int) -> "Paces":
-        """After a replica has died."""
+    def without(self, replicas: Collection[int]) -> "Paces":
+        """After replicas have died."""
         return Paces(
-            {key: at_s for key, at_s in self.last_s.items() if key[1] != replica},
-            {key: own_s for key, own_s in self.batch_s.items() if key[1] != replica},
+            {key: at_s for key, at_s in self.last_s.items() if key[1] not in replicas},
+            {key: own_s for key, own_s in self.batch_s.items() if key[1] not in replicas},
         )
 
     def arrived(self, stage: int, replica: int, batch: int, wait_s: float) -> Arrived:
@@ -394,11 +394,6 @@ class RoundSequence:
     since_s: float = 0.0
     broken_s: float = 0.0
 
-    def with_ready(self, ready: Collection[int], now_s: float) -> "RoundSequence":
-        """With those who are ready now."""
-        found = frozenset(ready)
-        return self if found == self.ready else replace(self, ready=found, since_s=now_s)
-
     def granted(self, parts: tuple[RoundPart, ...], attempts: int) -> "RoundSequence":
         """With an attempt at the present round, which has at least that number within its term."""
         number = max(self.attempts, attempts)
@@ -409,30 +404,22 @@ class RoundSequence:
         """Ready for the next round."""
         return replace(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
 
-    def with_epoch(self) -> "RoundSequence":
-        """In another epoch: what was granted in the one before is off."""
-        return replace(self, grant=None)
-
-    def broken(self, now_s: float) -> "RoundSequence":
-        """After an attempt in which a rank could not reach another."""
-        return replace(self, grant=None, broken_s=now_s)
-
 
 def is_ready(line: RoundSequence, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica have kept their contribution to the present round."""
-    places = [_at(one, line.number) for one in reports]
+    places = [one.at(line.number) for one in reports]
     return bool(places) and all(one.ready == line.committed == one.committed for one in places)
 
 
 def is_summed(grant: Grant, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica hold the sum of the attempt that is granted."""
-    places = [_at(one, grant.line) for one in reports]
+    places = [one.at(grant.line) for one in reports]
     return bool(places) and all(one.summed == grant.round and one.attempt == grant.attempt for one in places)
 
 
 def is_broken(grant: Grant, reports: Collection[Report]) -> bool:
     """Whether a rank could not reach another in the attempt that is granted."""
-    places = [_at(one, grant.line) for one in reports]
+    places = [one.at(grant.line) for one in reports]
     return any(one.lost and one.ready == grant.round and one.attempt == grant.attempt for one in places)
 
 
@@ -451,7 +438,8 @@ def next_grant(
     replica waits for those that are `silent`, once the quorum is ready. `attempts` is greater than the number
     of any attempt at the present round of another line: ranks ignore what is older than the last attempt.
     """
-    line = line.with_ready(ready, now_s)
+    if line.ready != ready.keys():
+        line = replace(line, ready=frozenset(ready), since_s=now_s)
     if not ready:
         return line
     missing = set(contributors) - ready.keys()
@@ -459,10 +447,6 @@ def next_grant(
     if missing and not (len(ready) >= quorum and is_over):
         return line
     return line.granted(tuple(RoundPart(replica, num) for replica, num in sorted(ready.items())), attempts)
-
-
-def _at(report: Report, line: int) -> RoundAt:
-    return report.rounds[line] if line < len(report.rounds) else RoundAt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,20 +501,65 @@ class CoordinatorState:
     standstill: str = ""
     """Why the run ends, once that has been so for too long."""
 
+    ledger: tuple[Began | Committed, ...] = ()
+    """Lines for the ledger that the last event has led to."""
+
+    @property
+    def is_quorum(self) -> bool:
+        """Whether all replicas train the same batches."""
+        return not self.settings.averages
+
     @property
     def contributors(self) -> tuple[int, ...]:
         """The replicas that train the next batch that is dealt."""
         entering = [one.replica for one in self.heals if one.first is not None and one.first <= self.dealt]
         return tuple(sorted([*self.membership.replicas, *entering]))
 
+    def reports(self, replica: int) -> list[Report]:
+        """The last reports of all ranks of a replica that were heard."""
+        heard = self.membership.heard
+        return [each.report for rank, each in heard.items() if rank.replica == replica]
+
+    def places(self, replica: int, line: int) -> list[RoundAt]:
+        """Where the ranks of a replica are in a line of rounds."""
+        return [one.at(line) for one in self.reports(replica)]
+
+    def is_of_means(self, line: RoundSequence) -> bool:
+        """Whether the rounds of a line are the means over all replicas, which need every member."""
+        return not self.is_quorum and line.number == len(self.lines) - 1
+
+    def with_line(self, line: RoundSequence) -> "CoordinatorState":
+        """With another state of a line of rounds."""
+        return replace(self, lines=tuple(line if one.number == line.number else one for one in self.lines))
+
+    def in_epoch(self, membership: Membership, members: Collection[Member]) -> "CoordinatorState":
+        """In the next epoch, with these members: what was granted in the one before is off."""
+        return replace(self.without_grants(), membership=membership.begun(members))
+
+    def without_grants(self) -> "CoordinatorState":
+        """With nothing granted."""
+        return replace(self, lines=tuple(replace(one, grant=None) for one in self.lines))
+
+    def with_returned(self, replicas: Iterable[int]) -> "CoordinatorState":
+        """After all that was dealt to replicas has come back."""
+        pool = self.pool
+        for one in replicas:
+            pool = pool.with_returned(one)
+        return replace(self, pool=pool)
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStep:
     """What an event leads to: words for ranks, and lines for the ledger, which come before the words. Lines
-    that are `is_lasting` must be on the disk by then, with all before them, and not only written.
+    that are `is_lasting` must be on the disk by then, with all before them, and not only written. One that
+    `resigns` closes all connections.
     """
 
     state: CoordinatorState
     words: tuple[tuple[RankId, CoordinatorReply], ...] = ()
-    lines: tuple[Began | Committed, ...] = ()
     is_lasting: bool = True
+
+    @property
+    def lines(self) -> tuple[Began | Committed, ...]:
+        """The lines for the ledger."""
+        return self.state.ledger

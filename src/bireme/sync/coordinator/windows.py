@@ -14,7 +14,7 @@ from heapq import heapify, heapreplace
 from math import inf
 
 from bireme.sync.coordinator.messages import CoordinatorReply, End, Progress, Report, Window
-from bireme.sync.coordinator.samples import Began, Committed, Dealing, Pool, SyncMode
+from bireme.sync.coordinator.samples import Committed, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import CoordinatorState
 
 # Who trains the last batches of a window, where replicas train batches of their own.
@@ -68,7 +68,7 @@ def with_own_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
 
 
 def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> CoordinatorState:
-    reports = [one.report for rank, one in state.membership.heard.items() if rank.replica == replica]
+    reports = state.reports(replica)
     wants = max((one.wants for one in reports), default=0)
     window = _window(reports)
     batch = first = state.dealt_to.get(replica, state.settings.first)
@@ -242,16 +242,14 @@ def with_own_batches(
     )
 
 
-def with_trained(state: CoordinatorState, num_parts: int, lines: list[Began | Committed]) -> CoordinatorState:
-    """With the samples of each replica that count, as `trained` says of each of so many parts."""
-    pool = state.pool
-    for replica, batch in sorted(state.pool.deals):
-        known = [state.trained.get((replica, part), 0) for part in range(num_parts)]
-        if batch < min(known):
+def with_trained(state: CoordinatorState) -> CoordinatorState:
+    """With the samples of each replica that count, as `trained` says of each part."""
+    pool, ledger, parts = state.pool, state.ledger, range(num_parts_of(state))
+    for replica, batch in sorted(pool.deals):
+        if batch < min(state.trained.get((replica, part), 0) for part in parts):
             samples = (pool.deals[replica, batch],)
             pool = pool.without_deal(replica, batch)
             epoch = state.membership.epoch
-            lines.append(
-                Committed(epoch, batch, 0, (replica,), samples, pool.fresh, pool.open, pool.returned)
-            )
-    return state if pool is state.pool else replace(state, pool=pool)
+            line = Committed(epoch, batch, 0, (replica,), samples, pool.fresh, pool.open, pool.returned)
+            ledger = (*ledger, line)
+    return state if pool is state.pool else replace(state, pool=pool, ledger=ledger)
