@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from bireme.balance import ShareLimits
-from bireme.sync.coordinator.committing import with_gone
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.messages import (
     Absence,
@@ -150,5 +149,6 @@ def test_where_weights_are_averaged_the_step_is_that_of_the_samples_that_were_de
     settings = replace(settings_for(2, 1), mode=SyncMode.DILOCO)
     state = begun(settings)
     pool = replace(state.pool, fresh=5 * settings.batch_size)
-    state = with_gone(replace(state, pool=pool), Member(1, 0, ("a",)), Absence.ENDED)
+    member, membership = Member(1, 0, ("a",)), state.membership.with_over(Incarnation(1, 0))
+    state = replace(state, pool=pool).with_dropped(membership, [member])
     assert state.gone == (Gone(1, 0, 5, Absence.ENDED, "a"),)

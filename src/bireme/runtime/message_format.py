@@ -235,7 +235,9 @@ _MESSAGE_ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in a message, counted in its own elements; an encoded one has `num_encoded` bytes."""
+    """Where a tensor lies in a message, counted in its own elements; one that is encoded has `num_encoded`
+    bytes.
+    """
 
     spec: TensorSpec
     strides: tuple[int, ...]

@@ -107,7 +107,7 @@ class RunStore(Store):
 
     def reached(self) -> Self:
         """The store itself, once it answers."""
-        ends_s = time.monotonic() + self.timeout.total_seconds()
+        ends_s = time.monotonic() + self._limit_s
         while True:
             try:
                 self.num_keys()
@@ -134,7 +134,7 @@ class RunStore(Store):
         """Whether there is a value at each of these names."""
         return None not in self._ask("get", keys)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return once there is a value at each of these names."""
         self._all_of(keys, timeout)
 
@@ -161,20 +161,27 @@ class RunStore(Store):
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
+    @property
+    def _limit_s(self) -> float:
+        limit: timedelta = self.timeout  # type: ignore[attr-defined]  # torch forgets it
+        return limit.total_seconds()
+
     def _all_of(self, names: Sequence[str], timeout: timedelta | None) -> list[str]:
         """The values at names, once there are all."""
-        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        limit_s = self._limit_s if timeout is None else timeout.total_seconds()
         ends_s, pause_s = time.monotonic() + limit_s, _LEAST_PAUSE_S
-        while None in (found := self._ask("get", list(names))):
+        while True:
+            found: list[str | None] = self._ask("get", list(names))
+            if None not in found:
+                return [value for value in found if value is not None]
             if time.monotonic() > ends_s:
                 missing = ", ".join(name for name, value in zip(names, found, strict=True) if value is None)
                 raise dist.DistStoreError(f"wait timeout after {limit_s:g} s, keys: {missing}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-        return found
 
     def _ask(self, *request: Any) -> Any:
-        limit_s = self.timeout.total_seconds()
+        limit_s = self._limit_s
         with self._asking:
             connection, self._connection = self._connection, None
             try:

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 from bireme.sync.coordinator.messages import (
     TERM,
-    Absence,
     Commit,
-    Gone,
     Grant,
     Heal,
     Incarnation,
     Member,
     SumSource,
 )
-from bireme.sync.coordinator.samples import Began, Committed, Dealing, Pool, SyncMode
+from bireme.sync.coordinator.samples import Began, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
     CoordinatorState,
     Membership,
@@ -123,26 +121,13 @@ def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
         membership = membership.with_over(one.own_life)
     if not lost or not left or not membership.can_be(left):
         return replace(state, membership=membership)
-    for one in lost:
-        why = Absence.LEFT if one in leaving else Absence.ENDED
-        if not membership.is_over(one.own_life):
-            membership, why = membership.without(one.own_life), Absence.SILENT
-        state = with_gone(state, one, why)
-    gone = {one.replica for one in lost}
+    state, gone = state.with_dropped(membership, lost, leaving), {one.replica for one in lost}
     return replace(
-        state.in_epoch(membership, left).with_returned(gone),
+        state.in_epoch(state.membership, left).with_returned(gone),
         dealt_to={one: batch for one, batch in state.dealt_to.items() if one not in gone},
         ends=tuple(one for one in state.ends if one.replica not in gone),
         trained={key: batch for key, batch in state.trained.items() if key[0] not in gone},
     )
-
-
-def with_gone(state: CoordinatorState, member: Member, why: Absence) -> CoordinatorState:
-    """With a member among those that are gone."""
-    step = state.lines[0].committed if state.is_quorum else state.pool.fresh // state.settings.batch_size
-    address = member.addresses[0] if member.addresses else ""
-    gone = Gone(member.replica, member.life, step, why, address)
-    return replace(state, gone=(*(one for one in state.gone if one.replica != member.replica), gone))
 
 
 def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
@@ -174,7 +159,7 @@ def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
         donor = min(donors, key=lambda one: (one == avoided, one in late, num_healed[one], one))
         batch = max((line.committed for line in state.lines), default=0) + 1
         if not state.is_quorum:  # the donor's own, which it has not begun
-            batch = state.dealt_to.get(donor, settings.first)
+            batch = state.first_undealt(donor)
         addresses = tuple(one.address for one in membership.reports(life))
         kept[life.replica] = Heal(life.replica, donor, batch, addresses)
     return replace(state, heals=tuple(kept.values()))
@@ -326,21 +311,16 @@ def with_commit(state: CoordinatorState, grant: Grant) -> CoordinatorState:
 
 
 def _with_batch(state: CoordinatorState, grant: Grant) -> CoordinatorState:
-    batch, pool = grant.round, state.pool
-    replicas = tuple(one.replica for one in grant.parts)
-    samples = tuple(pool.deals.get((one, batch), ()) for one in replicas)
-    for one in replicas:
-        pool = pool.without_deal(one, batch)
-    late = {replica for replica, own in pool.deals if own == batch}
-    for one in {replica for replica, _ in pool.deals}:
+    batch, replicas = grant.round, tuple(one.replica for one in grant.parts)
+    pool, others = state.pool, {replica for replica, _ in state.pool.deals} - {*replicas}
+    late = {one for one in others if (one, batch) in pool.deals}
+    for one in others:
         pool = pool.with_returned(one, below=batch + 1)
-    epoch, attempt = state.membership.epoch, grant.attempt % TERM
-    line = Committed(epoch, batch, attempt, replicas, samples, pool.fresh, pool.open, pool.returned)
+    state = replace(state, pool=pool).with_counted(batch, grant.attempt % TERM, replicas)
     busy = {one: max((at.busy_s for at in state.places(one, grant.line)), default=0.0) for one in replicas}
     counts = {one.replica: one.num_samples for one in grant.parts}
     dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt)
-    dealing = dealing.with_late(batch, late, takes_effect=state.dealt)
-    return replace(state, pool=pool, dealing=dealing, ledger=(*state.ledger, line))
+    return replace(state, dealing=dealing.with_late(batch, late, takes_effect=state.dealt))
 
 
 def _silent(state: CoordinatorState, now_s: float) -> frozenset[int]:

@@ -9,13 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_gone, with_start
+from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_start
 from bireme.sync.coordinator.coordinator import begun, is_behind, wake_s, word_for
 from bireme.sync.coordinator.coordinator import step as coordinator_step
 from bireme.sync.coordinator.groups import groups_begun
 from bireme.sync.coordinator.messages import (
     TERM,
-    Absence,
     Commit,
     CoordinatorReply,
     GroupMember,
@@ -216,16 +215,8 @@ def taken_up(
         return None
     state = state.with_returned({one for one, _ in state.pool.deals} - {one.replica for one in callers})
     started = replace(state.membership, epoch=epoch - 1).begun(callers)
-    state = replace(state, gone=newest.gone)
-    for one in last.members:
-        if one in callers:
-            continue
-        why = Absence.ENDED
-        if not started.is_over(one.own_life):
-            # It may have samples that nobody here knows of.
-            started, why = started.without(one.own_life), Absence.SILENT
-        state = with_gone(state, one, why)
-    return CoordinatorStep(replace(state, membership=started, after=last.place))
+    lost = [one for one in last.members if one not in callers]
+    return CoordinatorStep(replace(state, gone=newest.gone, after=last.place).with_dropped(started, lost))
 
 
 def _fresh(

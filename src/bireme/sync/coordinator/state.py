@@ -540,6 +540,46 @@ class CoordinatorState:
         """With nothing granted."""
         return replace(self, lines=tuple(replace(one, grant=None) for one in self.lines))
 
+    def first_undealt(self, replica: int) -> int:
+        """The first of its own batches that was not dealt to a replica."""
+        return self.dealt_to.get(replica, self.settings.first)
+
+    def last_end(self, replica: int) -> End | None:
+        """The end of the last window in which a replica has no batch left."""
+        return next((one for one in self.ends if one.replica == replica), None)
+
+    def has_ended(self, replica: int, window: int) -> bool:
+        """Whether a replica has no batch left in a window."""
+        last = self.last_end(replica)
+        return last is not None and last.window == window
+
+    def with_counted(self, batch: int, attempt: int, replicas: tuple[int, ...]) -> "CoordinatorState":
+        """After the samples of these replicas in a batch were committed."""
+        pool = self.pool
+        samples = tuple(pool.deals.get((one, batch), ()) for one in replicas)
+        for one in replicas:
+            pool = pool.without_deal(one, batch)
+        line = Committed(
+            self.membership.epoch, batch, attempt, replicas, samples, pool.fresh, pool.open, pool.returned
+        )
+        return replace(self, pool=pool, ledger=(*self.ledger, line))
+
+    def with_dropped(
+        self, membership: Membership, lost: Iterable[Member], leaving: Collection[Member] = ()
+    ) -> "CoordinatorState":
+        """With members among those that are gone, and this membership. Lives that may go on somewhere are
+        dropped: they may have samples that nobody here knows of.
+        """
+        gone = {one.replica: one for one in self.gone}
+        step = self.lines[0].committed if self.is_quorum else self.pool.fresh // self.settings.batch_size
+        for one in lost:
+            why = Absence.LEFT if one in leaving else Absence.ENDED
+            if not membership.is_over(one.own_life):
+                membership, why = membership.without(one.own_life), Absence.SILENT
+            gone.pop(one.replica, None)
+            gone[one.replica] = Gone(one.replica, one.life, step, why, next(iter(one.addresses), ""))
+        return replace(self, membership=membership, gone=tuple(gone.values()))
+
     def with_returned(self, replicas: Iterable[int]) -> "CoordinatorState":
         """After all that was dealt to replicas has come back."""
         pool = self.pool
