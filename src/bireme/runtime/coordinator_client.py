@@ -7,11 +7,10 @@ asks all hosts: as soon as another host coordinates, the rank calls that host.
 """
 
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -32,8 +31,7 @@ from bireme.sync.coordinator.messages import (
     encode,
 )
 from bireme.wire.connection import Connection, Poller, wait_for
-from bireme.wire.listener import authenticated
-from bireme.wire.text_server import MOST_BYTES
+from bireme.wire.text_server import MOST_BYTES, connected
 
 _Found = TypeVar("_Found")
 
@@ -140,10 +138,9 @@ class Observer:
     def _run(self, number: int) -> None:
         while True:
             try:
-                made = socket.create_connection(self._hosts[number], timeout=BEAT_S)
-                self._refused_s.pop(number, None)
-                with authenticated(made, self._key):
-                    self._talk(Connection(made), number)
+                with closing(connected(self._hosts[number], self._key, BEAT_S)) as connection:
+                    self._refused_s.pop(number, None)
+                    self._talk(connection, number)
             except ConnectionRefusedError:
                 self._refused_s.setdefault(number, time.monotonic())
             except (OSError, BiremeError):
@@ -295,12 +292,12 @@ class CoordinatorClient:
                 time.sleep(self._lease_s / _BEATS)
                 first = 0
                 continue
-            number, made = talk
+            number, connection = talk
             self._has_word = False
-            with made:
+            with closing(connection):
                 with suppress(OSError, BiremeError):
-                    self._talk(Connection(made), number)
-                self._poller.forget(made.fileno())
+                    self._talk(connection, number)
+                self._poller.forget(connection.socket.fileno())
                 with self._sending:
                     self._connection = None
             # One that has hung up may be there again; one that says nothing is passed over.
@@ -308,13 +305,12 @@ class CoordinatorClient:
             first = found if found is not None else number + 1 if self._was_silent else 0
         self._seek(is_needed=False)
 
-    def _connected(self, first: int) -> tuple[int, socket.socket] | None:
+    def _connected(self, first: int) -> tuple[int, Connection] | None:
         """The first host from that one on that takes a connection."""
         for place in range(len(self._hosts)):
             number = (first + place) % len(self._hosts)
             with suppress(OSError):
-                made = socket.create_connection(self._hosts[number], timeout=_PATIENCE * self._lease_s)
-                return number, authenticated(made, self._key)
+                return number, connected(self._hosts[number], self._key, _PATIENCE * self._lease_s)
         return None
 
     def _seek(self, *, is_needed: bool) -> None:

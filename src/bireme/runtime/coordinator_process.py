@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
@@ -264,10 +264,7 @@ class CoordinatorProcess:
             port = self._talk.recv()
         except EOFError:
             raise BiremeError("The coordinator's process has ended; what it printed may say why.") from None
-        order = self._order
-        self._order = CoordinatorOrder(
-            order.settings, order.number, order.num_hosts, order.key, order.ledger, order.address, port
-        )
+        self._order = replace(self._order, port=port)
 
     @property
     def port(self) -> int:

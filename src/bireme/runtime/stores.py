@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.wire.connection import Connection, wait_for
-from bireme.wire.listener import authenticated, interface_of, new_key, open_port, own_address
-from bireme.wire.text_server import MOST_BYTES, Client, TextServer
+from bireme.wire.listener import interface_of, new_key, open_port, own_address
+from bireme.wire.text_server import MOST_BYTES, Client, TextServer, connected
 
 if TYPE_CHECKING:
     # The same classes: torch.distributed has them for all to use, but does not tell type checkers so.
@@ -185,7 +185,7 @@ class RunStore(Store):
         with self._asking:
             connection, self._connection = self._connection, None
             try:
-                connection = connection or self._connected()
+                connection = connection or connected((self.host, self.port), self.key, _CONNECT_S)
                 connection.say(json.dumps(request).encode())
                 connection.flush(limit_s)
                 ends_s = time.monotonic() + limit_s
@@ -200,10 +200,6 @@ class RunStore(Store):
                 ) from error
             self._connection = connection
         return json.loads(text)[0]
-
-    def _connected(self) -> Connection:
-        made = socket.create_connection((self.host, self.port), timeout=_CONNECT_S)
-        return Connection(authenticated(made, self.key))
 
 
 def _text(value: str | bytes) -> str:

@@ -265,7 +265,7 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
         line,
         ready,
         membership.replicas,
-        quorum=len(membership.members) + 1 if is_of_means else _quorum(state),
+        quorum=len(membership.members) + 1 if is_of_means else len(membership.members) // 2 + 1,
         grace_s=state.settings.grace_s,
         now_s=now_s,
         silent=_silent(state, now_s) if ready else frozenset(),
@@ -280,12 +280,6 @@ def _is_in_window(state: CoordinatorState, life: Incarnation) -> bool:
         return True
     windows = [one.window for one in state.membership.reports(life)]
     return all(one is None or one.number == state.lines[-1].committed for one in windows)
-
-
-def _quorum(state: CoordinatorState) -> int:
-    """How many contributions suffice: at least half, for what fewer know could be lost with them."""
-    num = len(state.membership.members)
-    return max(state.settings.quorum or num // 2 + 1, (num + 1) // 2)
 
 
 def _num_samples(state: CoordinatorState, line: RoundSequence, replica: int) -> int:

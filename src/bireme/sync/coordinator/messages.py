@@ -47,28 +47,33 @@ TERM = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class RankId:
-    """A rank: its replica, which start of that replica it is of, counted from 0, and its place in it.
-
-    A replica that was started again has the next life. What an earlier life says changes nothing.
-    """
+class Incarnation:
+    """One start of a replica, counted from 0. What an earlier one says changes nothing."""
 
     replica: int
     life: int
-    stage: int
+
+
+class _OfIncarnation:
+    """What is of one start of a replica."""
+
+    __slots__ = ()
+    replica: int
+    life: int
 
     @property
-    def own_life(self) -> "Incarnation":
-        """The start of the replica that it is of."""
+    def own_life(self) -> Incarnation:
+        """The start of the replica."""
         return Incarnation(self.replica, self.life)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Incarnation:
-    """One start of a replica."""
+class RankId(_OfIncarnation):
+    """A rank: its replica, which start of that replica it is of, and its place in it."""
 
     replica: int
     life: int
+    stage: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -239,7 +244,7 @@ class HostStarts:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Member(_OfIncarnation):
     """A replica that lives: `addresses` are those of its ranks, stage by stage. It trains the batches from
     `first` on.
     """
@@ -248,11 +253,6 @@ class Member:
     life: int
     addresses: tuple[str, ...]
     first: int = 0
-
-    @property
-    def own_life(self) -> Incarnation:
-        """The start of the replica that is the member."""
-        return Incarnation(self.replica, self.life)
 
 
 class Absence(StrEnum):
@@ -267,7 +267,7 @@ class Absence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(_OfIncarnation):
     """A life of a replica that is no member any more. The run had done that many `step`s by then: committed
     in `quorum`, else dealt. The first rank of the replica was at `address`.
     """
@@ -277,11 +277,6 @@ class Gone:
     step: int
     why: Absence
     address: str = ""
-
-    @property
-    def own_life(self) -> Incarnation:
-        """The start of the replica that was the member."""
-        return Incarnation(self.replica, self.life)
 
 
 @dataclass(frozen=True, slots=True)
