@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from bireme.capabilities import CAPABILITIES, exclusion, pairs
-from bireme.sync.coordinator.groups import Arrived
-from bireme.sync.coordinator.state import Paces
+from bireme.sync.coordinator.groups import Arrived, Paces
 from tests.support.composition import Composition, looseness
 from tests.support.extent import TRY_ALL
 

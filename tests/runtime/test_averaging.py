@@ -12,9 +12,8 @@ from bireme.model.part import LoraPart, TrainedPart
 from bireme.plan.plan import Plan
 from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.runtime.exchange.diloco import num_due
-from bireme.sync.coordinator.groups import Arrived
+from bireme.sync.coordinator.groups import Arrived, Paces
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.state import Paces
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle

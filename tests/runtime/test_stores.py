@@ -10,7 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from bireme.errors import BiremeError
-from bireme.runtime.stores import PrefixStore, RunStore, environment_store, part_of, serve_store, torch_store
+from bireme.runtime.stores import (
+    PrefixStore,
+    RunStore,
+    TCPStore,
+    environment_store,
+    part_of,
+    serve_store,
+    torch_store,
+)
+from bireme.runtime.world import World
 from tests.support.patience import patience_s
 from tests.support.together import run_threads
 
@@ -151,3 +160,19 @@ def test_of_torchrun_s_store_only_the_address_is_used_and_no_key_that_is_in_the_
     assert first.key == second.key
     assert (first.key == "secret") == (first.key not in agent.get("run/store").decode()) == bool(key)
     assert not agent.check(["here 0"])
+
+
+def test_nccl_has_a_store_of_torch_s_own_whose_address_is_in_that_of_the_run(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads ask for as long as there is a group, and must not wait for the Python of a rank."""
+    monkeypatch.setenv("BIREME_ADDRESS", LOCALHOST)
+
+    def join(rank: int) -> bytes:
+        world = World(other(store), rank=rank, size=2, timeout_s=patience_s(), backend="nccl")
+        groups = world._store_of_groups()
+        assert isinstance(groups, TCPStore)
+        groups.set(f"here {rank}", "yes")
+        return groups.get(f"here {1 - rank}")
+
+    assert run_threads(2, join) == [b"yes"] * 2

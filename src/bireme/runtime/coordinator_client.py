@@ -7,10 +7,11 @@ asks all hosts: as soon as another host coordinates, the rank calls that host.
 """
 
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -31,7 +32,8 @@ from bireme.sync.coordinator.messages import (
     encode,
 )
 from bireme.wire.connection import Connection, Poller, wait_for
-from bireme.wire.text_server import MOST_BYTES, connected
+from bireme.wire.listener import call_port
+from bireme.wire.text_server import MOST_BYTES
 
 _Found = TypeVar("_Found")
 
@@ -138,9 +140,9 @@ class Observer:
     def _run(self, number: int) -> None:
         while True:
             try:
-                with closing(connected(self._hosts[number], self._key, BEAT_S)) as connection:
+                with call_port(self._hosts[number], self._key, BEAT_S) as made:
                     self._refused_s.pop(number, None)
-                    self._talk(connection, number)
+                    self._talk(Connection(made), number)
             except ConnectionRefusedError:
                 self._refused_s.setdefault(number, time.monotonic())
             except (OSError, BiremeError):
@@ -292,12 +294,12 @@ class CoordinatorClient:
                 time.sleep(self._lease_s / _BEATS)
                 first = 0
                 continue
-            number, connection = talk
+            number, made = talk
             self._has_word = False
-            with closing(connection):
+            with made:
                 with suppress(OSError, BiremeError):
-                    self._talk(connection, number)
-                self._poller.forget(connection.socket.fileno())
+                    self._talk(Connection(made), number)
+                self._poller.forget(made.fileno())
                 with self._sending:
                     self._connection = None
             # One that has hung up may be there again; one that says nothing is passed over.
@@ -305,12 +307,12 @@ class CoordinatorClient:
             first = found if found is not None else number + 1 if self._was_silent else 0
         self._seek(is_needed=False)
 
-    def _connected(self, first: int) -> tuple[int, Connection] | None:
+    def _connected(self, first: int) -> tuple[int, socket.socket] | None:
         """The first host from that one on that takes a connection."""
         for place in range(len(self._hosts)):
             number = (first + place) % len(self._hosts)
             with suppress(OSError):
-                return number, connected(self._hosts[number], self._key, _PATIENCE * self._lease_s)
+                return number, call_port(self._hosts[number], self._key, _PATIENCE * self._lease_s)
         return None
 
     def _seek(self, *, is_needed: bool) -> None:

@@ -21,20 +21,20 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.wire.connection import Connection, wait_for
-from bireme.wire.listener import interface_of, new_key, open_port, own_address
-from bireme.wire.text_server import MOST_BYTES, Client, TextServer, connected
+from bireme.wire.listener import call_port, interface_of, new_key, open_port, own_address
+from bireme.wire.text_server import MOST_BYTES, Client, TextServer
 
 if TYPE_CHECKING:
     # The same classes: torch.distributed has them for all to use, but does not tell type checkers so.
     from torch._C._distributed_c10d import HashStore as HashStore
     from torch._C._distributed_c10d import PrefixStore as _TorchPrefixStore
     from torch._C._distributed_c10d import Store as Store
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore as TCPStore
 else:
     from torch.distributed import HashStore as HashStore
     from torch.distributed import PrefixStore as _TorchPrefixStore
     from torch.distributed import Store as Store
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore as TCPStore
 
 KEY = "BIREME_KEY"
 """The environment variable with the key of a run whose processes were started by something else."""
@@ -185,7 +185,8 @@ class RunStore(Store):
         with self._asking:
             connection, self._connection = self._connection, None
             try:
-                connection = connection or connected((self.host, self.port), self.key, _CONNECT_S)
+                if connection is None:
+                    connection = Connection(call_port((self.host, self.port), self.key, _CONNECT_S))
                 connection.say(json.dumps(request).encode())
                 connection.flush(limit_s)
                 ends_s = time.monotonic() + limit_s

@@ -13,6 +13,7 @@ from bireme.sync.coordinator.groups import (
     GroupMembers,
     GroupState,
     GroupSummed,
+    Paces,
     first_wait_s,
     groups_begun,
     groups_step,
@@ -20,7 +21,7 @@ from bireme.sync.coordinator.groups import (
     next_wait_s,
 )
 from bireme.sync.coordinator.samples import GroupSettings
-from bireme.sync.coordinator.state import Paces, RoundSequence, next_grant
+from bireme.sync.coordinator.state import RoundSequence, next_grant
 
 
 class Everyone(Agreement):

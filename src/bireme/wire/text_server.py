@@ -12,17 +12,12 @@ from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.wire.connection import Connection, Poller
-from bireme.wire.listener import Caller, Listener, authenticated
+from bireme.wire.listener import Caller, Listener
 
 MOST_BYTES = 1 << 24
 """Of a text."""
 LONGEST_S = 1.0
 """How long a server waits at most before it refuses callers that do not answer."""
-
-
-def connected(address: tuple[str, int], key: str, timeout_s: float) -> Connection:
-    """A connection to a server. Raises an `OSError` if there is none, or if it does not know the key."""
-    return Connection(authenticated(socket.create_connection(address, timeout=timeout_s), key))
 
 
 class Client:

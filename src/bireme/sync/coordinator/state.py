@@ -2,10 +2,8 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
-from statistics import median
 
-from bireme.sync.coordinator.groups import Arrived, GroupState
+from bireme.sync.coordinator.groups import GroupState, Paces
 from bireme.sync.coordinator.messages import (
     Absence,
     Commit,
@@ -23,66 +21,6 @@ from bireme.sync.coordinator.messages import (
     RoundPart,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool
-
-# How long replicas take from one batch to the next, as the coordinator sees them come, stage by stage.
-#
-# What an opener of a group waits for follows from it: a replica that is connected to few waits for about as
-# long as the others take for a batch, and one that is connected to most not much of that.
-
-_MEMORY = 0.8
-"""How much of the known seconds of a batch stays when another one was timed."""
-_MOST_WAIT = 0.1
-"""Of a batch of the others, for a replica that is connected to most of them."""
-_LEAST_S = 1e-6
-"""Of a batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Paces:
-    """By stage and replica when it was last there, and its seconds from one batch to the next."""
-
-    last_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    batch_s: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def with_arrival(self, stage: int, replica: int, now_s: float) -> "Paces":
-        """After a replica has come to a stage with its next batch."""
-        key, known = (stage, replica), self.batch_s
-        if key in self.last_s:
-            took_s = now_s - self.last_s[key]
-            known = known | {key: _MEMORY * known.get(key, took_s) + (1 - _MEMORY) * took_s}
-        return Paces(self.last_s | {key: now_s}, known)
-
-    def begun(self, replica: int, now_s: float) -> "Paces":
-        """After a replica was dealt a batch: if it was idle, the batch takes from now on. Its very first one
-        may take longer than any other, and is not timed.
-        """
-        idle = {key: now_s for key in self.batch_s if key[1] == replica and key not in self.last_s}
-        return Paces(self.last_s | idle, self.batch_s) if idle else self
-
-    def idle(self, stage: int, replica: int) -> "Paces":
-        """After a replica has come to a stage with the last batch that it has: until it is dealt another one,
-        no time is that of a batch.
-        """
-        key = stage, replica
-        return Paces({one: at_s for one, at_s in self.last_s.items() if one != key}, self.batch_s)
-
-    def without(self, replicas: Collection[int]) -> "Paces":
-        """After replicas have died."""
-        return Paces(
-            {key: at_s for key, at_s in self.last_s.items() if key[1] not in replicas},
-            {key: own_s for key, own_s in self.batch_s.items() if key[1] not in replicas},
-        )
-
-    def arrived(self, stage: int, replica: int, batch: int, wait_s: float) -> Arrived:
-        """What has happened where a replica comes to a stage that would wait for `wait_s` as opener."""
-        known = {key[1]: own_s for key, own_s in self.batch_s.items() if key[0] == stage}
-        own_s, others_s = known.get(replica), [own_s for one, own_s in known.items() if one != replica]
-        if not others_s:
-            return Arrived(stage, replica, batch, wait_s)
-        patient_s = median(others_s)
-        until_next = inf if own_s is None else sum(own_s / max(one, _LEAST_S) for one in known.values())
-        return Arrived(stage, replica, batch, min(wait_s, _MOST_WAIT * patient_s), patient_s, until_next)
-
 
 # Who is a member: leases, epochs, and how many must know an epoch before anything counts in it.
 #
@@ -394,12 +332,6 @@ class RoundSequence:
     since_s: float = 0.0
     broken_s: float = 0.0
 
-    def granted(self, parts: tuple[RoundPart, ...], attempts: int) -> "RoundSequence":
-        """With an attempt at the present round, which has at least that number within its term."""
-        number = max(self.attempts, attempts)
-        grant = Grant(self.number, self.committed, self.first_attempt + number, parts)
-        return replace(self, grant=grant, attempts=number + 1)
-
     def after_commit(self) -> "RoundSequence":
         """Ready for the next round."""
         return replace(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
@@ -446,7 +378,10 @@ def next_grant(
     is_over = missing <= set(silent) or now_s >= line.since_s + grace_s
     if missing and not (len(ready) >= quorum and is_over):
         return line
-    return line.granted(tuple(RoundPart(replica, num) for replica, num in sorted(ready.items())), attempts)
+    number = max(line.attempts, attempts)
+    parts = tuple(RoundPart(replica, num) for replica, num in sorted(ready.items()))
+    grant = Grant(line.number, line.committed, line.first_attempt + number, parts)
+    return replace(line, grant=grant, attempts=number + 1)
 
 
 @dataclass(frozen=True, slots=True)
