@@ -114,34 +114,28 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
 
 
 def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> CoordinatorState:
-    """With the time since when all wait; news starts it again."""
+    """With the time since when all wait, which news starts again, and the sentence that ends the run once
+    that is too long ago.
+    """
     if not state.settings.timeout_s or not _all_wait(state):
-        return state if state.still_s is None else replace(state, still_s=None)
-    return replace(state, still_s=now_s) if is_news or state.still_s is None else state
-
-
-def _still_until_s(state: CoordinatorState) -> float | None:
-    """When it counts as a standstill, if nothing happens before."""
-    return None if state.still_s is None else state.still_s + _limit_s(state)
-
-
-def standstill(state: CoordinatorState, now_s: float) -> str:
-    """The sentence that ends the run; empty as long as it need not end."""
-    until_s = _still_until_s(state)
-    if until_s is None or now_s < until_s:
-        return ""
+        return replace(state, still_s=None)
+    if is_news or state.still_s is None:
+        return replace(state, still_s=now_s)
+    if state.standstill or now_s < state.still_s + _still_limit_s(state):
+        return state
     waits: dict[str, list[str]] = {}
     for member in state.membership.members:
         for one in state.membership.reports(member.own_life):
             waits.setdefault(one.waits, []).append(f"rank {one.rank.stage} of replica {member.replica}")
     what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
-    return (
-        f"All replicas wait for each other, and nothing has happened for {_limit_s(state):g} s: "
+    sentence = (
+        f"All replicas wait for each other, and nothing has happened for {_still_limit_s(state):g} s: "
         f"{what}. This is a bug in Bireme: please report it."
     )
+    return replace(state, standstill=sentence)
 
 
-def _limit_s(state: CoordinatorState) -> float:
+def _still_limit_s(state: CoordinatorState) -> float:
     return max(state.settings.timeout_s, state.settings.lease_s)
 
 
@@ -212,9 +206,8 @@ def _told(
     elif is_news:
         told = _concerned(before, state)
     state = _with_stillness(state, now_s, is_news=is_news)
-    if not state.standstill and (found := standstill(state, now_s)):
-        state, is_news = replace(state, standstill=found), True
-        told = set(state.membership.heard)
+    if state.standstill != before.standstill:
+        is_news, told = True, set(state.membership.heard)
     if is_news:
         state = replace(state, number=state.number + 1)
     if isinstance(event, Report):
@@ -271,8 +264,8 @@ def wake_s(state: CoordinatorState, now_s: float) -> float:
         times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
-    if (until_s := _still_until_s(state)) is not None and not state.standstill:
-        times.append(until_s)
+    if state.still_s is not None and not state.standstill:
+        times.append(state.still_s + _still_limit_s(state))
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
         times.append(max(deadline_s, now_s))
