@@ -207,9 +207,9 @@ def _text(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 
-def serve_store(address: str, port: int = 0, *, key: str, timeout_s: float) -> RunStore:
-    """A store that this process serves for as long as there is the object; port 0 takes a free one."""
-    server = StoreServer(open_port(interface_of(address), port), key)
+def serve_store(address: str, *, key: str, timeout_s: float) -> RunStore:
+    """A store that this process serves at a free port, for as long as there is the object."""
+    server = StoreServer(open_port(interface_of(address)), key)
     server.start()
     store = RunStore(address, server.port, key, timeout_s)
     weakref.finalize(store, server.close)
@@ -228,20 +228,23 @@ def environment_store(rank: int, address: str, port: int, *, timeout_s: float) -
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return torch_store(address, port, timeout_s=timeout_s)
         if rank == 0:
-            return _served_at(address, port, key, timeout_s)
+            _serve_at(address, port, key)
         return RunStore(address, port, key, timeout_s).reached()
     except (dist.DistError, OSError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
         raise BiremeError(
             f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
-            f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and the same {KEY} "
-            "if it is set. Rank 0 (or torchrun's first agent) must be reachable there."
+            f"{port}: {why}. All ranks need the same two values, and the same {KEY} if it is set. Rank 0 (or "
+            "torchrun's first agent) must be reachable there."
         ) from error
 
 
 @cache
-def _served_at(address: str, port: int, key: str, timeout_s: float) -> RunStore:
+def _serve_at(address: str, port: int, key: str) -> StoreServer:
     """Served until the process ends: a script can open one world after another."""
-    return serve_store(address, port, key=key, timeout_s=timeout_s)
+    server = StoreServer(open_port(interface_of(address), port), key)
+    server.start()
+    return server
 
 
 def part_of(store: Store, prefix: str, rank: int, *, timeout_s: float) -> Store:
