@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -36,7 +37,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
             return next(found, None)
 
         sizes.append(client.wait(deal, patience_s()))
-        client.say_of(0, ready=number, busy_s=0.01)
+        client.say(rounds=(replace(client.report.rounds[0], ready=number, busy_s=0.01),))
         summed: int | None = None
         while True:
 
@@ -49,7 +50,7 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
             summed = client.wait(news, patience_s())
             if summed < 0:
                 break
-            client.say_of(0, summed=number, attempt=summed)
+            client.say(rounds=(replace(client.report.rounds[0], summed=number, attempt=summed),))
         client.say(rounds=(RoundAt(committed=number + 1),))
     return sizes
 

@@ -231,14 +231,6 @@ class CoordinatorClient:
             self._report = replace(self._report, **changes)
         self._tell()
 
-    def say_of(self, line: int, **changes: Any) -> None:
-        """Change fields of what the report says of a line of rounds."""
-        with self._changed:
-            rounds = list(self._report.rounds)
-            rounds[line] = replace(rounds[line], **changes)
-            self._report = replace(self._report, rounds=tuple(rounds))
-        self._tell()
-
     def wait(self, find: Callable[[CoordinatorReply], _Found | None], limit_s: float) -> _Found:
         """What `find` finds in a word, once that is something.
 

@@ -146,11 +146,6 @@ class Coding:
         self.thresholds = Thresholds()
         """What this rank's activations are compared with; an evaluation finds its own."""
 
-    @property
-    def num_masks(self) -> int:
-        """How many messages there are whose gradient has not crossed the boundary yet."""
-        return len(self._masks)
-
     def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> int:
         """Write a tensor into its part of a message; gives how many bytes of it are used."""
         codec = self._codec(key, spec)
