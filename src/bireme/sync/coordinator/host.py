@@ -36,7 +36,6 @@ from bireme.sync.coordinator.state import (
     heard_replicas,
     is_summed,
 )
-from bireme.sync.coordinator.windows import with_own_batches
 
 # Groups where a coordinator takes up after another: from what ranks wait for, and which means they hold.
 #
@@ -197,12 +196,8 @@ def taken_up(
         # What was dealt to a replica that was to be dropped, but calls, is not known any more.
         left = {one.own_life for one in newest.members}
         callers = [one for one in callers if one.own_life in left]
-    state = replace(
-        _state(settings, there, last, term * TERM),
-        commits=_commits(last, held, [each.report for each in heard.values()]),
-    )
-    if settings.averages:
-        state = with_own_batches(state, last, newest, {one.replica for one in callers})
+    state = _state(settings, there, last, newest, {one.replica for one in callers}, term * TERM)
+    state = replace(state, commits=_commits(last, held, [each.report for each in heard.values()]))
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = settings.first if settings.averages else state.lines[0].committed
     epoch = term * TERM + 1
@@ -236,23 +231,40 @@ def _fresh(
 
 
 def _state(
-    settings: CoordinatorSettings, membership: Membership, last: CoordinatorReply, first_attempt: int
+    settings: CoordinatorSettings,
+    membership: Membership,
+    last: CoordinatorReply,
+    newest: CoordinatorReply,
+    replicas: Collection[int],
+    first_attempt: int,
 ) -> CoordinatorState:
-    """What the last word says, as a state."""
-    fresh = begun(settings)
-    lines = []
-    for line, committed in zip(fresh.lines, last.committed, strict=True):
+    """What words say, as a state: what counted by the `last` word of an epoch in which anything may count.
+    Where these replicas train batches of their own, what was dealt and who heals is by the `newest` word.
+    """
+    state = replace(begun(settings), membership=membership)
+    for line, committed in zip(state.lines, last.committed, strict=True):
         grant = next((one for one in last.grants if one.line == line.number), None)
-        lines.append(replace(line, committed=committed, grant=grant, first_attempt=first_attempt))
+        line = replace(line, committed=committed, grant=grant, first_attempt=first_attempt)  # noqa: PLW2901
+        state = state.with_line(line)
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
-    dealt = max((one.batch + 1 for one in last.deals), default=0)
-    committed = max(last.committed, default=0) if settings.mode is SyncMode.QUORUM else 0
+    if not settings.averages:
+        dealt = max([settings.first, *last.committed, *(batch + 1 for _, batch in deals)])
+        return replace(state, pool=Pool(last.fresh, last.waiting, deals), dealt=dealt)
+    own = {key: samples for key, samples in deals.items() if key[0] in replicas}
+    told = own | {(one.replica, one.batch): one.samples for one in newest.deals}
     return replace(
-        fresh,
-        membership=membership,
-        lines=tuple(lines),
-        pool=Pool(last.fresh, last.waiting, deals),
-        dealt=max(dealt, committed, settings.first),
+        state,
+        heals=tuple(one for one in newest.heals if one.donor in replicas),
+        pool=Pool(newest.fresh, newest.waiting, told),
+        ends=tuple(one for one in newest.ends if one.replica in replicas),
+        dealt_to={one.replica: one.dealt for one in newest.progress if one.replica in replicas},
+        trained={
+            (one.replica, part): batch
+            for one in last.progress
+            if one.replica in replicas
+            for part, batch in enumerate(one.trained)
+            if batch
+        },
     )
 
 

@@ -8,13 +8,13 @@ ends there, and they take what is left. A sample counts once it is in weights th
 of the model: stages in `groups`, fragments in `diloco`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from math import inf
 
-from bireme.sync.coordinator.messages import CoordinatorReply, End, Progress, Report, Window
-from bireme.sync.coordinator.samples import Dealing, Pool, SyncMode
+from bireme.sync.coordinator.messages import End, Progress, Report, Window
+from bireme.sync.coordinator.samples import Dealing, SyncMode
 from bireme.sync.coordinator.state import CoordinatorState
 
 # Who trains the last batches of a window, where replicas train batches of their own.
@@ -210,31 +210,6 @@ def progress_of(state: CoordinatorState) -> tuple[Progress, ...]:
             tuple(state.trained.get((replica, part), 0) for part in parts),
         )
         for replica in state.membership.replicas
-    )
-
-
-def with_own_batches(
-    state: CoordinatorState, last: CoordinatorReply, newest: CoordinatorReply, replicas: Collection[int]
-) -> CoordinatorState:
-    """With what was dealt to these replicas, and who heals from them, by the `newest` word that is known, and
-    what counted by the `last` one of an epoch in which anything may count.
-    """
-    deals = [one for one in last.deals if one.replica in replicas]
-    told = {(one.replica, one.batch): one.samples for one in (*deals, *newest.deals)}
-    own = [one for one in newest.progress if one.replica in replicas]
-    return replace(
-        state,
-        heals=tuple(one for one in newest.heals if one.donor in replicas),
-        pool=Pool(newest.fresh, newest.waiting, told),
-        ends=tuple(one for one in newest.ends if one.replica in replicas),
-        dealt_to={one.replica: one.dealt for one in own},
-        trained={
-            (one.replica, part): batch
-            for one in last.progress
-            if one.replica in replicas
-            for part, batch in enumerate(one.trained)
-            if batch
-        },
     )
 
 
