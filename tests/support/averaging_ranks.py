@@ -264,7 +264,7 @@ class RankWorld(Turns):
 
 
 class _Client:
-    """A rank's way to the coordinator, in the place of `LazyCoordinatorClient`."""
+    """A rank's way to the coordinator, in the place of `CoordinatorClient`."""
 
     key = "secret"
 
@@ -645,5 +645,5 @@ class SimulatedRank:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
     monkeypatch.setattr(bireme.train.replica, "ExchangeAgent", SimulatedAgent)
-    monkeypatch.setattr(bireme.train.replica, "LazyCoordinatorClient", _Client)
+    monkeypatch.setattr(bireme.train.replica, "CoordinatorClient", _Client)
     monkeypatch.setattr(bireme.runtime.exchange.agent, "PeerConnections", _Board)
