@@ -9,7 +9,7 @@ last of its tensors ends.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from struct import Struct
@@ -446,8 +446,10 @@ class Boundaries:
         self.learned = learned_values(graph)
         self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
         self._values |= {value.name: value for value in graph.inputs}
-        self.forward = lru_cache(maxsize=256)(self._forward)
-        self.backward = lru_cache(maxsize=256)(self._backward)
+        self.forward = lru_cache(maxsize=256)(partial(self._format, is_back=False))
+        """The message that a stage receives from the one before it."""
+        self.backward = lru_cache(maxsize=256)(partial(self._format, is_back=True))
+        """The message that a stage receives from the next one."""
 
     def gradients_into(self, stage: int) -> tuple[str, ...]:
         """The names of the tensors whose gradients a stage receives from the next one."""
@@ -470,23 +472,17 @@ class Boundaries:
                         "stages, is not cut by samples. Use 1f1b."
                     )
 
-    def _forward(
-        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
-    ) -> WireFormat:
-        """What a stage receives from the one before it, for so many samples: part of a micro-batch of
-        `of_samples`, if that is more.
-        """
-        return self._format(self.receives[to_stage], num_samples, codec, of_samples, is_back=False)
-
-    def _backward(
-        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
-    ) -> WireFormat:
-        """What a stage receives from the next one."""
-        return self._format(self.gradients_into(to_stage), num_samples, codec, of_samples, is_back=True)
-
     def _format(
-        self, names: tuple[str, ...], num_samples: int, codec: CodecChoice, of_samples: int, *, is_back: bool
+        self,
+        to_stage: int,
+        num_samples: int,
+        codec: CodecChoice = NONE,
+        of_samples: int = 0,
+        *,
+        is_back: bool,
     ) -> WireFormat:
+        """The message for so many samples: part of a micro-batch of `of_samples`, if that is more."""
+        names = self.gradients_into(to_stage) if is_back else self.receives[to_stage]
         specs = []
         for name in names:
             shape = self._shape(name, num_samples)
