@@ -25,13 +25,13 @@ from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, h
 from bireme.sync.coordinator.messages import (
     TERM,
     HostStart,
-    HostStarts,
     Incarnation,
     Notice,
     RankId,
     Report,
     decode,
     encode,
+    is_notice,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, in_force
 from bireme.sync.coordinator.state import Ended, Event, Tick
@@ -105,8 +105,6 @@ def _cut_half_line(path: Path) -> None:
 
 # The server of a coordinator. What a step leads to is in the ledger before a word of it is sent.
 
-_NOTICE = b'{"ended"'
-"""How what a launcher says begins."""
 _NOBODY = RankId(-1, 0, 0)
 _SHORTEST_S = 0.001
 _LATE_S = 0.5
@@ -114,7 +112,7 @@ _LATE_S = 0.5
 
 
 def _heard(text: bytes) -> Report | Notice:
-    return decode(Notice, text) if text.startswith(_NOTICE) else decode(Report, text)
+    return decode(Notice, text) if is_notice(text) else decode(Report, text)
 
 
 class CoordinatorServer(TextServer):
@@ -191,7 +189,7 @@ class CoordinatorServer(TextServer):
         if self._host.state is not None:
             client.send(word_for(self._host.state, _NOBODY))
 
-    def _starts_of_hosts(self) -> HostStarts:
+    def _starts_of_hosts(self) -> Notice:
         """The starts of the launchers that were heard within the lease, of each host the last one."""
         since_s = self._now_s() - self._host.settings.lease_s
         found = {
@@ -200,7 +198,7 @@ class CoordinatorServer(TextServer):
             for one in own
             if at_s >= since_s
         }
-        return HostStarts(tuple(found.values()))
+        return Notice((), tuple(found.values()))
 
     def _step(self, event: Event) -> None:
         done = host_step(self._host, event, self._now_s())

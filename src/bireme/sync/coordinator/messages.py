@@ -212,7 +212,8 @@ class HostStart:
 @dataclass(frozen=True, slots=True)
 class Notice:
     """What the launcher of a host says: these starts of its replicas are over for certain, and it `starts`
-    its ranks of replicas over several hosts.
+    its ranks of replicas over several hosts. The answer, also of a host that does not coordinate, has the
+    newest starts of all hosts that were heard there.
     """
 
     ended: tuple[Incarnation, ...]
@@ -220,13 +221,6 @@ class Notice:
 
 
 # What the coordinator answers.
-
-
-@dataclass(frozen=True, slots=True)
-class HostStarts:
-    """The newest starts of all hosts that hosts with a coordinator, also a waiting one, are told of."""
-
-    starts: tuple[HostStart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,10 +435,10 @@ class Known:
 
 # Messages between ranks and the coordinator as lines of JSON.
 
-Message = TypeVar("Message", Report, Notice, HostStarts, CoordinatorReply)
+Message = TypeVar("Message", Report, Notice, CoordinatorReply)
 
 
-def encode(message: Report | Notice | HostStarts | CoordinatorReply) -> bytes:
+def encode(message: Report | Notice | CoordinatorReply) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
     return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 
@@ -458,6 +452,11 @@ def decode(kind: type[Message], line: bytes) -> Message:
             f"A line between a rank and the coordinator is no {kind.__name__}: "
             f"{error.errors()[0]['msg']}. Use one version of Bireme on all machines."
         ) from None
+
+
+def is_notice(line: bytes) -> bool:
+    """Whether a line is a `Notice`, which both sides send besides what they mostly send."""
+    return line.startswith(b'{"ended"')
 
 
 @cache
