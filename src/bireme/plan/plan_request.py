@@ -162,7 +162,8 @@ class PlanRequest:
     the gradients. Of what an optimizer keeps of one parameter that it steps whole, `whole_bytes` are the
     most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each: within a
     site they sum gradients in every batch and may share. Between sites, or between replicas that average
-    weights, there are `rounds`.
+    weights, there are `rounds`. `masters` says whether the optimizer has a float32 copy of the weights that
+    it steps; left out, it has one of values of 2 bytes.
     """
 
     batch_size: int
@@ -193,6 +194,7 @@ class PlanRequest:
     whole_bytes: int = 0
     sites: int = 1
     rounds: SiteRounds | None = None
+    masters: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
@@ -299,7 +301,7 @@ class PlanRequest:
     @property
     def has_masters(self) -> bool:
         """Whether weights are too short to be stepped, so that the optimizer has master copies of them."""
-        return self.value_bytes == _SHORT_BYTES
+        return self.value_bytes == _SHORT_BYTES if self.masters is None else self.masters
 
     def shares_newest(self, rule: Rule, width: int) -> bool:
         """Whether the newest weights, which trial versions are made from, are part of a shared optimizer.

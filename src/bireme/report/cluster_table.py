@@ -186,13 +186,17 @@ def _plain_device(device: Device) -> dict[str, Any]:
         "num_cores": device.num_cores,
         "watts": device.watts,
         "host_bytes_per_s": device.host_bytes_per_s,
+        "update_speed": device.update_speed,
+        "host_speed": device.host_speed,
     }
+    process = {} if device.process_bytes is None else {"process_bytes": device.process_bytes}
     return {
         "kind": device.kind,
         "model": device.name,
         "memory_bytes": device.memory_bytes,
         "speed": device.speed,
         **{key: value for key, value in figures.items() if value},
+        **process,
     }
 
 

@@ -230,6 +230,7 @@ def _stages(best: Candidate, names: Sequence[str]) -> list[dict[str, Any]]:
             "recompute": stage.recompute,
             "predicted_busy_s": stage.busy_s,
             "peak_bytes": stage.peak_bytes,
+            "process_bytes": stage.process_bytes,
             "limit_bytes": stage.limit_bytes,
             "headroom_bytes": stage.limit_bytes - stage.peak_bytes,
         }

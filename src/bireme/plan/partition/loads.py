@@ -231,11 +231,14 @@ def _unsurpassed(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlot:
-    """The device of one stage: `speed` divides the chain's seconds, 0.5 is half as fast."""
+    """The device of one stage: `speed` divides the chain's seconds, 0.5 is half as fast, and `update_speed`
+    those of optimizer steps; left out, it is the `speed`.
+    """
 
     name: str
     speed: float = 1.0
     memory_bytes: float = math.inf
+    update_speed: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf or not self.memory_bytes > 0:
@@ -416,13 +419,10 @@ class _Work:
         self.is_empty = np.tri(self._width, self._width, -1, np.bool_)
         """Where a stage would end before it begins."""
         self._through_s = {
-            again: _running(
-                chain.forward_s
-                + (chain.recompute_backward_s if again else chain.backward_s)
-                + chain.update_s / setting.num_microbatches
-            )
+            again: _running(chain.forward_s + (chain.recompute_backward_s if again else chain.backward_s))
             for again in (False, True)
         }
+        self._updates_s = _running(chain.update_s / setting.num_microbatches)
         self._boundary = np.concatenate(([0], chain.boundary_bytes[:-1], [0])).astype(np.float64)
         """Bytes that cross a cut, by the unit after it; 0 at both ends."""
         self._returned = np.concatenate(([0], chain.returned_bytes[:-1], [0])).astype(np.float64)
@@ -430,9 +430,11 @@ class _Work:
         self._states: dict[tuple[float, float], npt.NDArray[np.float64]] = {}
 
     def busy_s(self, stage: int, *, recompute: bool) -> Seconds:
-        through_s = self._through_s[recompute]
+        seat = self._line.seats[stage]
+        through_s = self._through_s[recompute] / seat.speed
+        through_s = through_s + self._updates_s / (seat.update_speed or seat.speed)
         begins, ends = self._ends(stage)
-        seconds = (through_s[ends][None, :] - through_s[begins][:, None]) / self._line.seats[stage].speed
+        seconds = through_s[ends][None, :] - through_s[begins][:, None]
         if not self._line.overlap and stage > 0:
             seconds += self._message_s(stage - 1)[begins][:, None]
         if not self._line.overlap and stage < self._line.num_stages - 1:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from bireme.cluster.device import MOST_SENDS
+from bireme.cluster.device import MOST_SENDS, ResourceSeconds, Speeds
 from bireme.codec.sum_description import SumCost
 from bireme.plan.codec_costs import coded, sum_coding_s
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
@@ -63,13 +63,13 @@ class ReplicaWork:
         costs = self.costs
         return num_microbatches * (costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage])
 
-    def busy_s(self, stage: int, num_microbatches: int, rule: Rule) -> float:
-        """For how long a batch keeps the stage busy, with what its end takes under an update rule."""
+    def busy_s(self, stage: int, num_microbatches: int, rule: Rule, speeds: Speeds) -> float:
+        """For how long a batch keeps the stage busy on a device, with what its end takes under a rule."""
         costs = self.costs
         end_s = costs.reduce_busy_s[stage] + costs.update_s[stage]
         if rule is Rule.FRESH:
             end_s += costs.trial_s[stage]
-        return self.passes_s(stage, num_microbatches) + end_s
+        return ResourceSeconds(self.passes_s(stage, num_microbatches), end_s).on(speeds)
 
     def sent_bytes(self, rank: int, rank_of_stage: Sequence[int]) -> float:
         """What the engine keeps of the messages that a rank sends to others: copies of the last ones, and
@@ -181,8 +181,9 @@ class PlanEvaluator:
         for replica, size in enumerate(outline.sizes):
             for stage, rank in enumerate(rank_of_stage):
                 device = draft.grid[rank][replica]
-                busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule)
-                device_s[device] = device_s.get(device, 0.0) + busy_s / problem.speeds[device]
+                speeds = problem.resource_speeds[device]
+                busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule, speeds)
+                device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
         cores = _cores_needed(problem, device_s)
@@ -358,14 +359,16 @@ class PlanEvaluator:
                     devices=tuple(problem.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
-                        works[size].busy_s(stage, outline.num_microbatches, draft.rule)
-                        / problem.speeds[device]
+                        works[size].busy_s(
+                            stage, outline.num_microbatches, draft.rule, problem.resource_speeds[device]
+                        )
                         for size, device in zip(outline.sizes, row, strict=True)
                     ),
                     peak_bytes=peaks[tightest],
                     limit_bytes=limits[tightest],
                     device_peak_bytes=peaks,
                     device_limit_bytes=limits,
+                    process_bytes=problem.process_bytes[row[tightest]],
                 )
             )
         return found
@@ -388,6 +391,8 @@ class PlanEvaluator:
             reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
             rank_speed=tuple(problem.speeds[device] for device in devices),
+            update_speed=tuple(problem.resource_speeds[device].memory for device in devices),
+            host_speed=tuple(problem.resource_speeds[device].host for device in devices),
             engine=problem.engine,
         )
         self.num_instructions += program.num_instructions
@@ -418,7 +423,7 @@ class PlanEvaluator:
                         ),
                     )
                 )
-        speeds = tuple(problem.speeds[device] for device in devices)
+        speeds = tuple(problem.resource_speeds[device] for device in devices)
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
         cores = _processors_of(problem, draft.grid, replica)
         width = problem.request.site_width(draft.outline.width)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from bireme.capabilities import exclusion, refuse_excluded
 from bireme.cluster.cluster import Cluster, Lane
-from bireme.cluster.device import NO_ENGINE
+from bireme.cluster.device import NO_ENGINE, Device, namesake
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
@@ -41,14 +41,18 @@ class PlanningProblem:
         if profile.optimizer == "muon" and not request.whole_bytes:
             # Without the model, no matrix is known to be smaller than all of its unit.
             request = replace(request, whole_bytes=max(unit.optimizer_bytes for unit in profile.units))
+        if profile.master_weights is not None:
+            request = replace(request, masters=profile.master_weights)
         self.request = request
         self.names = tuple(device.name for device in placed)
         self.speeds = tuple(device.device.speed for device in placed)
+        self.resource_speeds = tuple(device.device.speeds for device in placed)
         self.engine = profile.engine or NO_ENGINE
-        self.process_bytes = tuple(
-            self.engine.process_bytes if device.device.kind == "cpu" else 0 for device in placed
-        )
-        """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
+        known = [_known_process_bytes(device.device, profile) for device in placed]
+        self.process_bytes = tuple(num_bytes or 0 for num_bytes in known)
+        """What a process holds on each device beside tensors; `limits` are for the tensors."""
+        self.unknown_processes = frozenset(place for place, one in enumerate(known) if one is None)
+        """The devices of which that is not known."""
         self.room = tuple(
             max(device.device.memory_bytes * request.memory_fraction - process, _LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
@@ -256,6 +260,18 @@ def check_numbers(request: PlanRequest, num_devices: int) -> None:
             f"Depth {depth} times width {width} needs {depth * width} devices, but {num_devices} may be "
             "used. Make one of them smaller."
         )
+
+
+def _known_process_bytes(device: Device, profile: Profile) -> int | None:
+    """What the cluster file gives, else what was measured on such a device, else that of a ready device of
+    its name. An emulated device stands for the tensors of another alone.
+    """
+    if device.process_bytes is not None or device.kind == "emulated":
+        return device.process_bytes or 0
+    if profile.engine is not None and profile.engine.process_bytes and profile.device_kind == device.kind:
+        return profile.engine.process_bytes
+    ready = namesake(device.name)
+    return None if ready is None else ready.process_bytes
 
 
 def _bounds(request: PlanRequest, num_units: int) -> tuple[int, ...]:
