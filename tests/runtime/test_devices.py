@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from bireme import devices
-from bireme.cluster.cluster import Server
+from bireme.cluster.cluster import Server, link_notes
 from bireme.cluster.device import KNOWN, Device
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
-from bireme.report.cluster_table import link_notes
 from bireme.runtime.world import World
 from bireme.train import machines
 from bireme.train.machines import cluster_of, machines_of

@@ -138,7 +138,10 @@ def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
     if explanation is not None:
         found = explanation
         print_explanation(answer, found.helps, found.agreements, found.stages, console)
+    shown = answer.best.forecast.assumptions
     for note in planned.notes:
+        if note in shown:
+            continue
         console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
 
 

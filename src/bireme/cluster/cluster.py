@@ -440,6 +440,24 @@ class Cluster:
         return self._routes.latency(source, destination)
 
 
+def link_notes(cluster: Cluster, servers: Collection[int] = ()) -> list[str]:
+    """A sentence on the servers, of these or of all, whose links to other hosts are assumed; none if all are
+    known.
+    """
+    names = [
+        server.name
+        for number, server in enumerate(cluster.servers)
+        if number in (servers or range(len(cluster.servers)))
+        and any((card.name, card.link) == (ASSUMED_CARD, ASSUMED_LINK) for card in server.cards)
+    ]
+    if not names:
+        return []
+    return [
+        f"The links of {', '.join(names)} are unknown; plans assume 1 Gbit/s and 0.5 ms between hosts. "
+        "`bireme cluster probe` measures them."
+    ]
+
+
 # What a device can page to: its share of the host and of the disk, and how fast its chunks travel.
 #
 # What a cluster does not say is taken from makers' figures, of which 80 % arrive:

@@ -99,6 +99,7 @@ class Forecast:
     codec_penalty: Positive = 1.0
     sum_penalty: Positive = 1.0
     tiers: tuple[TierForecast, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     @property
     def cost_s_per_sample(self) -> float:
@@ -274,6 +275,7 @@ class PlanSummary:
     busy_share: Share
     bottleneck: str
     joules_per_sample: Positive | None = None
+    assumptions: tuple[str, ...] = ()
 
 
 def summarize(candidate: Candidate) -> PlanSummary:
@@ -298,6 +300,7 @@ def summarize(candidate: Candidate) -> PlanSummary:
         busy_share=forecast.busy_share,
         bottleneck=forecast.bottleneck,
         joules_per_sample=forecast.joules_per_sample,
+        assumptions=forecast.assumptions,
     )
 
 

@@ -149,12 +149,6 @@ class Profile:
     master_weights: bool | None = None
 
     @property
-    def has_halves(self) -> bool:
-        """Whether the two halves of the backward of each unit are known."""
-        costs = (cost for unit in self.units for cost in unit.costs)
-        return all(None not in (cost.backward_input_s, cost.backward_weight_s) for cost in costs)
-
-    @property
     def micro_batches(self) -> tuple[int, ...]:
         """The micro-batch sizes that it knows."""
         return tuple(cost.micro_batch for cost in self.units[0].costs)

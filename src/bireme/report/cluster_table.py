@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bireme.bounds import bytes_text, counted, rate_text, seconds_text
-from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Cluster, Link, Mesh, Server
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
 from bireme.cluster.symmetry import Symmetry
@@ -79,21 +79,6 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         if rows:
             console.print()
             console.print(_table(headings, rows))
-
-
-def link_notes(cluster: Cluster) -> list[str]:
-    """A sentence on the servers whose links to other hosts are assumed; none if all are known."""
-    names = [
-        server.name
-        for server in cluster.servers
-        if any((card.name, card.link) == (ASSUMED_CARD, ASSUMED_LINK) for card in server.cards)
-    ]
-    if not names:
-        return []
-    return [
-        f"The links of {', '.join(names)} are unknown; plans assume 1 Gbit/s and 0.5 ms between hosts. "
-        "`bireme cluster probe` measures them."
-    ]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

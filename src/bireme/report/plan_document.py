@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Cluster, link_notes
 from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
@@ -22,7 +22,6 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
-from bireme.report.cluster_table import link_notes
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
@@ -139,8 +138,8 @@ def _codecs(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
-    """What makes the numbers of a plan doubtful."""
+def plan_notes(profile: Profile, cluster: Cluster, candidates: Sequence[Candidate]) -> list[str]:
+    """What makes the numbers of plans doubtful, with all that the forecast of any candidate assumes."""
     kinds = {placed.device.kind for placed in cluster.devices()} - {"emulated"}
     notes = []
     if kinds and profile.device_kind not in kinds:
@@ -159,9 +158,10 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
             "cluster file; `bireme cluster probe` measures it."
         )
     notes += link_notes(cluster)
+    notes += [sentence for one in candidates for sentence in one.forecast.assumptions]
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def shared_hosts_note(plan: Plan, cluster: Cluster, num_sites: int) -> list[str]:
@@ -207,6 +207,7 @@ _FIELDS = (
     "busy_share",
     "bottleneck",
     "joules_per_sample",
+    "assumptions",
 )
 """What only a forecast says of a plan."""
 

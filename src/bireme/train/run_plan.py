@@ -148,7 +148,7 @@ class PlannedRun:
     @property
     def notes(self) -> list[str]:
         """What makes the numbers of the plan doubtful, and what the plan does not guard against."""
-        found, plan, sync = plan_notes(self.profile, self.cluster), self.answer.best.plan, self.run.sync
+        found, plan, sync = plan_notes(self.profile, self.cluster, self.answer.candidates), self.answer.best.plan, self.run.sync
         if sync.is_coordinated:
             found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
         return found

@@ -20,6 +20,7 @@ from bireme.plan.codec_costs import coded, sum_coding_s
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
+from bireme.plan.search.assumptions import assumptions
 from bireme.plan.search.contention import HopBytes, LaneTraffic, rings_s
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import (
@@ -262,6 +263,7 @@ class PlanEvaluator:
             sum_penalty=problem.request.sum_penalty(outline.width, problem.profile.optimizer),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=self._tiers(draft, slowest),
+            assumptions=assumptions(problem, draft),
         )
 
     def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
