@@ -99,7 +99,7 @@ def test_assumptions_are_in_the_file_the_document_the_notes_and_on_the_screen(tm
     assert forecast is not None
     assert forecast.assumptions == (sentence,)
     assert plan_document(found, PROFILE, 0.0)["assumptions"] == (sentence,)
-    assert sentence in plan_notes(PROFILE, cluster(), found.candidates)
+    assert sentence in plan_notes(PROFILE, cluster(), PlanRequest(8), found.candidates)
     console = Console(file=StringIO(), width=400)
     print_plan(found, PROFILE, 0.0, console)
     assert sentence in console.file.getvalue()  # type: ignore[attr-defined]
@@ -109,4 +109,4 @@ def test_notes_have_what_the_other_candidates_assume() -> None:
     found = answer(PROFILE, cluster(), synchronous=True, depth=2)
     others = {s for one in found.candidates for s in one.forecast.assumptions}
     assert any("halves of the backward" in sentence for sentence in others)
-    assert others <= set(plan_notes(PROFILE, cluster(), found.candidates))
+    assert others <= set(plan_notes(PROFILE, cluster(), PlanRequest(8), found.candidates))

@@ -84,6 +84,8 @@ MOVED: dict[str, dict[str, str]] = {
         "-m": "plan.microbatches",
         "--recompute": "plan.recompute=always",
         "--updates-apart": "memory.updates=apart",
+        "--overlap": "--link-overlap full",
+        "--no-overlap": "--link-overlap receiver",
     },
 }
 """By verb and option."""

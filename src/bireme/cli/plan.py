@@ -74,10 +74,13 @@ def plan(
     check_writable(output, *(one.path for one in exports), force=force)
     profiled = profiled_run(context, run_file, set_, file=profile, like=like, is_fresh=fresh)
     _check_exports(exports, has_model=profiled.graph is not None)
+    from bireme.plan.export import overlaps_of
     from bireme.report.terminal import progress_bar
 
     with progress_bar("planning") as progress:
-        planned = profiled.planned(progress)
+        with_csv = any(one.name == "torch-csv" and one.path for one in exports)
+        overlaps = overlaps_of([one.name for one in exports], with_csv=with_csv)
+        planned = profiled.planned(progress, overlaps)
     texts = _export_texts(planned, exports)
     explanation = None
     if explain:

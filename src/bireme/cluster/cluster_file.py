@@ -24,6 +24,7 @@ from bireme.cluster.cluster import (
     Cluster,
     Link,
     Mesh,
+    Overlap,
     Server,
     Switch,
     device_names,
@@ -152,6 +153,7 @@ def _plain_group(server: Server, kind: str, index: int, group: Bridge | Mesh | C
         latency_s=link.latency_s or None,
         duplex=None if link.full_duplex else "half",
         back_bytes_per_s=link.back_bytes_per_s,
+        overlap=None if link.overlap is Overlap.FULL else str(link.overlap),
     )
 
 
@@ -291,6 +293,11 @@ class _GroupTable(_Table):
         "full", description="full carries bytes_per_s each way at once, half in all"
     )
     back_bytes_per_s: _Rate | None = Field(None, description="towards the devices, where that differs")
+    overlap: Literal["none", "receiver", "full"] = Field(
+        "full",
+        description="while a message crosses, none: both ends wait, receiver: the receiver waits, full: "
+        "neither waits",
+    )
 
 
 class _BridgeTable(_GroupTable):
@@ -456,7 +463,13 @@ def _device(table: DeviceTable) -> Device:
 
 
 def _link(table: _GroupTable) -> Link:
-    return Link(table.bytes_per_s, table.latency_s, table.duplex == "full", table.back_bytes_per_s)
+    return Link(
+        table.bytes_per_s,
+        table.latency_s,
+        table.duplex == "full",
+        table.back_bytes_per_s,
+        Overlap(table.overlap),
+    )
 
 
 def _places(table: _GroupTable, names: Sequence[str]) -> tuple[int, ...]:

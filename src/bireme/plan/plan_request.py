@@ -6,6 +6,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from bireme.capabilities import refuse_excluded
+from bireme.cluster.cluster import Overlap
 from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.codec.sum_description import DENSE, DENSE_SUMS, SiteRounds, SumCost
 from bireme.errors import BiremeError, closest
@@ -163,7 +164,8 @@ class PlanRequest:
     most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each: within a
     site they sum gradients in every batch and may share. Between sites, or between replicas that average
     weights, there are `rounds`. `masters` says whether the optimizer has a float32 copy of the weights that
-    it steps; left out, it has one of values of 2 bytes.
+    it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
+    messages overlap with work in the framework that will run the plan; fully where it says nothing.
     """
 
     batch_size: int
@@ -195,6 +197,7 @@ class PlanRequest:
     sites: int = 1
     rounds: SiteRounds | None = None
     masters: bool | None = None
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):

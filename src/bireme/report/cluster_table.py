@@ -196,4 +196,5 @@ def _plain_link(server: Server, group: Bridge | Mesh | Card) -> dict[str, Any]:
         "back_bytes_per_s": link.into_bytes_per_s,
         "latency_s": link.latency_s,
         "duplex": "full" if link.full_duplex else "half",
+        "overlap": str(link.overlap),
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bireme.cluster.cluster import Cluster, link_notes
+from bireme.cluster.cluster import Cluster, Overlap, link_notes
 from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
@@ -138,7 +138,12 @@ def _codecs(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def plan_notes(profile: Profile, cluster: Cluster, candidates: Sequence[Candidate]) -> list[str]:
+_WAITERS = {Overlap.NONE: "both ends wait", Overlap.RECEIVER: "the receiver waits"}
+
+
+def plan_notes(
+    profile: Profile, cluster: Cluster, request: PlanRequest, candidates: Sequence[Candidate]
+) -> list[str]:
     """What makes the numbers of plans doubtful, with all that the forecast of any candidate assumes."""
     kinds = {placed.device.kind for placed in cluster.devices()} - {"emulated"}
     notes = []
@@ -159,6 +164,12 @@ def plan_notes(profile: Profile, cluster: Cluster, candidates: Sequence[Candidat
         )
     notes += link_notes(cluster)
     notes += [sentence for one in candidates for sentence in one.forecast.assumptions]
+    waits = [f"under {name} {_WAITERS[one]}" for name, one in request.overlaps.items() if one in _WAITERS]
+    if waits:
+        notes.append(
+            "The plans are for the framework of the export, where messages do not overlap with work: "
+            f"{', '.join(waits)} while a message crosses."
+        )
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
     return list(dict.fromkeys(notes))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bireme.cluster.cluster import Cluster, Lane
+from bireme.cluster.cluster import Cluster, Lane, Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.program import Program
 from bireme.simulate.network import Network, Path, Wire
@@ -33,12 +33,14 @@ def cluster_network(
     devices: Sequence[int],
     *,
     replicas: Mapping[int, Sequence[int]] | None = None,
+    most_overlap: Overlap = Overlap.FULL,
 ) -> Network:
     """The wires between a program's ranks, of which rank r runs on device `devices[r]`.
 
     `replicas[r]` are the devices that hold rank r's stages in all replicas of the pipeline, its own among
     them. They sync gradients in a ring, in the order of their numbers, which keeps each server's devices
-    together. Messages of the other replicas are not in this network.
+    together. Messages of the other replicas are not in this network. No message overlaps with more than
+    `most_overlap`, which is what the program that sends it can do.
     """
     if len(devices) != program.num_ranks:
         raise BiremeError(
@@ -51,7 +53,11 @@ def cluster_network(
             )
     wires = _Wires()
     paths = {
-        (a, b): Path(wires.of(cluster.path(devices[a], devices[b])), cluster.latency(devices[a], devices[b]))
+        (a, b): Path(
+            wires.of(cluster.path(devices[a], devices[b])),
+            cluster.latency(devices[a], devices[b]),
+            Overlap.least((cluster.overlap(devices[a], devices[b]), most_overlap)),
+        )
         for a, b in sorted(pairs_that_talk(program))
     }
     sync_paths = {
@@ -98,13 +104,14 @@ class Links:
     """Equal links: a cable for each two ranks that talk or, with `ranks_per_server`, a card per server.
 
     Servers hold consecutive ranks. All ranks of a server share its card to talk to other servers, and
-    inside a server messages take no time.
+    inside a server messages take no time. `overlap` says which end computes while a message crosses.
     """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     full_duplex: bool = True
     ranks_per_server: int | None = None
+    overlap: Overlap = Overlap.FULL
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s >= _SLOWEST:
@@ -119,7 +126,11 @@ class Links:
         pairs = pairs_that_talk(program)
         if self.ranks_per_server is None:
             return Network.dedicated(
-                pairs, bytes_per_s=self.bytes_per_s, latency_s=self.latency_s, full_duplex=self.full_duplex
+                pairs,
+                bytes_per_s=self.bytes_per_s,
+                latency_s=self.latency_s,
+                full_duplex=self.full_duplex,
+                overlap=self.overlap,
             )
         return Network.servers(
             [rank // self.ranks_per_server for rank in range(program.num_ranks)],
@@ -127,4 +138,5 @@ class Links:
             card_bytes_per_s=self.bytes_per_s,
             card_latency_s=self.latency_s,
             full_duplex=self.full_duplex,
+            card_overlap=self.overlap,
         )

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, Seconds
 from bireme.schedule.accesses import Sizes
@@ -250,11 +251,21 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True)
 class RowLink:
-    """The way between two neighbors; without `full_duplex` both directions take turns."""
+    """The way between two neighbors; without `full_duplex` both directions take turns. `overlap` says which
+    end computes while a message crosses.
+    """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     full_duplex: bool = True
+    overlap: Overlap = Overlap.FULL
+
+    @property
+    def stops(self) -> bool:
+        """Whether a stage waits while what it needs comes in, so that messages add to its work; else a link
+        only limits the pace. Stages that wait for what they send do so while they wait for what comes back.
+        """
+        return self.overlap is not Overlap.FULL
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
@@ -266,15 +277,10 @@ class RowLink:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """The seats in the order of the stages; `links[s]` joins seat s to seat s + 1.
-
-    Where messages `overlap` with computing, a link only limits the pace; else a stage waits while
-    what it needs comes in, as the simulator has it.
-    """
+    """The seats in the order of the stages; `links[s]` joins seat s to seat s + 1."""
 
     seats: tuple[DeviceSlot, ...]
     links: tuple[RowLink, ...]
-    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not self.seats or len(self.links) != len(self.seats) - 1:
@@ -289,7 +295,6 @@ class DeviceRow:
         memory_bytes: float = math.inf,
         link: RowLink | None = None,
         speeds: Sequence[float] = (),
-        overlap: bool = True,
     ) -> "DeviceRow":
         """Devices that differ by nothing, or by their speed alone."""
         given = tuple(speeds) or (1.0,) * num_stages
@@ -298,7 +303,7 @@ class DeviceRow:
                 f"A line has a device or more, and as many speeds, not {num_stages} and {len(given)}."
             )
         seats = tuple(DeviceSlot(f"device {s}", speed, memory_bytes) for s, speed in enumerate(given))
-        return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1), overlap)
+        return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1))
 
     @property
     def num_stages(self) -> int:
@@ -435,9 +440,9 @@ class _Work:
         through_s = through_s + self._updates_s / (seat.update_speed or seat.speed)
         begins, ends = self._ends(stage)
         seconds = through_s[ends][None, :] - through_s[begins][:, None]
-        if not self._line.overlap and stage > 0:
+        if stage > 0 and self._line.links[stage - 1].stops:
             seconds += self._message_s(stage - 1)[begins][:, None]
-        if not self._line.overlap and stage < self._line.num_stages - 1:
+        if stage < self._line.num_stages - 1 and self._line.links[stage].stops:
             seconds += self._message_s(stage)[ends][None, :]
         return np.asarray(seconds)
 
@@ -482,12 +487,15 @@ class _Work:
             if not link.full_duplex:
                 num_bytes = num_bytes + self._returned[cuts]
             seconds = num_bytes / link.bytes_per_s
-            found.append(seconds if self._line.overlap else np.zeros_like(seconds))
+            found.append(np.zeros_like(seconds) if link.stops else seconds)
         return found
 
     def _message_s(self, link: int) -> Seconds:
+        """How long a message over a link stops a stage; both ends of a half duplex one wait for both ways."""
         way = self._line.links[link]
-        return np.asarray(self._boundary / way.bytes_per_s + way.latency_s)
+        waits_twice = way.overlap is Overlap.NONE and not way.full_duplex
+        num_bytes = self._boundary + self._returned if waits_twice else self._boundary
+        return np.asarray(num_bytes / way.bytes_per_s + way.latency_s)
 
     def _state(self, moment: _Moment) -> npt.NDArray[np.float64]:
         """What does not depend on how many micro-batches are kept."""

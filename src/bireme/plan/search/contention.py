@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bireme.cluster.cluster import Lane
+from bireme.cluster.cluster import Lane, Overlap
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.problem import PlanningProblem
 from bireme.simulate.links import hops, ring_share
@@ -131,9 +131,11 @@ class LaneTraffic:
 
 
 def links_between(
-    problem: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]
+    problem: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int], schedule: str
 ) -> list[RowLink]:
-    """The path after each stage, for the worst placed replica while all messages are in flight."""
+    """The path after each stage under a schedule, for the worst placed replica while all messages are in
+    flight.
+    """
     flows: Counter[str] = Counter()
     ways: list[list[tuple[int, int]]] = []
     for one, other in pairwise(rank_of_stage):
@@ -147,6 +149,9 @@ def links_between(
                 default=float("inf"),
             ),
             max((problem.cluster.latency(*pair) for pair in ends), default=0.0),
+            overlap=Overlap.least(
+                (problem.most_overlap(schedule), *(problem.cluster.overlap(*pair) for pair in ends))
+            ),
         )
         for ends in ways
     ]

@@ -108,7 +108,7 @@ class _Group:
 
 def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
-    links = tuple(links_between(problem, grid, range(outline.num_ranks)))
+    links = tuple(links_between(problem, grid, range(outline.num_ranks), outline.schedule))
     schedule = _RECKONED_AS.get(outline.schedule, outline.schedule)
     num_microbatches = outline.num_microbatches
     if schedule == "zb-h1" and outline.num_ranks > DEEP:

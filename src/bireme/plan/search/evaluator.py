@@ -380,7 +380,10 @@ class PlanEvaluator:
         devices = [row[replica] for row in draft.grid]
         site = draft.sites(problem.request)[replica // problem.request.site_width(draft.outline.width)]
         replicas = {rank: row[site] for rank, row in enumerate(draft.grid)}
-        network = cluster_network(problem.cluster, program, devices, replicas=replicas)
+        most_overlap = problem.most_overlap(draft.outline.schedule)
+        network = cluster_network(
+            problem.cluster, program, devices, replicas=replicas, most_overlap=most_overlap
+        )
         wires = (
             replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
             for wire in network.wires
@@ -419,6 +422,7 @@ class PlanEvaluator:
                 ways.append(
                     (
                         problem.cluster.latency(*ends),
+                        problem.cluster.overlap(*ends),
                         tuple(
                             (names.setdefault(lane.name, len(names)), *traffic.at(replica, lane))
                             for lane in lanes

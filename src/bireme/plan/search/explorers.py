@@ -477,7 +477,8 @@ class HeuristicExplorer:
 
     def _ahead(self, draft: Draft) -> Iterator[Draft]:
         if draft.num_sliced is None and draft.outline.num_stages > 1:
-            links = links_between(self._problem, draft.grid, draft.outline.rank_of_stage)
+            outline = draft.outline
+            links = links_between(self._problem, draft.grid, outline.rank_of_stage, outline.schedule)
             if any(link.bytes_per_s < float("inf") or link.latency_s for link in links):
                 yield from (
                     replace(draft, lookahead=lookahead)

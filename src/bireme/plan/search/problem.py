@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from bireme.capabilities import exclusion, refuse_excluded
-from bireme.cluster.cluster import Cluster, Lane
+from bireme.cluster.cluster import Cluster, Lane, Overlap
 from bireme.cluster.device import NO_ENGINE, Device, namesake
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
@@ -189,6 +189,10 @@ class PlanningProblem:
             asked = tuple(single.get(boundary, one) for boundary, one in enumerate(asked))
         far = (one != other for one, other in pairwise(rank_of_stage))
         return tuple(one if is_far else AS_IT_IS for one, is_far in zip(asked, far, strict=False))
+
+    def most_overlap(self, schedule: str) -> Overlap:
+        """How far messages overlap with work where the plan is run, whatever the links allow."""
+        return self.request.overlaps.get(schedule, Overlap.FULL)
 
     def path(self, source: int, destination: int) -> tuple[Lane, ...]:
         """The lanes between two devices."""
