@@ -55,7 +55,8 @@ def plan(
         list[str] | None,
         output_option(
             metavar="NAME[:FILE]",
-            help="Export for torch-csv, torchtitan, nemo or megatron; prints it without a file. Repeatable.",
+            help="Export for torch-csv, torchtitan, nemo or megatron; prints it without a file. The plan "
+            "counts messages as that framework sends them. Repeatable.",
         ),
     ] = None,
     as_json: Json = False,
