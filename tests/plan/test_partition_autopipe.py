@@ -24,7 +24,7 @@ from bireme.plan.partition.partition import Misfit, assess, exact
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
 from bireme.simulate.costs import Costs
-from bireme.simulate.network import Network
+from bireme.simulate.network import Network, Path
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.timeline.timeline import Timeline
 from tests.support.extent import examples
@@ -84,6 +84,29 @@ def test_messages_that_overlap_never_take_longer_in_the_simulation_than_without(
     costs = Costs.per_stage(len(times), forward_s=forward_s.tolist(), backward_s=backward_s.tolist())
     assert gone_s <= simulate(program, costs, network).makespan_s
     assert gone_s <= still_s
+
+
+@examples(60)
+@given(TIMES, st.integers(1, 12), st.lists(st.booleans(), min_size=7, max_size=7))
+def test_each_link_stops_its_stages_or_does_not(
+    times: list[tuple[int, int]], num_microbatches: int, stops: list[bool]
+) -> None:
+    """Between what it takes if all links do and if none does, and never more than the simulation."""
+    forward_s, backward_s = np.array(times, np.float64).T
+    own = stops[: len(times) - 1]
+    hop_s = np.full(len(own), 3.0)
+    all_s, own_s, none_s = (
+        iterate(forward_s, backward_s, num_microbatches, hop_s=hop_s, stops=one).seconds[0]
+        for one in (True, own, False)
+    )
+    assert all_s >= own_s >= none_s
+    program = generate("1f1b", num_stages=len(times), num_microbatches=num_microbatches)
+    paths = {
+        pair: Path((), 3.0, Overlap.RECEIVER if own[min(pair)] else Overlap.FULL)
+        for pair in pairs_that_talk(program)
+    }
+    costs = Costs.per_stage(len(times), forward_s=forward_s.tolist(), backward_s=backward_s.tolist())
+    assert own_s <= simulate(program, costs, Network((), paths)).makespan_s
 
 
 def master_of(timeline: Timeline) -> int | None:

@@ -46,6 +46,11 @@ class Overlap(StrEnum):
     FULL = "full"
     """Both ends."""
 
+    @property
+    def words(self) -> str:
+        """Who waits for a message, in words."""
+        return {"none": "both ends wait", "receiver": "the receiver waits"}.get(self, "neither end waits")
+
     @staticmethod
     def least(found: Iterable["Overlap"]) -> "Overlap":
         """That of a way over several links, or of a link under a framework."""

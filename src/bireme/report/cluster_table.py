@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bireme.bounds import bytes_text, counted, rate_text, seconds_text
-from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Overlap, Server
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
 from bireme.cluster.symmetry import Symmetry
@@ -151,7 +151,8 @@ def _link_row(group: Bridge | Mesh | Card) -> list[str]:
     back = f", {rate_text(link.back_bytes_per_s)} back" if link.back_bytes_per_s is not None else ""
     duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
     rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()
-    return [rate, seconds_text(link.latency_s), shared]
+    waits = "" if link.overlap is Overlap.FULL else f"{link.overlap.words} for messages"
+    return [rate, seconds_text(link.latency_s), ", ".join(filter(None, (shared, waits)))]
 
 
 def _plain_tiers(server: Server) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bireme.cluster.cluster import Cluster, Overlap, link_notes
+from bireme.cluster.cluster import Cluster, link_notes
 from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
@@ -138,9 +138,6 @@ def _codecs(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-_WAITERS = {Overlap.NONE: "both ends wait", Overlap.RECEIVER: "the receiver waits"}
-
-
 def plan_notes(
     profile: Profile, cluster: Cluster, request: PlanRequest, candidates: Sequence[Candidate]
 ) -> list[str]:
@@ -164,7 +161,7 @@ def plan_notes(
         )
     notes += link_notes(cluster)
     notes += [sentence for one in candidates for sentence in one.forecast.assumptions]
-    waits = [f"under {name} {_WAITERS[one]}" for name, one in request.overlaps.items() if one in _WAITERS]
+    waits = [f"under {name} {one.words}" for name, one in request.overlaps.items()]
     if waits:
         notes.append(
             "The plans are for the framework of the export, where messages do not overlap with work: "
