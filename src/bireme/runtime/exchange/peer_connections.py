@@ -182,11 +182,6 @@ class PeerConnections:
         finally:
             self._forget(made)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is no connection to any other rank."""
-        return not self._open
-
     def drop(self, replica: int) -> None:
         """Let go of the line to a replica, if there is one."""
         known = self._lines.pop(replica, None)
