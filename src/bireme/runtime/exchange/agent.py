@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Coordinator, DroppedError
-from bireme.runtime.exchange.deals import Deals, heal_in
+from bireme.runtime.exchange.deals import Deals, heal_in, member_in
 from bireme.runtime.exchange.for_others import KEPT_BYTES, MOST_BEHIND, ForOthers, take_sum
 from bireme.runtime.exchange.groups import GroupJob, RankGroups
 from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, IncomingTensors, PeerConnections
@@ -43,7 +43,6 @@ from bireme.sync.coordinator.messages import (
     CoordinatorReply,
     Grant,
     Heal,
-    Member,
     RankId,
     Window,
 )
@@ -51,15 +50,6 @@ from bireme.sync.coordinator.state import HealTimes, LossTimes
 from bireme.sync.rounds.contribution import Contribution, Summed, sum_over
 from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp
 from bireme.sync.rounds.round_group import RoundGroup
-
-
-def _member_in(word: CoordinatorReply, replica: int) -> Member:
-    """A replica that lives. Raises `LineBroken` if it does not."""
-    found = next((one for one in word.members if one.replica == replica), None)
-    if found is None or not all(found.addresses):
-        raise LineBroken(replica, "it is no member any more")
-    return found
-
 
 LOOK_S = 0.5
 
@@ -111,7 +101,7 @@ class ExchangeAgent:
         )
         self.groups = RankGroups(own, self.made, device, self._changed, self._say)
         self._board = PeerConnections(own, self.for_others.answer, key=coordinator.key, timeout_s=timeout_s)
-        coordinator.on_word(self.poke)
+        coordinator.on_word(self._note_word)
 
     # The rank's thread.
 
@@ -275,7 +265,7 @@ class ExchangeAgent:
             if known is None or (known.donor, known.batch) != (heal.donor, heal.batch):
                 raise LineBroken(heal.donor, "it is the donor no more")
 
-        address = _member_in(self.word, heal.donor).addresses[self.own.stage]
+        address = member_in(self.word, heal.donor).addresses[self.own.stage]
         with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
             yield IncomingTensors(made, look, timeout_s=self._timeout_s)
 
@@ -477,7 +467,7 @@ class ExchangeAgent:
                 replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
                 for replica in attempt.members
                 if replica != self.own.replica
-                for member in [_member_in(attempt.word, replica)]
+                for member in [member_in(attempt.word, replica)]
             }
             group = RoundGroup(
                 self.own.replica,
@@ -512,7 +502,7 @@ class ExchangeAgent:
         result = line.buffers.take(line.like)
         self._tell_pulling(is_so=True)  # which may take longer than any timeout
         try:
-            address = _member_in(word, source).addresses[self.own.stage]
+            address = member_in(word, source).addresses[self.own.stage]
             name = line.number << PLACES | commit.round
             with self._board.ask(source, address, SUM, name, look) as made:
                 parcel = IncomingTensors(made, look, timeout_s=self._timeout_s)
@@ -531,8 +521,12 @@ class ExchangeAgent:
 
     # Any thread.
 
+    def _note_word(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def poke(self) -> None:
-        """Have the agent's thread look for its next step."""
+        """Have the agent's thread look for its next step, though there is no new word."""
         with self._changed:
             self._num_pokes += 1
             self._changed.notify_all()
