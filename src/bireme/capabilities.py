@@ -260,7 +260,6 @@ CAPABILITIES: Mapping[str, Capability] = {one.name: one for one in _ALL}
 # Pairs that only missing code excludes. Delete a line when its pair works.
 _RESIDENT = "A replica that may die sends tensors that lie on its device so far."
 _PARTS = "Gradients that replicas sum in parts are whole so far."
-_NOT_BOTH = "A chunk is either offloaded or shared so far."
 
 NOT_YET: Mapping[tuple[str, str], str] = {
     ("quorum", "offloading"): _RESIDENT,
@@ -269,8 +268,6 @@ NOT_YET: Mapping[tuple[str, str], str] = {
     ("principal", "shard-optimizer"): _PARTS,
     ("principal", "shard-weights"): _PARTS,
     ("principal", "offloading"): "Only whole gradients are offloaded so far.",
-    ("shard-optimizer", "offloading"): _NOT_BOTH,
-    ("shard-weights", "offloading"): _NOT_BOTH,
 }
 
 

@@ -473,6 +473,7 @@ def test_the_command_says_what_each_tier_takes(tmp_path: Path, capsys: pytest.Ca
     words = with_sets(["plan", *files, *shape])
     document = bireme(capsys, *words, "--set", "memory.device=80MB", "--json").document
     keys = {"rank", "tier", "budget_bytes", "peak_bytes", "predicted_bytes_moved", "waited_s"}
+    keys |= {"gathered_bytes"}
     assert all(row.keys() == keys for row in document["tiers"])
     assert {row["tier"] for row in document["tiers"]} == {"device", "host"}
     assert document["memory_ways"][0]["way"] == "without offloading"

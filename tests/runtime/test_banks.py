@@ -192,13 +192,13 @@ def test_a_parameter_takes_the_bytes_it_must(
         factory=ADAMW,
         bank_dtype=dtype,
     )
-    sums = banks.gradients.open()
+    sums = banks.gradients.open(0)
     for _ in range(3):
         with sums.into(banks.leaves(0)):
             banks.leaves(0)["learned"].square().sum().backward()  # type: ignore[no-untyped-call]
     banks.update(1, dict(sums.items()))
     banks.gradients.release(sums)
-    assert banks.gradients.open() is sums
+    assert banks.gradients.open(0) is sums
     memory = banks.memory()
     assert memory.banks_bytes == banks_bytes * SIZE
     assert memory.apart_bytes == apart_bytes * SIZE
@@ -242,7 +242,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32() -> None:
     banks = WeightBanks(
         {"w": torch.ones(2)}, {"w"}, rule=Rule.DELAYED, num_banks=2, factory=ADAMW, bank_dtype=torch.bfloat16
     )
-    sums = banks.gradients.open()
+    sums = banks.gradients.open(0)
     for _ in range(1000):
         with sums.into(banks.leaves(0)):
             (banks.leaves(0)["w"] * 1.0).sum().backward()  # type: ignore[no-untyped-call]

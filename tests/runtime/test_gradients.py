@@ -22,7 +22,7 @@ def summing() -> tuple[GradientPool, dict[str, Tensor]]:
 
 def test_batches_on_the_same_leaves_are_summed_apart() -> None:
     pool, leaves = summing()
-    batches = [pool.open(), pool.open()]
+    batches = [pool.open(0), pool.open(1)]
     for batch, factor in ((0, 1.0), (1, 10.0), (0, 2.0), (1, 20.0)):
         with batches[batch].into(leaves):
             torch.autograd.backward((leaves["w"] * factor).sum())
@@ -30,13 +30,13 @@ def test_batches_on_the_same_leaves_are_summed_apart() -> None:
     assert_same(dict(batches[0].items()), {"w": torch.full((3,), 3.0), "idle": None})
     assert_same(dict(batches[1].items()), {"w": torch.full((3,), 30.0), "idle": None})
     pool.release(batches[0])
-    assert_same(dict(pool.open().items()), {"w": None, "idle": None})
+    assert_same(dict(pool.open(2).items()), {"w": None, "idle": None})
     assert pool.num_bytes == 2 * 4 * 5
 
 
 def test_sums_stay_in_their_arena() -> None:
     pool, leaves = summing()
-    sums = pool.open()
+    sums = pool.open(0)
     for _ in range(3):
         with sums.into(leaves):
             torch.autograd.backward(leaves["w"].square().sum())
@@ -46,7 +46,7 @@ def test_sums_stay_in_their_arena() -> None:
 
 def test_a_gradient_that_comes_in_a_later_micro_batch_only_is_there_from_then_on() -> None:
     pool, leaves = summing()
-    sums = pool.open()
+    sums = pool.open(0)
     for used in (("w",), ("w", "idle"), ("idle",)):
         with sums.into(leaves):
             torch.autograd.backward(sum((leaves[name].sum() for name in used), torch.zeros(())))
@@ -55,7 +55,7 @@ def test_a_gradient_that_comes_in_a_later_micro_batch_only_is_there_from_then_on
 
 def test_a_backward_that_fails_leaves_no_gradient_on_a_leaf() -> None:
     pool, leaves = summing()
-    with suppress(RuntimeError), pool.open().into(leaves):
+    with suppress(RuntimeError), pool.open(0).into(leaves):
         torch.autograd.backward(leaves["w"].square().sum())
         raise RuntimeError
     assert leaves["w"].grad is None
@@ -65,7 +65,7 @@ def test_a_backward_that_fails_leaves_no_gradient_on_a_leaf() -> None:
 
 def test_gradients_computed_apart_are_added_without_being_kept() -> None:
     pool, leaves = summing()
-    sums = pool.open()
+    sums = pool.open(0)
     total = leaves["w"] + leaves["w"].new_zeros(3)
     (gradient,) = torch.autograd.grad(total.sum(), [leaves["w"]])
     sums.add("w", gradient)

@@ -60,6 +60,7 @@ class Case:
     windows: tuple[int, ...] = ()
     evaluates: bool = False
     clip_norm: float | None = 0.5
+    shard: str = "none"
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -73,7 +74,12 @@ class Case:
 
     def setting(self, plan: Plan, paging: PagingSettings | None = None) -> Setting:
         return Setting(
-            plan, clip_norm=self.clip_norm, bank_dtype=self.bank_dtype, windows=self.windows, paging=paging
+            plan,
+            clip_norm=self.clip_norm,
+            bank_dtype=self.bank_dtype,
+            windows=self.windows,
+            paging=paging,
+            shard=self.shard,
         )
 
 
@@ -81,7 +87,41 @@ def parts(schedule: str, per_rank: int = 2, **more: Any) -> Plan:
     return Plan((2, 4, 6), 3, schedule, stages_per_rank=per_rank, **more)
 
 
+HALFWAY = {"width": 2, "updates_halfway": True}
+SHARED: dict[str, Any] = {"is_summed": True, "shard": "optimizer"}
+
 CASES = {
+    "an optimizer that replicas share": Case(parts("1f1b", 4, width=2), host=0.2, disk=True, **SHARED),
+    "a shared optimizer of tied weights": Case(parts("2bw", **HALFWAY), windows=(1, 2), tied=True, **SHARED),
+    "a shared optimizer with master weights": Case(
+        parts("1f1b", width=2), 0.1, dtype="bfloat16", bank_dtype=torch.bfloat16, **SHARED
+    ),
+    "a shared optimizer with trial steps": Case(
+        parts("2bw-fresh", **HALFWAY), host=0.0, disk=True, windows=(2, 1), **SHARED
+    ),
+    "weights that replicas share": Case(
+        parts("1f1b", 4, width=2, whole_weights=2), host=0.2, disk=True, windows=(1, 2), shard="weights"
+    ),
+    "shared weights in sweeps on a disk": Case(
+        replace(parts("gpipe", 4, width=2, whole_weights=1), sweep=3), host=0.0, disk=True, shard="weights"
+    ),
+    "shared weights with masters, two batches at once": Case(
+        parts("2bw", width=2, whole_weights=2),
+        0.1,
+        dtype="bfloat16",
+        bank_dtype=torch.bfloat16,
+        windows=(1, 2),
+        shard="weights",
+    ),
+    "shared weights, tied and recomputed": Case(
+        parts("1f1b", 4, width=2, whole_weights=2, recompute=(0, 1, 2, 3)),
+        tied=True,
+        is_summed=True,
+        shard="weights",
+    ),
+    "shared weights that are updated on the host": Case(
+        parts("zb-h1", width=2, whole_weights=2), more=(("host_updates", True),), shard="weights"
+    ),
     "one rank on its host": Case(parts("1f1b", 4)),
     "one rank on a disk, in sweeps": Case(replace(parts("gpipe", 4), sweep=3), host=0.0, disk=True),
     "2bw on three tiers": Case(parts("2bw"), host=0.3, disk=True, windows=(1, 2)),

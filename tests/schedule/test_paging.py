@@ -17,6 +17,7 @@ from bireme.schedule.budgets import Budgets
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.gathering import gathered
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.paging import page
 from bireme.schedule.program import Program, Rule, Track
@@ -91,6 +92,8 @@ def asked(draw: st.DrawFn, *, most_batches: int = 3) -> Asked:
         stages_per_rank=per_rank,
         recompute=range(stages) if draw(st.booleans()) and not schedule.slices else (),
     )
+    if schedule.rule in (Rule.SYNCHRONOUS, Rule.DELAYED):
+        program = gathered(program, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     counts = (
         draw(st.integers(1, 3)),
         draw(st.integers(0, 3)),
@@ -333,6 +336,7 @@ class Machine:
             self.memory[tier][chunk] = ("begin", chunk)
         self.truth: dict[Chunk, Value] = {chunk: ("begin", chunk) for chunk in tiers.begin}
         self.under_way: set[Chunk] = set()
+        self.summed: set[Chunk] = set()
 
     def run(self) -> None:
         for index, step in enumerate(self.program.tracks[self.rank]):
@@ -355,6 +359,10 @@ class Machine:
                     for memory in self.memory:
                         memory.pop(chunk, None)
                     self.truth[chunk] = self.memory[use.tier][chunk] = (index, chunk)
+                if step.kind is Kind.SCATTER:
+                    self.summed.add(chunk)
+                elif step.kind is Kind.COLLECT:
+                    self.summed.remove(chunk)
             self._fits()
             for use, chunk in used:
                 if use.ends:
@@ -376,7 +384,7 @@ class Machine:
             if tier == 0:
                 self.under_way.add(chunk)
         else:
-            if chunk not in self.memory[tier] or (tier == 0 and chunk in self.under_way):
+            if chunk not in self.memory[tier] or (tier == 0 and chunk in self.under_way | self.summed):
                 raise HarmError(f"{step} has nothing to do, or does it too early")
             value = self.memory[tier].pop(chunk)
             if step.page.is_copied:
@@ -422,21 +430,24 @@ def mutated(program: Program) -> Iterator[Program]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "budgets", "frozen", "host_updates"),
+    ("name", "budgets", "frozen", "host_updates", "sharers"),
     [
-        ("1f1b", Budgets(12 * CHUNK), 0, False),
-        ("1f1b", Budgets(13 * CHUNK), 2, False),
-        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK), 0, False),
-        ("2bw-fresh", Budgets(14 * CHUNK), 0, False),
-        ("1f1b", Budgets(8 * CHUNK), 0, True),
-        ("2bw", Budgets(9 * CHUNK, 14 * CHUNK, 99 * CHUNK), 0, True),
+        ("1f1b", Budgets(12 * CHUNK), 0, False, 1),
+        ("1f1b", Budgets(13 * CHUNK), 2, False, 1),
+        ("2bw", Budgets(14 * CHUNK, 9 * CHUNK, 99 * CHUNK), 0, False, 1),
+        ("2bw-fresh", Budgets(14 * CHUNK), 0, False, 1),
+        ("1f1b", Budgets(8 * CHUNK), 0, True, 1),
+        ("2bw", Budgets(9 * CHUNK, 14 * CHUNK, 99 * CHUNK), 0, True, 1),
+        ("1f1b", Budgets(19 * CHUNK), 2, False, 2),
+        ("2bw", Budgets(16 * CHUNK, 8 * CHUNK, 99 * CHUNK), 0, False, 2),
     ],
 )
 def test_one_mistake_that_does_harm_is_found_and_no_other(
-    name: str, budgets: Budgets, frozen: int, host_updates: bool
+    name: str, budgets: Budgets, frozen: int, host_updates: bool, sharers: int
 ) -> None:
     of = sizes(2, (2, 2, 5, 1), frozen=frozen, master=not host_updates)
-    program = page(parts(name, 2, 2, per_rank=2), of, budgets, chunk_bytes=CHUNK, host_updates=host_updates)
+    whole = parts(name, 2, 2, per_rank=2)
+    program = page(gathered(whole, sharers, 1), of, budgets, chunk_bytes=CHUNK, host_updates=host_updates)
     assert program.tiers
     assert not does_harm(program)
     mistakes = several(list(mutated(program)), 160)

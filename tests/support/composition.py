@@ -273,11 +273,18 @@ class Composition:
             recompute=tuple(range(num_stages)) if "recompute" in names else (),
             codecs=(BoundaryCodecs("int8", "int8"),) * (num_stages - 1) if "boundary-codec" in names else (),
             updates_early=False,
+            whole_weights=2 if share == "shard-weights" and "offloading" in names else 0,
         )
         bank_dtype = torch.bfloat16 if "bfloat16" in names else None
         if "offloading" in names:
             sizes = sizes_of(self.model, plan, bank_dtype=bank_dtype, stash=4096)
-            plan = paged(plan, sizes, 0.5, is_summed=True, stashes="compile" not in names)
+            plan = paged(
+                replace(plan, updates_halfway=share == "shard-optimizer"),
+                sizes,
+                0.5,
+                is_summed=True,
+                stashes="compile" not in names,
+            )
         return Setting(
             plan,
             optimizer="muon" if "muon" in names else "adamw",

@@ -62,11 +62,53 @@ def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_mov
         assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
 
 
+@pytest.mark.parametrize(("shard", "other"), [("optimizer", "weights"), ("weights", "none")])
+def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
+    shard: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two replicas with one micro-batch each, in which sums are the same in any order."""
+    path = write_run(tmp_path, "1f1b", 1)
+    common = {
+        "plan__file": "",
+        "model__source": "gpt:layers=4,width=64,heads=2,vocab=257,context=32",
+        "training__batch_size": 4,
+        "training__clip_norm": 0,
+        "plan__schedule": "1f1b",
+        "plan__width": 2,
+        "plan__micro_batch": 2,
+        "cluster__workers": 2,
+        "cluster__timeout_s": 600,
+        "export__at_end": "false",
+    }
+    plain = settings(**common, training__steps=4, log__name="plain")
+    result = bireme(capsys, "train", str(path), *plain, "--json")
+    assert result.status == 0, result.err
+    budgets = {"memory__device": "2MB", "memory__disk": tmp_path, "memory__disk_bytes": "1GB"}
+    more = {"memory__shard": shard, "memory__host": "2MB", **budgets}
+    shared = settings(**common, **more, training__steps=2, log__name="shared")
+    first = bireme(capsys, "train", str(path), *shared, "--json")
+    assert first.status == 0, first.err
+    tiers = first.document["tiers"]
+    assert {(one["rank"], one["tier"]) for one in tiers} >= {(rank, "device") for rank in range(2)}
+    for tier in tiers:
+        assert tier["bytes_moved"] == tier["predicted_bytes_moved"]
+        assert tier["peak_bytes"] <= tier["budget_bytes"]
+    assert all(tier["bytes_moved"] for tier in tiers if tier["tier"] == "device")
+    sent = first.document["sync"]["shared"]
+    assert 0 < sent["gathered_bytes"] == sent["predicted_gathered_bytes"]
+    rest = settings(training__steps=4, training__schedule_steps=2, memory__shard=other, memory__device="auto")
+    then = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), *rest, "--json")
+    assert then.status == 0, then.err
+    assert losses(tmp_path / "runs" / "shared") == losses(tmp_path / "runs" / "plain")
+
+
 def test_what_a_plan_from_a_file_cannot_page_is_refused_before_a_process_starts() -> None:
     sizes = Sizes(EACH, EACH, TWICE, NOTHING, NOTHING, NOTHING, NOTHING)
     plan = Plan(CUTS[4], 2, "1f1b", stages_per_rank=4)
-    run = load_run_file(None, ["model.source=gpt:layers=1", "plan.file=plan.json", "memory.shard=optimizer"])
+    run = load_run_file(
+        None, ["model.source=gpt:layers=1", "plan.file=plan.json", "training.gradient=principal:2"]
+    )
     graph = gpt("layers=3,tied=false").graph
     check_plan(run, plan, graph)
-    with pytest.raises(BiremeError, match=r'memory\.shard is "optimizer", and the plan offloads'):
+    with pytest.raises(BiremeError, match=r'training\.gradient is "principal:2", and the plan offloads'):
         check_plan(run, replace(plan, paging=Paging((Budgets(DEVICE),), sizes)), graph)

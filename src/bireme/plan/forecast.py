@@ -63,8 +63,9 @@ class StageForecast:
 class TierForecast:
     """One tier of a rank, the same in each replica: what the rank may use of it, and what it does.
 
-    `predicted_bytes_moved` are the bytes copied into the tier in a batch. `waited_s`, of the device's tier,
-    is for how long the rank waits for chunks in a batch.
+    `predicted_bytes_moved` are the bytes copied into the tier in a batch. Of the device's tier,
+    `gathered_bytes` of them are weights that come from other replicas, and `waited_s` is for how long the
+    rank waits for chunks and for these weights in a batch.
     """
 
     rank: Place
@@ -73,6 +74,7 @@ class TierForecast:
     peak_bytes: NumBytes
     predicted_bytes_moved: NumBytes
     waited_s: Seconds = 0.0
+    gathered_bytes: NumBytes = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,11 +222,6 @@ class Plan:
             )
         if self.paging is not None:
             self.paging.check(num_ranks, self.num_stages)
-            if self.whole_weights:
-                raise BiremeError(
-                    "The plan offloads, and its replicas share weights, which are gathered where they are "
-                    "used and not offloaded. Leave out offloading or whole_weights."
-                )
 
     @property
     def num_stages(self) -> int:
@@ -302,7 +297,7 @@ def know_window(
         for own, begin in zip(_cut(plan), begins, strict=True)
     )
     KNOWN[plan, num_batches, first_batch] = replace(
-        _resident(plan, 1, 0),
+        _with_gathers(_resident(plan, 1, 0), plan),
         tracks=tuple(tracks),
         num_batches=num_batches,
         first_batch=first_batch,
@@ -319,8 +314,7 @@ def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
 @lru_cache(maxsize=64)
 def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
     if plan.paging is None:
-        resident = _resident(plan, num_batches, first_batch)
-        return _with_gathers(resident, plan)
+        return _with_gathers(_resident(plan, num_batches, first_batch), plan)
     known = KNOWN.get((plan, num_batches, first_batch))
     if known is not None:
         return known
@@ -331,12 +325,14 @@ def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
         loop = _remembered(plan, LONG, first_batch)
         if num_batches > LONG - min(track.repeats for track in loop.tracks) + _COMPARED:
             return loop.of_length(num_batches)
-    return plan.paging.paged(_resident(plan, num_batches, first_batch), _cut(plan))
+    return plan.paging.paged(_with_gathers(_resident(plan, num_batches, first_batch), plan), _cut(plan))
 
 
 @lru_cache(maxsize=64)
 def _cut(plan: Plan) -> Cut:
-    return () if plan.paging is None else plan.paging.cut(_resident(plan, SETTLED, 0))
+    if plan.paging is None:
+        return ()
+    return plan.paging.cut(_with_gathers(_resident(plan, SETTLED, 0), plan))
 
 
 @lru_cache(maxsize=64)

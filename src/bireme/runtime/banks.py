@@ -114,19 +114,21 @@ class _BankContents:
         version = self._other_version
         if version is None:
             return {}
-        if self.shared is not None:
-            return self.shared.run_on(version, alone=alone)
-        return {name: self._read(leaf) for name, leaf in self._banks[self._bank_of(version)].items()}
+        bank = self._banks[self._bank_of(version)]
+        found = bank if self.shared is None else self.shared.run_on(version, alone=alone)
+        return {name: self._read(leaf) for name, leaf in found.items()}
 
     def own_pieces(self, *, before: bool = False) -> Tensors:
         """This replica's pieces of what nobody has whole of W, or of the version `before` it that the next
         batch runs on. Not copies.
         """
         assert self.shared is not None, "who shares has pieces"
-        if not before:
-            return self.shared.own_newest(self._newest_version % len(self._banks))
         version = self._other_version
-        return {} if version is None else self.shared.own_run_on(version)
+        if not before:
+            found = self.shared.own_newest(self._newest_version % len(self._banks))
+        else:
+            found = {} if version is None else self.shared.own_run_on(version)
+        return {name: self._read(piece) for name, piece in found.items()}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
@@ -234,6 +236,7 @@ class WeightBanks(_BankContents):
             for name, tensor in parameters.items()
             if name not in given
         }
+        gathers = sharers is not None and sharers.gathers
         self._stepper = Stepper(
             given,
             factory,
@@ -243,7 +246,6 @@ class WeightBanks(_BankContents):
         )
         self._trials = Trials(self._stepper)
         parts = self._stepper.parts or (None,) * len(self._stepper.parameter_groups)
-        gathers = sharers is not None and sharers.gathers
         self._stores = [
             ParameterGroupWeights(
                 parameter_group,
@@ -271,14 +273,15 @@ class WeightBanks(_BankContents):
             name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
         }
         self.shared = None
-        self._frozen = memory.frozen(frozen)
         if sharers is not None and gathers:
-            frozen_parts = FrozenParts(sharers, frozen)
+            frozen_parts = FrozenParts(sharers, frozen, memory)
             self._frozen = frozen_parts.views
             self.shared = GatheredWeights(
                 sharers, self._stepper, self._trials, self._stores, num_banks, frozen_parts
             )
-        elif sharers is not None:
+        else:
+            self._frozen = memory.frozen(frozen)
+        if sharers is not None and not gathers:
             self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
@@ -355,15 +358,13 @@ class WeightBanks(_BankContents):
         else:
             newest = self._newest_version % len(self._banks)
             bank = self._open(version)
-            if skip and self.shared is not None:
-                self.shared.arrive(newest)
             for store in self._stores:
                 store.begin(bank, newest, skips=skip)
             if not skip:
                 self._step(self._stepped[bank], gradients, lr_factor, scale)
                 self._copy_apart_into(bank)
             self._close(version)
-            if not skip and self.shared is not None:
+            if self.shared is not None:
                 self.shared.made(bank)
         self._newest_version = version
 
@@ -479,9 +480,10 @@ class WeightBanks(_BankContents):
             bank = self._open(self._newest_version)
             with self._memory.opened(Item.OPTIMIZER), self._memory.opened(Item.WEIGHTS, bank):
                 self._copy_apart_into(bank)
+                if self.shared is not None:
+                    self.shared.made(bank)
+                    self.shared.arrive(bank)
             self._close(self._newest_version)
-            if self.shared is not None:
-                self.shared.made(bank)
 
     @torch.no_grad()
     def load(
@@ -508,11 +510,11 @@ class WeightBanks(_BankContents):
                     store.put(bank, given)
             self._close(living)
         if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
-            with self._memory.opened(Item.FROZEN):
-                if self.gathered is None:
+            if self.gathered is not None:
+                self.gathered.frozen.put(frozen)
+            else:
+                with self._memory.opened(Item.FROZEN):
                     copy_by_name(frozen, self._frozen)
-                else:
-                    self.gathered.frozen.put(frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bireme.memory.arena import Arena, LentArena
+from bireme.runtime.optimizers import StageMemory
 from bireme.runtime.parameter_groups import (
     ParameterGroupWeights,
     Tensors,
@@ -16,6 +17,7 @@ from bireme.runtime.parameter_groups import (
 from bireme.runtime.shared_weights import SharedWeights, Sharers, whole_copy
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
+from bireme.schedule.instruction import Item
 from bireme.sync.group import Pending
 
 
@@ -24,12 +26,14 @@ class FrozenParts:
     version is.
     """
 
-    def __init__(self, sharers: Sharers, weights: Tensors) -> None:
+    def __init__(self, sharers: Sharers, weights: Tensors, memory: StageMemory) -> None:
         self._sharers = sharers
+        self._memory = memory
         groups = parameter_groups_of(weights, dict.fromkeys(weights, 0))
         device = next(iter(weights.values())).device if weights else torch.device("cpu")
         self.parts = [part_of(group, sharers.member, sharers.num_members) for group in groups]
-        self._own = [Arena(part.own.slots, part.own.dtype, device) for part in self.parts]
+        own = memory.frozen_parts()
+        self._own = [Arena(part.own.slots, part.own.dtype, device, own) for part in self.parts]
         self._arenas = [LentArena(group.slots, group.dtype, device) for group in groups]
         self.views: Tensors = {name: view for arena in self._arenas for name, view in arena.views.items()}
         """The weights whole; undefined while no version is taken."""
@@ -46,10 +50,11 @@ class FrozenParts:
 
     def put(self, weights: Tensors) -> None:
         """Take over copies of this replica's pieces of some weights, given whole."""
-        for part, own in zip(self.parts, self._own, strict=True):
-            for name, piece in own.views.items():
-                if name in weights:
-                    piece.copy_(part.piece(name, weights[name]))
+        with self._memory.opened(Item.FROZEN):
+            for part, own in zip(self.parts, self._own, strict=True):
+                for name, piece in own.views.items():
+                    if name in weights:
+                        piece.copy_(part.piece(name, weights[name]))
 
     def take(self, *, trains: bool) -> None:
         """Begin to gather them, if no version is taken. Take part with the others."""
@@ -58,7 +63,7 @@ class FrozenParts:
             return
         for part, own, arena in zip(self.parts, self._own, self._arenas, strict=True):
             arena.take()
-            part.of(arena.unversioned).copy_(own.flat)
+            part.of(arena.unversioned).copy_(own.flat if trains else self._memory.read(own.flat))
         flats = [
             (arena.unversioned, part.parts) for arena, part in zip(self._arenas, self.parts, strict=True)
         ]
@@ -81,7 +86,7 @@ class FrozenParts:
         """Copies of them; take part with the others."""
         found: dict[str, Tensor] = {}
         for part, own, arena in zip(self.parts, self._own, self._arenas, strict=True):
-            found |= whole_copy(self._sharers, arena.slots, part, own.flat)
+            found |= whole_copy(self._sharers, arena.slots, part, self._memory.read(own.flat))
         return found
 
 
@@ -156,13 +161,17 @@ class GatheredWeights(SharedWeights):
         """
         if alone:
             return {}
-        trained = self._whole_copies((store, store.newest_part(bank)) for store in self._stores)
+        trained = self._whole_copies((store, store.read(store.newest_part(bank))) for store in self._stores)
         return {**trained, **self.frozen.copies()}
 
     def run_on(self, version: int, *, alone: bool) -> Tensors:
         """The same of a version that is computed with."""
         bank = version % len(self._arriving)
-        return {} if alone else self._whole_copies((store, store.own(bank)) for store in self._stores)
+        return (
+            {}
+            if alone
+            else self._whole_copies((store, store.read(store.own(bank))) for store in self._stores)
+        )
 
     def own_newest(self, bank: int) -> Tensors:
         """This replica's pieces of the newest weights."""

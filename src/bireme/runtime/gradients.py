@@ -120,22 +120,26 @@ class GradientPool:
         self._memory = memory
         self._free: dict[Callable[[], ArenaAllocator], list[GradientSums]] = {memory: [], _plain: []}
         """By who gave their memory."""
-        self._reserved: GradientSums | None = None
+        self._of_batch: dict[int, GradientSums] = {}
+        """The sums of the batches under way."""
         self._num_sets = 0
         self._set_bytes = sum(parameter_group.num_bytes for parameter_group in self._parameter_groups)
 
-    def reserve(self) -> ArenaAllocator:
-        """The memory of the sums that are opened next."""
-        self._reserved = self._opened(self._memory)
-        return self._reserved.memory
+    def reserve(self, batch: int) -> ArenaAllocator:
+        """The memory of the sums of a batch, which may not have begun yet."""
+        return self._sums_of(batch).memory
 
-    def open(self, batch: int = 0) -> GradientSums:
+    def open(self, batch: int) -> GradientSums:
         """Sums for a batch that begins."""
-        found, self._reserved = self._reserved, None
-        sums = found or self._opened(self._memory)
+        sums = self._sums_of(batch)
         if self.principal is not None:
             sums.streams = self.principal.open(batch)
         return sums
+
+    def _sums_of(self, batch: int) -> GradientSums:
+        if batch not in self._of_batch:
+            self._of_batch[batch] = self._opened(self._memory)
+        return self._of_batch[batch]
 
     def _opened(self, source: Callable[[], ArenaAllocator]) -> GradientSums:
         if self._free[source]:
@@ -159,8 +163,8 @@ class GradientPool:
                 lent.append(LentArena(parameter_group.slots, parameter_group.dtype, self._device))
                 parts.append(part)
             else:
-                arenas.append(Arena(parameter_group.slots, parameter_group.dtype, self._device, memory))
-        own = GradientParts(lent, parts, self._device)
+                arenas.append(Arena(parameter_group.slots, parameter_group.dtype, self._device))
+        own = GradientParts(lent, parts, self._device, memory)
         self._set_bytes = sum(arena.num_bytes for arena in arenas) + own.num_bytes
         return GradientSums([*arenas, *lent], self._names, memory, source, own)
 
@@ -176,6 +180,7 @@ class GradientPool:
 
     def release(self, sums: GradientSums) -> None:
         """Take back sums that have been applied."""
+        self._of_batch = {batch: own for batch, own in self._of_batch.items() if own is not sums}
         sums.held.clear()
         if sums.parts is not None:
             sums.parts.held.clear()

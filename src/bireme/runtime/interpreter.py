@@ -21,11 +21,15 @@ from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import FinishedBatch, Updates
-from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Kind
+from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind
 from bireme.schedule.program import Block
 
 OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""
+
+
+_USE_CHUNKS = (Kind.GATHER, Kind.SCATTER, Kind.COLLECT, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
+"""What besides passes uses chunks."""
 
 
 class _RunsForward(Protocol):
@@ -83,16 +87,16 @@ class Interpreter:
                 Kind.GATHER: self._gather,
                 Kind.RELEASE: self._let_go,
                 Kind.SCATTER: lambda step: stages[step.stage].begin_sums(step.batch),
-                Kind.COLLECT: lambda step: stages[step.stage].end_sums(step.batch),
+                Kind.COLLECT: updates.collect,
             }
         elif any(stage.banks.shared is not None for stage in stages.values()):
             self._actions[Kind.FORWARD] = self._forward_when_whole
         if averages is not None:
             self._actions |= {Kind.AVERAGE_START: averages.start, Kind.AVERAGE_END: averages.end}
         if paging is not None:
-            for kind in (*COMPUTE, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL):
+            for kind in self._actions.keys() & {*COMPUTE, *_USE_CHUNKS}:
                 self._actions[kind] = paging.around(self._actions[kind], self._begin)
-            self._actions |= dict.fromkeys(PAGING, paging.move)
+            self._actions |= {Kind.FETCH: paging.move, Kind.EVICT: self._evict(paging)}
 
     def run(
         self,
@@ -144,6 +148,19 @@ class Interpreter:
         if shared is not None:
             shared.arrive(step.version)
         self._forward(step)
+
+    def _evict(self, paging: RankPaging) -> Callable[[Instruction], None]:
+        """An EVICT, of weights that other replicas make a part of once that is there."""
+
+        def run(step: Instruction) -> None:
+            shared = self._stages[step.stage].banks.shared
+            is_of_weights = step.page is not None and step.page.item is Item.WEIGHTS
+            if is_of_weights and shared is not None and not isinstance(shared, GatheredWeights):
+                assert step.version is not None, "weights have a version"
+                shared.arrive(step.version)
+            paging.move(step)
+
+        return run
 
     def _when_gathered(self, action: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
         """A pass on weights that are on their way from the replicas that share them."""

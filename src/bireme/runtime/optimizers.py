@@ -63,8 +63,14 @@ class StageMemory:
         """Weights that do not learn, where they stay; maybe copies."""
         return weights
 
-    def before_gradients(self, reserve: Callable[[], ArenaAllocator]) -> None:
-        """`reserve` is to be asked for memory of `gradients` when a batch's first is about to come."""
+    def frozen_parts(self) -> ArenaAllocator:
+        """For one replica's parts of weights that do not learn."""
+        return PLAIN
+
+    def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
+        """`reserve` is to be asked for the memory of a batch's `gradients` when the first is about to come
+        there.
+        """
 
     def stash(self, _batch: int, _microbatch: int) -> Stash:
         """For what a micro-batch keeps between its passes."""

@@ -209,6 +209,8 @@ class ParameterGroupWeights:
     ) -> None:
         self.part = part
         self.averaged = averaged
+        self.read = memory.read
+        """Gives a tensor with its content, whichever tier has it."""
         names = tuple(parameter_group.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
         self.banks: Sequence[Arena] = (
@@ -220,7 +222,7 @@ class ParameterGroupWeights:
             ]
         )
         self._parts = (
-            [Arena(part.own.slots, dtype, device) for _ in range(num_banks)]
+            [Arena(part.own.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
             if keeps_part and part is not None
             else None
         )
@@ -286,12 +288,15 @@ class ParameterGroupWeights:
         assert isinstance(arena, LentArena), "only what is not kept is let go"
         arena.let_go()
 
-    def to_gather(self, bank: int) -> Tensor:
-        """All of a bank, to be filled with the others' parts, with this replica's part in it."""
+    def to_gather(self, bank: int, *, trains: bool) -> Tensor:
+        """All of a bank, to be filled with the others' parts, with this replica's part in it, which is on the
+        device if this `trains`.
+        """
         arena = self.banks[bank]
         if not isinstance(arena, LentArena) or self.part is None:
             return arena.flat
-        self.part.of(arena.unversioned).copy_(self.own(bank))
+        own = self.own(bank)
+        self.part.of(arena.unversioned).copy_(own if trains else self.read(own))
         return arena.unversioned
 
     def newest_part(self, bank: int) -> Tensor:
@@ -316,14 +321,11 @@ class ParameterGroupWeights:
             self.own(bank).copy_(self.apart.flat)
 
     def begin(self, bank: int, newest: int, *, skips: bool) -> None:
-        """Let a bank be ready for a step of the newest weights; if that is skipped, let it be these."""
-        if self.part is not None:
-            if bank != newest and skips and self._parts is None:
-                self.banks[bank].flat.copy_(self.banks[newest].flat)
-            elif bank != newest and (skips or self.apart is None):
-                self.own(bank).copy_(self.own(newest))
-        elif self.apart is None and bank != newest:
-            self.banks[bank].flat.copy_(self.banks[newest].flat)
+        """Let what is stepped here of a bank be ready for a step of the newest weights; if that is skipped,
+        let it be these.
+        """
+        if self.apart is None and bank != newest:
+            self.own(bank).copy_(self.own(newest))
         elif skips:
             self.round_into(bank)  # for the bank of the newest may be on another tier
 

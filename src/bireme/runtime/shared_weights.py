@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError, closest
-from bireme.memory.arena import Arena, LentArena, Slots
+from bireme.memory.arena import Arena, ArenaAllocator, LentArena, Slots
 from bireme.memory.system_memory import give_back_heap
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
@@ -133,11 +133,15 @@ class GradientParts:
     __slots__ = ("_arenas", "_device", "_own", "_under_way", "held", "names", "views")
 
     def __init__(
-        self, arenas: Sequence[LentArena], parts: Sequence[ParameterGroupPart], device: torch.device
+        self,
+        arenas: Sequence[LentArena],
+        parts: Sequence[ParameterGroupPart],
+        device: torch.device,
+        memory: ArenaAllocator,
     ) -> None:
         self._device = device
         self._arenas = [*zip(arenas, parts, strict=True)]
-        self._own = [Arena(part.own.slots, part.own.dtype, device) for part in parts]
+        self._own = [Arena(part.own.slots, part.own.dtype, device, memory) for part in parts]
         self.names = [name for arena in arenas for name in arena.views]
         self.views: Mapping[str, Tensor] = {
             name: view for own in self._own for name, view in own.views.items()
@@ -367,7 +371,7 @@ class SharedWeights:
     def gather(self, bank: int, *, trains: bool = True) -> None:
         """Begin to send this replica's parts of a bank, and to get the others'. Take part with the others."""
         self._arriving[bank] = self._sharers.gather(
-            ((store.to_gather(bank), _parts(store)) for store in self._stores), trains=trains
+            ((store.to_gather(bank, trains=trains), _parts(store)) for store in self._stores), trains=trains
         )
 
     def arrive(self, version: int) -> None:
@@ -420,7 +424,7 @@ class SharedWeights:
             if store.apart is None:
                 found |= store.leaves[bank]
             elif not alone:
-                found |= self._whole_copies([(store, store.apart.flat)])
+                found |= self._whole_copies([(store, store.read(store.apart.flat))])
         return found
 
     def run_on(self, version: int, *, alone: bool) -> Tensors:

@@ -83,11 +83,7 @@ class Updates:
         end = self._batches[step.batch]
         end.counts = self._reducer.weighs or portion.weight > 0
         end.num_ended += 1
-        if self._norms_of is not None:
-            own = self._stages[step.stage].part(step.batch).sums()
-            end.norms[step.stage] = self._norms_of(
-                {name: view for name, view in own.items() if view is not None}
-            )
+        self._note_norms(step)
         if end.num_ended < len(self._stages):
             return
         for stage in self._stages.values():
@@ -107,6 +103,20 @@ class Updates:
             own=OwnPart(portion.weight, portion.weights.nominal, portion.num_samples),
         )
         self._reducer.start(end.reduction)
+
+    def collect(self, step: Instruction) -> None:
+        """Wait until this replica's parts of a stage's gradients are summed, as far as that has begun."""
+        self._stages[step.stage].end_sums(step.batch)
+        if step.stage in self._batches[step.batch].norms:
+            self._note_norms(step)  # the last sums come after the stage's REDUCE
+
+    def _note_norms(self, step: Instruction) -> None:
+        """Look at a stage's gradients of a batch while they are on the device, if they may leave it."""
+        if self._norms_of is not None:
+            own = self._stages[step.stage].part(step.batch).sums()
+            self._batches[step.batch].norms[step.stage] = self._norms_of(
+                {name: view for name, view in own.items() if view is not None}
+            )
 
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""

@@ -1,12 +1,13 @@
 """The accesses of a tier: which chunk is read or written at which step. What paging is planned from."""
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
+from bireme.schedule.instruction import COMPUTE, PAGING, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.tiers import Chunk, RankTiers
 
@@ -44,12 +45,15 @@ def uses(
 ) -> Iterator[Use]:
     """The items that must be there while a step runs: on the device, and on the host for what is updated
     there. `master` and `host_updates` are as in `RankTiers`.
+
+    If replicas share weights, items are this replica's parts. Passes run on whole weights that a GATHER has
+    made of the parts, and their whole gradients are added to the parts from a SCATTER to its COLLECT.
     """
-    if step.kind is Kind.UPDATE and step.stage in host_updates:
-        for use in _uses(program, step, master=master):
-            yield use._replace(tier=1)
-    else:
-        yield from _uses(program, step, master=master)
+    is_on_host = step.kind is Kind.UPDATE and step.stage in host_updates
+    needs_whole = step.kind in COMPUTE and program.num_sharers > 1
+    for use in _uses(program, step, master=master):
+        if not needs_whole or use.item is Item.STASH:
+            yield use._replace(tier=1) if is_on_host else use
 
 
 def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
@@ -67,7 +71,12 @@ def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]
             yield _weights(program, step, Mode.READ)
             yield _stash(program, step, Mode.READ, ends=True)
             yield _gradient(program, step, Mode.ADD)
-        case Kind.REDUCE:
+        case Kind.GATHER:
+            yield Use(Item.FROZEN, stage, 0, Mode.READ)
+            yield _weights(program, step, Mode.READ)
+        case Kind.SCATTER:
+            yield _gradient(program, step, Mode.ADD)
+        case Kind.REDUCE | Kind.COLLECT:
             yield _gradient(program, step, Mode.READ)
         case Kind.UPDATE:
             yield _gradient(program, step, Mode.READ, ends=True)
@@ -201,23 +210,28 @@ class Sizes:
 
 
 def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
-    """The bytes of an item that can be paged: one bank, one sum of gradients, one micro-batch."""
+    """The bytes of an item that can be paged: one bank, one sum of gradients, one micro-batch; of weights and
+    gradients that replicas share, one replica's part.
+    """
     match item:
         case Item.WEIGHTS:
-            return sizes.version[stage]
+            return sizes.version[stage] / program.num_sharers
         case Item.GRADIENT:
-            return sizes.gradient[stage]
+            tied = sizes.tied_gradient[stage] if sizes.tied_gradient else 0.0
+            return (sizes.gradient[stage] - tied) / program.num_sharers
         case Item.OPTIMIZER:
             has_newest = program.rule is Rule.FRESH and not sizes.master
             return sizes.optimizer[stage] + (sizes.version[stage] if has_newest else 0.0)
         case Item.STASH:
             return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
         case Item.FROZEN:
-            return sizes.frozen[stage] if sizes.frozen else 0.0
+            return sizes.frozen[stage] / program.num_sharers if sizes.frozen else 0.0
 
 
 def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
     """The sizes without the items that are paged: of messages, of what is recomputed, and of small items."""
+    if not paged:
+        return sizes
 
     def without(item: Item, values: tuple[float, ...], *, but: Collection[int] = ()) -> tuple[float, ...]:
         return tuple(
@@ -226,18 +240,18 @@ def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]])
         )
 
     recomputed = program.recomputed
+    frozen, tied = without(Item.FROZEN, sizes.frozen), sizes.tied_gradient
+    left = without(Item.GRADIENT, sizes.gradient)
     buffers = sizes.buffers
-    if sizes.frozen:
-        beside = without(Item.FROZEN, sizes.frozen)
-        buffers = tuple(
-            all_of_it - whole + left
-            for all_of_it, whole, left in zip(buffers, sizes.frozen, beside, strict=True)
-        )
+    if frozen:
+        kept = zip(buffers, sizes.frozen, frozen, strict=True)
+        buffers = tuple(all_of_it - whole + one for all_of_it, whole, one in kept)
     return replace(
         sizes,
         buffers=buffers,
+        frozen=frozen,
         version=without(Item.WEIGHTS, sizes.version),
-        gradient=without(Item.GRADIENT, sizes.gradient),
+        gradient=tuple(map(max, left, tied)) if tied else left,
         optimizer=without(Item.OPTIMIZER, sizes.optimizer),
         stash=without(Item.STASH, sizes.stash, but=recomputed),
         inputs=without(Item.STASH, sizes.inputs, but=set(range(program.num_stages)) - recomputed),
@@ -266,7 +280,7 @@ class ChunkAccess(NamedTuple):
     is_kept_below: bool = False
 
 
-_ItemKey = tuple[Item, int, int]
+ItemKey = tuple[Item, int, int]
 """An item by its stage and number; its chunks are all used alike."""
 
 
@@ -276,19 +290,23 @@ def accesses_of(
     """What the instructions of a track do to chunks on the device, by their place in the track.
 
     Each instruction that uses chunks is a step. Where gradients are summed over replicas, they are used all
-    the time from REDUCE to UPDATE. An update on the host uses gradients and weights below; what it remembers
-    is never on the device.
+    the time from REDUCE to UPDATE, and parts of them from SCATTER to COLLECT. An update on the host uses
+    gradients and weights below; what it remembers is never on the device.
     """
     found: dict[int, list[ChunkAccess]] = {}
-    made: set[_ItemKey] = set()
-    summed: dict[_ItemKey, tuple[Chunk, ...]] = {}
+    made: set[ItemKey] = set()
+    times: Counter[tuple[Kind, int, int]] = Counter()
+    summed = SummedGradients[tuple[Chunk, ...]](is_summed=is_summed)
     uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
         used = {(use.item, use.stage, use.number): (use, chunks) for use, chunks in uses.of(step)}
         if not used:
             continue
         at, label, batch = len(found), _label(step), step.batch
-        others = sorted(chunk for key, chunks in summed.items() if key not in used for chunk in chunks)
+        if step.kind in SHARING:
+            times[step.kind, step.stage, batch] += 1
+            label = label, times[step.kind, step.stage, batch]
+        others = sorted(chain.from_iterable(summed.besides(used)))
         own = found[index] = [
             ChunkAccess(at, chunk, label, batch, step, reads=True, writes=False) for chunk in others
         ]
@@ -303,14 +321,37 @@ def accesses_of(
             made.add(key)
             if ends:
                 made.discard(key)
-                summed.pop(key, None)
-            elif is_summed and step.kind is Kind.REDUCE:
-                summed[key] = chunks
+            if use.item is Item.GRADIENT:
+                summed.note(step, key, chunks)
             own += [
                 ChunkAccess(at, chunk, label, batch, step, reads, writes, ends, is_kept_below=is_kept_below)
                 for chunk in chunks
             ]
     return found
+
+
+_Value = TypeVar("_Value")
+
+
+class SummedGradients(Generic[_Value]):
+    """Gradients that sums over replicas are added to while a track goes by, each item with some value."""
+
+    def __init__(self, *, is_summed: bool) -> None:
+        self._is_summed = is_summed
+        self._found: dict[tuple[ItemKey, bool], _Value] = {}
+        """By item, and whether a whole batch is summed."""
+
+    def note(self, step: Instruction, key: ItemKey, gradients: _Value) -> None:
+        """A step uses gradients."""
+        is_of_batch = step.kind in (Kind.REDUCE, Kind.UPDATE)
+        if step.kind is Kind.SCATTER or (step.kind is Kind.REDUCE and self._is_summed):
+            self._found[key, is_of_batch] = gradients
+        elif step.kind in (Kind.COLLECT, Kind.UPDATE):
+            self._found.pop((key, is_of_batch), None)
+
+    def besides(self, used: Collection[ItemKey]) -> list[_Value]:
+        """Those that are being summed, but for those that are used in any case."""
+        return [*{key: value for (key, _), value in self._found.items() if key not in used}.values()]
 
 
 def host_accesses_of(uses: ChunkUses, step: Instruction, at: int) -> list[ChunkAccess]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
-from bireme.schedule.accesses import ChunkUses, Sizes, item_bytes, unpaged
-from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.accesses import ChunkUses, Sizes, SummedGradients, item_bytes
+from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import resident
 from bireme.schedule.tiers import MOST_CHUNKS, RankTiers, Tier, best_chunk_bytes, is_paged, num_chunks
@@ -123,7 +123,7 @@ def _cut(
         for what, num_bytes in found.items()
         if is_paged(num_bytes, chunk_bytes)
     }
-    kept_bytes = resident(program, rank, unpaged(program, sizes, chunks)).peak_bytes
+    kept_bytes = resident(program, rank, sizes, paged=chunks).peak_bytes
     tiers = tuple(
         Tier(
             name,
@@ -181,18 +181,15 @@ def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None
 def _working_set(program: Program, rank: int, tiers: RankTiers, *, is_summed: bool) -> int:
     """The most chunks that an instruction of a rank needs on the device."""
     uses = ChunkUses(program, tiers)
-    summed: dict[tuple[int, int], int] = {}
-    """The chunks of gradients that are being summed, by stage and batch."""
+    summed = SummedGradients[int](is_summed=is_summed)
     most = 0
     for step in program.tracks[rank]:
         used = {(use.item, use.stage, use.number): (use, len(own)) for use, own in uses.of(step)}
         if not used:
             continue
         here = sum(count for use, count in used.values() if not use.tier)
-        most = max(most, here + sum(n for key, n in summed.items() if (Item.GRADIENT, *key) not in used))
-        for (item, *key), (use, count) in used.items():
-            if item is Item.GRADIENT and use.ends:
-                summed.pop((key[0], key[1]), None)
-            elif item is Item.GRADIENT and is_summed and step.kind is Kind.REDUCE:
-                summed[key[0], key[1]] = count
+        most = max(most, here + sum(summed.besides(used)))
+        for key, (use, count) in used.items():
+            if use.item is Item.GRADIENT:
+                summed.note(step, key, count)
     return most

@@ -92,10 +92,11 @@ def page_cut(
     Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
     `updates_together` a rank updates all its stages when it updates the first, where that is right: the
     copies of an update take long, and the others would wait for the next batch's first micro-batch. With
-    `updates_apart` each stage is updated as soon as it has its gradients, where the rule is synchronous and
-    nothing `is_summed`: these need not leave the device then. `is_summed` where gradients are summed over
-    replicas between REDUCE and UPDATE, and must stay. With `is_brief` a loop becomes the window in which what
-    becomes of chunks was decided. Raises where a tier is smaller than the largest working set.
+    `updates_apart` each stage is updated as soon as it has its gradients, where the rule is synchronous,
+    replicas share nothing, and nothing `is_summed`: these need not leave the device then. `is_summed` where
+    gradients are summed over replicas between REDUCE and UPDATE, and must stay. With `is_brief` a loop
+    becomes the window in which what becomes of chunks was decided. Raises where a tier is smaller than the
+    largest working set.
     """
     if not any(cut):
         return program
@@ -103,7 +104,8 @@ def page_cut(
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
     model = program.of_length(least + _STEADY) if is_loop else program
-    reorder = _order_of(program, together=updates_together, apart=updates_apart and not is_summed)
+    may_be_apart = not is_summed and program.num_sharers == 1
+    reorder = _order_of(program, together=updates_together, apart=updates_apart and may_be_apart)
     moved = reorder(model)
     is_moved = moved is not model and next(stage_problems(moved), None) is None
     model = moved if is_moved else model

@@ -9,7 +9,7 @@ A message under way is part of what its sender has stashed, and is not counted a
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from bireme.schedule.accesses import ChunkUses, Mode, Sizes, Use, unpaged
@@ -60,6 +60,8 @@ class Holding:
         self.fetched: set[Chunk] = set()
         """Chunks on the device, or on their way there, that nobody has used since."""
         self.lost: set[Chunk] = set()
+        self.summed: set[Chunk] = set()
+        """Chunks of gradients to which sums over replicas are added."""
 
     def start(self, step: Instruction) -> Iterator[str]:
         """A step starts; yields what is wrong with it."""
@@ -74,6 +76,10 @@ class Holding:
                     self.fetched.discard(chunk)
                 else:
                     yield from self._use(step, use, chunk)
+            if step.kind is Kind.SCATTER:
+                self.summed.update(chunks)
+            elif step.kind is Kind.COLLECT:
+                self.summed.difference_update(chunks)
 
     def end(self, step: Instruction) -> None:
         """A step ends, and with it what nobody needs any more."""
@@ -150,6 +156,8 @@ class Holding:
             return
         if tier == 0 and chunk in self.fetched:
             yield f"{step} takes away what is still being copied: nobody has used it since its FETCH."
+        if tier == 0 and chunk in self.summed:
+            yield f"{step} takes away what sums over replicas are added to: their COLLECT comes later."
         tiers.discard(tier)
         self._give(chunk, tier)
         if step.page.is_copied:
@@ -244,12 +252,21 @@ _ITEM_WHAT = {Item.WEIGHTS: 0, Item.GRADIENT: 1, Item.OPTIMIZER: 2, Item.STASH: 
 """Where chunks of an item are counted."""
 
 
-def resident(program: Program, rank: int, sizes: Sizes | None = None, *, series: bool = False) -> Residency:
-    """Count what a rank keeps, instruction by instruction."""
+def resident(
+    program: Program,
+    rank: int,
+    sizes: Sizes | None = None,
+    *,
+    series: bool = False,
+    paged: Collection[tuple[Item, int]] = (),
+) -> Residency:
+    """Count what a rank keeps, instruction by instruction; of a rank that keeps all on its device without the
+    items that are to be `paged`, each with its stage.
+    """
     sizes = sizes or _weightless(program.num_stages)
     if program.tiers_of(rank) is not None:
         return _resident_in_tiers(program, rank, sizes, series=series)
-    ledger = _Ledger(program, rank, sizes, series=series)
+    ledger = _Ledger(program, rank, sizes, paged, series=series)
     index = 0
     entries: dict[tuple[Kind, int, int | None], _Entry] = {}
     for block in program.tracks[rank].blocks():
@@ -268,7 +285,7 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     tiers = program.tiers_of(rank)
     assert tiers is not None, "the rank pages"
     holding = Holding(program, tiers)
-    ledger = _Ledger(program, rank, unpaged(program, sizes, tiers.chunks.keys()), series=series)
+    ledger = _Ledger(program, rank, sizes, tiers.chunks.keys(), series=series)
     entries: dict[tuple[Kind, int, int | None], _Entry] = {}
     for index, step in enumerate(program.tracks[rank]):
         for _ in holding.start(step):
@@ -329,20 +346,32 @@ class _Entry:
 class _Ledger:
     """The running account of one rank."""
 
-    def __init__(self, program: Program, rank: int, sizes: Sizes, *, series: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        sizes: Sizes,
+        paged: Collection[tuple[Item, int]],
+        *,
+        series: bool,
+    ) -> None:
         self.program = program
         self.rank = rank
-        self.sizes = sizes
+        self.whole = sizes
+        self.sizes = unpaged(program, sizes, paged)
+        """What is kept apart from chunks; of what replicas share, before it is cut into parts."""
         self.recomputed = program.recomputed
         stages = program.stages_of(rank)
+        nothing = (0.0,) * program.num_stages
         self.kept = [0.0] * len(_WHAT)
-        self.kept[0] = sum(sizes.version[stage] for stage in stages) / program.num_sharers
-        self.kept[2] = sum(sizes.optimizer[stage] for stage in stages)
+        self.kept[0] = sum(self.sizes.version[stage] for stage in stages) / program.num_sharers
+        self.kept[2] = sum(self.sizes.optimizer[stage] for stage in stages)
         if sizes.buffers:
-            self.kept[2] += sum(sizes.buffers[stage] for stage in stages)
-        self.frozen = sizes.frozen or (0.0,) * program.num_stages
+            self.kept[2] += sum(self.sizes.buffers[stage] for stage in stages)
+        frozen = self.sizes.frozen or nothing
+        self.kept[2] -= (1 - 1 / program.num_sharers) * sum(frozen[stage] for stage in stages)
+        self.frozen = sizes.frozen or nothing
         """What a GATHER makes whole besides a version."""
-        self.kept[2] -= (1 - 1 / program.num_sharers) * sum(self.frozen[stage] for stage in stages)
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
             more = sizes.halves if sizes.halves and program.splits_backward else (0.0,) * program.num_stages
             self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)
@@ -350,10 +379,11 @@ class _Ledger:
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
         self.accumulating: set[tuple[int, int, int | None]] = set()
-        tied = sizes.tied_gradient or (0.0,) * program.num_stages
+        tied = sizes.tied_gradient or nothing
         self.part_gradients = [whole - one for whole, one in zip(sizes.gradient, tied, strict=True)]
         self.kept_gradients = [
-            part / program.num_sharers + one for part, one in zip(self.part_gradients, tied, strict=True)
+            (own - one) / program.num_sharers + one
+            for own, one in zip(self.sizes.gradient, tied, strict=True)
         ]
         """What each stage has of a batch's gradients from its first backward to its update."""
         self.whole_gradients: set[tuple[int, int]] = set()
@@ -402,13 +432,13 @@ class _Ledger:
                 gives.append((4, inputs))
             entry.unstashes = 1
         elif step.kind is Kind.AVERAGE_START:
-            takes.append((5, self.sizes.version[step.stage]))
+            takes.append((5, self.whole.version[step.stage]))
         elif step.kind is Kind.AVERAGE_END:
-            gives.append((5, self.sizes.version[step.stage]))
+            gives.append((5, self.whole.version[step.stage]))
         elif step.kind is Kind.GATHER:
-            takes += [(0, self.sizes.version[step.stage]), (2, self.frozen[step.stage])]
+            takes += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
         elif step.kind is Kind.RELEASE:
-            gives += [(0, self.sizes.version[step.stage]), (2, self.frozen[step.stage])]
+            gives += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry

@@ -332,3 +332,28 @@ class RankMover:
         copies.num_bytes.append(self.tiers.chunk_bytes)
         copies.posted_by.append(self.index)
         return ready
+
+
+class RankMoverAndGatherer:
+    """Both of a rank: what it gathers sets out when the chunks of its own part are on the device."""
+
+    def __init__(self, mover: RankMover, gatherer: RankGatherer) -> None:
+        self._mover = mover
+        self._gatherer = gatherer
+
+    def start(self, index: int, now: float) -> float:
+        """When the instruction of that index, which comes up now, can start."""
+        return self._gatherer.start(index, self._mover.start(index, now))
+
+    def end(self, now: float) -> None:
+        """That instruction has ended."""
+        self._mover.end(now)
+
+    def taken_s(self, now: float, seconds: float) -> float:
+        """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
+        return self._mover.taken_s(now, seconds)
+
+    def result(self) -> RankCopies:
+        """All that was copied and exchanged in the window."""
+        one, other = self._mover.result(), self._gatherer.result()
+        return RankCopies(one.rank, one.waited_s + other.waited_s, (*one.copies, *other.copies))

@@ -29,7 +29,7 @@ from bireme.schedule.instruction import AVERAGES, COMPUTE, RECEIVES, SENDS, Inst
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.residency import resident
-from bireme.simulate.copies import RankGatherer, RankMover, TierLinks
+from bireme.simulate.copies import RankGatherer, RankMover, RankMoverAndGatherer, TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Processors, SimulatedChannel, SimulatedMessage, Traffic
 from bireme.timeline.timeline import RankTimeline, Timeline
@@ -244,15 +244,17 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {(a, b) for a, b in neighbors if a != b}
 
 
-_Mover = RankMover | RankGatherer
+_Mover = RankMover | RankGatherer | RankMoverAndGatherer
 """What moves a rank's memory while its track goes on: between tiers, or from replicas that share weights."""
 
 
 def _mover(program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> _Mover | None:
-    if program.num_sharers > 1:
-        return RankGatherer(program, rank, costs, network)
     tiers = program.tiers_of(rank)
-    return None if tiers is None else RankMover(program, rank, tiers, links)
+    mover = None if tiers is None else RankMover(program, rank, tiers, links)
+    if program.num_sharers == 1:
+        return mover
+    gatherer = RankGatherer(program, rank, costs, network)
+    return gatherer if mover is None else RankMoverAndGatherer(mover, gatherer)
 
 
 _GOES_ON, _WORKED = range(2)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,7 @@ from bireme.bounds import bytes_text, rate_text
 from bireme.cluster.cluster import Cluster, tier_share
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.forecast import StageForecast, joules_per_sample
+from bireme.plan.forecast import StageForecast, TierForecast, joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.metrics import Metrics, Shared, read_metrics
@@ -76,16 +76,16 @@ def _shared_summary(run: RunFile, saved: SavedPlan, outcomes: Sequence[Outcome])
     times = first_of(outcomes).own.num_batches * (saved.plan.width // (run.sync.sites or 1))
     return _SharedSummary(
         gathered,
-        _predicted(saved, "device", times),
+        _predicted(saved, lambda tier: tier.gathered_bytes, times),
         sent - gathered,
-        _predicted(saved, REPLICAS, times),
+        _predicted(saved, lambda tier: tier.predicted_bytes_moved * (tier.tier == REPLICAS), times),
     )
 
 
-def _predicted(saved: SavedPlan, tier: str, times: int) -> float | None:
-    """What a forecast says goes there in so many batches, all ranks of a replica together."""
+def _predicted(saved: SavedPlan, of: Callable[[TierForecast], float], times: int) -> float | None:
+    """The sum over the tiers of a forecast in so many batches, all ranks of a replica together."""
     tiers = () if saved.forecast is None else saved.forecast.tiers
-    return sum(one.predicted_bytes_moved for one in tiers if one.tier == tier) * times if tiers else None
+    return sum(map(of, tiers)) * times if tiers else None
 
 
 # What a run that waits for its chunks says: which wire between tiers limits it, and how fast that was.

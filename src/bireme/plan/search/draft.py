@@ -80,12 +80,14 @@ class Draft:
 
     def program(self, *, is_brief: bool = False) -> Program:
         """What one replica does in a few batches; with `is_brief` in very few, where it pages."""
-        if self.whole_weights:
-            return _gathered(self)
         return self.resident_program() if self.paging is None else _paged(self, is_brief=is_brief)
 
     def resident_program(self) -> Program:
-        """The same without paging and without what sharing weights takes."""
+        """The same without paging."""
+        return _gathered(self) if self.whole_weights else self.ungathered_program()
+
+    def ungathered_program(self) -> Program:
+        """The same without what sharing weights takes."""
         outline = self.outline
         return _program(
             outline.schedule,
@@ -168,7 +170,7 @@ def _paged(draft: Draft, *, is_brief: bool) -> Program:
 @lru_cache(maxsize=64)
 def _gathered(draft: Draft) -> Program:
     sharers = draft.outline.width // draft.outline.sites
-    return gathered(draft.resident_program(), sharers, draft.whole_weights)
+    return gathered(draft.ungathered_program(), sharers, draft.whole_weights)
 
 
 def draft_of(plan: Plan, cluster: Cluster) -> Draft:

@@ -20,7 +20,6 @@ from bireme.schedule.budgets import Budgets
 from bireme.schedule.gathering import times_a_batch
 from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
-from bireme.schedule.residency import Residency
 from bireme.schedule.source import LONG
 from bireme.schedule.tiers import LARGE_PAGE_BYTES, SMALL_CHUNK_BYTES
 from bireme.simulate.copies import REPLICAS, TierLinks
@@ -451,56 +450,38 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
 
 
 def tier_forecasts(
-    timeline: Timeline, rings: Sequence[_TiedRing] = (), between: Sequence[float] = ()
+    timeline: Timeline,
+    exchanged: Sequence[_Exchanged],
+    rings: Sequence[_TiedRing] = (),
+    between: Sequence[float] = (),
 ) -> Iterator[TierForecast]:
-    """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights, with
-    those sums of tied gradients, and the bytes that each rank sends `between` sites in a batch.
+    """Each tier of the ranks that offload, and what ranks that share exchange with their replicas: by stage
+    what is `exchanged` in a batch, if anything is, those sums of tied gradients, and the bytes that each rank
+    sends `between` sites in a batch.
     """
     program = timeline.program
     waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
     for kept in timeline.memory:
-        if program.num_sharers > 1:
-            tied_bytes = sum(one.sent_bytes for one in rings if kept.rank in one.ranks)
-            given_bytes = tied_bytes + (between[kept.rank] if between else 0.0)
-            yield from _shared(timeline, kept, waited_s[kept.rank], given_bytes)
-        for number, tier in enumerate(kept.tiers):
+        own = [exchanged[stage] for stage in program.stages_of(kept.rank)] if exchanged else []
+        gathered = sum(one.weights for one in own)
+        budgets = [(tier.name, tier.budget_bytes, tier.peak_bytes) for tier in kept.tiers]
+        if exchanged and not budgets:
+            budgets = [("device", None, kept.peak_bytes)]
+        for number, (name, budget_bytes, peak_bytes) in enumerate(budgets):
+            copied = _moved_into(program, kept.rank, number) if kept.tiers else 0.0
             yield TierForecast(
                 rank=kept.rank,
-                tier=tier.name,
-                budget_bytes=tier.budget_bytes,
-                peak_bytes=tier.peak_bytes,
-                predicted_bytes_moved=_moved_into(program, kept.rank, number),
-                waited_s=0.0 if number else waited_s[kept.rank],
+                tier=name,
+                budget_bytes=budget_bytes,
+                peak_bytes=peak_bytes,
+                predicted_bytes_moved=copied if number else copied + gathered,
+                waited_s=0.0 if number else waited_s.get(kept.rank, 0.0),
+                gathered_bytes=0.0 if number else gathered,
             )
-
-
-def _shared(
-    timeline: Timeline, kept: Residency, waited_s: float, more_bytes: float
-) -> Iterator[TierForecast]:
-    """What a rank gathers from the replicas that share its weights, and what it gives them: `more_bytes` in
-    addition to what the timeline has.
-    """
-    moved = {
-        copies.destination: sum(copies.num_bytes) / timeline.program.num_batches
-        for one in timeline.paging
-        if one.rank == kept.rank
-        for copies in one.copies
-    }
-    yield TierForecast(kept.rank, "device", None, kept.peak_bytes, moved.get("device", 0.0), waited_s)
-    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0) + more_bytes)
-
-
-def shared_tiers(
-    timeline: Timeline, exchanged: Sequence[_Exchanged], between: Sequence[float]
-) -> Iterator[TierForecast]:
-    """The same of ranks that share an optimizer: the new weights they get, and the gradients they give in
-    their site and `between` sites.
-    """
-    for kept in timeline.memory:
-        own = [exchanged[stage] for stage in timeline.program.stages_of(kept.rank)]
-        gathered, given = sum(one.weights for one in own), sum(one.gradients for one in own)
-        yield TierForecast(kept.rank, "device", None, kept.peak_bytes, gathered)
-        yield TierForecast(kept.rank, REPLICAS, None, 0.0, given + between[kept.rank])
+        if exchanged:
+            tied_bytes = sum(one.sent_bytes for one in rings if kept.rank in one.ranks)
+            given = sum(one.gradients for one in own) + tied_bytes + (between[kept.rank] if between else 0.0)
+            yield TierForecast(kept.rank, REPLICAS, None, 0.0, given)
 
 
 def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:

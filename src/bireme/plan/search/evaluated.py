@@ -19,7 +19,6 @@ from bireme.plan.search.paged_walk import (
     MOST_SEEDS,
     PagedWalk,
     Search,
-    has_room,
     with_room,
 )
 from bireme.plan.search.problem import PlanningProblem
@@ -106,11 +105,13 @@ _TRIED = (1, 3, 4)
 def with_gathering(
     profile: Profile, cluster: Cluster, request: PlanRequest, search: Search, *, is_brief: bool
 ) -> Answer | NothingFits:
-    """The best plan that fits, and shares weights where it has replicas."""
+    """The best plan that fits, and shares weights where it has replicas; within these limits they may be
+    offloaded.
+    """
     most = BRIEF_SEEDS if is_brief else MOST_SEEDS
     walk = _GatheredWalk(PlanningProblem(profile, cluster, request), is_brief=is_brief)
     answers = (
-        search(with_room(cluster), replace(request, memory_fraction=1.0)),
+        search(with_room(cluster), replace(request, memory=None, memory_fraction=1.0)),
         search(cluster, request, is_tight=True),
     )
     found: dict[Draft, Candidate] = {}
@@ -122,6 +123,8 @@ def with_gathering(
     bases = [answer for answer in answers if isinstance(answer, Answer)]
     if not bases:
         return answers[-1]
+    if not found and request.memory is not None:
+        raise walk.refusal()
     if not found:
         raise BiremeError(
             "No plan fits whose replicas share weights: gathered weights and whole gradients of one stage "
@@ -147,15 +150,10 @@ class _GatheredWalk(PagedWalk):
     """Evaluates drafts that share weights."""
 
     def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
-        del host_updates  # nothing pages
         for most in (_USUAL, 1) if draft.outline.width > 1 else (0,):
-            shared = replace(draft, whole_weights=most)
-            try:
-                found = self._evaluator.forecast(shared)
-            except BiremeError:
-                return None
-            if has_room(found):
-                return found, shared
+            found = super()._fitting_at(replace(draft, whole_weights=most), host_updates=host_updates)
+            if found is not None:
+                return found
         return None
 
     def _is_hopeless(self, draft: Draft, least: float) -> bool:
@@ -168,11 +166,12 @@ class _GatheredWalk(PagedWalk):
         assert forecast is not None, "it fits"
         best = self._fitting[draft]
         for most in _TRIED if best.whole_weights else ():
-            other = replace(best, whole_weights=most)
-            promised = self._evaluator.forecast(other)
-            if has_room(promised) and promised.batch_s * AS_GOOD < forecast.batch_s:
-                best, forecast = other, promised
-        return self._candidate(best)
+            on_host = best.paging is not None and best.paging.host_updates
+            other = super()._fitting_at(replace(draft, whole_weights=most), host_updates=on_host)
+            if other is not None and other[0].batch_s * AS_GOOD < forecast.batch_s:
+                forecast, best = other
+        self._seen[draft], self._fitting[draft] = forecast, best
+        return super()._settled(draft)
 
 
 _MOST_SHOWN = 16

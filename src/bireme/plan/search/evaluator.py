@@ -32,7 +32,6 @@ from bireme.plan.search.draft_paging import (
     reduce_share,
     shared_costs,
     shared_key,
-    shared_tiers,
     sync_bytes,
     tied_rings,
     tier_forecasts,
@@ -269,12 +268,12 @@ class PlanEvaluator:
     def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
         """What ranks move between tiers, or between replicas that share."""
         request = self._problem.request
-        between = self._of_ranks(draft, self._round_bytes(draft))
-        if draft.whole_weights or request.num_sharers(draft.outline.width) == 1:
-            rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
-            return tuple(tier_forecasts(slowest, rings, between))
+        if request.num_sharers(draft.outline.width) == 1:
+            return tuple(tier_forecasts(slowest, ()))
         costs = self._work(draft, draft.outline.sizes[0]).costs
-        return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft), between))
+        between = self._of_ranks(draft, self._round_bytes(draft))
+        rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
+        return tuple(tier_forecasts(slowest, exchanged_bytes(costs, request, draft), rings, between))
 
     def paging(
         self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
@@ -288,7 +287,8 @@ class PlanEvaluator:
             ahead=ahead,
             updates_together=updates_together,
             host_updates=host_updates,
-            is_summed=bool(self._tied_of(draft)) or draft.outline.width > 1,
+            # Replicas that share weights sum their parts before a batch ends.
+            is_summed=bool(self._tied_of(draft)) or (draft.outline.width > 1 and not draft.whole_weights),
         )
 
     def least_kept_bytes(self, draft: Draft) -> list[float]:
@@ -296,12 +296,13 @@ class PlanEvaluator:
         of its optimizer and, if its stages step together, all its gradients.
         """
         costs = self._work(draft, max(draft.outline.sizes)).costs
-        asked = self._problem.request.memory
+        asked, width = self._problem.request.memory, draft.outline.width
         steps_apart = asked is not None and asked.updates_apart
+        share = 1 / self._problem.request.num_sharers(width) if draft.whole_weights else 1.0
         kept = [0.0] * draft.outline.num_ranks
         for stage, rank in enumerate(draft.outline.rank_of_stage):
-            kept[rank] += costs.weight_bytes[stage] + costs.optimizer_bytes[stage]
-            kept[rank] += 0.0 if steps_apart else costs.gradient_bytes[stage]
+            kept[rank] += share * costs.weight_bytes[stage] + costs.optimizer_bytes[stage]
+            kept[rank] += 0.0 if steps_apart else share * costs.gradient_bytes[stage]
         return kept
 
     def sizes(self, draft: Draft) -> Sizes:

@@ -294,7 +294,9 @@ class PagedWalk:
         try:
             if self._has_reason and self._overflows(draft):
                 return None  # planning its copies would take long
-            placed = replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
+            placed = draft
+            if self._problem.request.memory is not None:
+                placed = replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
             found = self._evaluator.forecast(placed, is_brief=True)
         except TierTooSmallError as error:
             self._note(draft, error, host_updates=host_updates)
@@ -357,7 +359,7 @@ class PagedWalk:
 
     def _may_be_apart(self, draft: Draft) -> bool:
         asked, paging = self._problem.request.memory, draft.paging
-        is_asked = asked is not None and asked.updates_apart
+        is_asked = asked is not None and asked.updates_apart and draft.outline.width == 1
         return is_asked and draft.rule is Rule.SYNCHRONOUS and paging is not None and not paging.is_summed
 
     def _candidate(self, draft: Draft) -> Candidate:

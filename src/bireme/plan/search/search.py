@@ -260,8 +260,6 @@ class _Remedies:
     def _try_offloading(self) -> None:
         """The host's memory, and the disk where its size is known."""
         request = self._request
-        if request.shard != "none":
-            return
         if request.memory is None:
             self._try(f"offloading to the host ({_HOW_TO_OFFLOAD})", memory=TierLimits())
         has_disk = all(server.disk_bytes for server in self._problem.cluster.servers)

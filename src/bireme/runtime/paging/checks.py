@@ -45,7 +45,7 @@ def paging_of(
             "A stage that torch compiles keeps its activations itself, and the plan offloads them. Leave "
             "compile out, or plan with memory.stashes = false."
         )
-    frozen_bytes = _frozen_bytes(graph, layout, tiers)
+    frozen_bytes = _frozen_bytes(graph, layout, tiers) // program.num_sharers
     if frozen_bytes > tiers.unpaged_bytes:
         raise BiremeError(
             f"Rank {layout.rank} has {bytes_text(frozen_bytes)} of frozen weights that the plan leaves on "
@@ -56,8 +56,10 @@ def paging_of(
     keeps = not is_apart and _keeps_gradients(program, rank, tiers)
     trained = {state.name for state in graph.parameters if state.trainable}
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
-    is_summed = layout.width > 1 or layout.tied or any(count > 1 for count in names.values())
-    if is_apart and (is_summed or clips):
+    is_tied = layout.tied or any(count > 1 for count in names.values())
+    # Replicas that share weights sum their parts before a batch ends.
+    is_summed = is_tied or (layout.width > 1 and program.num_sharers == 1)
+    if is_apart and (is_tied or clips or layout.width > 1):
         raise BiremeError(
             f"The plan updates stages of rank {layout.rank} before the others have their gradients, so their "
             "norm cannot be clipped, nor can gradients be summed over replicas or stages. Plan with "

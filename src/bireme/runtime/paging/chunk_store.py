@@ -46,7 +46,7 @@ class _Ranges:
         self._by_address: dict[int, tuple[AddressRange, Item, int]] = {}
         self._number_of: dict[int, int] = {}
         """The numbers of ranges by their addresses, of those that are lent for now."""
-        self.reserve_gradients: dict[int, Callable[[], ArenaAllocator]] = {}
+        self.reserve_gradients: dict[int, Callable[[int], ArenaAllocator]] = {}
         """For each stage who gives the memory of a batch's sums, before the batch's first gradient comes."""
 
     def allocator(self, item: Item, stage: int, number: int = 0) -> ArenaAllocator:
@@ -103,9 +103,9 @@ class _Ranges:
         """
         return sum(one.beyond_bytes for one, _, _ in self._by_address.values()) + self.most_left_bytes
 
-    def _lent(self, item: Item, stage: int, _number: int) -> AddressRange:
+    def _lent(self, item: Item, stage: int, number: int) -> AddressRange:
         if item is Item.GRADIENT:
-            found = self.reserve_gradients[stage]()
+            found = self.reserve_gradients[stage](number)
             assert isinstance(found, AddressRange), "sums of a stage that is paged lie in ranges"
             return found
         free = self._free_stashes.get(stage) if item is Item.STASH else None

@@ -371,7 +371,7 @@ class _PagedStage(StageMemory):
 
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As `StageMemory` says."""
-        allocator = self._store.ranges.allocator(Item.FROZEN, self._stage)
+        allocator = self.frozen_parts()
         if allocator is PLAIN:
             return weights
         # Those that leave a gap after them come last.
@@ -385,7 +385,11 @@ class _PagedStage(StageMemory):
                 one.view(weights[name].shape).copy_(weights[name])
         return {name: flat[name].view(weights[name].shape) for name in weights}
 
-    def before_gradients(self, reserve: Callable[[], ArenaAllocator]) -> None:
+    def frozen_parts(self) -> ArenaAllocator:
+        """As `StageMemory` says."""
+        return self._store.ranges.allocator(Item.FROZEN, self._stage)
+
+    def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
         """As `StageMemory` says."""
         self._store.ranges.reserve_gradients[self._stage] = reserve
 
