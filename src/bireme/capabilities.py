@@ -258,13 +258,9 @@ CAPABILITIES: Mapping[str, Capability] = {one.name: one for one in _ALL}
 """All of them, by their names."""
 
 # Pairs that only missing code excludes. Delete a line when its pair works.
-_RESIDENT = "A replica that may die sends tensors that lie on its device so far."
 _PARTS = "Gradients that replicas sum in parts are whole so far."
 
 NOT_YET: Mapping[tuple[str, str], str] = {
-    ("quorum", "offloading"): _RESIDENT,
-    ("groups", "offloading"): _RESIDENT,
-    ("diloco", "offloading"): _RESIDENT,
     ("principal", "shard-optimizer"): _PARTS,
     ("principal", "shard-weights"): _PARTS,
     ("principal", "offloading"): "Only whole gradients are offloaded so far.",

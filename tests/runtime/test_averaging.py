@@ -12,14 +12,18 @@ from bireme.model.part import LoraPart, TrainedPart
 from bireme.plan.plan import Plan
 from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.runtime.exchange.diloco import num_due
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.sync.coordinator.groups import Arrived, Paces
 from bireme.sync.coordinator.messages import RankId
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle
 from tests.support.oracles import Update
+from tests.support.paged import paged, sizes_of
 from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
 from tests.support.small_models import Batch, gpt, real_batches, token_batches
+from tests.support.strict_mover import StrictMover
+from tests.support.tiny_text import tiny_text
 
 BATCH = 16
 MARKS = (4, 7)
@@ -411,3 +415,34 @@ def test_rounds_of_fragments_follow_each_other() -> None:
         f: [p for p in range(1, 13) if num_due(settings, f, p) > num_due(settings, f, p - 1)] for f in (0, 1)
     }
     assert due == {0: [4, 8, 12], 1: [2, 6, 10]}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("diloco", [None, DilocoSettings(2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw-fresh"])
+def test_what_is_averaged_is_read_from_the_tiers_that_have_it_and_written_there(
+    schedule: str, diloco: DilocoSettings | None
+) -> None:
+    """What optimizers remember too. A rank writes the averages of all its stages when the last is to have
+    them, and the others may have left the device by then.
+    """
+    model, plan = tiny_text(), Plan((2, 4, 6), 2, schedule, stages_per_rank=2, updates_early=False)
+    plan = paged(plan, sizes_of(model, plan, stash=40_000), 0.0)
+    setting = Setting(plan, paging=PagingSettings(mover=StrictMover, poisons=True))
+    run = AveragingReplicas(
+        model,
+        setting,
+        2,
+        token_batches(BATCH * MARKS[-1], 1)[0],
+        MARKS,
+        BATCH,
+        diloco=diloco,
+        lag=0 if diloco is None else 1,
+        averages_optimizer=True,
+        in_step=True,
+    )
+    run.run()
+
+    expected = expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco)
+    assert_as_expected(run, expected, tolerance=1e-11)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from bireme.plan.plan import Plan
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import RankId
 from tests.support.engine_parity import Setting, oracle, plan_for
 from tests.support.extent import several
 from tests.support.mortal_replicas import Killed, Replicas
+from tests.support.paged import paged, sizes_of
 from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
-from tests.support.small_models import Batch, real_batches, token_batches
+from tests.support.small_models import Batch, Model, real_batches, token_batches
+from tests.support.strict_mover import StrictMover
 from tests.support.tiny_text import tiny_text
 
 BATCH, MICRO = 16, 4
@@ -36,7 +39,7 @@ def assert_as_one_process(replicas: Replicas, *, tolerance: float = 0.0) -> None
     as its peers.
     """
     assert isinstance(replicas.setting.plan, Plan)
-    plan = replace(replicas.setting.plan, width=replicas.num_replicas)
+    plan = replace(replicas.setting.plan, width=replicas.num_replicas, paging=None)
     setting = replace(replicas.setting, plan=plan)
     norms = dict(norm for seen in replicas.seen.values() for norm in seen.norms.items())
     updates = oracle(replicas.model, setting, replicas.committed(), sizes=replicas.sizes(), norms=norms)
@@ -157,13 +160,19 @@ class Walk:
         self._replicas.wait_until_present()
 
 
-def walked(num_replicas: int, schedule: str, points: Sequence[tuple[int, int, int]]) -> None:
+def walked(
+    num_replicas: int,
+    setting: Setting,
+    points: Sequence[tuple[int, int, int]],
+    model: Model | None = None,
+    data_of: Callable[[int], Batch] = data_for,
+) -> None:
     walk, num_batches = Walk(points), PER_KILL * (len(points) + 1)
     replicas = Replicas(
-        regression(),
-        setting_of(schedule),
+        model or regression(),
+        setting,
         num_replicas,
-        data_for(num_batches),
+        data_of(num_batches),
         num_batches,
         BATCH,
         on_instruction=walk.on_instruction,
@@ -198,7 +207,18 @@ def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_re
     """
     points = several(points_of(num_replicas, schedule), quick)
     for begin in range(0, len(points), IN_A_RUN):
-        walked(num_replicas, schedule, points[begin : begin + IN_A_RUN])
+        walked(num_replicas, setting_of(schedule), points[begin : begin + IN_A_RUN])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_replicas_that_offload_and_are_killed_come_back_with_the_bits_of_their_peers(schedule: str) -> None:
+    """Sums that a replica applies between windows are written to chunks that lie on the host."""
+    model, plan = tiny_text(), plan_for(schedule, 2, updates_early=False)
+    plan = paged(plan, sizes_of(model, plan, stash=40_000), 0.0, is_summed=True)
+    settings = PagingSettings(mover=StrictMover, poisons=True)
+    setting = Setting(plan, clip_norm=0.5, paging=settings)
+    walked(2, setting, [(1, 0, 5), (0, 1, 7)], model, lambda count: token_batches(BATCH * count, 1)[0])
 
 
 def test_a_replica_that_dies_leaves_the_other_with_the_right_result() -> None:

@@ -6,7 +6,7 @@ is as small as a model with all that can be: a table, layers, and a head that ma
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import isfinite
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.runtime.microbatches import apportioned
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.sync.coordinator.messages import RankId, SamplePlaces
 from bireme.train.data.hub import Content, SavedRows
@@ -41,6 +42,7 @@ from tests.support.mortal_replicas import Replicas
 from tests.support.oracles import Update
 from tests.support.paged import paged, sizes_of
 from tests.support.small_models import CONTEXT, VOCAB, Batch, Model, captured, num_tokens, token_batches
+from tests.support.strict_mover import StrictMover
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
@@ -294,6 +296,7 @@ class Composition:
             gradient="principal:1" if "principal" in names else "whole",
             shard=(share or "shard-none").removeprefix("shard-"),
             compiles="compile" in names,
+            paging=PagingSettings(mover=partial(StrictMover, seed=SEED), poisons=True),
         )
 
     def _of_oracle(self, setting: Setting) -> Setting:

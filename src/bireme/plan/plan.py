@@ -265,7 +265,7 @@ class Plan:
 
     def averaging(self, lag: int) -> ProgramPlan:
         """The same with averages of weights in its programs, which may come so many updates late."""
-        source = source_like(_resident(self, 1, 0, lag), partial(_averaging, self, lag))
+        source = source_like(_resident(self, 1, 0, lag), partial(_program, self, lag))
         return replace(self.by_program, source=source)
 
     def program(self, num_batches: int, first_batch: int = 0) -> Program:
@@ -279,7 +279,7 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def _source(plan: Plan) -> ProgramSource:
-    return source_like(_resident(plan, 1, 0), partial(_program, plan))
+    return source_like(_resident(plan, 1, 0), partial(_program, plan, None))
 
 
 def know_window(
@@ -305,27 +305,30 @@ def know_window(
     )
 
 
-def _program(plan: Plan, num_batches: int, first_batch: int) -> Program:
+def _program(plan: Plan, average_lag: int | None, num_batches: int, first_batch: int) -> Program:
     """The program of a window. Threads that ask for the same at once have it made once."""
     with _MAKING:
-        return _remembered(plan, num_batches, first_batch)
+        return _remembered(plan, num_batches, first_batch, average_lag)
 
 
 @lru_cache(maxsize=64)
-def _remembered(plan: Plan, num_batches: int, first_batch: int) -> Program:
+def _remembered(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
+    def unpaged() -> Program:
+        return _with_gathers(_resident(plan, num_batches, first_batch, average_lag), plan)
+
     if plan.paging is None:
-        return _with_gathers(_resident(plan, num_batches, first_batch), plan)
-    known = KNOWN.get((plan, num_batches, first_batch))
+        return unpaged()
+    known = None if average_lag is not None else KNOWN.get((plan, num_batches, first_batch))
     if known is not None:
         return known
     base = min(first_batch, 1) if plan.source.rule is Rule.DELAYED else 0
     if first_batch > base:
-        return _remembered(plan, num_batches, base).later(first_batch - base)
+        return _remembered(plan, num_batches, base, average_lag).later(first_batch - base)
     if num_batches > WRITTEN_OUT and num_batches != LONG:
-        loop = _remembered(plan, LONG, first_batch)
+        loop = _remembered(plan, LONG, first_batch, average_lag)
         if num_batches > LONG - min(track.repeats for track in loop.tracks) + _COMPARED:
             return loop.of_length(num_batches)
-    return plan.paging.paged(_with_gathers(_resident(plan, num_batches, first_batch), plan), _cut(plan))
+    return plan.paging.paged(unpaged(), _cut(plan))
 
 
 @lru_cache(maxsize=64)
@@ -333,11 +336,6 @@ def _cut(plan: Plan) -> Cut:
     if plan.paging is None:
         return ()
     return plan.paging.cut(_with_gathers(_resident(plan, SETTLED, 0), plan))
-
-
-@lru_cache(maxsize=64)
-def _averaging(plan: Plan, lag: int, num_batches: int, first_batch: int) -> Program:
-    return _with_gathers(_resident(plan, num_batches, first_batch, lag), plan)
 
 
 def _with_gathers(resident: Program, plan: Plan) -> Program:

@@ -168,6 +168,14 @@ class _BankContents:
         }
 
     @torch.no_grad()
+    def put_back_state(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have the optimizer remember what was changed in what `optimizer_state` gave."""
+        for name, state in self._stepper.state_dict().items():
+            for key, one in state.items():
+                if isinstance(one, Tensor):
+                    self._memory.put_back(one, changed[name][key])
+
+    @torch.no_grad()
     def state_kinds(self) -> dict[str, dict[str, torch.dtype]]:
         """By parameter, the keys under which the optimizer remembers a number for each element, and its
         dtype; known before the first step.
@@ -325,6 +333,10 @@ class WeightBanks(_BankContents):
         """How many updates have been made."""
         return self._newest_version
 
+    def bank_of(self, version: int) -> int:
+        """The number of the bank that a version lies in, or is to be made in."""
+        return version % len(self._banks)
+
     def hold(self, version: int) -> None:
         """Keep a version from being overwritten: a micro-batch begins its forward on it."""
         self._held[self._bank_of(version)] += 1
@@ -409,10 +421,11 @@ class WeightBanks(_BankContents):
     @property
     def averaged(self) -> list[tuple[Slots, Tensor]]:
         """What is averaged of W from here, in the precision in which it is stepped, with its layout: all of
-        it, or this replica's part.
+        it, or this replica's part. Copies if it is paged.
         """
         bank = self._newest_version % len(self._banks)
-        return [store.to_average(bank) for store in self._stores]
+        both = (store.to_average(bank) for store in self._stores)
+        return [(slots, self._memory.read(flat)) for slots, flat in both]
 
     @torch.no_grad()
     def average(
@@ -429,19 +442,34 @@ class WeightBanks(_BankContents):
                 f"Stage {self._stage} is to average version {version}, but its newest is "
                 f"{self._newest_version}."
             )
-        flats = [flat for _, flat in self.averaged]
         if self._is_fresh and not (is_drained and version in self._lives):
-            write(flats)
-            self._gather_averaged()
+            self._write_averaged(write)
             return
         bank = self._open(version)
-        write(flats)
-        self._gather_averaged()
+        self._write_averaged(write)
         for store in self._stores:
-            store.round_into(bank)
+            store.round_anywhere(bank)
         self._close(version)
-        if self.shared is not None:
+        if self.shared is not None and self._memory.is_paged:
+            self.shared.make_whole(bank)
+        elif self.shared is not None:
             self.shared.made(bank)
+
+    def _write_averaged(self, write: Callable[[Sequence[Tensor]], None]) -> None:
+        """Have what is averaged from here changed, and get what the other replicas have averaged, if each
+        averages a part.
+        """
+        bank = self._newest_version % len(self._banks)
+        flats = [flat for _, flat in self.averaged]
+        write(flats)
+        for store, flat in zip(self._stores, flats, strict=True):
+            self._memory.put_back(store.to_average(bank)[1], flat)
+        for store in self._stores:
+            if self._averagers is not None and store.averaged is not None:
+                whole = self._memory.read(store.newest_part(bank))
+                for pending in self._averagers.gather([(whole, store.averaged.parts)]):
+                    pending.wait()
+                self._memory.put_back(store.newest_part(bank), whole)
 
     def averaged_piece(self, name: str) -> tuple[slice, tuple[int, ...]] | None:
         """The elements of a parameter that are averaged from here, and its shape; None if all of it is."""
@@ -453,21 +481,8 @@ class WeightBanks(_BankContents):
 
     def complete(self) -> None:
         """Get the parts of W of the other replicas that share the optimizer; all of them must call it."""
-        if self.shared is not None and self.gathered is None and not self._is_fresh:
-            self.shared.gather(self._newest_version % len(self._banks), trains=False)
-
-    def _gather_averaged(self) -> None:
-        """Get what the other replicas have averaged, if each averages a part."""
-        if self._averagers is None:
-            return
-        bank = self._newest_version % len(self._banks)
-        flats = [
-            (store.newest_part(bank), store.averaged.parts)
-            for store in self._stores
-            if store.averaged is not None
-        ]
-        for pending in self._averagers.gather(flats):
-            pending.wait()
+        if self.shared is not None and not self._is_fresh:
+            self.shared.make_whole(self._newest_version % len(self._banks))
 
     @torch.no_grad()
     def settle(self) -> None:

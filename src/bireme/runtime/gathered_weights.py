@@ -117,6 +117,9 @@ class GatheredWeights(SharedWeights):
     def made(self, bank: int) -> None:
         """This replica has its part of a version; nobody needs the whole yet."""
 
+    def make_whole(self, bank: int) -> None:
+        """Nobody needs the whole of a bank yet."""
+
     def take(self, version: int, *, trains: bool = True) -> None:
         """Begin to gather a version. Take part with the others."""
         bank = version % len(self._arriving)
@@ -161,7 +164,9 @@ class GatheredWeights(SharedWeights):
         """
         if alone:
             return {}
-        trained = self._whole_copies((store, store.read(store.newest_part(bank))) for store in self._stores)
+        trained = self._whole_copies(
+            (store, store.memory.read(store.newest_part(bank))) for store in self._stores
+        )
         return {**trained, **self.frozen.copies()}
 
     def run_on(self, version: int, *, alone: bool) -> Tensors:
@@ -170,7 +175,7 @@ class GatheredWeights(SharedWeights):
         return (
             {}
             if alone
-            else self._whole_copies((store, store.read(store.own(bank))) for store in self._stores)
+            else self._whole_copies((store, store.memory.read(store.own(bank))) for store in self._stores)
         )
 
     def own_newest(self, bank: int) -> Tensors:

@@ -21,14 +21,14 @@ from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import FinishedBatch, Updates
-from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind
+from bireme.schedule.instruction import AVERAGES, COMPUTE, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Block
 
 OnInstruction = Callable[[Instruction], None]
 """Is told each instruction right before it is run."""
 
 
-_USE_CHUNKS = (Kind.GATHER, Kind.SCATTER, Kind.COLLECT, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
+_USE_CHUNKS = (*SHARING, *AVERAGES, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
 """What besides passes uses chunks."""
 
 

@@ -94,6 +94,12 @@ class StageMemory:
         """A tensor with its content, whichever tier has it; a copy if it is paged."""
         return tensor
 
+    def put_back(self, _tensor: Tensor, _changed: Tensor) -> None:
+        """Have a tensor be what `read` gave of it, which has been changed since."""
+
+    def end(self, _item: Item, _number: int) -> None:
+        """Nobody needs an item any more that was opened."""
+
 
 NamedTensors = list[tuple[str, Tensor]]
 

@@ -209,8 +209,8 @@ class ParameterGroupWeights:
     ) -> None:
         self.part = part
         self.averaged = averaged
-        self.read = memory.read
-        """Gives a tensor with its content, whichever tier has it."""
+        self.memory = memory
+        """Where all this lies."""
         names = tuple(parameter_group.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
         self.banks: Sequence[Arena] = (
@@ -296,7 +296,7 @@ class ParameterGroupWeights:
         if not isinstance(arena, LentArena) or self.part is None:
             return arena.flat
         own = self.own(bank)
-        self.part.of(arena.unversioned).copy_(own if trains else self.read(own))
+        self.part.of(arena.unversioned).copy_(own if trains else self.memory.read(own))
         return arena.unversioned
 
     def newest_part(self, bank: int) -> Tensor:
@@ -319,6 +319,12 @@ class ParameterGroupWeights:
         """Write the newest weights into a bank, where they are apart from it."""
         if self.apart is not None:
             self.own(bank).copy_(self.apart.flat)
+
+    def round_anywhere(self, bank: int) -> None:
+        """The same, whichever tiers have them."""
+        if self.apart is not None:
+            own, newest = self.own(bank), self.memory.read(self.apart.flat)
+            self.memory.put_back(own, self.memory.read(own).copy_(newest))
 
     def begin(self, bank: int, newest: int, *, skips: bool) -> None:
         """Let what is stepped here of a bank be ready for a step of the newest weights; if that is skipped,

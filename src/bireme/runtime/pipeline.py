@@ -296,6 +296,7 @@ class Pipeline(HeldState):
             paging or PagingSettings(),
             compiles=compile,
             clips=clip_norm is not None,
+            agrees=agreement is not None,
         )
         batches = Batches()
         assembly = Assembly(
@@ -341,7 +342,7 @@ class Pipeline(HeldState):
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         norms_of = None
         if self._paging is not None and not self._paging.keeps_gradients:
-            assert isinstance(self._reducer, GroupReducer), "with an agreement no rank pages"
+            assert isinstance(self._reducer, GroupReducer), "an agreement keeps gradients until the update"
             norms_of = self._reducer.norms_of
         settings = UpdateSettings(lr, clip_norm)
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)

@@ -374,6 +374,15 @@ class SharedWeights:
             ((store.to_gather(bank, trains=trains), _parts(store)) for store in self._stores), trains=trains
         )
 
+    def make_whole(self, bank: int) -> None:
+        """Get the others' parts of a bank at once, whichever tiers have it. Take part with the others."""
+        for store in self._stores:
+            flat = store.banks[bank].flat
+            whole = store.memory.read(flat)
+            for pending in self._sharers.gather([(whole, _parts(store))], trains=False):
+                pending.wait()
+            store.memory.put_back(flat, whole)
+
     def arrive(self, version: int) -> None:
         """Wait until all parts of a version, or of the bank of that number, are there."""
         under_way = self._arriving[version % len(self._arriving)]
@@ -424,7 +433,7 @@ class SharedWeights:
             if store.apart is None:
                 found |= store.leaves[bank]
             elif not alone:
-                found |= self._whole_copies([(store, store.read(store.apart.flat))])
+                found |= self._whole_copies([(store, store.memory.read(store.apart.flat))])
         return found
 
     def run_on(self, version: int, *, alone: bool) -> Tensors:

@@ -5,6 +5,7 @@ micro-batch runs on. It knows no other rank: what it receives is given to it, wh
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -20,6 +21,7 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.optimizers import UNPAGED, StageMemory, Stash
 from bireme.runtime.shared_weights import GradientParts, Sharers
+from bireme.schedule.instruction import Item
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import Reduced, Reduction
 
@@ -369,6 +371,22 @@ class Stage:
         assert gathered is not None, "who sums parts shares weights"
         assert parts is not None, "who shares weights has parts of sums"
         return parts, gathered.sharers
+
+    @contextmanager
+    def opened_to_update(self, version: int) -> Iterator[None]:
+        """Within this context the version can be made between windows."""
+        memory, banks = self._memory, self.banks
+        with memory.opened(Item.OPTIMIZER), ExitStack() as stack:
+            for bank in {banks.bank_of(version - 1), banks.bank_of(version)}:
+                stack.enter_context(memory.opened(Item.WEIGHTS, bank))
+            yield
+
+    @contextmanager
+    def opened_gradients(self, batch: int) -> Iterator[None]:
+        """Within this context a batch's gradients can be written between windows; then they are gone."""
+        with self._memory.opened(Item.GRADIENT, batch):
+            yield
+        self._memory.end(Item.GRADIENT, batch)
 
     def put_back_buffers(self, batch: int) -> None:
         """Let a batch have written to no buffer. What later batches have written meanwhile goes as well."""

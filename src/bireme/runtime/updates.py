@@ -7,6 +7,7 @@ the batch counts.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.coordinator.state import HealTimes, healed_in
-from bireme.sync.exchange import PieceNorms, squared_norm_of
+from bireme.sync.exchange import PieceNorms, piece_norms, squared_norm_of
 from bireme.sync.reducer import OwnPart, Reduced, Reducer, Reduction, nothing_more
 
 
@@ -114,9 +115,10 @@ class Updates:
         """Look at a stage's gradients of a batch while they are on the device, if they may leave it."""
         if self._norms_of is not None:
             own = self._stages[step.stage].part(step.batch).sums()
-            self._batches[step.batch].norms[step.stage] = self._norms_of(
-                {name: view for name, view in own.items() if view is not None}
-            )
+            held = {name: view for name, view in own.items() if view is not None}
+            # What replicas own pieces of has no other rank that counts it.
+            norms = self._norms_of(held) if own.parts is None else piece_norms([*held.values()])
+            self._batches[step.batch].norms[step.stage] = norms
 
     def wait(self, batch: int) -> None:
         """Wait until a batch's sums are there."""
@@ -180,14 +182,17 @@ class Updates:
         way.
         """
         end = self._batches[batch]
-        for stage in self._stages.values():
-            stage.part(batch)
-        gradients = end.gather(summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False)
-        end.reduction = Reduction(batch, gradients)
-        self._reducer.start(end.reduction)
-        self.wait(batch)
-        for index in sorted(self._stages):
-            self.update(Instruction(Kind.UPDATE, index, batch, None, batch + 1))
+        with ExitStack() as stack:
+            for stage in self._stages.values():
+                stack.enter_context(stage.opened_gradients(batch))
+                stage.part(batch)
+            gradients = end.gather(summed_apart=self._reducer.summed_apart, sums_gradients=True, keep=False)
+            end.reduction = Reduction(batch, gradients)
+            self._reducer.start(end.reduction)
+            self.wait(batch)
+            for index, stage in sorted(self._stages.items()):
+                with stage.opened_to_update(batch + 1):
+                    self.update(Instruction(Kind.UPDATE, index, batch, None, batch + 1))
         self.finished.clear()
 
     def trial(self, step: Instruction) -> None:

@@ -268,10 +268,8 @@ class GroupReducer(Reducer):
 
     @torch.no_grad()
     def norms_of(self, held: Mapping[str, Tensor]) -> PieceNorms:
-        """The norms of some gradients of a batch that nobody else adds to, for its `BatchGradients`. Those of
-        sharers are this replica's pieces.
-        """
-        return piece_norms(self._counted_of(held) if self._sharers is None else [*held.values()])
+        """The norms of some gradients of a batch that nobody else adds to, for its `BatchGradients`."""
+        return piece_norms(self._counted_of(held))
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the thread. The batch it is at is worked through, or given up when the groups' timeout is over.

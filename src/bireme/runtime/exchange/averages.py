@@ -176,6 +176,8 @@ class _Moments:
         for row, flat in zip(self._rows, flats, strict=True):
             for own, place in _held(row, states[row.part.stage], places[row.number]):
                 own.copy_(flat[place])
+        for banks, state in zip(self._banks, states, strict=True):
+            banks.put_back_state(state)
 
 
 def _length(row: _Row, places: Sequence[slice]) -> int:
@@ -503,12 +505,13 @@ class GroupAverages(Averages):
     def _start_batch(self, batch: int) -> None:
         """Nothing writes to these weights before the mean is part of them, so they are not copied."""
         flats, ready, firsts = self._flats, self._event(), self._firsts
+        moments = self._moments_taken(self._everywhere)
 
         def make() -> Contribution:
             own = copied(flats, ready)
             if self._drifts is not None:
                 own = [flat - start.flat for flat, start in zip(own, self._start, strict=True)]
-            own = [*own, *self._moments_taken(self._everywhere)]
+            own = [*own, *moments]
             return Contribution(own, b"", 1.0, 1.0, firsts=firsts)
 
         self.agent.arrive(batch, make)
@@ -531,13 +534,14 @@ class GroupAverages(Averages):
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """All weights become their mean."""
         mean, flats, ready, firsts = self.agent.lines[-1], self._flats, self._event(), self._firsts
+        moments = self._moments_taken(self._everywhere)
 
         def make() -> Contribution:
             own = copied(flats, ready)
             if self._drifts is not None:
                 own = [flat.clone() for flat in own]
                 self._drifts.add_unsent(own)
-            own = [*own, *self._moments_taken(self._everywhere)]
+            own = [*own, *moments]
             return Contribution(own, b"", 1.0, 1.0, (), numbers, firsts=firsts)
 
         self.agent.drain()

@@ -29,8 +29,11 @@ def paging_of(
     *,
     compiles: bool,
     clips: bool,
+    agrees: bool,
 ) -> RankPaging | None:
-    """The paging of this rank; None if its memory is not cut."""
+    """The paging of this rank; None if its memory is not cut. With `agrees` its gradients are summed with
+    those of replicas that are no part of its layout.
+    """
     rank, program = layout.pipeline_rank, source.settled()
     tiers = program.tiers_of(rank)
     if tiers is None:
@@ -58,7 +61,7 @@ def paging_of(
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_tied = layout.tied or any(count > 1 for count in names.values())
     # Replicas that share weights sum their parts before a batch ends.
-    is_summed = is_tied or (layout.width > 1 and program.num_sharers == 1)
+    is_summed = is_tied or agrees or (layout.width > 1 and program.num_sharers == 1)
     if is_apart and (is_tied or clips or layout.width > 1):
         raise BiremeError(
             f"The plan updates stages of rank {layout.rank} before the others have their gradients, so their "
@@ -108,9 +111,9 @@ def _keeps_gradients(program: Program, rank: int, tiers: RankTiers) -> bool:
             waiting |= own
         elif step.kind is Kind.UPDATE:
             waiting -= own
-        if any(
-            0 not in holding.where.get(chunk, ()) for chunk in waiting if reduced[chunk.number] == num_stages
-        ):
+        ended = {chunk for chunk in waiting if reduced[chunk.number] == num_stages}
+        # A chunk that was fetched may still be on its way.
+        if ended & holding.fetched or any(0 not in holding.where.get(chunk, ()) for chunk in ended):
             return False
         holding.end(step)
     return True

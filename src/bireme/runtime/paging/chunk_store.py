@@ -444,6 +444,32 @@ class ChunkStore:
         self._copy(chunk, held, source, 0)
         synchronize(self.device)
 
+    @torch.no_grad()
+    def change(self, chunk: Chunk, place: slice, content: Tensor) -> None:
+        """Change some bytes of a chunk, on every tier that has a copy."""
+        held = self.chunks[chunk]
+        self.wait(held.last)
+        self.last_read = None
+        for tier, slot in held.where.items():
+            if tier == 0:
+                self.ranges.place(chunk)[place].copy_(content)
+            elif isinstance(lower := self.lower[tier - 1], HostTier):
+                lower.bytes_of(slot)[place].copy_(content)
+            else:
+                lower.read(slot, self.scratch)
+                self.scratch[place].copy_(content)
+                lower.write(slot, self.scratch)
+        synchronize(self.device)
+
+    def end(self, item: Item, stage: int, number: int) -> None:
+        """An item is gone, and its chunks with it."""
+        if self.ranges.has(item, stage):
+            for place in range(self.tiers.chunks[item, stage]):
+                chunk = Chunk(item, stage, number, place)
+                held = self.chunks.pop(chunk)
+                self.drop(chunk, held, tuple(held.where))
+            self.ranges.end(item, stage, number)
+
     def lift(self, chunk: Chunk) -> None:
         """Take a chunk off its only tier; its content is in `scratch`."""
         held = self.held(chunk)

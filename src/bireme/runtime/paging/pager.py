@@ -141,11 +141,8 @@ class Pager:
         while self._lent:
             store.memory.unmap(self._lent.pop())
         for use in self._uses(step):
-            if use.ends and store.ranges.has(use.item, use.stage):
-                for chunk in chunks_of(store.tiers, use):
-                    held = store.chunks.pop(chunk)
-                    store.drop(chunk, held, tuple(held.where))
-                store.ranges.end(use.item, use.stage, use.number)
+            if use.ends:
+                store.end(use.item, use.stage, use.number)
 
     def _uses(self, step: Instruction) -> Iterator[Use]:
         tiers = self._store.tiers

@@ -180,26 +180,55 @@ def _stow(store: ChunkStore, chunk: Chunk) -> bool:
 
 def read(store: ChunkStore, tensor: Tensor) -> Tensor:
     """A copy of a tensor that lies in a range, of whatever tiers its chunks are on; others as they are."""
-    found = store.ranges.find(tensor)
-    if found is None:
+    if not store.ranges.holds(tensor):
         return tensor
-    own, item, stage, number = found
-    size = own.chunk_bytes
-    begin = tensor.storage_offset() * tensor.itemsize
-    end = begin + tensor.nbytes
     copy = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
-    at = begin
-    while at < end:
-        place = at // size
-        until = min(end, (place + 1) * size) if place < own.num_chunks else end
-        if place < own.num_chunks:
-            whole = _content(store, Chunk(item, stage, number, place))
-            piece = whole[at - place * size : until - place * size]
-        else:
-            piece = own.bytes[at:until]
-        copy[at - begin : until - begin].copy_(piece)
-        at = until
+    for piece in _pieces(store, tensor):
+        whole = piece.beyond if piece.chunk is None else _content(store, piece.chunk)
+        copy[piece.of_tensor].copy_(whole[piece.of_chunk])
     return copy.view(tensor.dtype).view(tensor.shape)
+
+
+def put_back(store: ChunkStore, tensor: Tensor, changed: Tensor) -> None:
+    """Have a tensor that lies in a range be what was read of it and changed, on every tier that has a copy;
+    others were changed where they are.
+    """
+    if not store.ranges.holds(tensor):
+        return
+    flat = changed.reshape(-1).view(torch.uint8)
+    for piece in _pieces(store, tensor):
+        if piece.chunk is None:
+            piece.beyond[piece.of_chunk].copy_(flat[piece.of_tensor])
+        else:
+            store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
+
+
+@dataclass(frozen=True, slots=True)
+class _ByteRange:
+    """Bytes of a tensor that lie in a chunk, or in what is `beyond` the chunks of its range."""
+
+    chunk: Chunk | None
+    beyond: Tensor
+    of_chunk: slice
+    of_tensor: slice
+
+
+def _pieces(store: ChunkStore, tensor: Tensor) -> Iterator[_ByteRange]:
+    """The bytes of a tensor that lies in a range, chunk by chunk."""
+    found = store.ranges.find(tensor)
+    assert found is not None, "it lies in a range"
+    own, item, stage, number = found
+    size, paged_bytes = own.chunk_bytes, own.num_chunks * own.chunk_bytes
+    begin = at = tensor.storage_offset() * tensor.itemsize
+    end = begin + tensor.nbytes
+    while at < end:
+        place = at // size if at < paged_bytes else None
+        first = paged_bytes if place is None else place * size
+        until = end if place is None else min(end, first + size)
+        chunk = None if place is None else Chunk(item, stage, number, place)
+        beyond = own.bytes[paged_bytes:]
+        yield _ByteRange(chunk, beyond, slice(at - first, until - first), slice(at - begin, until - begin))
+        at = until
 
 
 def _content(store: ChunkStore, chunk: Chunk) -> Tensor:
@@ -417,3 +446,11 @@ class _PagedStage(StageMemory):
     def read(self, tensor: Tensor) -> Tensor:
         """As `StageMemory` says."""
         return read(self._store, tensor)
+
+    def put_back(self, tensor: Tensor, changed: Tensor) -> None:
+        """As `StageMemory` says."""
+        put_back(self._store, tensor, changed)
+
+    def end(self, item: Item, number: int) -> None:
+        """As `StageMemory` says."""
+        self._store.end(item, self._stage, number)
