@@ -103,6 +103,10 @@ def test_every_pair_is_held_by_a_set() -> None:
         pytest.param("zbv groups shard-weights", id="sites whose ranks have several stages"),
         pytest.param("2bw-fresh quorum shard-optimizer muon", id="fresh updates in sites"),
         pytest.param("quorum shard-optimizer sum-codec boundary-codec", id="sites through codecs"),
+        pytest.param("offloading shard-weights lora bfloat16", id="a base that replicas share and offload"),
+        pytest.param("2bw offloading shard-optimizer tied sum-codec", id="parts of an optimizer on the host"),
+        pytest.param("quorum offloading shard-weights", id="sites that share and offload"),
+        pytest.param("diloco offloading shard-optimizer", id="sites with averages that offload"),
         pytest.param("offloading recompute tied boundary-codec sum-codec", id="little memory and slow links"),
     ],
 )

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.parameter_groups import BankMemory
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot, joined
 from bireme.schedule.instruction import Kind
 from bireme.sync.exchange import SentBytes
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
+from tests.support.paged import paged, sizes_of
 from tests.support.small_models import Batch, Model, token_batches
+from tests.support.strict_mover import StrictMover
 from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_text import tiny_text
 from tests.support.together import run_threads
@@ -261,6 +264,31 @@ def assert_parts(sizes: Sequence[int], whole: int, more: float) -> None:
     """
     assert whole <= sum(sizes) <= whole + 500
     assert max(sizes) <= whole / len(sizes) + more
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_what_is_offloaded_too_is_saved_evaluated_and_gone_on_from_to_the_last_bit(shard: str) -> None:
+    plan = Plan((2, 4, 6), 4, "2bw", width=2, stages_per_rank=4, updates_halfway=shard == "optimizer")
+    plan = replace(plan, whole_weights=2 if shard == "weights" else 0)
+    alone = Setting(plan, shard=shard, bank_dtype=SHORT)
+    model, data = model_of(alone, tied=False, freeze=("layers.0.*",)), token_batches(12, 5)
+    sizes = sizes_of(model, plan, bank_dtype=SHORT, stash=40_000)
+    offloading = replace(
+        alone,
+        plan=paged(plan, sizes, 0.1, is_summed=shard == "optimizer"),
+        paging=PagingSettings(mover=StrictMover, poisons=True),
+    )
+    expected, found = (train(model, setting, data) for setting in (alone, offloading))
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == other.losses
+        assert one.evaluated == other.evaluated
+        assert_alike(one.held.tensors, other.held.tensors)
+    for moment in ("amid", "end"):
+        saved, plain = (together([getattr(one, moment) for one in seen]) for seen in (found, expected))
+        assert_alike(saved.tensors, plain.tensors)
+    rest = train(model, offloading, data[TAKEN_AFTER:], [together([one.amid for one in expected])])
+    assert rest[0].losses == expected[0].losses[TAKEN_AFTER:]
+    assert_alike(rest[0].weights[-1], expected[0].weights[-1])
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])

@@ -25,6 +25,20 @@ NOTHING, EACH, TWICE = (0.0,) * 4, (40_000.0,) * 4, (80_000.0,) * 4
 """Bytes of no stage, and bytes that no stage's weights have more of."""
 
 
+OF_TWO = {
+    "plan__file": "",
+    "model__source": "gpt:layers=4,width=64,heads=2,vocab=257,context=32",
+    "training__batch_size": 4,
+    "plan__schedule": "1f1b",
+    "plan__width": 2,
+    "plan__micro_batch": 2,
+    "cluster__workers": 2,
+    "cluster__timeout_s": 600,
+    "export__at_end": "false",
+}
+"""Two replicas of one rank, which plan for themselves."""
+
+
 def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_moved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,18 +82,7 @@ def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
 ) -> None:
     """Of two replicas with one micro-batch each, in which sums are the same in any order."""
     path = write_run(tmp_path, "1f1b", 1)
-    common = {
-        "plan__file": "",
-        "model__source": "gpt:layers=4,width=64,heads=2,vocab=257,context=32",
-        "training__batch_size": 4,
-        "training__clip_norm": 0,
-        "plan__schedule": "1f1b",
-        "plan__width": 2,
-        "plan__micro_batch": 2,
-        "cluster__workers": 2,
-        "cluster__timeout_s": 600,
-        "export__at_end": "false",
-    }
+    common = {**OF_TWO, "training__clip_norm": 0}
     plain = settings(**common, training__steps=4, log__name="plain")
     result = bireme(capsys, "train", str(path), *plain, "--json")
     assert result.status == 0, result.err
@@ -100,6 +103,27 @@ def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
     then = bireme(capsys, "resume", str(tmp_path / "runs" / "shared"), *rest, "--json")
     assert then.status == 0, then.err
     assert losses(tmp_path / "runs" / "shared") == losses(tmp_path / "runs" / "plain")
+
+
+@pytest.mark.parametrize(("mode", "device"), [("quorum", "5MB"), ("diloco", "2.5MB")])
+def test_replicas_that_may_die_offload(
+    mode: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, "1f1b", 1)
+    more = settings(
+        **OF_TWO,
+        **({"sync__diloco_every": 2} if mode == "diloco" else {}),
+        sync__mode=mode,
+        memory__device=device,
+        memory__host="20MB",
+        training__steps=4,
+    )
+    result = bireme(capsys, "train", str(path), *more, "--json")
+    assert result.status == 0, result.err
+    assert result.document["steps"] == 4
+    tiers = result.document["tiers"]
+    assert all(tier["bytes_moved"] == tier["predicted_bytes_moved"] for tier in tiers)
+    assert all(tier["bytes_moved"] for tier in tiers if tier["tier"] == "device")
 
 
 def test_what_a_plan_from_a_file_cannot_page_is_refused_before_a_process_starts() -> None:

@@ -287,9 +287,15 @@ class PlanEvaluator:
             ahead=ahead,
             updates_together=updates_together,
             host_updates=host_updates,
-            # Replicas that share weights sum their parts before a batch ends.
-            is_summed=bool(self._tied_of(draft)) or (draft.outline.width > 1 and not draft.whole_weights),
+            is_summed=bool(self._tied_of(draft)) or self._sums_at_the_end(draft),
         )
+
+    def _sums_at_the_end(self, draft: Draft) -> bool:
+        """Whether replicas sum gradients when a batch ends. Those that share weights have summed their parts
+        before, but their sites may sum these with other sites.
+        """
+        outline = draft.outline
+        return outline.width > 1 and (not draft.whole_weights or outline.sites > 1)
 
     def least_kept_bytes(self, draft: Draft) -> list[float]:
         """The bytes that each rank keeps over all its tiers at the least: a version of its weights, the state
