@@ -418,6 +418,7 @@ def test_rounds_of_fragments_follow_each_other() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("diloco", [None, DilocoSettings(2)])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw-fresh"])

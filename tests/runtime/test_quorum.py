@@ -211,6 +211,7 @@ def test_a_replica_killed_at_any_instruction_leaves_the_others_with_the_right_re
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_replicas_that_offload_and_are_killed_come_back_with_the_bits_of_their_peers(schedule: str) -> None:
     """Sums that a replica applies between windows are written to chunks that lie on the host."""

@@ -266,7 +266,8 @@ def assert_parts(sizes: Sequence[int], whole: int, more: float) -> None:
     assert max(sizes) <= whole / len(sizes) + more
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("shard", ["weights", "optimizer"])
 def test_what_is_offloaded_too_is_saved_evaluated_and_gone_on_from_to_the_last_bit(shard: str) -> None:
     plan = Plan((2, 4, 6), 4, "2bw", width=2, stages_per_rank=4, updates_halfway=shard == "optimizer")
     plan = replace(plan, whole_weights=2 if shard == "weights" else 0)

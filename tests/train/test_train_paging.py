@@ -76,6 +76,7 @@ def test_a_run_with_its_state_on_a_disk_is_the_resident_one_and_says_what_it_mov
         assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shard", "other"), [("optimizer", "weights"), ("weights", "none")])
 def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
     shard: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -105,6 +106,7 @@ def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
     assert losses(tmp_path / "runs" / "shared") == losses(tmp_path / "runs" / "plain")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mode", "device"), [("quorum", "5MB"), ("diloco", "2.5MB")])
 def test_replicas_that_may_die_offload(
     mode: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
