@@ -107,7 +107,7 @@ def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("mode", "device"), [("quorum", "5MB"), ("diloco", "2.5MB")])
+@pytest.mark.parametrize(("mode", "device"), [("quorum", "5MB"), ("diloco", "6.5MB")])
 def test_replicas_that_may_die_offload(
     mode: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
