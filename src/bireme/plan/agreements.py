@@ -19,6 +19,7 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
+from bireme.simulate.links import hops
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
 
@@ -28,11 +29,6 @@ from bireme.sync.coordinator.samples import GroupSettings
 def ring_share(width: int) -> float:
     """How many times its own gradients each of so many replicas sends on."""
     return 2 * (width - 1) / width
-
-
-def hops(ring: Sequence[int]) -> list[tuple[int, int]]:
-    """From each device to the next one, and from the last to the first."""
-    return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
 
 
 _LEAST_BATCHES, _ALL_BATCHES, BEGIN = 40, 1600, 0.25

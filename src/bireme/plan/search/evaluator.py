@@ -1,15 +1,14 @@
 """The plan evaluator: predicts seconds and bytes of a plan on its devices with the simulator.
 
 Each replica is simulated on its own devices, on the cluster's links, with the gradient rings it takes part
-in. Replicas meet on links: what a replica gets of a lane is its part of all the bytes that go over it. For
-equal replicas in step that is exact, as their messages are under way at the same time; for others it is our
-approximation. A batch is that of the slowest replica, and never shorter than what the busiest device or lane
-needs for its bytes alone.
+in. Replicas meet on links: each message counts with those of the other replicas, which are taken to be under
+way at the same time. For equal replicas that is exact; for others it is our approximation. A batch is that
+of the slowest replica, and never shorter than what the busiest device or lane needs for its bytes alone.
 
 Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,7 +18,7 @@ from bireme.plan.codec_costs import coded, sum_coding_s
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
-from bireme.plan.search.contention import LaneTraffic
+from bireme.plan.search.contention import ReplicaNetworks, busiest_lane
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import (
     Tied,
@@ -42,8 +41,7 @@ from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.simulate.copies import REPLICAS
 from bireme.simulate.costs import Costs
-from bireme.simulate.links import cluster_network
-from bireme.simulate.network import Processors
+from bireme.simulate.network import Network, Processors
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
@@ -178,7 +176,7 @@ class PlanEvaluator:
                 busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule)
                 device_s[device] = device_s.get(device, 0.0) + busy_s / problem.speeds[device]
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
-        slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
+        slowest_lane, lane_s = self._busiest_lane(draft, works)
         cores = _cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
@@ -217,16 +215,17 @@ class PlanEvaluator:
         short = draft.shortened()
         floor = self.floor(draft)
         program = short.program(is_brief=is_brief)
-        traffic = self._traffic(short, program.rank_of_stage)
+        networks = self._networks(short)
         timelines: dict[object, Timeline] = {}
         of_size: dict[int, Timeline] = {}
         for replica in self._slowest_first(short, floor):
             size = outline.sizes[replica]
             if size in of_size and len(timelines) * program.num_instructions > MOST_INSTRUCTIONS:
                 continue  # bytes are the same for all of a size, and one that is slower has been looked at
-            key = self._likeness(short, program, replica, traffic)
+            network = networks.of(replica)
+            key = self._likeness(short, program, replica, network)
             if key not in timelines:
-                timelines[key] = self._simulate(short, program, replica, traffic)
+                timelines[key] = self._simulate(short, program, replica, network)
             of_size.setdefault(size, timelines[key])
         of_replica = [of_size[size] for size in outline.sizes]
         batch_s = max(timeline.steady_batch_s for timeline in timelines.values())
@@ -311,7 +310,7 @@ class PlanEvaluator:
     def timeline(self, draft: Draft, program: Program) -> Timeline:
         """What the slowest replica of a draft does in the window of a program of its plan."""
         replica = self._slowest_first(draft, self.floor(draft))[0]
-        return self._simulate(draft, program, replica, self._traffic(draft, program.rank_of_stage))
+        return self._simulate(draft, program, replica, self._networks(draft).of(replica))
 
     def _slowest_first(self, draft: Draft, floor: _LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
@@ -363,16 +362,9 @@ class PlanEvaluator:
             )
         return found
 
-    def _simulate(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> Timeline:
+    def _simulate(self, draft: Draft, program: Program, replica: int, network: Network) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
-        replicas = dict(enumerate(draft.grid)) if draft.outline.width > 1 else None
-        network = cluster_network(problem.cluster, program, devices, replicas=replicas)
-        wires = (
-            replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
-            for wire in network.wires
-        )
-        shared = replace(network, wires=tuple(wires))
         costs = self._work(draft, draft.outline.sizes[replica]).costs
         sync_s, reduce_bytes = self._syncs(draft)
         costs = replace(
@@ -386,34 +378,21 @@ class PlanEvaluator:
         return simulate(
             program,
             costs,
-            shared,
+            network,
             agree=True,
             processors=_processors_of(problem, draft.grid, replica),
             tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
         )
 
-    def _likeness(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> object:
+    def _likeness(self, draft: Draft, program: Program, replica: int, network: Network) -> object:
         """What is equal for replicas that run alike."""
         problem = self._problem
-        devices = [row[replica] for row in draft.grid]
-        names: dict[str, int] = {}
-        ways = []
-        for a, b in pairwise(program.rank_of_stage):
-            for ends in ((devices[a], devices[b]), (devices[b], devices[a])):
-                lanes = problem.path(*ends)
-                ways.append(
-                    (
-                        problem.cluster.latency(*ends),
-                        tuple(
-                            (names.setdefault(lane.name, len(names)), *traffic.at(replica, lane))
-                            for lane in lanes
-                        ),
-                    )
-                )
-        speeds = tuple(problem.speeds[device] for device in devices)
+        speeds = tuple(problem.speeds[row[replica]] for row in draft.grid)
+        rates = tuple(wire.bytes_per_s for wire in network.wires)
+        paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
         cores = _processors_of(problem, draft.grid, replica)
-        return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires
+        return draft.outline.sizes[replica], speeds, rates, paths, cores, wires
 
     def _work(self, draft: Draft, size: int) -> ReplicaWork:
         problem = self._problem
@@ -484,18 +463,31 @@ class PlanEvaluator:
         costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
-    def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> LaneTraffic:
-        costs = [self._work(draft, size).costs for size in draft.outline.sizes]
-        count = draft.outline.num_microbatches
-        reduced = self._reduce_bytes(draft)
-        per_rank = [0.0] * draft.outline.num_ranks
-        for stage, rank in enumerate(rank_of_stage):
+    def _busiest_lane(self, draft: Draft, works: Mapping[int, ReplicaWork]) -> tuple[str, float]:
+        """The lane that needs longest for the bytes of a batch, and how long that is."""
+        outline, reduced = draft.outline, self._reduce_bytes(draft)
+        per_rank = [0.0] * outline.num_ranks
+        for stage, rank in enumerate(outline.rank_of_stage):
             per_rank[rank] += reduced[stage]
-        return LaneTraffic.of(
-            self._problem,
-            draft.grid,
-            rank_of_stage,
-            [[count * one for one in own.forward_bytes] for own in costs],
-            per_rank,
-            [[count * one for one in own.backward_bytes] for own in costs],
-        )
+        of_size = {
+            size: tuple(
+                [outline.num_microbatches * one for one in own]
+                for own in (work.costs.forward_bytes, work.costs.backward_bytes)
+            )
+            for size, work in works.items()
+        }
+        boundaries = [of_size[size] for size in outline.sizes]
+        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, per_rank)
+
+    def _networks(self, draft: Draft) -> ReplicaNetworks:
+        """The networks of a draft's replicas."""
+        outline = draft.outline
+        message_bytes: dict[int, Counter[tuple[int, int]]] = {}
+        for size in set(outline.sizes):
+            costs, found = self._work(draft, size).costs, Counter[tuple[int, int]]()
+            for boundary, (here, there) in enumerate(pairwise(outline.rank_of_stage)):
+                if here != there:
+                    found[here, there] += costs.forward_bytes[boundary]
+                    found[there, here] += costs.backward_bytes[boundary]
+            message_bytes[size] = found
+        return ReplicaNetworks(self._problem, draft.grid, outline.sizes, message_bytes)

@@ -1,0 +1,119 @@
+"""What replicas take from each other on links, against all of them in one event simulation."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.made_up.models import profile_of
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
+from bireme.cluster.device import Device
+from bireme.plan.agreements import ring_share
+from bireme.plan.partition.autopipe import costs_between
+from bireme.plan.plan import Plan
+from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.draft import draft_of
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.search import forecast_of
+from tests.support.extent import examples
+from tests.support.side_by_side import side_by_side_s
+
+LAYOUTS = ("a replica on each server", "a rank on each server", "ranks on servers in turn")
+
+
+def place(layout: str, rank: int, replica: int, depth: int, width: int) -> tuple[int, int]:
+    """The server and the slot of a rank of a replica."""
+    match layout:
+        case "a replica on each server":
+            return replica, rank
+        case "a rank on each server":
+            return rank, replica
+    return (replica + rank) % width, rank
+
+
+@st.composite
+def equal_replicas(draw: st.DrawFn) -> tuple[Cluster, tuple[tuple[int, ...], ...]]:
+    """Devices as fast as their rank, so that all replicas are equal, on links that may be slow."""
+    depth, width = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    layout = draw(st.sampled_from(LAYOUTS))
+    speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=depth, max_size=depth))
+    bus, net = draw(st.sampled_from([1.0, 4.0, 100.0])), draw(st.sampled_from([0.5, 2.0, 50.0]))
+    has_bus, is_full = draw(st.booleans()), draw(st.booleans())
+    seats = {place(layout, r, q, depth, width): (r, q) for r in range(depth) for q in range(width)}
+    servers, number = list[Server](), dict[tuple[int, int], int]()
+    for name in sorted({server for server, _ in seats}):
+        slots = sorted(slot for server, slot in seats if server == name)
+        for slot in slots:
+            number[seats[name, slot]] = len(number)
+        own = tuple(Device("any", "emulated", 10**9, speed=speeds[seats[name, slot][0]]) for slot in slots)
+        places = tuple(range(len(own)))
+        bridges = (Bridge("bus", places, Link(bus, 0.25, is_full)),) if has_bus else ()
+        cards = (Card("net", places, Link(net, 0.5, is_full)),)
+        servers.append(Server(f"server{name}", own, bridges, (), cards))
+    grid = tuple(tuple(number[rank, replica] for replica in range(width)) for rank in range(depth))
+    return Cluster(tuple(servers)), grid
+
+
+@examples(60)
+@given(equal_replicas(), st.data())
+def test_equal_replicas_are_forecast_as_one_event_simulation_of_all_says(
+    place: tuple[Cluster, tuple[tuple[int, ...], ...]], data: st.DataObject
+) -> None:
+    cluster, grid = place
+    depth, width = len(grid), len(grid[0])
+
+    def numbers(least: int, most: int) -> list[int]:
+        return data.draw(st.lists(st.integers(least, most), min_size=depth, max_size=depth))
+
+    profile = profile_of(
+        numbers(1, 9),
+        numbers(1, 9),
+        parameter_bytes=numbers(0, 40),
+        boundary_bytes=numbers(0, 9),
+        update_s=numbers(0, 3),
+    )
+    schedule = data.draw(st.sampled_from(["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"]))
+    plan = Plan(
+        cuts=tuple(range(1, depth)),
+        num_microbatches=data.draw(st.integers(max(depth, 2), 6)),
+        schedule=schedule,
+        width=width,
+        micro_batch_sizes=(1,) * width,
+        devices=tuple(tuple(cluster.devices()[one].name for one in row) for row in grid),
+    )
+    request = PlanRequest(plan.num_microbatches * width)
+    draft = draft_of(plan, cluster)
+    costs = costs_between(PlanningProblem(profile, cluster, request).whole(1), plan.cuts)
+    costs = replace(
+        costs.in_halves() if draft.splits_backward else costs,
+        reduce_bytes=tuple(ring_share(width) * one for one in costs.gradient_bytes),
+        rank_speed=tuple(cluster.devices()[row[0]].device.speed for row in grid),
+    )
+    together_s = side_by_side_s(draft.program(), [costs] * width, cluster, grid)
+    assert forecast_of(plan, profile, cluster, request).batch_s == pytest.approx(together_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 32, 256])
+def test_a_sum_after_the_drain_is_not_slowed_by_the_messages_of_the_batch(num_microbatches: int) -> None:
+    """A ring of 1 s was once forecast as 3 s, in proportion to the micro-batches before it."""
+    card = (Card("net", (0,), Link(1e8, 0.0)),)
+    cluster = Cluster(
+        tuple(Server(f"s{n}", (Device("any", "emulated", 10**12),), cards=card) for n in range(4))
+    )
+    profile = profile_of([0.01] * 2, [0.02] * 2, parameter_bytes=[10**8] * 2, boundary_bytes=[10**6, 0])
+    names = [placed.name for placed in cluster.devices()]
+
+    def batch_s(width: int) -> float:
+        plan = Plan(
+            cuts=(1,),
+            num_microbatches=num_microbatches,
+            schedule="1f1b",
+            width=width,
+            micro_batch_sizes=(1,) * width,
+            devices=(tuple(names[:width]), tuple(names[2 : 2 + width])),
+        )
+        return forecast_of(plan, profile, cluster, PlanRequest(width * num_microbatches)).batch_s
+
+    # The sum of the last stage meets its last message, of 0.01 s.
+    assert 1.0 <= batch_s(2) - batch_s(1) <= 1.01 + 1e-9
