@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 from bireme.cluster.device import MOST_SENDS
 from bireme.plan.codec_costs import coded, sum_coding_s
@@ -212,27 +213,15 @@ class PlanEvaluator:
         batches only, and what its tiers move is not that of a long run.
         """
         problem, outline = self._problem, draft.outline
-        short = draft.shortened()
         floor = self.floor(draft)
-        program = short.program(is_brief=is_brief)
-        networks = self._networks(short)
-        timelines: dict[object, Timeline] = {}
-        of_size: dict[int, Timeline] = {}
-        for replica in self._slowest_first(short, floor):
-            size = outline.sizes[replica]
-            if size in of_size and len(timelines) * program.num_instructions > MOST_INSTRUCTIONS:
-                continue  # bytes are the same for all of a size, and one that is slower has been looked at
-            network = networks.of(replica)
-            key = self._likeness(short, program, replica, network)
-            if key not in timelines:
-                timelines[key] = self._simulate(short, program, replica, network)
-            of_size.setdefault(size, timelines[key])
-        of_replica = [of_size[size] for size in outline.sizes]
-        batch_s = max(timeline.steady_batch_s for timeline in timelines.values())
-        if short is not draft:
-            batch_s += floor.seconds - self.floor(short).seconds
+        shortened = draft.shortened()
+        seen = draft if shortened is None else shortened[1]
+        program = seen.program(is_brief=is_brief)
+        of_replica = self._simulated(seen, program, floor)
+        batch_s, slowest = max(of_replica, key=itemgetter(0))
+        if shortened is not None:
+            batch_s += self._more_s(draft, *shortened, batch_s)
         batch_s = max(batch_s, floor.seconds)
-        slowest = max(timelines.values(), key=lambda timeline: timeline.steady_batch_s)
         penalty = problem.penalty(
             outline.schedule,
             outline.num_stages,
@@ -248,13 +237,44 @@ class PlanEvaluator:
             penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
-            stages=tuple(self._stages(draft, program, of_replica)),
+            stages=tuple(self._stages(draft, program, [timeline for _, timeline in of_replica])),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             sum_penalty=problem.request.sum_penalty(outline.width, problem.profile.optimizer),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=self._tiers(draft, slowest),
         )
+
+    def _simulated(self, draft: Draft, program: Program, floor: _LowerBound) -> list[tuple[float, Timeline]]:
+        """What each replica does and the seconds of a batch; of those that run alike one is simulated.
+
+        If the plan is large, of all replicas with micro-batches of a size the one with the busiest device
+        stands for all.
+        """
+        networks = self._networks(draft)
+        known: dict[object, tuple[float, Timeline]] = {}
+        of_size: dict[int, tuple[float, Timeline]] = {}
+        for replica in self._slowest_first(draft, floor):
+            size = draft.outline.sizes[replica]
+            if size in of_size and len(known) * program.num_instructions > MOST_INSTRUCTIONS:
+                continue
+            network = networks.of(replica)
+            key = self._likeness(draft, program, replica, network)
+            if key not in known:
+                timeline = self._simulate(draft, program, replica, network)
+                known[key] = timeline.steady_batch_s, timeline
+            of_size[size] = max(of_size.get(size, known[key]), known[key], key=itemgetter(0))
+        return [of_size[size] for size in draft.outline.sizes]
+
+    def _more_s(self, draft: Draft, short: Draft, longer: Draft, longer_s: float) -> float:
+        """What the micro-batches take that a draft has in addition to a shorter one: each as much as those
+        between two shorter ones, and no less than the busiest device or lane needs.
+        """
+        short_s = max(seconds for seconds, _ in self._simulated(short, short.program(), self.floor(draft)))
+        count = draft.outline.num_microbatches - longer.outline.num_microbatches
+        period = longer.outline.num_microbatches - short.outline.num_microbatches
+        least_s = self._floor(draft).seconds - self._floor(longer).seconds
+        return max(count / period * (longer_s - short_s), least_s)
 
     def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
         """What ranks move between tiers, or between replicas that share."""
