@@ -1,4 +1,4 @@
-"""What replicas take from each other on links, against all of them in one event simulation."""
+"""What replicas take from each other on links, and what long batches take, against event simulations."""
 
 from dataclasses import replace
 
@@ -14,8 +14,9 @@ from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of
+from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
-from bireme.plan.search.search import forecast_of
+from bireme.plan.search.search import forecast_of, timeline_of
 from tests.support.extent import examples
 from tests.support.side_by_side import side_by_side_s
 
@@ -117,3 +118,63 @@ def test_a_sum_after_the_drain_is_not_slowed_by_the_messages_of_the_batch(num_mi
 
     # The sum of the last stage meets its last message, of 0.01 s.
     assert 1.0 <= batch_s(2) - batch_s(1) <= 1.01 + 1e-9
+
+
+# --- batches of many micro-batches
+
+
+def long_plan(schedule: str, num_microbatches: int, lookahead: int = 0) -> Plan:
+    """Three unequal stages in a row."""
+    names = [placed.name for placed in row_of_three(4.0, 0.5).devices()]
+    return Plan(
+        cuts=(1, 2),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        lookahead=lookahead,
+        micro_batch_sizes=(1,),
+        devices=tuple((name,) for name in names),
+    )
+
+
+def row_of_three(bytes_per_s: float, latency_s: float) -> Cluster:
+    card = (Card("net", (0,), Link(bytes_per_s, latency_s)),)
+    return Cluster(tuple(Server(f"s{n}", (Device("any", "emulated", 10**9),), cards=card) for n in range(3)))
+
+
+@examples(80)
+@given(
+    st.lists(st.integers(1, 9), min_size=6, max_size=6),
+    st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    st.sampled_from([1.0, 4.0, 100.0]),
+    st.sampled_from([0.0, 0.5, 4.0]),
+    st.sampled_from(["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"]),
+    st.sampled_from([0, 2]),
+)
+def test_a_long_batch_is_estimated_as_it_is_simulated(
+    seconds: list[int],
+    boundaries: list[int],
+    bytes_per_s: float,
+    latency_s: float,
+    schedule: str,
+    lookahead: int,
+) -> None:
+    profile = profile_of(seconds[:3], seconds[3:], boundary_bytes=boundaries)
+    cluster = row_of_three(bytes_per_s, latency_s)
+    plan = long_plan(schedule, 60, lookahead if schedule in ("1f1b", "2bw", "2bw-fresh") else 0)
+    request = PlanRequest(60)
+    simulated = timeline_of(plan, profile, cluster, request, num_batches=4)
+    estimated_s = forecast_of(plan, profile, cluster, request).batch_s
+    assert estimated_s == pytest.approx(simulated.steady_batch_s, rel=0.03)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1"])
+def test_a_longer_batch_is_no_more_to_simulate(schedule: str) -> None:
+    profile = profile_of([1, 2, 3], [2, 4, 6], boundary_bytes=[1, 1, 0])
+
+    def num_instructions(num_microbatches: int) -> int:
+        cluster = row_of_three(4.0, 0.5)
+        evaluator = PlanEvaluator(PlanningProblem(profile, cluster, PlanRequest(num_microbatches)))
+        evaluator.forecast(draft_of(long_plan(schedule, num_microbatches), cluster))
+        return evaluator.num_instructions
+
+    assert num_instructions(10_000) == num_instructions(100)

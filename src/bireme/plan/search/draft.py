@@ -18,7 +18,10 @@ Grid = tuple[tuple[int, ...], ...]
 """The device of each replica of each rank: `grid[rank][replica]`."""
 
 _SETTLED = 2
-"""Times the micro-batches that show all a plan does: after so many, each more takes as long as the last."""
+"""Times as many micro-batches as there are stages: after so many, each more takes as long as the last."""
+
+_FEWEST = 8
+"""Micro-batches that show what updates do before the end of a batch."""
 
 _MOST_PASSES = 512
 """Forwards that are simulated to let a plan settle, over all stages; deeper plans are simulated for less."""
@@ -69,18 +72,16 @@ class Draft:
         if self.paging is not None or self.whole_weights:
             return None
         stages = ranks * (2 if outline.stages_per_rank > 1 else 1)
-        shows_all = -(-max(stages + self.lookahead, self.num_sliced or 0) // ranks) * ranks
-        for times in (_SETTLED, 1):
-            one = times * shows_all
-            other = one + ranks
-            if one + other < outline.num_microbatches and (
-                times == 1 or outline.num_stages * (one + other) <= _MOST_PASSES
-            ):
-                short, longer = (
-                    replace(self, outline=replace(outline, num_microbatches=count)) for count in (one, other)
-                )
-                return short, longer
-        return None
+        times = _SETTLED if outline.num_stages * _SETTLED * stages <= _MOST_PASSES else 1
+        shows_all = max(times * stages + self.lookahead, self.num_sliced or 0, _FEWEST)
+        one = -(-shows_all // ranks) * ranks
+        other = one + times * ranks
+        if one + other >= outline.num_microbatches:
+            return None
+        short, longer = (
+            replace(self, outline=replace(outline, num_microbatches=count)) for count in (one, other)
+        )
+        return short, longer
 
     def program(self, *, is_brief: bool = False) -> Program:
         """What one replica does in a few batches; with `is_brief` in very few, where it pages."""
