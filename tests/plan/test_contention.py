@@ -123,22 +123,23 @@ def test_a_sum_after_the_drain_is_not_slowed_by_the_messages_of_the_batch(num_mi
 # --- batches of many micro-batches
 
 
-def long_plan(schedule: str, num_microbatches: int, lookahead: int = 0) -> Plan:
-    """Three unequal stages in a row."""
-    names = [placed.name for placed in row_of_three(4.0, 0.5).devices()]
+def long_plan(schedule: str, num_microbatches: int, lookahead: int = 0, width: int = 1) -> Plan:
+    """Three unequal stages in a row, of so many replicas."""
+    names = [placed.name for placed in six_servers(4.0, 0.5).devices()]
     return Plan(
         cuts=(1, 2),
         num_microbatches=num_microbatches,
         schedule=schedule,
         lookahead=lookahead,
-        micro_batch_sizes=(1,),
-        devices=tuple((name,) for name in names),
+        micro_batch_sizes=(1,) * width,
+        width=width,
+        devices=tuple(tuple(names[rank * width : (rank + 1) * width]) for rank in range(3)),
     )
 
 
-def row_of_three(bytes_per_s: float, latency_s: float) -> Cluster:
+def six_servers(bytes_per_s: float, latency_s: float) -> Cluster:
     card = (Card("net", (0,), Link(bytes_per_s, latency_s)),)
-    return Cluster(tuple(Server(f"s{n}", (Device("any", "emulated", 10**9),), cards=card) for n in range(3)))
+    return Cluster(tuple(Server(f"s{n}", (Device("any", "emulated", 10**9),), cards=card) for n in range(6)))
 
 
 @examples(80)
@@ -149,6 +150,8 @@ def row_of_three(bytes_per_s: float, latency_s: float) -> Cluster:
     st.sampled_from([0.0, 0.5, 4.0]),
     st.sampled_from(["1f1b", "gpipe", "2bw", "2bw-fresh", "zb-h1"]),
     st.sampled_from([0, 2]),
+    st.integers(1, 2),
+    st.sampled_from([0, 10, 100]),
 )
 def test_a_long_batch_is_estimated_as_it_is_simulated(
     seconds: list[int],
@@ -157,11 +160,15 @@ def test_a_long_batch_is_estimated_as_it_is_simulated(
     latency_s: float,
     schedule: str,
     lookahead: int,
+    width: int,
+    parameter_bytes: int,
 ) -> None:
-    profile = profile_of(seconds[:3], seconds[3:], boundary_bytes=boundaries)
-    cluster = row_of_three(bytes_per_s, latency_s)
-    plan = long_plan(schedule, 60, lookahead if schedule in ("1f1b", "2bw", "2bw-fresh") else 0)
-    request = PlanRequest(60)
+    profile = profile_of(
+        seconds[:3], seconds[3:], boundary_bytes=boundaries, parameter_bytes=[parameter_bytes] * 3
+    )
+    cluster = six_servers(bytes_per_s, latency_s)
+    plan = long_plan(schedule, 60, lookahead if schedule in ("1f1b", "2bw", "2bw-fresh") else 0, width)
+    request = PlanRequest(60 * width)
     simulated = timeline_of(plan, profile, cluster, request, num_batches=4)
     estimated_s = forecast_of(plan, profile, cluster, request).batch_s
     assert estimated_s == pytest.approx(simulated.steady_batch_s, rel=0.03)
@@ -172,7 +179,7 @@ def test_a_longer_batch_is_no_more_to_simulate(schedule: str) -> None:
     profile = profile_of([1, 2, 3], [2, 4, 6], boundary_bytes=[1, 1, 0])
 
     def num_instructions(num_microbatches: int) -> int:
-        cluster = row_of_three(4.0, 0.5)
+        cluster = six_servers(4.0, 0.5)
         evaluator = PlanEvaluator(PlanningProblem(profile, cluster, PlanRequest(num_microbatches)))
         evaluator.forecast(draft_of(long_plan(schedule, num_microbatches), cluster))
         return evaluator.num_instructions

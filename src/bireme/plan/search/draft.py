@@ -64,16 +64,16 @@ class Draft:
         """The units from which and up to which each stage goes."""
         return list(pairwise((0, *self.cuts, num_units)))
 
-    def shortened(self) -> tuple["Draft", "Draft"] | None:
-        """The same with two smaller numbers of micro-batches, a period apart, that show all it does and what
-        a period takes; None where it has too few for that to be less to simulate.
+    def shortened(self, least: int) -> tuple["Draft", "Draft"] | None:
+        """The same with two smaller numbers of micro-batches, `least` or more and a period apart, that show
+        all it does and what a period takes; None where it has too few for that to be less to simulate.
         """
         outline, ranks = self.outline, self.outline.num_ranks
         if self.paging is not None or self.whole_weights:
             return None
         stages = ranks * (2 if outline.stages_per_rank > 1 else 1)
         times = _SETTLED if outline.num_stages * _SETTLED * stages <= _MOST_PASSES else 1
-        shows_all = max(times * stages + self.lookahead, self.num_sliced or 0, _FEWEST)
+        shows_all = max(times * stages + self.lookahead, self.num_sliced or 0, _FEWEST, least)
         one = -(-shows_all // ranks) * ranks
         other = one + times * ranks
         if one + other >= outline.num_microbatches:

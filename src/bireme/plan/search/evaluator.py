@@ -8,10 +8,11 @@ of the slowest replica, and never shorter than what the busiest device or lane n
 Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 from operator import itemgetter
 
 from bireme.cluster.device import MOST_SENDS
@@ -136,6 +137,9 @@ def _processors_of(
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
 
+_SLOWED = 2
+"""Times as long as alone a sum may take beside messages."""
+
 _MOST_KEPT = 4096
 """Costs of partitions that are not worked out again."""
 
@@ -214,7 +218,7 @@ class PlanEvaluator:
         """
         problem, outline = self._problem, draft.outline
         floor = self.floor(draft)
-        shortened = draft.shortened()
+        shortened = draft.shortened(self._fewest(draft, floor))
         seen = draft if shortened is None else shortened[1]
         program = seen.program(is_brief=is_brief)
         of_replica = self._simulated(seen, program, floor)
@@ -265,6 +269,16 @@ class PlanEvaluator:
                 known[key] = timeline.steady_batch_s, timeline
             of_size[size] = max(of_size.get(size, known[key]), known[key], key=itemgetter(0))
         return [of_size[size] for size in draft.outline.sizes]
+
+    def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
+        """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
+        outline = draft.outline
+        if draft.rule is Rule.SYNCHRONOUS or outline.width == 1 or outline.num_microbatches == 1:
+            return 0
+        one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
+        pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
+        end_s = _SLOWED * one.seconds
+        return ceil(min(end_s / pace_s, outline.num_microbatches)) if pace_s else outline.num_microbatches
 
     def _more_s(self, draft: Draft, short: Draft, longer: Draft, longer_s: float) -> float:
         """What the micro-batches take that a draft has in addition to a shorter one: each as much as those
@@ -502,9 +516,9 @@ class PlanEvaluator:
     def _networks(self, draft: Draft) -> ReplicaNetworks:
         """The networks of a draft's replicas."""
         outline = draft.outline
-        message_bytes: dict[int, Counter[tuple[int, int]]] = {}
+        message_bytes: dict[int, Mapping[tuple[int, int], float]] = {}
         for size in set(outline.sizes):
-            costs, found = self._work(draft, size).costs, Counter[tuple[int, int]]()
+            costs, found = self._work(draft, size).costs, defaultdict[tuple[int, int], float](float)
             for boundary, (here, there) in enumerate(pairwise(outline.rank_of_stage)):
                 if here != there:
                     found[here, there] += costs.forward_bytes[boundary]
