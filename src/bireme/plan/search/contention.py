@@ -127,9 +127,9 @@ class ReplicaNetworks:
                 slowest[loads, ()] = lane
         wires: defaultdict[_Ends, dict[int, float]] = defaultdict(dict)
         elsewhere: defaultdict[_Ends, list[tuple[int, float]]] = defaultdict(list)
-        for number, (loads, own) in enumerate(slowest):
+        for number, (loads, passed_by) in enumerate(slowest):
             for ends, load in loads:
-                if ends in own or ends[0] == ends[1]:
+                if ends in passed_by or ends[0] == ends[1]:
                     wires[ends][number] = load
                 else:
                     elsewhere[ends].append((number, load))

@@ -503,10 +503,11 @@ class PlanEvaluator:
         per_rank = [0.0] * outline.num_ranks
         for stage, rank in enumerate(outline.rank_of_stage):
             per_rank[rank] += reduced[stage]
+        count = outline.num_microbatches
         of_size = {
-            size: tuple(
-                [outline.num_microbatches * one for one in own]
-                for own in (work.costs.forward_bytes, work.costs.backward_bytes)
+            size: (
+                [count * one for one in work.costs.forward_bytes],
+                [count * one for one in work.costs.backward_bytes],
             )
             for size, work in works.items()
         }

@@ -210,7 +210,7 @@ _MOST_PLANS = 6_000
 _MOST_DEVICES = 8
 """Of clusters whose mappings may all be gone through."""
 
-MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 40_000, 8_000
+MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 20_000, 8_000
 """To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
 
 _BRIEF_INSTRUCTIONS = 20_000
@@ -387,21 +387,23 @@ class HeuristicExplorer:
         most = max(_LEAST_SHAPES, round(MOST_SHAPES * self._share))
         for place, ranked in enumerate(kinds.values()):
             ledger.progress(0.4 * place / len(kinds))
-            is_first = True
+            of_kind: list[tuple[float, int, list[Draft]]] = []
             for number, outline in enumerate(ranked[:_MOST_FRUITLESS]):
-                if number >= most and not is_first:
+                if number >= most and of_kind:
                     break
                 drafts = list(self._drafts(outline))
                 if drafts:
                     cost = min(self._rough_cost(draft) for draft in drafts)
-                    # The best of every kind is shown with the best of all, so each kind is simulated.
-                    rough.append((not is_first, cost, len(rough), drafts))
-                    is_first = False
+                    of_kind.append((cost, len(rough) + number, drafts))
+            rough += [(place > 0, *one) for place, one in enumerate(sorted(of_kind, key=itemgetter(0, 1)))]
         found: list[EvaluatedDraft] = []
-        for is_later, _, _, drafts in sorted(rough, key=lambda one: one[:3]):
-            if is_later and ledger.evaluator.num_instructions > self._most_instructions:
-                break
-            if ledger.could_win(drafts[0].outline, self._outlines.least_s(drafts[0].outline)):
+        for _, _, _, drafts in sorted(rough, key=itemgetter(0, 1, 2)):
+            outline = drafts[0].outline
+            # The best of every kind is shown with the best of all, so each kind is simulated.
+            is_known = PlanKind.of(outline) in {PlanKind.of(one.draft.outline) for one in ledger.all_best()}
+            if is_known and ledger.evaluator.num_instructions > self._most_instructions:
+                continue
+            if ledger.could_win(outline, self._outlines.least_s(outline)):
                 best = self._best_of(iter(drafts))
                 # Where links are slow, what a shape is worth shows only when its stages run ahead.
                 found += [] if best is None else [best, self._run_ahead(best)]
