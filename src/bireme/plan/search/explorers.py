@@ -219,7 +219,7 @@ _BRIEF_INSTRUCTIONS = 20_000
 _MOST_GRIDS = 24
 """Mappings of a shape that are compared by their links."""
 
-_FEW, _MOST_SHARE = 16, 4.0
+_FEW, _MOST_SHARE = 16, 8.0
 """Devices; with more, fewer things are tried, and with fewer more, up to so many times as many."""
 
 _MOST_EXCHANGED, MOST_EXCHANGES = 32, 60
