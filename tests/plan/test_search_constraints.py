@@ -79,6 +79,7 @@ def test_a_plan_is_found_again_if_all_that_it_says_is_asked(
         width=plan.width,
         micro_batch=plan.micro_batch_sizes[0] if len(set(plan.micro_batch_sizes)) == 1 else None,
         lookahead=plan.lookahead > 0,
+        delay_warmup=request.delay_warmup_share,
     )
     again = answered(profile, cluster, asked)
     assert again is not None
