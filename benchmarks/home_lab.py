@@ -13,7 +13,9 @@ few cores. The hosts are network namespaces, which needs root on Linux. Elsewher
 then the links are not slow, and a host is stopped instead of cut off. The rows specify which.
 
 Throughput is that of the ledger. The prediction is the run's own, from `bireme train --json`. While a replica
-is away, it is what the simulator predicts for the other one alone, with the whole batch.
+is away, it is what the planner predicts for the other one alone, with the whole batch. Both are of batches in
+the middle of a run, so they are compared with batches that begin when the same replicas have trained for a
+while. Rows have the throughput over all of the run too, with the waits that the faults cause.
 """
 
 import sys
@@ -31,9 +33,10 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_least, at_most, exactly
 from benchmarks.home.lab_run import BATCH, REPLICAS, evaluated_loss, lab_run, plan_text
 from benchmarks.killing.mortal_run import Round
-from benchmarks.rehearsal.rehearsed import rehearsed, simulated_s
 from bireme.cluster.cluster_file import read_cluster
 from bireme.plan.plan_file import load_plan
+from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.search import forecast_of
 from bireme.profile.profile import load_profile
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.train.folder import RunFolder
@@ -41,8 +44,8 @@ from bireme.train.folder import RunFolder
 KILLED, CUT = 2, 1
 """The host that is killed, and the one whose link is cut."""
 CUT_S, AWAY_S = 10.0, 3.0
-SETTLED = 10
-"""Batches after which the shares follow the speeds, and throughput is counted."""
+SETTLED = 6
+"""Batches of the same replicas after which shares follow speeds, and throughput is compared."""
 LEAST_THROUGHPUT, MOST_LOSS = 0.85, 0.01
 
 
@@ -59,7 +62,7 @@ class Story:
     after: int
 
 
-FULL, QUICK = Story(60, 80, 80), Story(25, 15, 15)
+FULL, QUICK = Story(60, 80, 80), Story(16, 12, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +85,56 @@ class Lived:
         """Of a batch of all replicas."""
         return float(self.document["predicted_batch_s"])
 
+    def expected_per_s(self, members: Sequence[int]) -> float:
+        """Samples a second that are predicted for these replicas."""
+        seconds = self.predicted_s if len(members) == REPLICAS else self.alone_s[members[0]]
+        return BATCH / seconds
+
     def throughput(self) -> dict[str, float]:
-        """Samples a second while all replicas train, and over all of it; predictions, and their ratios."""
-        whole_s = whole = all_s = every = expected = 0.0
-        for before, own in pairwise(self.rounds[SETTLED:]):
-            seconds = own.at_s - before.at_s
-            all_s, every = all_s + seconds, every + own.num_samples
-            if len(own.members) < REPLICAS:
-                expected += seconds * BATCH / self.alone_s[own.members[0]]
-                continue
-            expected += seconds * BATCH / self.predicted_s
-            if len(before.members) == REPLICAS:
-                whole_s, whole = whole_s + seconds, whole + own.num_samples
+        """Samples a second in settled batches while all replicas train, and in all batches; predictions, and
+        their ratios. That of a replica alone is there if it has trained settled batches.
+        """
+        whole, alone, every = Pace(), Pace(), Pace()
+        num_alike = 0
+        for place, (before, own) in enumerate(pairwise(self.rounds)):
+            num_alike = num_alike + 1 if before.members == own.members else 0
+            seconds, expected = own.at_s - before.at_s, self.expected_per_s(own.members)
+            if place >= SETTLED:
+                every.add(seconds, own.num_samples, expected)
+            if num_alike > SETTLED:
+                (whole if len(own.members) == REPLICAS else alone).add(seconds, own.num_samples, expected)
+        predicted = BATCH / self.predicted_s
         return {
-            "whole_s": whole_s,
-            "all_s": all_s,
-            "samples_per_s": whole / whole_s,
-            "predicted_per_s": BATCH / self.predicted_s,
-            "of_predicted": whole / whole_s * self.predicted_s / BATCH,
-            "over_all_per_s": every / all_s,
-            "over_all_of_predicted": every / expected,
-            "over_all_of_faultless": every / all_s * self.predicted_s / BATCH,
+            "whole_s": whole.seconds,
+            "all_s": every.seconds,
+            "samples_per_s": whole.samples / whole.seconds,
+            "predicted_per_s": predicted,
+            "of_predicted": whole.of_expected,
+            **({"alone_of_predicted": alone.of_expected} if alone.seconds else {}),
+            "over_all_per_s": every.samples / every.seconds,
+            "over_all_of_predicted": every.of_expected,
+            "over_all_of_faultless": every.samples / every.seconds / predicted,
         }
+
+
+@dataclass(slots=True)
+class Pace:
+    """Seconds, the samples trained in them, and those that were expected."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    expected: float = 0.0
+
+    def add(self, seconds: float, samples: int, expected_per_s: float) -> None:
+        """Count a batch."""
+        self.seconds += seconds
+        self.samples += samples
+        self.expected += seconds * expected_per_s
+
+    @property
+    def of_expected(self) -> float:
+        """Samples, of those expected."""
+        return self.samples / self.expected
 
 
 def live(
@@ -128,8 +159,8 @@ def live(
 
 
 def alone_s(path: Path) -> list[float]:
-    """What the simulator predicts for a batch that a replica trains alone, for each of them. Micro-batches
-    are of the size that was profiled, and there are more of them.
+    """What the planner predicts for a batch that a replica trains alone, for each of them. Micro-batches are
+    of the size that was profiled, and there are more of them.
     """
     folder = RunFolder(path)
     plan, cluster = load_plan(folder.plan).plan, read_cluster(folder.cluster)
@@ -144,7 +175,7 @@ def alone_s(path: Path) -> list[float]:
             num_microbatches=BATCH // size,
             micro_batch_sizes=(size,),
         )
-        found.append(simulated_s(rehearsed(profile, cluster, own), cluster))
+        found.append(forecast_of(own, profile, cluster, PlanRequest(BATCH)).batch_s)
     return found
 
 
@@ -177,7 +208,9 @@ def verdicts(faulty: Lived, calm: Lived) -> Iterator[Verdict]:
     yield at_most("loss, difference from the run without faults", off, MOST_LOSS)
     found = faulty.throughput()
     yield at_least("throughput of all replicas, of predicted", found["of_predicted"], LEAST_THROUGHPUT)
-    yield at_least("throughput over all, of predicted", found["over_all_of_predicted"], LEAST_THROUGHPUT)
+    if "alone_of_predicted" in found:
+        alone = found["alone_of_predicted"]
+        yield at_least("throughput of one replica, of predicted", alone, LEAST_THROUGHPUT)
 
 
 def options(parser: ArgumentParser) -> None:

@@ -74,9 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[KEPT_GRAPHS] = str(_folder_of_graphs(config))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
-    # As the engine's benchmark sets it, so that the fork server need not be another one there.
+    # As the engine's benchmark sets it, so that the fork server need not be another one there. A new one has
+    # imported nothing, and each process that it starts imports torch's compiler by itself.
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command sets it, for the same reason
     if config.option.markexpr == FAST:
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 

@@ -38,9 +38,9 @@ from bireme.model.graph import Graph
 from bireme.plan.plan import Plan
 from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
-from bireme.runtime.banks import BankMemory
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
+from bireme.runtime.parameter_groups import BankMemory
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
 from bireme.schedule.residency import resident

@@ -45,8 +45,8 @@ GPT_2_2B = Model("GPT 2.2B", 32, 2304, 32)
 
 
 def p3_16xlarge(count: int = 1) -> Cluster:
-    """Servers of eight V100 with 16 GB."""
-    device = Device("V100", "cuda", 16 * 10**9)
+    """Servers of eight V100 with 16 GB, which hold tensors alone, as in the paper's formulas."""
+    device = Device("V100", "cuda", 16 * 10**9, process_bytes=0)
     places = tuple(range(8))
     return Cluster(
         tuple(

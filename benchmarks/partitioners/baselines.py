@@ -14,12 +14,13 @@ from types import MappingProxyType
 import numpy as np
 
 from benchmarks.partitioners.dapple import dapple
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
-from bireme.plan.agreements import ring_share
 from bireme.plan.partition.autopipe import Cuts
 from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.loads import Loads, loads_of
 from bireme.plan.partition.partition import least_max
+from bireme.simulate.links import ring_share
 
 __all__ = ["BASELINES", "Planner", "parameters", "pipedream_2bw", "pipedream_2bw_s", "piper", "uniform"]
 
@@ -71,7 +72,8 @@ def piper(loads: Loads) -> Cuts:
     chain, line = loads.chain, loads.line
     least = min(seat.memory_bytes for seat in line.seats)
     seats = tuple(replace(seat, speed=1.0, memory_bytes=least) for seat in line.seats)
-    alike = loads_of(chain, replace(line, seats=seats, overlap=True), loads.setting)
+    links = tuple(replace(link, overlap=Overlap.FULL) for link in line.links)
+    alike = loads_of(chain, replace(line, seats=seats, links=links), loads.setting)
     bytes_per_s = min((link.bytes_per_s for link in line.links), default=math.inf)
     crossing_s = 2 * np.concatenate(([0], chain.boundary_bytes[:-1], [0])) / bytes_per_s
     width = chain.num_units - line.num_stages + 1

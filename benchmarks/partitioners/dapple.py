@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bireme.plan.agreements import ring_share
 from bireme.plan.partition.chain import Seconds
 from bireme.plan.partition.loads import Loads, Recompute
+from bireme.simulate.links import ring_share
 
 __all__ = ["dapple", "dapple_latency_s"]
 

@@ -25,7 +25,6 @@ from benchmarks.engine_bench.emulated import (
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver
-from bireme.plan.agreements import ring_share
 from bireme.plan.codec_costs import coded
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
@@ -33,7 +32,7 @@ from bireme.profile.stages import stage_cost
 from bireme.runtime.optimizers import NamedTensors
 from bireme.schedule.residency import resident
 from bireme.simulate.costs import CodecCost, Costs
-from bireme.simulate.links import cluster_network
+from bireme.simulate.links import cluster_network, ring_share
 from bireme.simulate.simulator import simulate
 
 __all__ = ["Rehearsed", "rehearsed", "simulated_s", "sleeping_sgd", "stage_model"]

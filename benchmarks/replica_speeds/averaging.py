@@ -20,13 +20,13 @@ from torch import Tensor
 from benchmarks.engine_bench.emulated import EmulatedModel, StagePace, emulated_model
 from bireme.balance import ShareLimits
 from bireme.plan.plan import Plan
-from bireme.runtime.coordinator_client import LazyCoordinatorClient
+from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.averages import Averaging
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
@@ -169,7 +169,7 @@ def _average_in_groups(
     """On every rank: what the window between two places takes, with the mean at its end."""
     replica = order.life.replica
     rank = RankId(replica, order.life.life, world.rank)
-    talk = LazyCoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s)
+    talk = CoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s)
     agent = ExchangeAgent(rank, talk, timeout_s=world.timeout_s, on_error=world.watch.failed)
     model = emulated_model(1, paces[replica])
     averaging = Averaging(agent, MICROBATCHES * len(paces))

@@ -163,6 +163,17 @@ def peak_bytes(device: torch.device) -> int:
     return int(torch.accelerator.max_memory_allocated(device))
 
 
+def process_bytes(device: torch.device) -> int:
+    """What is in use on an accelerator beside the memory that torch holds for this process: its context,
+    kernels and communicators, and all that other programs hold there. 0 where nobody can tell.
+    """
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):  # as of mps
+        return 0
+    free, total = module.mem_get_info(device)
+    return max(int(total) - int(free) - int(torch.accelerator.memory_reserved(device)), 0)
+
+
 def reset_peak(device: torch.device) -> None:
     """Start a new measurement of the peak."""
     torch.empty(0, device=device)  # there is no allocator to ask before the first tensor

@@ -32,20 +32,27 @@ def rounds_of(*parts: tuple[int, tuple[int, ...], float]) -> list[Round]:
 
 
 def test_a_run_that_is_as_fast_as_predicted_also_while_a_replica_is_away_has_a_ratio_of_one() -> None:
-    whole = (0, 1)
-    rounds = rounds_of((SETTLED + 5, whole, BATCH_S), (4, (0,), ALONE_S), (6, whole, BATCH_S))
+    whole, some = (0, 1), SETTLED + 5
+    rounds = rounds_of((some, whole, BATCH_S), (some, (0,), ALONE_S), (some, whole, BATCH_S))
     found = lived(rounds).throughput()
     assert found["of_predicted"] == pytest.approx(1.0)
+    assert found["alone_of_predicted"] == pytest.approx(1.0)
     assert found["over_all_of_predicted"] == pytest.approx(1.0)
     assert found["over_all_of_faultless"] < 1.0
     assert found["samples_per_s"] == pytest.approx(24 / BATCH_S)
 
 
-def test_a_wait_after_a_fault_counts_in_the_throughput_over_all_alone() -> None:
-    whole = (0, 1)
-    rounds = rounds_of((SETTLED + 5, whole, BATCH_S), (1, (1,), 60.0), (6, whole, BATCH_S))
+def test_waits_after_a_fault_and_batches_of_replicas_that_settle_count_in_the_throughput_over_all_alone() -> (
+    None
+):
+    """A prediction is of a batch in the middle of a run."""
+    whole, some = (0, 1), SETTLED + 5
+    rounds = rounds_of(
+        (some, whole, BATCH_S), (1, (1,), 60.0), (SETTLED, whole, 3 * BATCH_S), (5, whole, BATCH_S)
+    )
     found = lived(rounds).throughput()
     assert found["of_predicted"] == pytest.approx(1.0)
+    assert "alone_of_predicted" not in found
     assert found["over_all_of_predicted"] < 0.5
 
 

@@ -259,7 +259,18 @@ def test_links_are_as_the_options_say(capsys: Capture) -> None:
     assert steady_s(capsys, *slow, "--half-duplex") > steady_s(capsys, *slow)
     assert steady_s(capsys, *slow, "--ranks-per-server", "2") == 4 * 2
     fast = f"{shape} --message-bytes 1 --link-bytes-per-s 10 --lookahead 2".split()
-    assert steady_s(capsys, *fast, "--no-overlap") > steady_s(capsys, *fast)
+    assert steady_s(capsys, *fast, "--link-overlap", "receiver") > steady_s(capsys, *fast)
+
+
+def test_an_option_that_moved_is_refused_with_the_new_one(capsys: Capture) -> None:
+    found = bireme(capsys, "simulate", "--no-overlap")
+    assert found.status == 2
+    assert "--link-overlap receiver" in found.err
+    unknown = bireme(
+        capsys, *with_sets("simulate plan.schedule=1f1b --forward-s 1 --link-overlap both".split())
+    )
+    assert unknown.status == 2
+    assert "There is no overlap 'both'" in unknown.err
 
 
 def test_recomputing_takes_a_forward_more_and_keeps_inputs_only(capsys: Capture) -> None:

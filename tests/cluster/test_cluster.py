@@ -3,15 +3,18 @@
 import math
 import pickle
 import re
+from io import StringIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server, Switch
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Overlap, Server, Switch
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
+from bireme.report.cluster_table import print_cluster
 from bireme.schedule.catalogue import generate
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
@@ -61,6 +64,29 @@ def test_the_ports_of_a_switched_mesh_are_shared_by_all_flows_of_a_device() -> N
     cluster = load_cluster("one-server-of-8")
     assert set(cluster.path(0, 1)) & set(cluster.path(0, 2)) == {cluster.path(0, 1)[0]}
     assert not set(cluster.path(0, 1)) & set(cluster.path(1, 0))
+
+
+def test_a_way_overlaps_as_little_as_its_least_link() -> None:
+    device = Device("any", "emulated", 2**30)
+    bridge = Bridge("bus", (0, 1), Link(1.0, overlap=Overlap.RECEIVER))
+    cards = [Card("net", (0, 1), Link(1.0, overlap=one)) for one in (Overlap.FULL, Overlap.NONE)]
+    servers = tuple(
+        Server(name, (device,) * 2, (bridge,), (), (card,)) for name, card in zip("ab", cards, strict=True)
+    )
+    found = Cluster(servers)
+    assert [found.overlap(*ends) for ends in ((0, 0), (0, 1), (1, 3), (3, 1))] == [
+        Overlap.FULL,
+        Overlap.RECEIVER,
+        Overlap.NONE,
+        Overlap.NONE,
+    ]
+
+
+def test_the_table_of_links_says_who_waits() -> None:
+    card = Card("net", (0,), Link(1e9, overlap=Overlap.NONE))
+    console = Console(file=StringIO(), width=200)
+    print_cluster(Cluster((Server("here", (PLAIN,), cards=(card,)),)), console)
+    assert "both ends wait for messages" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_half_duplex_link_is_one_lane_both_ways() -> None:

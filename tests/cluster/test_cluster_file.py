@@ -149,6 +149,7 @@ MISTAKES = [
         'card[0].bytes_per_s is "10 Gbit"; it must be a',
     ),
     (SERVER + DEVICE + "[[server.card]]\nbytes_per_s = 1e9\nduplex = 'both'\n", 'card[0].duplex is "both"'),
+    (SERVER + DEVICE + "[[server.card]]\nbytes_per_s = 1e9\noverlap = 'half'\n", 'card[0].overlap is "half"'),
     (SERVER + DEVICE + "[[server.mesh]]\nbytes_per_s = 1e9\n", "server[0].mesh[0]: mesh0 joins 1 devices"),
     (SERVER + DEVICE + "[[server.card]]\nbytes_per_s = 1e9\nlatency_s = -1\n", "card[0].latency_s is -1"),
     (SERVER + DEVICE + SERVER + DEVICE, "server0/cpu0 is on no network card"),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.plan.agreements import ring_share
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
@@ -17,6 +16,7 @@ from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import forecast_of, timeline_of
+from bireme.simulate.links import ring_share
 from tests.support.extent import examples
 from tests.support.side_by_side import side_by_side_s
 

@@ -13,7 +13,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.contention import busiest_lane
+from bireme.plan.search.contention import HopBytes, busiest_lane
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
 from bireme.plan.search.problem import PlanningProblem
@@ -110,9 +110,9 @@ def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
     problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
     boundaries = [([10.0], [10.0])] * 2
-    each_server_a_stage = busiest_lane(problem, ((0, 1), (2, 3)), (0, 1), boundaries, [0.0, 0.0])
+    each_server_a_stage = busiest_lane(problem, ((0, 1), (2, 3)), (0, 1), boundaries, [])
     assert each_server_a_stage == ("b/net out", 20 / 1e9)
-    name, seconds = busiest_lane(problem, ((0, 2), (1, 3)), (0, 1), boundaries, [70.0, 0.0])
+    name, seconds = busiest_lane(problem, ((0, 2), (1, 3)), (0, 1), boundaries, [HopBytes((0, 2), 70.0)])
     assert name == "b/bus out"
     assert seconds == pytest.approx((20 + 70) / 1e9)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
+from bireme.cluster.cluster import Overlap
 from bireme.plan.partition.autopipe import ChainTimes, Cuts, autopipe, iterate
 from bireme.plan.partition.loads import (
     DeviceRow,
@@ -23,7 +24,7 @@ from bireme.plan.partition.partition import Misfit, assess, exact
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
 from bireme.simulate.costs import Costs
-from bireme.simulate.network import Network
+from bireme.simulate.network import Network, Path
 from bireme.simulate.simulator import pairs_that_talk, simulate
 from bireme.timeline.timeline import Timeline
 from tests.support.extent import examples
@@ -39,8 +40,8 @@ def simulated(times: list[tuple[int, int]], num_microbatches: int, hop_s: float 
     program = generate("1f1b", num_stages=len(times), num_microbatches=num_microbatches)
     forward_s, backward_s = zip(*times, strict=True)
     costs = Costs.per_stage(len(times), forward_s=forward_s, backward_s=backward_s, message_bytes=hop_s)
-    network = Network.dedicated(pairs_that_talk(program), bytes_per_s=1.0)
-    return simulate(program, costs, network, overlap=False)
+    network = Network.dedicated(pairs_that_talk(program), bytes_per_s=1.0, overlap=Overlap.RECEIVER)
+    return simulate(program, costs, network)
 
 
 # --- the recurrence ----------------------------------------------------------------------------------------
@@ -76,13 +77,36 @@ def test_messages_that_overlap_never_take_longer_in_the_simulation_than_without(
     """With latency alone the recurrence is what the simulation takes, or less where receives come late."""
     forward_s, backward_s = np.array(times, np.float64).T
     hop_s = np.full(len(times) - 1, 3.0)
-    gone_s = iterate(forward_s, backward_s, num_microbatches, hop_s=hop_s, overlap=True).seconds[0]
+    gone_s = iterate(forward_s, backward_s, num_microbatches, hop_s=hop_s, stops=False).seconds[0]
     still_s = iterate(forward_s, backward_s, num_microbatches, hop_s=hop_s).seconds[0]
     program = generate("1f1b", num_stages=len(times), num_microbatches=num_microbatches)
     network = Network.dedicated(pairs_that_talk(program), latency_s=3.0)
     costs = Costs.per_stage(len(times), forward_s=forward_s.tolist(), backward_s=backward_s.tolist())
     assert gone_s <= simulate(program, costs, network).makespan_s
     assert gone_s <= still_s
+
+
+@examples(60)
+@given(TIMES, st.integers(1, 12), st.lists(st.booleans(), min_size=7, max_size=7))
+def test_each_link_stops_its_stages_or_does_not(
+    times: list[tuple[int, int]], num_microbatches: int, stops: list[bool]
+) -> None:
+    """Between what it takes if all links do and if none does, and never more than the simulation."""
+    forward_s, backward_s = np.array(times, np.float64).T
+    own = stops[: len(times) - 1]
+    hop_s = np.full(len(own), 3.0)
+    all_s, own_s, none_s = (
+        iterate(forward_s, backward_s, num_microbatches, hop_s=hop_s, stops=one).seconds[0]
+        for one in (True, own, False)
+    )
+    assert all_s >= own_s >= none_s
+    program = generate("1f1b", num_stages=len(times), num_microbatches=num_microbatches)
+    paths = {
+        pair: Path((), 3.0, Overlap.RECEIVER if own[min(pair)] else Overlap.FULL)
+        for pair in pairs_that_talk(program)
+    }
+    costs = Costs.per_stage(len(times), forward_s=forward_s.tolist(), backward_s=backward_s.tolist())
+    assert own_s <= simulate(program, costs, Network((), paths)).makespan_s
 
 
 def master_of(timeline: Timeline) -> int | None:
@@ -151,8 +175,9 @@ def problems(draw: st.DrawFn, *, schedule: str = "1f1b", unequal: bool = True) -
         )
         for stage in range(num_stages)
     )
-    link = RowLink(draw(st.sampled_from([2.0, math.inf]))) if unequal else RowLink()
-    line = DeviceRow(seats, (link,) * (num_stages - 1), overlap=draw(st.booleans()))
+    rate = draw(st.sampled_from([2.0, math.inf])) if unequal else math.inf
+    link = RowLink(rate, overlap=draw(st.sampled_from([Overlap.RECEIVER, Overlap.FULL])))
+    line = DeviceRow(seats, (link,) * (num_stages - 1))
     m = num_stages * draw(st.integers(1, 3)) if unequal else 2 * num_stages
     recompute = draw(st.sampled_from(Recompute)) if unequal else Recompute.NEVER
     return loads_of(chain, line, StageSetting(schedule, m, recompute))
@@ -172,7 +197,7 @@ def least_batch_s(loads: Loads, cuts: list[Cuts]) -> float:
             times.backward_s,
             loads.setting.num_microbatches,
             hop_s=times.hop_s,
-            overlap=loads.line.overlap,
+            stops=[link.stops for link in loads.line.links],
         ).seconds.min()
     )
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
+from bireme.cluster.cluster import Overlap
 from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.loads import (
     DeviceRow,
@@ -65,7 +66,12 @@ def problems(
         for stage in range(num_stages)
     )
     links = tuple(
-        RowLink(draw(st.sampled_from([0.5, 1.0, math.inf])), draw(st.integers(0, 2)), draw(st.booleans()))
+        RowLink(
+            draw(st.sampled_from([0.5, 1.0, math.inf])),
+            draw(st.integers(0, 2)),
+            draw(st.booleans()),
+            draw(st.sampled_from(Overlap)),
+        )
         for _ in range(num_stages - 1)
     )
     setting = StageSetting(
@@ -73,7 +79,7 @@ def problems(
         num_stages * draw(st.sampled_from([1, 2])),
         draw(st.sampled_from(Recompute)),
     )
-    return Problem(chain, DeviceRow(seats, links, draw(st.booleans())), setting)
+    return Problem(chain, DeviceRow(seats, links), setting)
 
 
 def pace_s(problem: Problem, costs: Costs, again: tuple[int, ...]) -> float:
@@ -86,9 +92,10 @@ def pace_s(problem: Problem, costs: Costs, again: tuple[int, ...]) -> float:
         busy_s.append(one_s / seat.speed)
     for stage, link in enumerate(line.links):
         message_s = costs.message_bytes[stage] / link.bytes_per_s
-        if line.overlap:
+        if link.overlap is Overlap.FULL:
             busy_s.append(message_s * (1 if link.full_duplex else 2))
         else:
+            message_s *= 2 if link.overlap is Overlap.NONE and not link.full_duplex else 1
             busy_s[stage] += message_s + link.latency_s
             busy_s[stage + 1] += message_s + link.latency_s
     return max(busy_s)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server, Switch, device_names
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.device import Device
-from bireme.codec.sum_description import DENSE_SUMS, SumCost, averages_with
+from bireme.codec.sum_description import SiteRounds
 from bireme.errors import BiremeError
 from bireme.plan.agreements import agreements
 from bireme.plan.explain import Help, changes, explain
@@ -82,13 +82,13 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     along by all but `allreduce`.
     """
 
-    def rates(bytes_per_s: float, spread: float, sums: SumCost = DENSE_SUMS) -> list[float]:
+    def rates(bytes_per_s: float, spread: float, rounds: SiteRounds | None = None) -> list[float]:
         profile = tiny_profile()
         units = tuple(
             replace(unit, costs=tuple(replace(cost, spread=spread) for cost in unit.costs))
             for unit in profile.units
         )
-        request = PlanRequest(8, depth=1, width=2, schedule="1f1b", sums=sums)
+        request = PlanRequest(8, depth=1, width=2, schedule="1f1b", rounds=rounds)
         answer = find_plan(profile, two(bytes_per_s), request)
         assert isinstance(answer, Answer)
         found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s), request)
@@ -96,7 +96,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
             ("allreduce", 1),
             *((p.mode, p.every) for p in STUDIED),
         ]
-        if sums == DENSE_SUMS:
+        if rounds is None:
             assert found[0].samples_per_s == answer.best.forecast.samples_per_s
         assert found[0].gain == 1.0
         return [one.samples_per_s / found[0].samples_per_s for one in found]
@@ -107,7 +107,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     slow = rates(1e3, 0.0)
     assert slow[3] > 1.5 * slow[0]
     assert slow[1] == pytest.approx(1.0, rel=0.05)
-    assert rates(1e3, 0.0, averages_with(2.0))[1] < 0.7 * slow[1]
+    assert rates(1e3, 0.0, SiteRounds(averages=True, state_share=2.0))[1] < 0.7 * slow[1]
 
 
 def test_stages_whose_replicas_exchange_over_one_link_share_it() -> None:

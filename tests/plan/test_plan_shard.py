@@ -283,8 +283,10 @@ def test_with_master_weights_fresh_updates_keep_no_other_copy_of_the_newest_weig
     weights = sum(unit.parameter_bytes for unit in profile_of_much().units)
     plan = Plan((), 4, "2bw-fresh", micro_batch_sizes=(1,), devices=(("s0/gpu0",),))
     apart, masters = (
-        forecast_of(plan, profile_of_much(), cluster(), PlanRequest(4, value_bytes=one)).stages[0].peak_bytes
-        for one in (4, 2)
+        forecast_of(plan, replace(profile_of_much(), master_weights=one), cluster(), PlanRequest(4))
+        .stages[0]
+        .peak_bytes
+        for one in (False, True)
     )
     assert apart - masters == weights
     versions = [

@@ -10,7 +10,7 @@ from rich.console import Console
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.codec.description import CodecRate
-from bireme.codec.sum_description import SumCost, averages_with, parse_sum_codec, quorum_sums, sum_cost
+from bireme.codec.sum_description import SiteRounds, SumCost, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
@@ -20,7 +20,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
-from bireme.train.link_codecs import sums_of, sums_of_profile
+from bireme.train.link_codecs import rounds_of, sums_of_profile
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
@@ -37,14 +37,15 @@ def cluster(kind: Literal["cpu", "cuda"] = "cuda") -> Cluster:
 
 
 def forecast(
-    codec: str | SumCost,
+    codec: str,
     schedule: str = "1f1b",
     kind: Literal["cpu", "cuda"] = "cuda",
     rates: tuple[CodecRate, ...] = (),
+    rounds: SiteRounds | None = None,
 ) -> Forecast:
     devices = tuple(device.name for device in cluster(kind).devices())
     plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(devices,))
-    request = PlanRequest(batch_size=8, sums=cost(codec) if isinstance(codec, str) else codec)
+    request = PlanRequest(batch_size=8, sums=cost(codec), rounds=rounds)
     return forecast_of(plan, replace(tiny_profile(), codecs=rates), cluster(kind), request)
 
 
@@ -128,7 +129,9 @@ def test_an_average_of_the_optimizers_state_is_sent_and_kept_along_with_the_weig
     moments = moments_share(state, "adamw")
     assert moments == 2.0
     assert moments_share(state, "sgd") == 1.0 < moments_share(state, "muon") < 2.0
-    plain, averaged = (forecast(one, kind=kind) for one in ("none", averages_with(moments)))
+    averages = SiteRounds(averages=True, kept_share=0.0)
+    with_state = replace(averages, state_share=moments, kept_share=2 * moments)
+    plain, averaged = (forecast("none", kind=kind, rounds=one) for one in (averages, with_state))
     assert averaged.batch_s - plain.batch_s == pytest.approx(moments * gradients / SLOW, rel=0.05)
     more_bytes = averaged.stages[0].peak_bytes - plain.stages[0].peak_bytes
     assert more_bytes == pytest.approx(num_copies * moments * gradients)
@@ -140,12 +143,12 @@ def test_the_sums_that_replicas_which_may_die_keep_are_counted_where_they_lie(
 ) -> None:
     """Runs with quorum took 12 MiB more than was predicted, of 334 MiB."""
     gradients = sum(unit.gradient_bytes for unit in tiny_profile().units)
-    dense, quorum = (forecast(one, kind=kind) for one in ("none", quorum_sums()))
+    dense, quorum = (forecast("none", kind=kind, rounds=one) for one in (None, SiteRounds()))
     assert quorum.batch_s == dense.batch_s
     more_bytes = quorum.stages[0].peak_bytes - dense.stages[0].peak_bytes
     assert more_bytes == pytest.approx(num_copies * gradients)
     run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}})
-    assert sums_of(run, gpt(2)) == quorum_sums()
+    assert rounds_of(run, gpt(2)) == SiteRounds()
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

@@ -2,12 +2,15 @@
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster, Server
-from bireme.cluster.device import Device, EngineCost
+from bireme.cluster.device import KNOWN, Device, EngineCost, Speeds
+from bireme.devices import process_bytes
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.partition.chain import chain_of
@@ -20,6 +23,7 @@ from bireme.profile.timing import CoreTime, Seconds
 from bireme.runtime.measuring.batch_end import read_off
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
+from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import resident
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
@@ -124,6 +128,7 @@ def test_workers_on_fewer_cores_are_planned_as_sharing_them() -> None:
 
 def test_a_process_counts_before_it_has_a_tensor() -> None:
     profile = profile_of([1.0] * 2, [2.0] * 2, parameter_bytes=[1000] * 2)
+    profile = replace(profile, device_kind="cpu")
     request = PlanRequest(batch_size=4, schedule="2bw", depth=2, micro_batch=1)
     answer = find_plan(profile, cluster(2, 0), request)
     assert isinstance(answer, Answer)
@@ -134,6 +139,94 @@ def test_a_process_counts_before_it_has_a_tensor() -> None:
         assert one.limit_bytes == other.limit_bytes
     too_large = replace(profile, engine=EngineCost(process_bytes=2**30))
     assert not isinstance(find_plan(too_large, cluster(2, 0), request), Answer)
+
+
+MEASURED = EngineCost(process_bytes=2**28)
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "expected"),
+    [
+        (replace(KNOWN["a100"], process_bytes=2**29), MEASURED, 2**29),
+        (Device("a card without a name", "cuda", 2**34), MEASURED, 2**28),
+        (Device("NVIDIA A100-SXM4-80GB", "cuda", 2**34), MEASURED, 2**28),
+        (Device("NVIDIA A100-SXM4-80GB", "cuda", 2**34), None, KNOWN["a100"].process_bytes),
+        (Device("a card without a name", "cuda", 2**34), None, 0),
+        (Device("an emulated one", "emulated", 2**34), MEASURED, 0),
+    ],
+)
+def test_what_a_process_holds_on_a_gpu_comes_from_the_file_a_measurement_or_a_ready_device(
+    device: Device, engine: EngineCost | None, expected: int
+) -> None:
+    """It counted on processors alone, so plans filled GPUs to the last byte."""
+    profile = replace(profile_of([1.0], [2.0], parameter_bytes=[1000]), device_kind="cuda", engine=engine)
+    answer = find_plan(profile, Cluster((Server("here", (device,)),)), PlanRequest(batch_size=1))
+    assert isinstance(answer, Answer)
+    (stage,) = answer.best.forecast.stages
+    assert stage.process_bytes == expected
+    assert stage.peak_bytes == 4000 + expected
+    full = replace(device, memory_bytes=4000 + expected - 1)
+    assert not isinstance(
+        find_plan(profile, Cluster((Server("here", (full,)),)), PlanRequest(batch_size=1)), Answer
+    )
+
+
+def test_a_process_holds_what_is_in_use_beside_the_memory_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose driver does not say what is free gives no figure."""
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 250)
+    for module, expected in ((SimpleNamespace(mem_get_info=lambda _: (600, 1000)), 150), (object(), 0)):
+        monkeypatch.setattr(torch, "get_device_module", lambda _, module=module: module)
+        assert process_bytes(torch.device("cuda", 0)) == expected
+
+
+def test_costs_of_links_and_hosts_do_not_grow_on_a_slower_device() -> None:
+    """All seconds of the engine were divided by the speed of the device."""
+    engine = EngineCost(
+        instruction_s=1.0, send_s=2.0, send_s_per_byte=0.5, take_s=3.0, take_s_per_byte=0.25, update_s=4.0
+    )
+    costs = Costs.per_stage(
+        2, forward_s=8.0, backward_s=16.0, update_s=6.0, message_bytes=8, rank_speed=(0.5, 1.0), engine=engine
+    )
+    send, update = Instruction(Kind.SEND_FORWARD, 0, 0, 0), Instruction(Kind.UPDATE, 0, 0)
+    use = Instruction(Kind.BACKWARD, 0, 0, 0)
+
+    def taken_s(costs: Costs) -> list[float]:
+        return [costs.seconds(send, 0), costs.seconds(update, 0), costs.seconds(use, 0, takes_bytes=8)]
+
+    assert taken_s(costs) == [1 + 2 + 8 / 2, 1 + 4 + 6 / 0.5, 1 + 3 + 8 / 4 + 16 / 0.5]
+    slow_host = replace(costs, host_speed=(0.25, 1.0), update_speed=(2.0, 1.0))
+    assert taken_s(slow_host) == [4 * 3 + 8 / 2, 4 * 5 + 6 / 2, 4 * 4 + 8 / 4 + 16 / 0.5]
+
+
+def test_a_processor_is_its_own_host_and_a_gpu_is_not() -> None:
+    speeds = {kind: Device("any", kind, 2**30, speed=0.5).speeds for kind in ("cpu", "cuda", "emulated")}
+    assert speeds == {
+        "cpu": Speeds(0.5, 0.5, 0.5),
+        "cuda": Speeds(0.5, 0.5, 1.0),
+        "emulated": Speeds(0.5, 0.5, 1.0),
+    }
+    given = Device("any", "cuda", 2**30, speed=0.5, update_speed=0.7, host_speed=2.0)
+    assert given.speeds == Speeds(0.5, 0.7, 2.0)
+
+
+def test_a_device_that_steps_slower_than_it_computes_gets_its_own_seconds() -> None:
+    device = Device("any", "emulated", 2**30, update_speed=0.25)
+    profile = profile_of([1.0], [2.0], update_s=[3.0])
+    answer = find_plan(profile, Cluster((Server("here", (device,)),)), PlanRequest(batch_size=1))
+    assert isinstance(answer, Answer)
+    assert answer.best.forecast.batch_s == 1 + 2 + 3 / 0.25
+
+
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_the_profile_tells_whether_an_optimizer_has_weights_of_its_own(master_weights: bool) -> None:
+    """A profile from a file was planned for as one of float32 weights, unless the run file named bfloat16."""
+    profile = replace(profile_of([1.0], [2.0], parameter_bytes=[1000]), master_weights=master_weights)
+    device = Device("any", "emulated", 2**30)
+    request = PlanRequest(batch_size=4, schedule="2bw-fresh", depth=1, width=1, micro_batch=1)
+    answer = find_plan(profile, Cluster((Server("here", (device,)),)), request)
+    assert isinstance(answer, Answer)
+    versions = 2 if master_weights else 3
+    assert answer.best.forecast.stages[0].peak_bytes == (versions + 1 + 2) * 1000
 
 
 def test_copies_of_the_messages_that_a_rank_sends_are_counted() -> None:

@@ -12,9 +12,8 @@ from bireme.model.part import LoraPart, TrainedPart
 from bireme.plan.plan import Plan
 from bireme.runtime.exchange.averages import DilocoSettings
 from bireme.runtime.exchange.diloco import num_due
-from bireme.sync.coordinator.groups import Arrived
+from bireme.sync.coordinator.groups import Arrived, Paces
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.coordinator.state import Paces
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle
@@ -123,6 +122,7 @@ def test_replicas_in_groups_are_plain_loops_with_the_same_averages_to_the_last_b
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("schedule", "per_rank"), SEVERAL_STAGES)
 def test_groups_average_all_stages_of_a_rank_to_the_last_bit(schedule: str, per_rank: int | None) -> None:
     setting = setting_of(schedule, per_rank=per_rank, recompute=schedule == "zbv")
@@ -136,6 +136,7 @@ def test_groups_average_all_stages_of_a_rank_to_the_last_bit(schedule: str, per_
 
 
 @pytest.mark.slow
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("schedule", "per_rank"), SEVERAL_STAGES)
 def test_outer_steps_are_of_all_stages_of_a_rank_to_the_last_bit(schedule: str, per_rank: int | None) -> None:
     settings = DilocoSettings(2)
@@ -366,6 +367,7 @@ def test_a_slow_replica_trains_fewer_batches_and_every_sample_counts_once(
 
 
 @pytest.mark.slow
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("schedule", "diloco", "lag", "grace_s"),
     [

@@ -98,6 +98,7 @@ def test_groups_through_a_codec_meet_at_the_same_weights(codec: str, num: int) -
     assert_alike(run)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("codec", ["int4", "lowrank:2:0", "threshold:0.1:3"])
 @pytest.mark.parametrize(("schedule", "mode"), [("1f1b", "diloco"), ("zbv", "diloco"), ("1f1b", "groups")])
 def test_tied_weights_stay_the_same_through_a_codec(codec: str, schedule: str, mode: str) -> None:

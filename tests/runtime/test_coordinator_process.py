@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -12,11 +13,12 @@ import pytest
 from bireme.balance import ShareLimits
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, RoundAt
 from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode
+from tests.runtime.test_coordinator_server import found_in_word
 from tests.support.patience import patience_s
 
 pytestmark = pytest.mark.slow
@@ -24,19 +26,21 @@ pytestmark = pytest.mark.slow
 ROUNDS, KILLED_AT, STOPPED_AT = 12, 4, 8
 
 
-def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[int]:
+def trained(client: CoordinatorClient, own: int, at_round: Callable[[int], None]) -> list[int]:
     """Go through some rounds as a rank does, without tensors; returns how many samples it had in each."""
-    own, sizes = client.report.rank.replica, []
+    sizes = []
     for number in range(ROUNDS):
         at_round(number)
-        client.say(wants=number + 1)
+        at = RoundAt(committed=number)
+        client.say(address="", wants=number + 1, rounds=(at,))
 
         def deal(word: CoordinatorReply, number: int = number) -> int | None:
             found = (one.num_samples for one in word.deals if (one.replica, one.batch) == (own, number))
             return next(found, None)
 
-        sizes.append(client.wait(deal, patience_s()))
-        client.say_of(0, ready=number, busy_s=0.01)
+        sizes.append(found_in_word(client, deal))
+        at = replace(at, ready=number, busy_s=0.01)
+        client.say(address="", rounds=(at,))
         summed: int | None = None
         while True:
 
@@ -46,11 +50,11 @@ def trained(client: CoordinatorClient, at_round: Callable[[int], None]) -> list[
                 grants = (one.attempt for one in word.grants if one.round == number)
                 return next((one for one in grants if one != summed), None)
 
-            summed = client.wait(news, patience_s())
+            summed = found_in_word(client, news)
             if summed < 0:
                 break
-            client.say_of(0, summed=number, attempt=summed)
-        client.say(rounds=(RoundAt(committed=number + 1),))
+            client.say(address="", rounds=(replace(at, summed=number, attempt=summed),))
+        client.say(address="", rounds=(RoundAt(committed=number + 1),))
     return sizes
 
 
@@ -61,7 +65,7 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
     coordinator.start()
     clients = [
         CoordinatorClient(
-            [("127.0.0.1", coordinator.port)], "secret", RankId(replica, 0, 0), "", lease_s=settings.lease_s
+            [("127.0.0.1", coordinator.port)], "secret", RankId(replica, 0, 0), lease_s=settings.lease_s
         )
         for replica in range(2)
     ]
@@ -84,11 +88,9 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
             coordinator.start_again()
 
     def run(replica: int) -> None:
-        sizes[replica] = trained(clients[replica], kill if replica == 0 else lambda number: None)
+        sizes[replica] = trained(clients[replica], replica, kill if replica == 0 else lambda number: None)
 
     try:
-        for client in clients:
-            client.start()
         threads = [Thread(target=run, args=(replica,), daemon=True) for replica in range(2)]
         for thread in threads:
             thread.start()
@@ -96,7 +98,7 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
             thread.join(patience_s())
     finally:
         for client in clients:
-            client.close()
+            client.close(is_leaving=True)
         coordinator.close()
     assert [sum(both) for both in zip(sizes[0], sizes[1], strict=True)] == [8] * ROUNDS
     assert coordinator.starts == 3
@@ -110,10 +112,9 @@ def rank_that_dies_first(world: World, order: ReplicaOrder) -> list[int]:
         os.kill(os.getpid(), signal.SIGKILL)
     assert not order.is_empty, "nothing counts yet"
     rank = RankId(order.life.replica, order.life.life, world.rank)
-    client = CoordinatorClient(order.hosts, order.token, rank, "", lease_s=order.lease_s)
-    client.start()
-    sizes = trained(client, lambda number: None)
-    client.close()
+    client = CoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s)
+    sizes = trained(client, rank.replica, lambda number: None)
+    client.close(is_leaving=True)
     return sizes
 
 

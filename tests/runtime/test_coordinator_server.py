@@ -2,10 +2,11 @@
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
@@ -15,11 +16,23 @@ from bireme.runtime import coordinator_process as coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient, Observer
 from bireme.runtime.coordinator_process import CoordinatorServer, Ledger
 from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, waiting
-from bireme.sync.coordinator.messages import HostStart, Incarnation, RankId
+from bireme.sync.coordinator.messages import CoordinatorReply, HostStart, Incarnation, RankId
 from bireme.sync.coordinator.samples import LEDGER, Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
+from bireme.wire import text_server
 from bireme.wire.listener import open_port
 from tests.support.patience import patience_s
+
+Found = TypeVar("Found")
+
+
+def found_in_word(client: CoordinatorClient, find: Callable[[CoordinatorReply], Found | None]) -> Found:
+    """What `find` finds in a word, once that is something."""
+    end_s = time.monotonic() + patience_s()
+    while (found := find(client.word)) is None:
+        assert time.monotonic() < end_s, client.word
+        time.sleep(0.005)
+    return found
 
 
 class OnFullDisk(Ledger):
@@ -34,9 +47,9 @@ def test_a_ledger_that_cannot_be_written_ends_the_coordinator_with_its_reason(tm
     settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
     ledger = OnFullDisk(tmp_path / LEDGER)
     server = CoordinatorServer(beginner(settings, 1), open_port("127.0.0.1"), "secret", ledger)
-    client = CoordinatorClient([("127.0.0.1", server.port)], "secret", RankId(0, 0, 0), "", lease_s=1.0)
+    client = CoordinatorClient([("127.0.0.1", server.port)], "secret", RankId(0, 0, 0), lease_s=1.0)
     server.start()
-    client.start()
+    client.say(address="")
     try:
         end_s = time.monotonic() + patience_s()
         while server.failure is None and time.monotonic() < end_s:
@@ -64,10 +77,10 @@ def test_time_in_which_the_coordinator_was_stopped_does_not_count_against_its_ra
     monkeypatch.setattr(server, "_poller", SimpleNamespace(wait=wait))
     times = [server._now_s()]
     while oversleeps_s:
-        server._serve()
+        server._turn()
         times.append(server._now_s())
     steps = [after - before for before, after in pairwise(times)]
-    assert all(0 < step <= coordinator_server.LONGEST_S + 1e-6 for step in steps)
+    assert all(0 < step <= text_server.LONGEST_S + 1e-6 for step in steps)
     server._listener.close()
 
 
@@ -82,18 +95,18 @@ def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_an
         waiting(settings, CoordinatorCandidate(1, 2)), open_port("127.0.0.1"), "secret", ledger=None
     )
     hosts = [first.getsockname(), ("127.0.0.1", second.port)]
-    client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), "", lease_s=settings.lease_s)
+    client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), lease_s=settings.lease_s)
     second.start()
-    client.start()
+    client.say(address="")
     servers = [second]
     try:
         end_s = time.monotonic() + patience_s()
-        while client.report.number == 0 and time.monotonic() < end_s:
+        while client._report.number == 0 and time.monotonic() < end_s:
             time.sleep(0.01)  # it talks to the second host
         first.listen()
         servers.append(CoordinatorServer(beginner(settings, 2), first, "secret", ledger=None))
         servers[1].start()
-        members = client.wait(lambda word: word.members or None, patience_s())
+        members = found_in_word(client, lambda word: word.members or None)
     finally:
         client.close(is_leaving=False)
         for server in servers:
@@ -118,10 +131,10 @@ def test_what_became_due_while_the_server_was_not_running_is_done_when_it_runs_a
     events = list[object]()
     monkeypatch.setattr(server, "_step", events.append)
     now_s[0] = 0.9
-    server._serve()
+    server._turn()
     assert events == []
     now_s[0] = 1.1
-    server._serve()
+    server._turn()
     assert events == [Tick()]
     server._listener.close()
 

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from bireme import devices
-from bireme.cluster.cluster import Server
+from bireme.cluster.cluster import Server, link_notes
 from bireme.cluster.device import KNOWN, Device
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
-from bireme.plan.plan import Plan
-from bireme.report.cluster_table import link_notes
 from bireme.runtime.world import World
 from bireme.train import machines
 from bireme.train.machines import cluster_of, machines_of
@@ -50,13 +48,11 @@ def test_nccl_and_auto_give_each_process_a_device_of_its_own() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_processes_compute_on_the_gpus_that_the_plan_names() -> None:
     """Ranks count from the first GPU on, whichever the plan names."""
-    found = machines_of(asked(), num_cuda=3, num_cores=8)
-    first, second, third = (placed.name for placed in found.cluster.devices())
+    cluster = machines_of(asked(), num_cuda=3, num_cores=8).cluster
+    first, second, third = (placed.name for placed in cluster.devices())
 
     def visible(now: str | None, *names: str) -> str | None:
-        rows = tuple((name,) for name in names)
-        plan = Plan(tuple(range(1, len(rows))), 4, "1f1b", devices=rows)
-        return machines.visible_gpus(plan, found, now, num_cuda=3)
+        return machines.visible_gpus(names, cluster, now, num_cuda=3)
 
     assert visible(None, second) == "1"
     assert visible("5,6,7", third, first) == "7,5"
@@ -100,7 +96,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "bireme"]
     del sys.modules[name]
 torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
 torch.accelerator.device_count = lambda: 1
-import bireme.devices, bireme.runtime.pipeline, bireme.train.launched_rank, bireme.cli.main
+import bireme.devices, bireme.runtime.pipeline, bireme.train.launched_process, bireme.cli.main
 assert bireme.devices.num_accelerators() == 0
 bireme.devices.synchronize(torch.device("cpu"))
 assert bireme.devices.default_generator(torch.device("cpu")) is torch.default_generator

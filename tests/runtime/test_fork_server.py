@@ -20,12 +20,13 @@ pytestmark = [
 ]
 
 
-def report(world: World) -> tuple[str | None, str, int, tuple[float, float], str]:
+def report(world: World) -> tuple[str | None, str, int, tuple[float, float], str, str]:
     """What this process was given, and what it draws."""
     sys.stdout.write(f"rank {world.rank} speaks\n")
     word = os.environ.get("BIREME_TEST_WORD")
     name = Path("/proc/self/comm").read_text().strip()
-    return word, str(Path.cwd()), os.getppid(), (random.random(), float(np.random.rand())), name
+    draws = random.random(), float(np.random.rand())
+    return word, str(Path.cwd()), os.getppid(), draws, name, sys.path[-1]
 
 
 def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_started(
@@ -34,11 +35,14 @@ def test_a_copy_has_what_a_new_process_would_have_whenever_the_server_was_starte
     before = launch(report, 1)
     monkeypatch.setenv("BIREME_TEST_WORD", "now")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # as torch does
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn does
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as for a model in a file of the user's
     monkeypatch.chdir(tmp_path)
     first, second = launch(report, 2)
     for one in (first, second):
         assert one[:2] == ("now", str(tmp_path))
         assert one[2] == before[0][2], "all are copies of one server"
+        assert one[5] == str(tmp_path)
     assert before[0][0] is None
     draws = {draw for one in (*before, first, second) for draw in one[3]}
     assert len(draws) == 6, "each draws its own"

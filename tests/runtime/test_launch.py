@@ -1,11 +1,11 @@
 """Launching on this machine: results by rank, what cannot be launched, one process as a world of its own."""
 
 import functools
+import signal
 import subprocess
 import sys
 import threading
 from base64 import b64encode
-from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +20,7 @@ from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime import launch as launching
 from bireme.runtime.board import Board, RankFailed
-from bireme.runtime.launch import Crew, RankSetup, launch
+from bireme.runtime.launch import Crew, Launcher, RankSetup, launch
 from bireme.runtime.processes import Process
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
@@ -55,19 +55,60 @@ def test_processes_of_a_replica_are_called_by_the_ranks_that_messages_name(
     assert called == ["bireme rank 4", "bireme rank 5"]
 
 
-def test_a_result_from_another_host_counts_only_if_it_is_signed_with_the_key_of_the_run() -> None:
-    """The store of the ranks asks for no key, and results are unpickled."""
-    order = RankSetup(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", ranks=(0,), key="secret")
+class Deaf:
+    """In the place of a process that ends of SIGKILL only."""
+
+    def __init__(self) -> None:
+        self.pid, self.status = 0, cast(int | None, None)
+        self.sentinel, self._own_end = Pipe()
+        self.signals = list[signal.Signals]()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+        if number == signal.SIGKILL:
+            self.status = -number
+            self._own_end.close()
+
+    def close(self) -> None:
+        self.sentinel.close()
+
+
+def test_a_crew_that_ends_hard_does_not_hold_up_another_crew_of_its_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replicas of a host are watched by one thread: while one is ended, the others must go on."""
+    started = list[Deaf]()
+
+    def start(*_: object) -> tuple[Process, Connection]:
+        started.append(Deaf())
+        return cast(Process, started[-1]), Pipe()[0]
+
+    monkeypatch.setattr(launching, "start_process", start)
+    order = RankSetup(0, 1, timeout_s=60.0, num_threads=1, backend="gloo")
+    with Launcher() as launcher:
+        ending, running = (launcher.start(Crew(order, b"")) for _ in range(2))
+        ending.end(patience_s=0.0)
+        while not ending.is_over:
+            launcher.look()
+        assert started[0].signals == [signal.SIGTERM, signal.SIGKILL]
+        assert (launcher.crews, started[1].signals) == ([running], [])
+        started[1].send_signal(signal.SIGKILL)
+        while not running.is_over:
+            launcher.look()
+
+    assert ending.cause is None
+    assert running.cause is not None
+    assert "killed by signal 9" in running.cause.summary
+
+
+def test_the_result_of_a_rank_on_another_host_comes_through_the_store() -> None:
+    order = RankSetup(0, 2, timeout_s=1.0, num_threads=1, backend="gloo", ranks=(0,))
     store = HashStore()
     crew = Crew(order, b"", cast(Board, None), store)
     crew.ranks[0].result = b"own"
-    results = []
-    for key in ("secret", "guessed"):
-        signed = launching._signature(replace(order, key=key), 1, b"other") + b"other"
-        store.set("shared/result/1", b64encode(signed).decode())
-        results.append(crew.results())
+    store.set("shared/result/1", b64encode(b"other").decode())
 
-    assert results == [[b"own", b"other"], [b"own"]]
+    assert crew.results() == [b"own", b"other"]
 
 
 @pytest.mark.slow

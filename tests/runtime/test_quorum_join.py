@@ -1,6 +1,7 @@
 """Coming to the state of the others, where donors fail: nothing waits for what will not come."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+import bireme.runtime.exchange.agent
 from bireme.runtime.coordinator_client import DroppedError
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.joining import join
@@ -23,7 +25,9 @@ from bireme.sync.coordinator.messages import (
     RoundPart,
     SumSource,
 )
+from bireme.sync.rounds.contribution import Contribution
 from bireme.sync.rounds.peer_line import LineBroken
+from tests.support.patience import patience_s
 
 OWN = RankId(1, 1, 0)
 
@@ -175,3 +179,37 @@ def test_a_rank_asks_another_source_as_soon_as_one_that_says_nothing_is_replaced
             agent.wait_for_batch(offer)
         agent.close(is_leaving=False)
         asked.close()
+
+
+class Verdict(threading.Event):
+    """Whether a batch is known to count, and whether somebody has looked for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_looked_at = threading.Event()
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        self.was_looked_at.set()
+        return found
+
+
+def test_a_rank_prepares_a_batch_as_soon_as_it_may_and_not_when_it_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a codec each batch waits for the verdict about the one before: that took half a second."""
+    monkeypatch.setattr(bireme.runtime.exchange.agent, "LOOK_S", 1e6)
+    agent = ExchangeAgent(OWN, Told(CoordinatorReply(1, 1)), timeout_s=5.0, of_batches=True)
+    agent.begin(used=[6])
+    is_made, verdict, flats = threading.Event(), Verdict(), [torch.zeros(1)]
+
+    def make() -> Contribution:
+        is_made.set()
+        return Contribution(flats, b"", 1.0, 1.0)
+
+    agent.offer_batch(6, BatchOffer(make, may_make=verdict), flats)
+    assert verdict.was_looked_at.wait(patience_s())
+    verdict.set()
+    agent.poke()
+    assert is_made.wait(patience_s())
+    agent.close(is_leaving=False)

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bireme.codec.sum_description import SiteRounds
 from bireme.plan.plan import Plan
+from bireme.plan.plan_request import PlanRequest
+from bireme.runtime.exchange.rounds import Buffers, RoundSum
 from bireme.schedule.instruction import Instruction
 from bireme.sync.coordinator.messages import RankId
 from tests.runtime.test_coded_sums import WIDTH as LAYERS_WIDTH
@@ -85,6 +88,28 @@ def test_two_sites_of_two_replicas_are_one_process(schedule: str, shard: str, nu
 
     assert_as_one_process(run)
     assert [line.members for line in run.hub.rounds] == [(0, 1)] * 4
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_ranks_of_a_site_keep_sums_of_the_bytes_that_plans_count(
+    shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans counted the sums of all gradients of a stage for each rank."""
+    sizes, take = dict[Buffers, int](), Buffers.take
+
+    def noted(buffers: Buffers, like: Sequence[Tensor]) -> RoundSum:
+        result = take(buffers, like)
+        sizes[buffers] = result.num_bytes
+        return result
+
+    monkeypatch.setattr(Buffers, "take", noted)
+    run = run_of(setting_of("1f1b", shard))
+    whole = {name: one.nbytes for seen in run.seen.values() for name, one in seen.weights[3].items()}
+    request = PlanRequest(BATCH, sites=2, shard=shard, rounds=SiteRounds(in_parts=True, kept_share=1.0))
+    assert len(sizes) == len(run.seen)
+    # Two stages have all of the gradients.
+    planned = request.kept_host_share(4) * sum(whole.values()) / 2
+    assert sum(sizes.values()) / len(sizes) == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])

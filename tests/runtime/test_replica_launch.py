@@ -1,8 +1,8 @@
 """What a launch of replicas makes of their ends and of other hosts, without any process."""
 
 import signal
-import threading
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -12,12 +12,13 @@ from bireme.balance import ShareLimits
 from bireme.runtime.board import Failure, RunFailed
 from bireme.runtime.coordinator_client import Observer
 from bireme.runtime.coordinator_process import CoordinatorProcess
-from bireme.runtime.quorum import launch as launching
-from bireme.runtime.quorum.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.quorum.ledger_tail import LedgerTail
-from bireme.runtime.quorum.site import MOST_ALONE_S, Contact, ReplicaPart, Site
+from bireme.runtime.launch import Launcher
+from bireme.runtime.replicas import launch as launching
+from bireme.runtime.replicas.hosts import MOST_ALONE_S, HostContact, LaunchHost, ReplicaPart
+from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.replicas.ledger_tail import LedgerTail
 from bireme.runtime.world import World
-from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, HostStart, Incarnation, Member
 from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode
 
 
@@ -36,25 +37,44 @@ class Well:
         self.is_closed = True
 
 
-class AllWait:
-    """In the place of a replica's processes: one of them has found that all replicas wait for each other."""
+class Processes:
+    """In the place of a replica's processes: they end when they are asked to, or a little later."""
 
-    ranks, is_given_up = (), False
-    cause = Failure.of(RunFailed("All replicas wait."), 0, None)
+    cause: Failure | None = None
+    made: ClassVar[list["Processes"]] = []
+    looks_to_end = 0
 
     def __init__(self, *_: object) -> None:
-        """It has no order."""
-
-    def __enter__(self) -> "AllWait":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """There is nothing to end."""
+        self.ranks: tuple[()] = ()
+        self.request: signal.Signals | None = None
+        self.is_over = self.is_asked = False
+        self.made.append(self)
 
     def start(self) -> None:
         """There is nothing to start."""
 
-    supervise = start
+    def results(self) -> None:
+        """They return nothing."""
+
+    def look(self) -> None:
+        if self.is_asked:
+            self.is_over = self.looks_to_end <= 0
+            self.looks_to_end -= 1
+
+    def end(self, _why: Failure | None = None) -> None:
+        self.is_asked = True
+
+    def close(self) -> None:
+        self.is_over = True
+
+
+class AllWait(Processes):
+    """One of them has found that all replicas wait for each other."""
+
+    cause = Failure.of(RunFailed("All replicas wait."), 0, None)
+
+    def look(self) -> None:
+        self.is_over = True
 
 
 def never_runs(_world: World, _order: ReplicaOrder) -> None:
@@ -68,9 +88,11 @@ def test_a_standstill_ends_the_run_by_no_mistake_of_the_user_and_no_replica_star
     monkeypatch.setattr(launching, "Crew", AllWait)
     coordinator, told = Well(), list[str]()
     settings = CoordinatorSettings(SyncMode.GROUPS, 2, 1, 8, ShareLimits((1, 1), (8, 8)))
-    site = Site(0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", parts(0, 0, 1), 0.0)
+    host = LaunchHost(
+        0, cast(CoordinatorProcess, coordinator), (("127.0.0.1", 0),), "secret", parts(0, 0, 1), 0.0
+    )
     with pytest.raises(RunFailed, match=r"^All replicas wait\.$"):
-        launch_replicas(never_runs, settings, ledger=tmp_path / LEDGER, tell=told.append, site=site)
+        launch_replicas(never_runs, settings, ledger=tmp_path / LEDGER, tell=told.append, host=host)
     assert told == []
     assert coordinator.is_closed
 
@@ -107,8 +129,8 @@ class Heard:
     close = start
 
 
-def contact_of(heard: Heard, told: list[str], how_it_ended: str = "") -> Contact:
-    site = Site(
+def contact_of(heard: Heard, told: list[str], how_it_ended: str = "") -> HostContact:
+    host = LaunchHost(
         2,
         cast(CoordinatorProcess, Well()),
         HOSTS,
@@ -117,7 +139,7 @@ def contact_of(heard: Heard, told: list[str], how_it_ended: str = "") -> Contact
         0.0,
         how_it_ended=lambda: how_it_ended,
     )
-    return Contact(site, cast(Observer, heard), QUORUM, told.append)
+    return HostContact(host, cast(Observer, heard), QUORUM, told.append)
 
 
 def test_a_launcher_names_the_replicas_of_other_hosts_that_are_gone_and_back() -> None:
@@ -177,39 +199,14 @@ def test_a_host_without_the_others_does_not_wait_for_ever(
         contact_of(heard, []).has_ended(is_asked_to_stop=is_asked)
 
 
-class Waits:
-    """In the place of a replica's processes: they wait until they are given up."""
-
-    cause = None
-    made: ClassVar[list["Waits"]] = []
-
-    def __init__(self, *_: object) -> None:
-        self.ranks: tuple[()] = ()
-        self.request: signal.Signals | None = None
-        self.is_given_up = False
-        self.made.append(self)
-
-    def __enter__(self) -> "Waits":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """There is nothing to end."""
-
-    def start(self) -> None:
-        """There is nothing to start."""
-
-    def supervise(self) -> None:
-        while not self.is_given_up:
-            threading.Event().wait(0.01)
-
-
-def launched(heard: Heard, monkeypatch: pytest.MonkeyPatch, folder: Path, told: list[str]) -> Any:
-    monkeypatch.setattr(launching, "Crew", Waits)
+def launched(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch, folder: Path, told: list[str], *own: ReplicaPart
+) -> Any:
+    monkeypatch.setattr(launching, "Crew", Processes)
     monkeypatch.setattr(launching, "Observer", lambda *_: heard)
-    monkeypatch.setattr(launching._Replica, "results", None)
     (folder / LEDGER).write_text("")
-    site = Site(2, cast(CoordinatorProcess, Well()), HOSTS, "secret", parts(2, 2), 0.0)
-    return launch_replicas(never_runs, QUORUM, ledger=folder / LEDGER, tell=told.append, site=site)
+    host = LaunchHost(2, cast(CoordinatorProcess, Well()), HOSTS, "secret", own or parts(2, 2), 0.0)
+    return launch_replicas(never_runs, QUORUM, ledger=folder / LEDGER, tell=told.append, host=host)
 
 
 def test_a_replica_that_waits_is_ended_when_the_others_ended_the_run_without_it(
@@ -221,20 +218,89 @@ def test_a_replica_that_waits_is_ended_when_the_others_ended_the_run_without_it(
     heard.word = replace(heard.word, members=MEMBERS[:2], gone=gone, is_lost=True)
     monkeypatch.setattr(LedgerTail, "read", lambda _tail: (0, 1, 2))
     assert launched(heard, monkeypatch, tmp_path, told).results == []
-    assert Waits.made[-1].is_given_up
+    assert Processes.made[-1].is_asked
 
 
-def test_a_request_to_stop_reaches_the_next_life_too(tmp_path: Path) -> None:
+def test_a_request_to_stop_reaches_the_next_life_too() -> None:
     """The life that was asked was dropped before it could agree on a step with the others."""
-    crews = [Waits(), Waits()]
     (part,) = parts(2, 2)
-    replica = launching._Replica(part, lambda _part, life, _store: cast(Any, crews[life.life]), 0, None)
-    replica.begin()
-    crews[0].request = signal.SIGUSR1
-    replica.give_up()
-    replica.join()
-    replica.begin()
-    replica.give_up()
-    replica.join()
-    assert crews[1].request is signal.SIGUSR1
-    assert replica.is_asked_to_stop
+    replica = launching._Replica(part, 0)
+    replica.next_life()
+    replica.crew = cast(Any, Processes())
+    replica.crew.request = signal.SIGUSR1
+    replica.next_life()
+    assert replica.request is signal.SIGUSR1
+
+
+class OfTwoHosts(Heard):
+    """An observer on host 2, which has a replica with host 1. `of_1` is the life that host 1 proposes, None
+    while nothing of that is heard; `is_reached` is whether host 1 answers by itself. Each look of a launcher
+    takes the next of the `moments`; after the last one the run ends.
+    """
+
+    def __init__(self, *moments: tuple[int | None, bool]) -> None:
+        super().__init__()
+        self.word = replace(self.word, members=MEMBERS[:1])
+        self.own = dict[int, HostStart]()
+        self.proposed, self.num_started = list[int](), list[int]()
+        self.moments = [*moments]
+
+    def say_start(self, start: HostStart) -> None:
+        self.own[2] = start
+        self.proposed.append(start.incarnation.life)
+
+    def starts(self, _limit_s: float) -> list[HostStart]:
+        of_1, _ = self.moments[0]
+        there = [] if of_1 is None else [HostStart(1, Incarnation(1, of_1), "10.0.0.2:5")]
+        return [*self.own.values(), *there]
+
+    def unheard_s(self, _host: int) -> float:
+        return 0.0 if self.moments[0][1] else inf
+
+    def pass_on(self) -> None:
+        self.moments.pop(0)
+        self.num_started.append(len(Processes.made))
+        if not self.moments:
+            raise RunFailed("The story is over.")
+
+
+def told_of_two_hosts(heard: OfTwoHosts, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """What a launcher says whose replica 1 has a rank on another host."""
+    told = list[str]()
+    look = Launcher.look
+
+    def pass_on(launcher: Launcher) -> None:
+        if heard.moments:
+            heard.pass_on()
+        look(launcher)
+
+    monkeypatch.setattr(Launcher, "look", pass_on)
+    monkeypatch.setattr(launching, "_ABSENT_S", 0.0)
+    Processes.made.clear()
+    with pytest.raises(RunFailed, match="The story is over"):
+        launched(heard, monkeypatch, folder, told, ReplicaPart(1, (1,), (1, 2)))
+    return told
+
+
+def test_a_life_that_a_launcher_has_given_up_stays_over_if_the_other_host_is_back_before_its_ranks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hosts of a replica were cut off for longer than the lease, and gave up its life. The link was back
+    before their ranks had ended: both took the life for whole again, and it never began again.
+    """
+    monkeypatch.setattr(Processes, "looks_to_end", 3)
+    here, away, back = (0, True), (None, False), (0, True)
+    heard = OfTwoHosts(here, here, away, away, back, back, back, back, back, back, back)
+    told = told_of_two_hosts(heard, monkeypatch, tmp_path)
+    assert heard.proposed == [0, 1]
+    assert "Replica 1 ended on host 1 (10.0.0.2). The run continues with replica 0" in told[0]
+
+
+def test_a_replica_does_not_start_while_its_hosts_hear_of_each_other_only_through_a_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each life ended at once, for its ranks could not reach each other. After three it was left out."""
+    relayed, reached = (0, False), (0, True)
+    heard = OfTwoHosts(relayed, relayed, relayed, reached, reached)
+    told_of_two_hosts(heard, monkeypatch, tmp_path)
+    assert heard.num_started == [0, 0, 0, 1, 1]

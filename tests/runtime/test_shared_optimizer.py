@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.runtime.banks import BankMemory
+from bireme.runtime.parameter_groups import BankMemory
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.snapshot import Snapshot, joined
 from bireme.schedule.instruction import Kind

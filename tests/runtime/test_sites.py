@@ -2,11 +2,14 @@
 average weights. To the last bit what one process makes of each site, with the same averages between.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from bireme.runtime.exchange.averages import DilocoSettings
+from bireme.runtime.exchange.rounds import Buffers, RoundSum
 from bireme.sync.coordinator.messages import RankId
 from tests.runtime.test_averaging import BATCH, MARKS, assert_as_expected, data_for
 from tests.runtime.test_averaging import patient as patient
@@ -97,3 +100,34 @@ def test_sites_keep_tied_weights_the_same_on_all_ranks_with_muon_and_uneven_frag
         for rank, told in run.told.items():
             for name, tensor in told.weights[window].items():
                 assert torch.equal(tensor, held.setdefault(name, tensor)), f"{name} of {rank}"
+
+
+def test_ranks_keep_means_of_rounds_and_windows_of_their_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As plans count them; beside these a rank keeps the start, the momentum and a drift."""
+    sizes, make = list[int](), Buffers.take
+
+    def noted(buffers: Buffers, like: Sequence[Tensor]) -> RoundSum:
+        is_new = not buffers._free
+        result = make(buffers, like)
+        sizes.append(result.num_bytes if is_new else 0)
+        return result
+
+    monkeypatch.setattr(Buffers, "take", noted)
+    run = AveragingReplicas(
+        regression(),
+        setting_of("1f1b", "none"),
+        2,
+        data_for(MARKS[-1]),
+        MARKS,
+        BATCH,
+        diloco=DilocoSettings(2, fragments=2),
+        lag=1,
+        in_step=True,
+    )
+    run.run()
+    of_sites: dict[tuple[int, str], int] = {}
+    for rank, told in run.told.items():
+        of_sites |= {(rank.replica, name): one.nbytes for name, one in told.weights[-1].items()}
+    assert sum(sizes) == 2 * sum(of_sites.values())

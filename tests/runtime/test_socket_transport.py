@@ -24,7 +24,7 @@ from bireme.runtime.socket_transport import (
     meet,
     ordinary_bytes,
 )
-from bireme.runtime.stores import open_store
+from bireme.runtime.stores import RunStore, serve_store
 from bireme.schedule.instruction import Message
 from bireme.sync.group import AbortedError
 from bireme.wire import connection, listener
@@ -279,11 +279,11 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
 ) -> None:
     monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
     monkeypatch.setattr(listener, "HAS_ABSTRACT_NAMES", is_local and listener.HAS_ABSTRACT_NAMES)
-    store = open_store("127.0.0.1", 0, serve=True, timeout_s=20)
+    store = serve_store("127.0.0.1", key="key", timeout_s=20)
     rank_of_stage = (0, 1, 2, 0)
 
     def work(rank: int) -> list[float]:
-        own = open_store("127.0.0.1", store.port, serve=False, timeout_s=20)
+        own = RunStore("127.0.0.1", store.port, "key", 20)
         if rank == 1:
             own.wait(["here/7"])
             port = int(own.get("here/7").decode().split()[3])

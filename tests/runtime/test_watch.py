@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bireme.errors import BiremeError
 from bireme.runtime import watch as watch_module
 from bireme.runtime.board import Board, Failure, FailureKind, Heartbeat, PeerLost, RankFailed, RunFailed
-from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store
+from bireme.runtime.stores import HashStore, Store
 from bireme.runtime.watch import Watch, is_of_a_peer
 from tests.support.patience import patience_s
 
@@ -225,19 +225,6 @@ def test_a_store_out_of_reach_for_the_timeout_is_named_as_the_cause(monkeypatch:
         failing(watch, math.inf)
         assert told.freed.wait(10 * TIMEOUT_S)
         assert "it has not reached the store for" in str(watch.explain(LOST))
-
-
-def test_a_broken_connection_to_the_store_is_made_again() -> None:
-    """Torch does not: every later request over it fails."""
-    store = open_store("127.0.0.1", 0, serve=True, timeout_s=20.0)
-    mine = PrefixStore("run", open_store("127.0.0.1", store.port, serve=False, timeout_s=20.0))
-    board = Board(mine, 1)
-    board.beat(0, Heartbeat(1, finished=False, doing=None))
-    board.reconnect()
-    assert board.pulses([0]) == [Heartbeat(1, finished=False, doing=None)]
-    del store
-    with pytest.raises(OSError, match="refused"):
-        board.reconnect()
 
 
 def test_errors_of_peers_are_told_from_own_ones() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
@@ -339,9 +340,13 @@ def test_a_slower_rank_takes_longer_by_its_speed() -> None:
 def test_blocking_messages_cost_their_receiver_time_even_where_it_sets_the_pace() -> None:
     program = generate("2bw", num_stages=2, num_microbatches=4, num_batches=10)
     costs = Costs.per_stage(2, forward_s=[2, 6], backward_s=[4, 12], message_bytes=1)
-    network = Network.dedicated(pairs_that_talk(program), bytes_per_s=1)
-    assert simulate(program, costs, network).steady_batch_s == 4 * 18
-    assert simulate(program, costs, network, overlap=False).steady_batch_s == 4 * 19
+
+    def steady_s(overlap: Overlap) -> float:
+        network = Network.dedicated(pairs_that_talk(program), bytes_per_s=1, overlap=overlap)
+        return simulate(program, costs, network).steady_batch_s
+
+    assert steady_s(Overlap.FULL) == 4 * 18
+    assert steady_s(Overlap.RECEIVER) == 4 * 19
 
 
 def test_2bw_hides_a_gradient_sync_that_a_flush_schedule_waits_for() -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.cluster.cluster import Overlap
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import Kind
 from bireme.schedule.residency import Residency
@@ -23,7 +24,7 @@ from tests.support.extent import examples
     sizes=st.lists(st.integers(0, 6), min_size=4, max_size=4),
     update_s=st.integers(0, 2),
     reduce_s=st.integers(0, 6),
-    overlap=st.booleans(),
+    overlap=st.sampled_from(Overlap),
 )
 def test_the_critical_path_has_no_gap(
     name: str,
@@ -32,7 +33,7 @@ def test_the_critical_path_has_no_gap(
     sizes: list[int],
     update_s: int,
     reduce_s: int,
-    overlap: bool,
+    overlap: Overlap,
 ) -> None:
     """From the window's begin to its end it is work and waiting, one right after the other."""
     program = generate(name, num_stages=4, num_microbatches=5, num_batches=2)
@@ -44,7 +45,7 @@ def test_the_critical_path_has_no_gap(
         update_s=update_s,
         reduce_s=reduce_s,
     )
-    timeline = simulate(program, costs, Links(1.0, latency_s).network(program), overlap=overlap)
+    timeline = simulate(program, costs, Links(1.0, latency_s, overlap=overlap).network(program))
     now = 0.0
     for step in reversed(list(critical_path(timeline))):
         assert step.interval.start_s - step.waited_s == now

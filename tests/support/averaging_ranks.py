@@ -26,7 +26,7 @@ from bireme.runtime.exchange.diloco import averages_of
 from bireme.runtime.exchange.joining import join
 from bireme.runtime.exchange.rounds import Attempt, RoundLine, RoundSum
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.runtime.stores import HashStore
@@ -264,7 +264,7 @@ class RankWorld(Turns):
 
 
 class _Client:
-    """A rank's way to the coordinator, in the place of `LazyCoordinatorClient`."""
+    """A rank's way to the coordinator, in the place of `CoordinatorClient`."""
 
     key = "secret"
 
@@ -645,5 +645,5 @@ class SimulatedRank:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replicas made of these parts."""
     monkeypatch.setattr(bireme.train.replica, "ExchangeAgent", SimulatedAgent)
-    monkeypatch.setattr(bireme.train.replica, "LazyCoordinatorClient", _Client)
+    monkeypatch.setattr(bireme.train.replica, "CoordinatorClient", _Client)
     monkeypatch.setattr(bireme.runtime.exchange.agent, "PeerConnections", _Board)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server, Switch
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Overlap, Server, Switch
 from bireme.cluster.device import Device
 
 __all__ = ["clusters", "few"]
@@ -12,6 +12,7 @@ __all__ = ["clusters", "few"]
 RATES = st.floats(1e-3, 1e18)
 LATENCIES = st.floats(0, 3600)
 FIGURES = st.one_of(st.just(0.0), st.floats(1.0, 1e16))
+SPEEDS = st.one_of(st.none(), st.floats(1e-3, 1e6))
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 
 
@@ -19,7 +20,7 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 def links(draw: st.DrawFn, *, one_way: bool = True) -> Link:
     full = draw(st.booleans())
     back = draw(st.one_of(st.none(), RATES)) if full and one_way else None
-    return Link(draw(RATES), draw(LATENCIES), full, back)
+    return Link(draw(RATES), draw(LATENCIES), full, back, draw(st.sampled_from(Overlap)))
 
 
 @st.composite
@@ -34,6 +35,9 @@ def devices(draw: st.DrawFn) -> Device:
         draw(st.integers(0, 1000)),
         draw(st.floats(1e-3, 1e6)),
         draw(st.one_of(st.just(0.0), st.floats(0.5, 1e5))),
+        update_speed=draw(SPEEDS),
+        host_speed=draw(SPEEDS),
+        process_bytes=draw(st.one_of(st.none(), st.integers(0, 2**40))),
     )
 
 

@@ -4,7 +4,7 @@ The names of capabilities say how a run is made: its model, plan, data, and how 
 is as small as a model with all that can be: a table, layers, and a head that may share the table.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import isfinite
@@ -44,7 +44,7 @@ from tests.support.small_models import CONTEXT, VOCAB, Batch, Model, captured, n
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 
-__all__ = ["Composition"]
+__all__ = ["Composition", "looseness"]
 
 NUM_BATCHES, BATCH, NUM_MICROBATCHES, WIDTH, SEED = 3, 8, 2, 2, 5
 OWNERS = (0, 1)
@@ -52,6 +52,19 @@ OWNERS = (0, 1)
 
 INEXACT = frozenset({"principal", "sum-codec", "bfloat16"})
 """Capabilities after which numbers are not those of one process to the last bit."""
+
+OTHER_ORDER = frozenset({"1f1b-sliced", "tied", "muon", "shard-weights"})
+"""Capabilities after which sums are made in another order than in one process."""
+
+PARTLY_SEEN = frozenset({"quorum", "groups", "diloco", "shard-optimizer"})
+"""Capabilities with which weights are compared, but not the optimizer's state after each batch."""
+
+
+def looseness(names: Collection[str]) -> int:
+    """How closely a run with these is compared with one process: 0 to the last bit, 1 but for the
+    order of sums or the optimizer's state, 2 by losses that are near.
+    """
+    return 2 if INEXACT & {*names} else 1 if (OTHER_ORDER | PARTLY_SEEN) & {*names} else 0
 
 
 class Words(nn.Module):
@@ -157,7 +170,12 @@ class Composition:
             samples, order = self._data(OWNERS[replica], pipeline)
             try:
                 batches = RankBatches(
-                    samples, order, BATCH, num_batches=NUM_BATCHES, wanted=pipeline.cutter.wanted, prefetch=0
+                    samples,
+                    order,
+                    self.num_samples,
+                    num_batches=NUM_BATCHES,
+                    wanted=pipeline.cutter.wanted,
+                    prefetch=0,
                 )
                 if self.setting.shard == "none":
                     note_training(pipeline, batches, trained)
@@ -202,7 +220,7 @@ class Composition:
         ]
         expected = oracle(self.model, setting, data, sizes=sizes, norms=norms)
         assert len(expected) == NUM_BATCHES
-        _check_ledger([line.samples for line in run.hub.rounds])
+        _check_ledger([line.samples for line in run.hub.rounds], self.num_samples)
         last = NUM_BATCHES - 1
         _check_same([(seen.weights[last], {}) for seen in run.seen.values()])
         for stage in range(run.depth):  # replicas of a site have other pieces of what optimizers remember
@@ -217,7 +235,7 @@ class Composition:
         diloco = DilocoSettings(2) if "diloco" in self.names else None
         run = _ReadingAverages(self, diloco)
         run.run()
-        _check_ledger([line.samples for line in run.hub.rounds])
+        _check_ledger([line.samples for line in run.hub.rounds], self.num_samples)
         _check_same([(told.weights[-1], {}) for told in run.told.values()])
         expected = expected_of_groups(run) if diloco is None else expected_of_outer_steps(run, diloco)
         for rank, told in run.told.items():
@@ -277,12 +295,19 @@ class Composition:
         return replace(setting, plan=plan, shard="none", compiles=False, gradient="whole")
 
     @property
+    def num_samples(self) -> int:
+        """The samples of a batch. Replicas of sites have half as many each, too few to slice."""
+        shares = self._of_axis("what replicas share") is not None
+        is_of_sites = shares and self._of_axis("how replicas agree") in ("quorum", "groups", "diloco")
+        return BATCH * self._least if is_of_sites else BATCH
+
+    @property
     def _sharing(self) -> Sharing | None:
         if "balance" not in self.names:
             return None
-        most = BATCH // NUM_MICROBATCHES
+        most = self.num_samples // NUM_MICROBATCHES
         limits = limits_of(NUM_MICROBATCHES, [most, most], least_per_microbatch=self._least)
-        even = (BATCH // WIDTH,) * WIDTH
+        even = (self.num_samples // WIDTH,) * WIDTH
         return Sharing(even, limits, Policy(every=1), 0, lambda _batch, rank, samples: (1 + rank) * samples)
 
     @property
@@ -295,8 +320,8 @@ class Composition:
 
     @property
     def _tolerance(self) -> float:
-        """Sums of halves are made in another order, as are those of weights that ranks share."""
-        return 1e-11 if self.names & {"1f1b-sliced", "tied", "muon", "shard-weights"} else 0.0
+        """How far weights may be from those of one process."""
+        return 1e-11 if self.names & OTHER_ORDER else 0.0
 
     def _of_axis(self, axis: str) -> str | None:
         return next((name for name in self.names if CAPABILITIES[name].axis == axis), None)
@@ -314,23 +339,23 @@ class Composition:
             public = self.public()
             return public, order_of(public, SEED)
         rows = pipeline.cutter.rows_of_replicas
-        return home.samples, home.order(lambda step: rows(step, BATCH))
+        return home.samples, home.order(lambda step: rows(step, self.num_samples))
 
     def home(self, own: int, *, is_added: bool = False) -> ReadableData | None:
         """What a replica reads on its server; None if nothing is private."""
         if "private-data" not in self.names:
             return None
         public = self.public()
-        num_public = NUM_BATCHES * BATCH if "stream" in self.names else len(public)
+        num_public = NUM_BATCHES * self.num_samples if "stream" in self.names else len(public)
         return ReadableData(
             ReadableSamples(public, PRIVATE[own], f"server{own}"),
             order_of(public, SEED),
-            Stock(num_public, tuple(map(len, PRIVATE)), BATCH, is_added),
+            Stock(num_public, tuple(map(len, PRIVATE)), self.num_samples, is_added),
             SEED,
             ("server0", "server1"),
             OWNERS,
             own,
-            (BATCH // WIDTH,) * WIDTH,
+            (self.num_samples // WIDTH,) * WIDTH,
         )
 
     def dealt(
@@ -346,7 +371,7 @@ class Composition:
         return DealtBatches(
             samples,
             order_of(samples, SEED) if home is None else home.public,
-            BATCH,
+            self.num_samples,
             pipeline.num_trained,
             num_batches,
             prefetch=0,
@@ -368,7 +393,7 @@ class Composition:
     def _whole(self, step: int, pipeline: Pipeline) -> Batch:
         """A batch as somebody has it who may read everything."""
         views = [self._data(own, pipeline) for own in OWNERS]
-        numbers = np.array([order.batch(step, BATCH) for _, order in views])
+        numbers = np.array([order.batch(step, self.num_samples) for _, order in views])
         found: list[Mapping[str, Tensor]] = []
         for column in numbers.T.tolist():
             owner = next((own for own, number in enumerate(column) if number < ELSEWHERE), 0)
@@ -404,7 +429,7 @@ class _ReadingReplicas(Replicas):
             WIDTH,
             {},
             NUM_BATCHES,
-            BATCH,
+            composition.num_samples,
             balances="balance" in composition.names,
             least=composition._least,
         )
@@ -440,7 +465,7 @@ class _ReadingAverages(AveragingReplicas):
             WIDTH,
             {},
             (NUM_BATCHES,),
-            BATCH,
+            composition.num_samples,
             diloco=diloco,
             lag=0 if diloco is None else 1,
             in_step=True,
@@ -466,10 +491,10 @@ def _ranges(samples: Sequence[SamplePlaces]) -> list[range]:
     return [range(one.begin, one.end) for one in samples]
 
 
-def _check_ledger(rounds: Sequence[Sequence[Sequence[SamplePlaces]]]) -> None:
-    """Every sample of the run counts once."""
+def _check_ledger(rounds: Sequence[Sequence[Sequence[SamplePlaces]]], num_samples: int) -> None:
+    """Every sample of the run counts once, with so many in a batch."""
     places = [place for line in rounds for own in line for one in own for place in range(one.begin, one.end)]
-    assert sorted(places) == list(range(NUM_BATCHES * BATCH))
+    assert sorted(places) == list(range(NUM_BATCHES * num_samples))
 
 
 def _check_same(held: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]]) -> None:

@@ -13,14 +13,10 @@ from random import Random
 from bireme.sync.coordinator.groups import (
     Arrived,
     AveragingGroup,
-    Came,
     Drained,
-    Formed,
     GroupEvent,
-    GroupGone,
+    GroupMembers,
     GroupSummed,
-    GroupTick,
-    SettledGroup,
     first_wait_s,
     groups_begun,
     groups_step,
@@ -83,13 +79,10 @@ class GroupWorld:
     def tell(self, event: GroupEvent) -> None:
         """Have it happen, perhaps twice."""
         for _ in range(self.random.choice([1, 1, 2])):
-            if isinstance(event, Came | GroupGone) and _ > 0:
-                break
-            done = groups_step(self.state, event, self.now_s)
-            self.state = done.state
+            self.state, groups = groups_step(self.state, event, self.now_s)
             self.watch()
-            for reply in done.replies:
-                self._act(reply)
+            for group in groups:
+                self._act(group)
         deadline_s = next_deadline_s(self.state)
         if deadline_s is not None:
             self.after(max(deadline_s - self.now_s, 0.0), self._tick)
@@ -97,10 +90,10 @@ class GroupWorld:
     def kill(self, number: int) -> None:
         one = self.replicas.pop(number)
         one.life += 1
-        self.tell(GroupGone(number))
+        self.tell(GroupMembers(self.state.members - {number}))
 
     def come(self, number: int) -> None:
-        self.tell(Came(number))
+        self.tell(GroupMembers(self.state.members | {number}))
         one = Replica(number, 0.02, waits=dict.fromkeys(range(self.num_stages), first_wait_s()))
         self.replicas[number] = one
         self._train(one)
@@ -113,7 +106,7 @@ class GroupWorld:
     def _tick(self) -> None:
         deadline_s = next_deadline_s(self.state)
         if deadline_s is not None and deadline_s <= self.now_s:
-            self.tell(GroupTick())
+            self.tell(None)
 
     def _train(self, one: Replica) -> None:
         """The stages are ready one after the other, the last one first; messages may overtake each other."""
@@ -131,9 +124,8 @@ class GroupWorld:
         if one.life == 0:
             self.tell(Arrived(stage, one.number, batch, one.waits[stage]))
 
-    def _act(self, reply: Formed | SettledGroup) -> None:
-        group = reply.group
-        if isinstance(reply, Formed):
+    def _act(self, group: AveragingGroup) -> None:
+        if not group.is_settled:
             self.formed.append((self.now_s, group))
             for member in group.replicas:
                 one = self.replicas.get(member)

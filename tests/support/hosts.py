@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.train import launched_rank
+from bireme.train import launched_process
 
 __all__ = ["CLONE_NEWNS", "CLONE_NEWUSER", "Host", "check", "enter_without", "hide", "hosts", "set_cable"]
 
@@ -56,7 +56,7 @@ class Host:
 def enter_without(host: Host, folder: Path) -> None:
     """Be on that machine, where nothing that others write in the folder is seen, and is not waited for."""
     host.enter()
-    launched_rank.SEEN_S = 1.0
+    launched_process.SEEN_S = 1.0
     hide(folder)
 
 

@@ -30,7 +30,7 @@ def predict(loads: Loads, partition: Partition, num_batches: int | None = None) 
         recompute=partition.recompute,
     )
     network = _network(loads, program)
-    return simulate(program, costs_of(loads, partition.cuts), network, overlap=loads.line.overlap)
+    return simulate(program, costs_of(loads, partition.cuts), network)
 
 
 def costs_of(loads: Loads, cuts: Cuts) -> Costs:
@@ -48,5 +48,5 @@ def _network(loads: Loads, program: Program) -> Network:
         for ends in ((here, there), (there, here)):
             if link.full_duplex or ends == (here, there):
                 wires.append(Wire(f"{ends[0]} to {ends[1]}", link.bytes_per_s))
-            paths[ends] = Path((len(wires) - 1,), link.latency_s)
+            paths[ends] = Path((len(wires) - 1,), link.latency_s, link.overlap)
     return Network(tuple(wires), paths)

@@ -74,12 +74,12 @@ sample_tokens = 0
 
 
 def write_run(
-    folder: Path, schedule: str = "2bw", depth: int = 2, *, model: str = GPT, data: str = ""
+    folder: Path, schedule: str = "2bw", depth: int = 2, *, width: int = 1, model: str = GPT, data: str = ""
 ) -> Path:
     """A run file of a tiny model with a plan made by hand, and a folder of text if there is no other data."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / f"plan-{schedule}-{depth}.json"
-    table = {"cuts": CUTS[depth], "num_microbatches": 2, "schedule": schedule}
+    table = {"cuts": CUTS[depth], "num_microbatches": 2, "schedule": schedule, "width": width}
     plan.write_text(json.dumps({"format": 1, "plan": table}))
     if not data:
         texts = folder / "texts"
@@ -87,7 +87,7 @@ def write_run(
         (texts / "numbers.py").write_text(TEXT)
         data = str(texts)
     path = folder / f"run-{schedule}-{depth}.toml"
-    path.write_text(RUN.format(model=model, data=data, plan=plan, ranks=depth, runs=folder / "runs"))
+    path.write_text(RUN.format(model=model, data=data, plan=plan, ranks=depth * width, runs=folder / "runs"))
     return path
 
 

@@ -179,8 +179,8 @@ def test_an_opener_is_patient_only_if_a_group_may_be_forced_before_it_comes_agai
     until_next: float, waits_s: float
 ) -> None:
     state = groups_begun(GroupSettings(connect_every=10), 1, range(4))
-    found = groups_step(state, Arrived(0, 0, 0, wait_s=0.01, patient_s=0.3, until_next=until_next), 0.0)
-    assert next_deadline_s(found.state) == waits_s
+    arrived = Arrived(0, 0, 0, wait_s=0.01, patient_s=0.3, until_next=until_next)
+    assert next_deadline_s(groups_step(state, arrived, 0.0)[0]) == waits_s
 
 
 def test_replicas_stay_close_to_their_mean_and_closer_the_smaller_the_learning_rate_is() -> None:

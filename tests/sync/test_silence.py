@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from bireme.balance import ShareLimits
-from bireme.sync.coordinator.committing import with_gone
 from bireme.sync.coordinator.coordinator import begun, step, wake_s, word_for
 from bireme.sync.coordinator.messages import (
     Absence,
@@ -49,6 +48,15 @@ def test_who_is_silent_gets_as_few_samples_as_it_may_have_until_it_is_heard_agai
     dealing = Dealing(24, ShareLimits((2, 2), (24, 24))).among((0, 1), 0, frozenset({0}))
     assert dealing.counts(0) == {0: 2, 1: 22}
     assert dealing.among((0, 1), 1).counts(1) == {0: 12, 1: 12}
+
+
+def test_a_replica_that_is_back_gets_the_share_that_it_had() -> None:
+    """The other one is faster by the sample while it is alone, with larger micro-batches: it kept 14."""
+    dealing = Dealing(24, ShareLimits((2, 2), (24, 24))).among((0, 1), 0)
+    dealing = dealing.with_batch(0, {0: 12, 1: 12}, {0: 0.6, 1: 0.6}, takes_effect=3)
+    alone = dealing.among((0,), 1).with_batch(1, {0: 24}, {0: 0.9}, takes_effect=4)
+    assert alone.counts(1) == {0: 24}
+    assert alone.among((0, 1), 2).counts(2) == {0: 12, 1: 12}
 
 
 def test_a_round_goes_on_without_a_silent_member_before_its_lease_and_the_grace_window_end() -> None:
@@ -141,5 +149,6 @@ def test_where_weights_are_averaged_the_step_is_that_of_the_samples_that_were_de
     settings = replace(settings_for(2, 1), mode=SyncMode.DILOCO)
     state = begun(settings)
     pool = replace(state.pool, fresh=5 * settings.batch_size)
-    state = with_gone(replace(state, pool=pool), Member(1, 0, ("a",)), Absence.ENDED)
+    member, membership = Member(1, 0, ("a",)), state.membership.with_over(Incarnation(1, 0))
+    state = replace(state, pool=pool).with_dropped(membership, [member])
     assert state.gone == (Gone(1, 0, 5, Absence.ENDED, "a"),)

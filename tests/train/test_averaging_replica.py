@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bireme.runtime.board import RunFailed
-from bireme.runtime.coordinator_client import LazyCoordinatorClient
+from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.averages import Met
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.stores import HashStore
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
@@ -82,7 +82,7 @@ def test_all_ranks_of_a_replica_that_comes_back_begin_at_the_step_that_its_first
     size, found = RUN.training.batch_size, []
     for rank, fresh in ((0, 120 * size), (1, 120 * size + 1), (2, 121 * size)):
         word = CoordinatorReply(1, 1, members=(Member(0, 0, ()),), fresh=fresh)
-        monkeypatch.setattr(LazyCoordinatorClient, "word", word)
+        monkeypatch.setattr(CoordinatorClient, "word", word)
         found.append(make(1, 1, rank).begin(FIRST))
 
     assert found == [119, 119, 119]  # all of its samples are dealt, and its window may not have ended

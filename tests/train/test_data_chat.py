@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train import launching as text_sample
+from bireme.train import finishing as text_sample
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.encoding import AnswerRows, ChatTemplate
 from bireme.train.data.hub import SavedRows

@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_exported_ends_with_status_1_and_its_checkpoint_i
 
     path, run = write_run(tmp_path, "1f1b", 1), tmp_path / "runs" / "run"
     with monkeypatch.context() as patched:
-        patched.setattr("bireme.train.launching.export_checkpoint", full)
+        patched.setattr("bireme.train.finishing.export_checkpoint", full)
         result = bireme(capsys, "train", str(path), *BRIEF)
     assert result.status == 1
     assert "No space left on device" in result.err

@@ -14,8 +14,8 @@ from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.runtime.quorum.site import ReplicaPart
-from bireme.train import launched_rank, rank_zero_setup
+from bireme.runtime.replicas.hosts import ReplicaPart
+from bireme.train import launched_process, rank_zero_setup
 from bireme.train.folder import RunFolder
 from bireme.train.machines import LaunchedProcess
 from bireme.train.rank_zero_setup import check_launchers, parts_of_hosts, processes_of, within_servers
@@ -131,13 +131,13 @@ def test_a_rank_that_loses_rank_0_says_so_in_one_line_without_frames_of_cpp(
     def lost(*_: object) -> None:
         raise dist.DistNetworkError("recvValue failed.\nException raised from x.cpp:\nframe #0: y")
 
-    monkeypatch.setattr(launched_rank, "rendezvous", lambda _environment: SimpleNamespace())
-    monkeypatch.setattr(launched_rank, "Announcements", lambda _store: None)
-    monkeypatch.setattr(launched_rank._Joined, "go", lost)
+    monkeypatch.setattr(launched_process, "rendezvous", lambda _environment: SimpleNamespace())
+    monkeypatch.setattr(launched_process, "Announcements", lambda _store: None)
+    monkeypatch.setattr(launched_process._Joined, "go", lost)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        launched_rank.join(None, ["log.folder=/nowhere"], lambda *_: None)
+        launched_process.join(None, ["log.folder=/nowhere"], lambda *_: None)
     assert ended.value.code == 1
     assert capsys.readouterr().err == (
         "bireme: Rank 1 has lost rank 0, whose output may say why: recvValue failed.\n"

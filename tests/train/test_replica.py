@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from bireme.documents import read_json_lines
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Incarnation

@@ -86,12 +86,9 @@ def test_a_mistake_of_the_user_is_not_tried_again_before_anything_counts(
 
 @pytest.mark.slow
 def test_a_run_survives_being_suspended_and_the_death_of_all_its_replicas_at_once(tmp_path: Path) -> None:
-    more = settings(plan__file="", plan__width=2, plan__depth=1, plan__schedule="1f1b", cluster__workers=2)
-    more += settings(sync__mode="diloco", sync__diloco_every=4, sync__lease_s=2, training__steps=24)
-    path, run = (
-        write_run(tmp_path, "1f1b", 1, data="tests.support.paced_samples:gated"),
-        tmp_path / "runs" / "run",
-    )
+    more = settings(sync__mode="diloco", sync__diloco_every=4, sync__lease_s=2, training__steps=24)
+    path = write_run(tmp_path, "1f1b", 1, width=2, data="tests.support.paced_samples:gated")
+    run = tmp_path / "runs" / "run"
     gate = Gate(tmp_path / "gate", NUM_PROBES + 40)
     with running(run, "train", str(path), *more, "--json", gate=gate) as train:
         train.wait_for_step(4)

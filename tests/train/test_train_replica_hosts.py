@@ -38,14 +38,11 @@ that is cut off starts again after the timeout.
 """
 
 
-def written(folder: Path, mode: str = "quorum") -> Path:
-    """A run file of as many replicas of one stage as there are hosts."""
-    path = write_run(folder, "1f1b", 1, data="tests.support.paced_samples:paced")
-    plan = folder / "plan-1f1b-1.json"
-    document = json.loads(plan.read_text())
-    document["plan"]["width"] = NUM_HOSTS
-    plan.write_text(json.dumps(document))
-    path.write_text(f'{path.read_text()}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
+def written(folder: Path, mode: str = "quorum", *, width: int = NUM_HOSTS, num_here: int = 1) -> Path:
+    """A run file of replicas of one stage, of which a host has so many."""
+    path = write_run(folder, "1f1b", 1, width=width, data="tests.support.paced_samples:paced")
+    text = path.read_text().replace(f"workers = {width}", f"workers = {num_here}")
+    path.write_text(f'{text}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
     return path
 
 
@@ -195,9 +192,8 @@ def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies
 def test_where_torchrun_starts_a_process_for_each_rank_one_of_them_starts_all_ranks(tmp_path: Path) -> None:
     """A rank that dies is started again, which torchrun never sees: it would end all others."""
     run = tmp_path / "runs" / "run"
-    more = settings(plan__file="", plan__width=2, plan__depth=1, plan__schedule="1f1b", training__steps=5000)
-    more += settings(cluster__workers=2)
-    with torchrun_train(run, str(written(tmp_path)), *more, pace_s=PACE_S) as started:
+    words = [str(written(tmp_path, width=2, num_here=2)), *settings(training__steps=5000)]
+    with torchrun_train(run, *words, pace_s=PACE_S) as started:
         started.running.wait_for_step(2)
         launcher, *others = started.ranks
         ranks = [pid for pid in living(launcher) if name_of(pid).startswith("bireme rank 1")]

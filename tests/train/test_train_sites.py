@@ -3,14 +3,19 @@
 import json
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from benchmarks.killing.mortal_run import losses_of_one_process
+from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.train.checkpoint.checkpoint import newest_good
 from tests.support.command import bireme
 from tests.support.training import CUTS, losses, running, settings, write_run
-from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED
+from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED, steady
+from tests.train.test_train_replica_hosts import rounds_of, wait_for_members
+from tests.train.test_train_spanning_replicas import Hosts
 
 BATCH = 8
 
@@ -27,7 +32,7 @@ def write_sites(
     text = text.replace(f'file = "{folder}/plan-2bw-{depth}.json"', f'file = "{plan}"')
     every = "diloco_every = 2\n" if mode == "diloco" else ""
     keys = f'mode = "{mode}"\nsites = 2\n{every}\n[memory]\nshard = "{shard}"\n'
-    path.write_text(f"{text}\n[sync]\n{keys}")
+    path.write_text(f"{steady(text, mode)}\n[sync]\n{keys}")
     return path
 
 
@@ -80,6 +85,33 @@ def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(
     rounds = [line for line in checked if line["kind"] == "round"]
     places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
     assert len(set(places)) == len(places)
+
+
+@pytest.mark.slow
+def test_a_site_over_two_hosts_comes_back_as_a_whole_when_a_rank_on_one_of_them_dies(tmp_path: Path) -> None:
+    """Four hosts of one device. Inside a site gradients are summed between its two hosts, each of which has a
+    part of the optimizer's state.
+    """
+    more = settings(training__steps=5000, training__optimizer="sgd", training__learning_rate=0.003)
+    more += settings(checkpoint__every_steps=0, sync__sites=2, memory__shard="optimizer")
+    with ExitStack() as stack:
+        run_hosts = Hosts(tmp_path, "quorum", stack, more, depth=1)
+        first, _, third, fourth = run_hosts.launchers.values()
+        wait_for_members(first, 0, 1)
+        (rank,) = fourth.ranks
+        os.kill(rank, signal.SIGKILL)
+        for one in (third, fourth):
+            one.wait_for_words("Replica 1 is back after")
+        wait_for_members(first, 0, 1)
+        os.kill(first.process.pid, signal.SIGTERM)
+        ended = [one.ended() for one in run_hosts.launchers.values()]
+
+    assert [one.status for one in ended] == [0, 0, 0, 0], ended
+    assert {(0, 1), (0,)} <= {tuple(line["members"]) for line in rounds_of(run_hosts.run)}
+    assert check_ledger(run_hosts.run / "ledger.jsonl").is_whole
+    expected = losses_of_one_process(run_hosts.run)
+    for step, loss in losses(run_hosts.run).items():
+        assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
 
 
 @pytest.mark.slow

@@ -50,15 +50,16 @@ class Hosts:
         stack: ExitStack,
         words: Sequence[str],
         machines: Sequence[Host | None] = (None,) * NUM_HOSTS,
+        depth: int = DEPTH,
     ) -> None:
         self.run = folder / "runs" / "run"
         self.run.parent.mkdir()
-        path = write_run(folder, "1f1b", DEPTH, model=UNTIED, data="tests.support.paced_samples:paced")
-        plan = folder / f"plan-1f1b-{DEPTH}.json"
+        path = write_run(folder, "1f1b", depth, model=UNTIED, data="tests.support.paced_samples:paced")
+        plan = folder / f"plan-1f1b-{depth}.json"
         document = json.loads(plan.read_text())
-        document["plan"]["width"] = NUM_HOSTS // DEPTH
+        document["plan"]["width"] = NUM_HOSTS // depth
         plan.write_text(json.dumps(document))
-        text = path.read_text().replace(f"workers = {DEPTH}", "workers = 1")
+        text = path.read_text().replace(f"workers = {depth}", "workers = 1")
         path.write_text(f'{text}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
         self._machines = machines
         self._stack, self._words, self._port = stack, [str(path), "--json", *words], str(free_port())

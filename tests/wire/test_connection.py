@@ -17,7 +17,6 @@ from bireme.wire.connection import (
     Skip,
     frame_header,
     read_frame_header,
-    text_frame,
 )
 
 LENGTHS = (0, 1, 100, STAGING_BYTES - HEADER_BYTES, STAGING_BYTES, 3 * STAGING_BYTES + 7, 5)
@@ -101,7 +100,7 @@ def test_a_text_of_any_length_that_is_announced_takes_no_memory_beyond_its_limit
     ends: tuple[Connection, socket.socket],
 ) -> None:
     connection, there = ends
-    there.send(text_frame(b"short"))
+    there.send(frame_header(FrameKind.TEXT, 5) + b"short")
     assert connection.next_text(10) == b"short"
     there.send(frame_header(FrameKind.TEXT, 1 << 60))
     with pytest.raises(ConnectionError, match="1152921504606846976 bytes was announced"):
@@ -134,7 +133,6 @@ def test_what_the_kernel_does_not_take_goes_later_and_in_order() -> None:
             connection.write()
         assert came == b"".join(parts)
         assert not any(one.rest for one in frames)
-        assert connection.sent_bytes == len(came)
 
 
 def test_a_receiver_that_takes_nothing_ends_a_flush(ends: tuple[Connection, socket.socket]) -> None:

@@ -73,7 +73,7 @@ def show(
     if names == bool(cluster):
         raise BiremeError("Name a cluster to show, or pass --list to see the ready ones.")
     if not names:
-        from bireme.report.cluster_table import link_notes
+        from bireme.cluster.cluster import link_notes
 
         found = load_cluster(cluster)
         _show(found, tuple(link_notes(found)), None, as_json=as_json)

@@ -84,6 +84,8 @@ MOVED: dict[str, dict[str, str]] = {
         "-m": "plan.microbatches",
         "--recompute": "plan.recompute=always",
         "--updates-apart": "memory.updates=apart",
+        "--overlap": "--link-overlap full",
+        "--no-overlap": "--link-overlap receiver",
     },
 }
 """By verb and option."""
@@ -97,7 +99,7 @@ def moved(verb: str, option: str, words: Sequence[str]) -> str | None:
     if option not in known:
         return None
     value = _value_of(option, words)
-    asked = f"{option} {value}"
+    asked = f"{option} {value}".strip()
     entry = known.get(asked, known[option])
     if entry.startswith("--"):
         return f"`{asked}` is now the option {entry}: bireme {verb} RUN.toml {entry}"

@@ -55,7 +55,8 @@ def plan(
         list[str] | None,
         output_option(
             metavar="NAME[:FILE]",
-            help="Export for torch-csv, torchtitan, nemo or megatron; prints it without a file. Repeatable.",
+            help="Export for torch-csv, torchtitan, nemo or megatron; prints it without a file. The plan "
+            "counts messages as that framework sends them. Repeatable.",
         ),
     ] = None,
     as_json: Json = False,
@@ -74,10 +75,13 @@ def plan(
     check_writable(output, *(one.path for one in exports), force=force)
     profiled = profiled_run(context, run_file, set_, file=profile, like=like, is_fresh=fresh)
     _check_exports(exports, has_model=profiled.graph is not None)
+    from bireme.plan.export import overlaps_of
     from bireme.report.terminal import progress_bar
 
     with progress_bar("planning") as progress:
-        planned = profiled.planned(progress)
+        with_csv = any(one.name == "torch-csv" and one.path for one in exports)
+        overlaps = overlaps_of([one.name for one in exports], with_csv=with_csv)
+        planned = profiled.planned(progress, overlaps)
     texts = _export_texts(planned, exports)
     explanation = None
     if explain:
@@ -131,7 +135,6 @@ def _explanation_document(planned: "PlannedRun", explanation: _Explanation | Non
 def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
     from rich.console import Console
 
-    from bireme.report.plan_document import plan_notes
     from bireme.report.plan_table import print_explanation, print_plan
 
     console, answer = Console(), planned.answer
@@ -139,7 +142,10 @@ def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
     if explanation is not None:
         found = explanation
         print_explanation(answer, found.helps, found.agreements, found.stages, console)
-    for note in plan_notes(planned.profile, planned.cluster):
+    shown = answer.best.forecast.assumptions
+    for note in planned.notes:
+        if note in shown:
+            continue
         console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
 
 

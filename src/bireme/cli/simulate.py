@@ -69,7 +69,7 @@ OF_COSTS = (
     "link_latency_s",
     "half_duplex",
     "ranks_per_server",
-    "overlap",
+    "link_overlap",
     *PAGED,
 )
 """Options that only given costs need."""
@@ -143,7 +143,14 @@ def simulate(
             help="Ranks per server: they share one network card, and messages inside a server are free."
         ),
     ] = None,
-    overlap: Annotated[bool, links_option(help="Send messages while ranks compute.")] = True,
+    link_overlap: Annotated[
+        str,
+        links_option(
+            metavar="none|receiver|full",
+            help="While a message crosses, full: both ends compute, receiver: the receiver waits, none: both "
+            "ends wait.",
+        ),
+    ] = "full",
     weight_bytes: Annotated[
         float, times_option(help="Bytes of one weight version of a stage; its gradient has the same size.")
     ] = 0.0,
@@ -193,6 +200,7 @@ def simulate(
         _show(timeline, None, [path for path in (trace, picture) if path is not None], as_json=as_json)
         return
     refuse(context, "Given costs stand for a model", "profile", "like", "fresh")
+    from bireme.cluster.cluster import Overlap, overlap_named
     from bireme.schedule.generators.shape import Shape
     from bireme.simulate.links import Links
     from bireme.train.run_file.run import load_tables
@@ -228,7 +236,7 @@ def simulate(
     Shape(stages, num_microbatches, window, sweep=sweep)
     check_extent(stages, num_microbatches, window)
     bandwidth = inf if link_bytes_per_s is None else link_bytes_per_s
-    links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server)
+    links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server, overlap_named(link_overlap))
 
     def stage_costs(num_stages: int) -> "Costs":
         return _costs(costs, given, num_stages)
@@ -242,7 +250,6 @@ def simulate(
             num_batches=window,
             network=links.network,
             recompute=recompute,
-            overlap=overlap,
             overlap_reduce=overlap_reduce,
             agree=agree,
         )
@@ -251,9 +258,7 @@ def simulate(
     if name == "1f1b-sliced" and slices is None:
         from bireme.simulate.comparison import solve_slices
 
-        slices = solve_slices(
-            stage_costs(stages), num_microbatches, links.network, recompute=recompute, overlap=overlap
-        )
+        slices = solve_slices(stage_costs(stages), num_microbatches, links.network, recompute=recompute)
     program = build_program(
         name,
         source,
@@ -283,7 +288,6 @@ def simulate(
             links.network(program),
             may_be_apart=tables.memory.updates == "apart",
             chunk_bytes=chunk_bytes,
-            overlap=overlap,
             overlap_reduce=overlap_reduce,
             agree=agree,
         )
@@ -292,7 +296,6 @@ def simulate(
         program,
         stage_costs(program.num_stages),
         links.network(program),
-        overlap=overlap,
         overlap_reduce=overlap_reduce,
         agree=agree,
         memory_series=trace is not None,
@@ -300,7 +303,13 @@ def simulate(
     )
     _write(timeline, trace, picture)
     advice = None
-    if overlap and source is None and lookahead == 0 and sweep == 1 and program is whole:
+    if (
+        links.overlap is Overlap.FULL
+        and source is None
+        and lookahead == 0
+        and sweep == 1
+        and program is whole
+    ):
         advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
     _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
 

@@ -15,8 +15,8 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.train.checkpoint.checkpoint import Checkpoint
+    from bireme.train.finishing import FinishedRun
     from bireme.train.folder import RunFolder
-    from bireme.train.launching import FinishedRun
     from bireme.train.prepare import PreparedRun
     from bireme.train.run_file import RunFile
 
@@ -216,7 +216,7 @@ def run_to_end(
 
 def _train_with_others(run_file: Path | None, sets: Sequence[str], *, anyway: bool, as_json: bool) -> None:
     """Join the run as one of torchrun's processes."""
-    from bireme.train.launched_rank import join
+    from bireme.train.launched_process import join
 
     finished = join(run_file, sets, partial(show_prepared, as_json=as_json), anyway=anyway)
     if finished is not None:

@@ -7,8 +7,9 @@ to each other is for who simulates or plans.
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import combinations
 
 from bireme.cluster.device import Device
@@ -35,18 +36,48 @@ def _check_name(name: str, of: str) -> None:
         )
 
 
+class Overlap(StrEnum):
+    """Who computes while a message crosses a link."""
+
+    NONE = "none"
+    """Nobody: both ends wait for each other and for the message, as at a rendezvous."""
+    RECEIVER = "receiver"
+    """The sender: the receiver waits."""
+    FULL = "full"
+    """Both ends."""
+
+    @property
+    def words(self) -> str:
+        """Who waits for a message, in words."""
+        return {"none": "both ends wait", "receiver": "the receiver waits"}.get(self, "neither end waits")
+
+    @staticmethod
+    def least(found: Iterable["Overlap"]) -> "Overlap":
+        """That of a way over several links, or of a link under a framework."""
+        return min(found, key=tuple(Overlap).index, default=Overlap.FULL)
+
+
+def overlap_named(text: str) -> Overlap:
+    """The overlap of that name."""
+    if text not in tuple(Overlap):
+        raise BiremeError(f"There is no overlap {text!r}. {closest(text, tuple(Overlap))}")
+    return Overlap(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """What carries `bytes_per_s`: each way at once if `full_duplex`, else in all.
 
     `back_bytes_per_s` is for a link that is not alike both ways: what it carries towards the devices that
-    share it, where `bytes_per_s` is what it carries away from them.
+    share it, where `bytes_per_s` is what it carries away from them. `overlap` says which end of it computes
+    while a message crosses.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
     full_duplex: bool = True
     back_bytes_per_s: float | None = None
+    overlap: Overlap = Overlap.FULL
 
     def __post_init__(self) -> None:
         _check_rate("bytes_per_s", self.bytes_per_s)
@@ -252,16 +283,15 @@ class _Ends:
 
     out: Lane
     into: Lane
-    latency_s: float
+    link: Link
 
     @staticmethod
     def of(name: str, link: Link) -> "_Ends":
         if not link.full_duplex:
             lane = Lane(name, link.bytes_per_s)
-            return _Ends(lane, lane, link.latency_s)
-        return _Ends(
-            Lane(f"{name} out", link.bytes_per_s), Lane(f"{name} in", link.into_bytes_per_s), link.latency_s
-        )
+            return _Ends(lane, lane, link)
+        out, into = Lane(f"{name} out", link.bytes_per_s), Lane(f"{name} in", link.into_bytes_per_s)
+        return _Ends(out, into, link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,18 +354,24 @@ class _Routes:
             lanes.append(b.bridge.into)
         return tuple(lanes)
 
-    def latency(self, source: int, destination: int) -> float:
-        """The seconds of all links between two devices; a link that is crossed up and down counts once."""
+    def links(self, source: int, destination: int) -> list[Link]:
+        """All links between two devices; one that is crossed up and down is there once."""
         if source == destination:
-            return 0.0
+            return []
         a, b = self.sites[source], self.sites[destination]
         if a.server == b.server and (common := a.meshes.keys() & b.meshes.keys()):
             (index,) = common
-            return self.servers[a.server].meshes[index].link.latency_s
-        total_s = sum(end.latency_s for end in dict.fromkeys((a.bridge, b.bridge)) if end is not None)
+            return [self.servers[a.server].meshes[index].link]
+        ends = [a.bridge, None if b.bridge is a.bridge else b.bridge]
         if a.server != b.server:
-            total_s += sum(end.latency_s for end in (a.card, b.card) if end is not None)
-            total_s += 0.0 if self.switch is None else self.switch.latency_s
+            ends += [a.card, b.card]
+        return [end.link for end in ends if end is not None]
+
+    def latency(self, source: int, destination: int) -> float:
+        """The seconds of all links between two devices."""
+        total_s = sum(link.latency_s for link in self.links(source, destination))
+        if self.switch is not None and self.sites[source].server != self.sites[destination].server:
+            total_s += self.switch.latency_s
         return total_s
 
     def _cable(self, a: _Site, b: _Site, mesh: Mesh, *, forth: bool) -> Lane:
@@ -438,6 +474,28 @@ class Cluster:
     def latency(self, source: int, destination: int) -> float:
         """The seconds a message is late whatever its size: those of all links it crosses, added up."""
         return self._routes.latency(source, destination)
+
+    def overlap(self, source: int, destination: int) -> Overlap:
+        """Which end computes while a message is on its way: as on the link that lets the fewest."""
+        return Overlap.least(link.overlap for link in self._routes.links(source, destination))
+
+
+def link_notes(cluster: Cluster, servers: Collection[int] = ()) -> list[str]:
+    """A sentence on the servers, of these or of all, whose links to other hosts are assumed; none if all are
+    known.
+    """
+    names = [
+        server.name
+        for number, server in enumerate(cluster.servers)
+        if number in (servers or range(len(cluster.servers)))
+        and any((card.name, card.link) == (ASSUMED_CARD, ASSUMED_LINK) for card in server.cards)
+    ]
+    if not names:
+        return []
+    return [
+        f"The links of {', '.join(names)} are unknown; plans assume 1 Gbit/s and 0.5 ms between hosts. "
+        "`bireme cluster probe` measures them."
+    ]
 
 
 # What a device can page to: its share of the host and of the disk, and how fast its chunks travel.

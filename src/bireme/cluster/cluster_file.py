@@ -24,6 +24,7 @@ from bireme.cluster.cluster import (
     Cluster,
     Link,
     Mesh,
+    Overlap,
     Server,
     Switch,
     device_names,
@@ -135,6 +136,9 @@ def _plain_device(device: Device, count: int) -> dict[str, Any]:
         host_bytes_per_s=float(device.host_bytes_per_s) or None,
         copy_s=float(device.copy_s) or None,
         chunk_s=float(device.chunk_s) or None,
+        update_speed=None if device.update_speed is None else float(device.update_speed),
+        host_speed=None if device.host_speed is None else float(device.host_speed),
+        process_bytes=device.process_bytes,
     )
 
 
@@ -149,6 +153,7 @@ def _plain_group(server: Server, kind: str, index: int, group: Bridge | Mesh | C
         latency_s=link.latency_s or None,
         duplex=None if link.full_duplex else "half",
         back_bytes_per_s=link.back_bytes_per_s,
+        overlap=None if link.overlap is Overlap.FULL else str(link.overlap),
     )
 
 
@@ -192,7 +197,7 @@ def _digits(value: float) -> int:
 
 def _comment(what: str, key: str, value: Any) -> str:
     match key:
-        case "memory_bytes" | "host_memory_bytes" | "disk_bytes":
+        case "memory_bytes" | "host_memory_bytes" | "disk_bytes" | "process_bytes":
             return f"  # {value / 2**30:.4g} GiB"
         case "latency_s" | "copy_s" | "chunk_s" if value:
             return f"  # {value * 1e6:.4g} µs"
@@ -204,7 +209,7 @@ def _comment(what: str, key: str, value: Any) -> str:
             return f"  # {value / 1e9:.4g} GB/s"
         case "float32_flops_per_s" | "bfloat16_flops_per_s":
             return f"  # {value / 1e12:.4g} TFLOP/s"
-        case "speed":
+        case "speed" | "update_speed" | "host_speed":
             return "  # 1.0 is as profiled"
     return ""
 
@@ -236,6 +241,7 @@ class _Table(BaseModel):
 _Rate = Annotated[float, Field(gt=0, le=MOST_BYTES_PER_S, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 _Flops = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
+_Speed = Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 Bytes = Annotated[int, Field(gt=0, le=_MOST_BYTES), BeforeValidator(_whole)]
 
@@ -250,9 +256,13 @@ class DeviceTable(_Table):
     like: str | None = Field(None, description="the ready description to begin with, such as a100")
     name: str | None = Field(None, description="what it is, for people")
     memory_bytes: Bytes | None = Field(None, description="the memory it has")
-    speed: Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)] = Field(
+    speed: _Speed = Field(
         1.0, description="relative to where the model was profiled; 0.5 takes twice as long"
     )
+    update_speed: _Speed | None = Field(
+        None, description="the same of optimizer steps, which read and write its memory"
+    )
+    host_speed: _Speed | None = Field(None, description="the same of the engine's own work on the host")
     num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(None, description="cores of a processor")
     bytes_per_s: _Rate | None = Field(None, description="bandwidth of its memory")
     float32_flops_per_s: _Flops | None = Field(None, description="speed in float32")
@@ -269,6 +279,9 @@ class DeviceTable(_Table):
     chunk_s: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
         None, description="what its process takes to give a chunk room, or to take it away"
     )
+    process_bytes: Annotated[int, Field(ge=0, le=_MOST_BYTES), BeforeValidator(_whole)] | None = Field(
+        None, description="what a process holds on it beside tensors: context, kernels, communicators"
+    )
 
 
 class _GroupTable(_Table):
@@ -280,6 +293,11 @@ class _GroupTable(_Table):
         "full", description="full carries bytes_per_s each way at once, half in all"
     )
     back_bytes_per_s: _Rate | None = Field(None, description="towards the devices, where that differs")
+    overlap: Literal["none", "receiver", "full"] = Field(
+        "full",
+        description="while a message crosses, none: both ends wait, receiver: the receiver waits, full: "
+        "neither waits",
+    )
 
 
 class _BridgeTable(_GroupTable):
@@ -445,7 +463,13 @@ def _device(table: DeviceTable) -> Device:
 
 
 def _link(table: _GroupTable) -> Link:
-    return Link(table.bytes_per_s, table.latency_s, table.duplex == "full", table.back_bytes_per_s)
+    return Link(
+        table.bytes_per_s,
+        table.latency_s,
+        table.duplex == "full",
+        table.back_bytes_per_s,
+        Overlap(table.overlap),
+    )
 
 
 def _places(table: _GroupTable, names: Sequence[str]) -> tuple[int, ...]:

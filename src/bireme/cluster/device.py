@@ -6,6 +6,7 @@ attains of them is for who estimates to say. Their watts are the board power of 
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bireme.documents import read_json
 from bireme.errors import BiremeError, closest
+
+# What a cost occupies. That decides how long it takes on another device than the profiled one.
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How fast a device is at each resource, relative to where the model was profiled. Links are as fast
+    everywhere: what crosses them is in bytes, or in seconds that no device changes.
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+    host: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceSeconds:
+    """Seconds of a piece of work by the resource that it occupies: arithmetic of the device, reads and writes
+    of its memory, the host's own program, or a link.
+    """
+
+    compute: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+    link: float = 0.0
+
+    def on(self, speeds: Speeds) -> float:
+        """How long the work keeps a device busy that has these speeds."""
+        own_s = self.compute / speeds.compute + self.memory / speeds.memory
+        return own_s + self.host / speeds.host + self.link
+
 
 # What the engine itself takes on a machine, in time and memory, besides the work of a model's stages.
 
@@ -30,7 +62,10 @@ class EngineCost:
     the message; `late_s` passes between the two. Sending, taking and lateness grow with the bytes.
     REDUCE, UPDATE and TRIAL take `reduce_s`, `update_s` and `trial_s` however few the parameters are.
     `batch_s` is what a batch takes on each rank besides its instructions, `agree_s` how long after the last
-    rank's REDUCE all know of it. `process_bytes` is what a process holds before it has a tensor of the model.
+    rank's REDUCE all know of it. `process_bytes` is what a process holds on its device beside tensors: on a
+    processor the interpreter, its libraries and the data; on a GPU its context and kernels.
+
+    Seconds that grow with bytes belong to links, and so do `late_s` and `agree_s`. All others are the host's.
 
     `control_s` is what the control took: a fixed piece of work that no model changes, timed while
     `num_processes` computed at once.
@@ -59,13 +94,13 @@ class EngineCost:
             if not 0 <= value < math.inf:
                 raise BiremeError(f"{field.name} of the engine is {value}; it must be 0 or greater.")
 
-    def sending_s(self, num_bytes: float) -> float:
+    def sending_s(self, num_bytes: float) -> ResourceSeconds:
         """For how long a rank is busy that sends so many bytes."""
-        return self.send_s + self.send_s_per_byte * num_bytes
+        return ResourceSeconds(host=self.send_s, link=self.send_s_per_byte * num_bytes)
 
-    def taking_s(self, num_bytes: float) -> float:
+    def taking_s(self, num_bytes: float) -> ResourceSeconds:
         """For how long a rank is busy that takes so many bytes which have come."""
-        return self.take_s + self.take_s_per_byte * num_bytes
+        return ResourceSeconds(host=self.take_s, link=self.take_s_per_byte * num_bytes)
 
     def lateness_s(self, num_bytes: float) -> float:
         """How long so many bytes are under way on a machine, with nothing else in their way."""
@@ -87,11 +122,14 @@ FASTEST = 1e6
 class Device:
     """One device. `flops_per_s` is per type of number, `bytes_per_s` the bandwidth of its own memory.
 
-    Where a figure is zero it is not known. `speed` is relative to where the model was profiled: on a device
-    of 0.5 everything takes twice as long. An emulated device is a process that keeps that pace and stays
-    within `memory_bytes`, wherever it runs. `watts` is what it draws at work. `host_bytes_per_s` is how fast
-    chunks go between its memory and the host's, each way; `copy_s` is what each takes besides its bytes, and
-    `chunk_s` what giving a chunk room takes the device's process, or taking it.
+    Where a figure is zero or None it is not known. `speed` is relative to where the model was profiled: on a
+    device of 0.5 a forward takes twice as long. `update_speed` is the same of work that only reads and writes
+    its memory, such as an optimizer step; left out, it is the `speed`. `host_speed` is that of the engine's
+    own program; left out, it is the `speed` of a processor, which is its own host, and 1 of any other device.
+    An emulated device is a process that keeps that pace and stays within `memory_bytes`, wherever it runs.
+    `watts` is what it draws at work. `host_bytes_per_s` is how fast chunks go between its memory and the
+    host's, each way; `copy_s` is what each takes besides its bytes, and `chunk_s` what giving a chunk room
+    takes the device's process, or taking it. `process_bytes` is what a process holds on it beside tensors.
     """
 
     name: str
@@ -106,15 +144,30 @@ class Device:
     host_bytes_per_s: float = 0.0
     copy_s: float = 0.0
     chunk_s: float = 0.0
+    update_speed: float | None = None
+    host_speed: float | None = None
+    process_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise BiremeError(f"The kind of {self.name} is {self.kind!r}; it must be {' or '.join(KINDS)}.")
-        if not 0 < self.speed <= FASTEST:
-            raise BiremeError(
-                f"The speed of {self.name} is {self.speed}; it must be greater than 0, 1 being as profiled, "
-                f"and at most {FASTEST:g}."
-            )
+        for name in ("speed", "update_speed", "host_speed"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= FASTEST:
+                raise BiremeError(
+                    f"The {name} of {self.name} is {value}; it must be greater than 0, 1 being as profiled, "
+                    f"and at most {FASTEST:g}."
+                )
+
+    @property
+    def speeds(self) -> Speeds:
+        """How fast it is at each resource."""
+        host = self.speed if self.kind == "cpu" else 1.0
+        return Speeds(
+            compute=self.speed,
+            memory=self.speed if self.update_speed is None else self.update_speed,
+            host=host if self.host_speed is None else self.host_speed,
+        )
 
     def flops_per_s(self, dtype: str) -> float:
         """How fast it multiplies matrices of a type of number."""
@@ -128,18 +181,62 @@ class Device:
 
 GIB = 2**30
 
+# What a process of torch holds on a GPU beside tensors: its context, kernels, and buffers of communicators.
+#
+# * On a card of PCIe the context and kernels are 426 MiB: torch 2.10 with CUDA 13 on an RTX 6000 Ada
+#   (unslothai/unsloth-zoo, pull request 1053). A ring over PCIe has two channels of 10 MiB each way.
+# * On GPUs with NVLink communicators have many channels: 1.06 GB on each of eight H100, torch's own memory
+#   not counted (NVIDIA/nccl, issue 1685). A second communicator takes more (issue 864).
+
+_PCIE = (426 + 4 * 10) * 2**20
+_NVLINK = 1_060_000_000
+
+
+def _gpu(
+    name: str,
+    memory_bytes: int,
+    bytes_per_s: float,
+    float32: float,
+    bfloat16: float,
+    watts: float,
+    process_bytes: int,
+) -> Device:
+    return Device(
+        name,
+        "cuda",
+        memory_bytes,
+        bytes_per_s,
+        float32,
+        bfloat16,
+        watts=watts,
+        process_bytes=process_bytes,
+    )
+
+
 KNOWN = {
-    "h200": Device("NVIDIA H200", "cuda", 141 * 10**9, 4.8e12, 67e12, 989e12, watts=700),
-    "h100": Device("NVIDIA H100 SXM", "cuda", 80 * GIB, 3.35e12, 67e12, 989e12, watts=700),
-    "a100": Device("NVIDIA A100 SXM", "cuda", 80 * GIB, 2.039e12, 19.5e12, 312e12, watts=400),
-    "l4": Device("NVIDIA L4", "cuda", 24 * GIB, 0.3e12, 30.3e12, 121e12, watts=72),
-    "rtx4090": Device("NVIDIA GeForce RTX 4090", "cuda", 24 * GIB, 1.008e12, 82.6e12, 165e12, watts=450),
-    "rtx3090": Device("NVIDIA GeForce RTX 3090", "cuda", 24 * GIB, 0.936e12, 35.6e12, 71e12, watts=350),
-    "v100": Device("NVIDIA V100 SXM2", "cuda", 16 * GIB, 0.9e12, 15.7e12, 125e12, watts=300),
-    "t4": Device("NVIDIA T4", "cuda", 16 * GIB, 0.32e12, 8.1e12, 65e12, watts=70),
+    "h200": _gpu("NVIDIA H200", 141 * 10**9, 4.8e12, 67e12, 989e12, 700, _NVLINK),
+    "h100": _gpu("NVIDIA H100 SXM", 80 * GIB, 3.35e12, 67e12, 989e12, 700, _NVLINK),
+    "a100": _gpu("NVIDIA A100 SXM", 80 * GIB, 2.039e12, 19.5e12, 312e12, 400, _NVLINK),
+    "l4": _gpu("NVIDIA L4", 24 * GIB, 0.3e12, 30.3e12, 121e12, 72, _PCIE),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 1.008e12, 82.6e12, 165e12, 450, _PCIE),
+    "rtx3090": _gpu("NVIDIA GeForce RTX 3090", 24 * GIB, 0.936e12, 35.6e12, 71e12, 350, _PCIE),
+    "v100": _gpu("NVIDIA V100 SXM2", 16 * GIB, 0.9e12, 15.7e12, 125e12, 300, _NVLINK),
+    "t4": _gpu("NVIDIA T4", 16 * GIB, 0.32e12, 8.1e12, 65e12, 70, _PCIE),
     "laptop": Device("a laptop's CPU of 8 cores", "cpu", 16 * GIB, 50e9, 0.8e12, 0.8e12),
 }
 """Ready descriptions, by the word to ask for them."""
+
+_UNLIKE = frozenset({"pcie", "nvl", "laptop", "super", "ti", "max", "mobile", "d"})
+"""Words in a name that make it another device than its namesake."""
+
+
+def namesake(name: str) -> Device | None:
+    """The ready description of a GPU of that name, if there is no doubt."""
+    words = name.lower().replace("-", " ").split()
+    joined = {*words, *(a + b for a, b in pairwise(words))}
+    if _UNLIKE & set(words):
+        return None
+    return next((device for key, device in KNOWN.items() if key in joined and device.kind == "cuda"), None)
 
 
 class _DeviceDocument(BaseModel):

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.device import Device, namesake
 from bireme.errors import BiremeError
 
 # CUDA devices as NVIDIA's management library tells of them: without torch, and without touching them.
@@ -23,9 +23,6 @@ _PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e
 
 _NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9, 8: 50e9}
 """Of one link, by the library's number for its version."""
-
-_UNLIKE = frozenset({"pcie", "nvl", "laptop", "super", "ti", "max", "mobile", "d"})
-"""Words in a name that make it another device than its namesake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class _Finder:
     def _device(self, handle: Any) -> Device:
         name = self.library.nvmlDeviceGetName(handle)
         total_bytes = int(self.library.nvmlDeviceGetMemoryInfo(handle).total)
-        known = _namesake(name)
+        known = namesake(name)
         if known is None:
             return Device(name, "cuda", total_bytes)
         return Device(
@@ -162,15 +159,6 @@ def _bundled(cables: dict[tuple[int, int], float]) -> tuple[Mesh, ...]:
     if len(members) > 1 and len(set(cables.values())) == 1 and set(combinations(members, 2)) == set(cables):
         return (Mesh("nvlink", tuple(members), Link(next(iter(cables.values())))),)
     return tuple(Mesh(f"nvlink{n}", pair, Link(rate)) for n, (pair, rate) in enumerate(cables.items()))
-
-
-def _namesake(name: str) -> Device | None:
-    """The ready description of a device of that name, if there is no doubt."""
-    words = name.lower().replace("-", " ").split()
-    joined = {*words, *(a + b for a, b in pairwise(words))}
-    if _UNLIKE & set(words):
-        return None
-    return next((device for key, device in KNOWN.items() if key in joined and device.kind == "cuda"), None)
 
 
 def _visible(handles: Sequence[Any], names: Sequence[str]) -> list[Any]:

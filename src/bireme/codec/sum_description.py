@@ -6,7 +6,7 @@ A description only, without tensors, so planners can read it. `sync/coded.py` do
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from bireme.codec.description import FEWEST_ENTRIES, blocks_bytes
@@ -176,16 +176,15 @@ class Gathered:
 class SumCost:
     """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
 
-    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch: on the
-    host where it `is_on_host`, which is the device only if that is a processor. `gathered` has the gradients
-    of each unit that are not summed, whose bytes are those that are found; empty where there are none.
+    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch.
+    `gathered` has the gradients of each unit that are not summed, whose bytes are those that are found; empty
+    where there are none.
     """
 
     codec: SumCodec = DENSE
     message_share: float = 1.0
     kept_share: float = 0.0
     gathered: tuple[Gathered, ...] = ()
-    is_on_host: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -215,20 +214,26 @@ class SumCost:
 DENSE_SUMS = SumCost()
 
 
-def quorum_sums(sums: SumCost = DENSE_SUMS) -> SumCost:
-    """The cost of sums of replicas that may die: a rank also keeps the sum that is made and the one before,
-    which others may lack.
-    """
-    return replace(sums, kept_share=sums.kept_share + 2.0, is_on_host=True)
+@dataclass(frozen=True, slots=True)
+class SiteRounds:
+    """What sites of replicas send each other, in addition to the sums within each of them. A site may be a
+    single replica.
 
-
-def averages_with(state_share: float, sums: SumCost = DENSE_SUMS) -> SumCost:
-    """The cost of averaging weights as `sums` does, along with what optimizers remember of each: so many
-    bytes for each of its gradient. Until the mean is there a rank has a copy of what it offered and room for
-    the mean. Drifts through a codec are from weights that a rank keeps.
+    Without `averages` it is the gradients of every batch, which the update waits for. With `averages` it is
+    weights, and `state_share` bytes of what optimizers remember for each byte of gradients: of one fragment
+    after another, each of `fragments` once in `every` batches, while a replica trains `lag` batches more. If
+    `in_parts`, each replica of a site sends its own part. On the host a rank keeps `kept_share` bytes for
+    each byte of the gradients or weights that it sends.
     """
-    kept = sums.kept_share + 2.0 * state_share + (0.0 if sums.is_dense else 1.0)
-    return replace(sums, message_share=sums.message_share + state_share, kept_share=kept, is_on_host=True)
+
+    averages: bool = False
+    every: int = 1
+    fragments: int = 1
+    lag: int = 0
+    state_share: float = 0.0
+    in_parts: bool = False
+    kept_share: float = 2.0
+    """By default the sum that is made and the one before, which others may lack."""
 
 
 def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:

@@ -12,24 +12,17 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from bireme.cluster.cluster import Cluster, Lane
-from bireme.plan.forecast import Candidate
+from bireme.plan.forecast import Candidate, Forecast
 from bireme.plan.penalties import STUDIED, AgreementSteps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search.search import forecast_of
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.links import hops
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
-
-# What a sum over replicas costs in a ring, as all planners here count it.
-
-
-def ring_share(width: int) -> float:
-    """How many times its own gradients each of so many replicas sends on."""
-    return 2 * (width - 1) / width
-
 
 _LEAST_BATCHES, _ALL_BATCHES, BEGIN = 40, 1600, 0.25
 """Of a simulated run: the fewest, and those of all replicas together; and the share that does not count."""
@@ -65,12 +58,17 @@ def agreements(
     if plan.width < 2 or not plan.devices or not _may_average(plan, request):
         return ()
     gradients = _exchange(best, profile, cluster)
-    averages = replace(gradients, num_bytes=gradients.num_bytes * request.sums.message_share)
-    own_s = best.forecast.batch_s
+    known, state_share = best.forecast, 0.0
+    if request.rounds is not None:
+        summed = replace(request, rounds=None, sites=1)
+        known, state_share = forecast_of(plan, profile, cluster, summed), request.rounds.state_share
+    averages = replace(gradients, num_bytes=gradients.num_bytes * (1 + state_share))
+    own_s = known.batch_s
     if plan.source.rule is Rule.SYNCHRONOUS:
-        busy_s = max(stage.busy_s for stage in best.forecast.stages)
-        own_s = max(own_s - averages.seconds(plan.width), busy_s)
-    return tuple(_forecasts(best, own_s, profile.spread / _QUARTERS, gradients, averages))
+        busy_s = max(stage.busy_s for stage in known.stages)
+        own_s = max(own_s - gradients.seconds(plan.width), busy_s)
+    found = _forecasts(plan.width, known, own_s, profile.spread / _QUARTERS, gradients, averages)
+    return tuple(found)
 
 
 def _may_average(plan: Plan, request: PlanRequest) -> bool:
@@ -81,14 +79,12 @@ def _may_average(plan: Plan, request: PlanRequest) -> bool:
 
 
 def _forecasts(
-    best: Candidate, own_s: float, deviation: float, gradients: Exchange, averages: Exchange
+    width: int, known: Forecast, own_s: float, deviation: float, gradients: Exchange, averages: Exchange
 ) -> Iterator[AgreementForecast]:
-    """Of all modes. The plan's forecast counts that all replicas exchange `averages` in every batch, which
-    are larger than `gradients` where they are of the optimizer's state too.
+    """Of all modes. It is known that all replicas exchange `gradients` in every batch; `averages` are larger
+    where they are of the optimizer's state too.
     """
-    width = best.plan.width
     all_rate = _rate(Everyone(), width, own_s, deviation, gradients)
-    known_rate = all_rate if averages == gradients else _rate(Everyone(), width, own_s, deviation, averages)
     modes: Sequence[tuple[AgreementSteps, Agreement]] = [
         (AgreementSteps("allreduce", 1, 1.0), Everyone()),
         *((one, _agreement(one, own_s)) for one in STUDIED),
@@ -99,7 +95,7 @@ def _forecasts(
         yield AgreementForecast(
             mode=steps.mode,
             every=steps.every,
-            samples_per_s=rate / known_rate * best.forecast.samples_per_s,
+            samples_per_s=rate / all_rate * known.samples_per_s,
             steps=steps.steps,
             is_at_least=steps.is_at_least,
             gain=rate / all_rate / steps.steps,

@@ -153,7 +153,7 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
     )
     if len(cluster.servers) > 1 and request.codec == "none" and not request.boundaries and request.depth != 1:
         yield "codecs on the boundaries", replace(request, codec=AUTO)
-    is_summed = request.sums.is_dense and not request.sums.is_on_host and request.shard == "none"
+    is_summed = request.sums.is_dense and request.rounds is None and request.shard == "none"
     if is_summed and cluster.num_devices > 1 and request.width != 1:
         sums = sum_cost(parse_sum_codec(_HARMLESS), [(_MANY_ENTRIES,)])
         yield f"sums of gradients through {_HARMLESS}", replace(request, sums=sums)
@@ -170,12 +170,11 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         "devices": f"all {cluster.num_devices} devices",
         "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
-        "sums": "averages of weights without the optimizer's state"
-        if request.sums.is_on_host and request.sums.is_dense
-        else f"sums of gradients as they are, not through {request.sums.codec}",
+        "sums": f"sums of gradients as they are, not through {request.sums.codec}",
     }
-    if request.sums.is_on_host and request.sums.is_dense and request.sums.message_share == 1:
-        del words["sums"]  # there is no other way to make them
+    if request.rounds is not None and request.rounds.state_share:
+        fewer = replace(request.rounds, state_share=0.0)
+        yield "averages of weights without the optimizer's state", replace(request, rounds=fewer)
     for name, sentence in words.items():
         usual = getattr(plain, name)
         if getattr(request, name) != usual:

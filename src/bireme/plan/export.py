@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph
 from bireme.model.units import Unit, units_of
@@ -482,12 +483,17 @@ def _text(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A way to say a plan elsewhere; `needs_graph` where it takes more than a profile holds."""
+    """A way to say a plan elsewhere; `needs_graph` where it takes more than a profile holds. `overlaps` says
+    of schedules how far messages overlap with work there, where that is not fully; with `reads_csv` they
+    always do if the schedule is read from a file of torch.
+    """
 
     name: str
     summary: str
     needs_graph: bool
     text: Callable[[Material], str]
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)
+    reads_csv: bool = False
 
 
 def _torch_csv(material: Material) -> str:
@@ -495,13 +501,53 @@ def _torch_csv(material: Material) -> str:
     return to_csv(material.plan.program(1))
 
 
+# What frameworks do while a message crosses.
+#
+# Megatron-LM's 1F1B exchanges what a pass made for what the next one needs, and waits for both on both ends;
+# its interleaved schedule overlaps them. So does torch's 1F1B wait; its GPipe waits for what it receives. All
+# other schedules of torch, and those from a file, post receives early and wait for no send.
+
+_MEGATRON = {"1f1b": Overlap.NONE}
+_TORCH = {"1f1b": Overlap.NONE, "gpipe": Overlap.RECEIVER}
+
+
+def overlaps_of(names: Iterable[str], *, with_csv: bool) -> dict[str, Overlap]:
+    """How far messages overlap with work, by schedule, in all frameworks that a plan is exported to; with a
+    schedule file of torch or without.
+    """
+    exports = [export_named(name) for name in names]
+    own = [one.overlaps for one in exports if not (with_csv and one.reads_csv)]
+    schedules = sorted({schedule for one in own for schedule in one})
+    return {name: Overlap.least(one.get(name, Overlap.FULL) for one in own) for name in schedules}
+
+
 EXPORTS = {
     export.name: export
     for export in (
         Export("torch-csv", "the schedule, for torch.distributed.pipelining", False, _torch_csv),
-        Export("torchtitan", "configuration tables, in TOML", True, _torchtitan_toml),
-        Export("nemo", "the distributed section of a NeMo AutoModel recipe, in YAML", True, _nemo_yaml),
-        Export("megatron", "arguments of Megatron-LM, with its layout", False, _megatron_arguments),
+        Export(
+            "torchtitan",
+            "configuration tables, in TOML",
+            True,
+            _torchtitan_toml,
+            overlaps=_TORCH,
+            reads_csv=True,
+        ),
+        Export(
+            "nemo",
+            "the distributed section of a NeMo AutoModel recipe, in YAML",
+            True,
+            _nemo_yaml,
+            overlaps=_TORCH,
+            reads_csv=True,
+        ),
+        Export(
+            "megatron",
+            "arguments of Megatron-LM, with its layout",
+            False,
+            _megatron_arguments,
+            overlaps=_MEGATRON,
+        ),
     )
 }
 """All exports."""

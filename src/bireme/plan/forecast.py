@@ -37,7 +37,8 @@ class StageForecast:
     """A stage: the units from `begin` up to but without `end`, on one device of each replica.
 
     `busy_s` is for how long a batch keeps the slowest of them busy. `peak_bytes` and `limit_bytes` are those
-    of the device that has least left; `device_peak_bytes` and `device_limit_bytes` those of each.
+    of the device that has least left; `device_peak_bytes` and `device_limit_bytes` those of each. Of the
+    peak `process_bytes` are not of tensors: what a process holds besides.
     """
 
     begin: Place
@@ -49,6 +50,7 @@ class StageForecast:
     limit_bytes: NumBytes
     device_peak_bytes: tuple[NumBytes, ...] = ()
     device_limit_bytes: tuple[NumBytes, ...] = ()
+    process_bytes: NumBytes = 0
 
     def bytes_of_devices(self) -> Iterator[tuple[str, float, float]]:
         """Each device with its peak and its limit; where only the tightest is known, that for all."""
@@ -97,6 +99,7 @@ class Forecast:
     codec_penalty: Positive = 1.0
     sum_penalty: Positive = 1.0
     tiers: tuple[TierForecast, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     @property
     def cost_s_per_sample(self) -> float:
@@ -272,6 +275,7 @@ class PlanSummary:
     busy_share: Share
     bottleneck: str
     joules_per_sample: Positive | None = None
+    assumptions: tuple[str, ...] = ()
 
 
 def summarize(candidate: Candidate) -> PlanSummary:
@@ -296,6 +300,7 @@ def summarize(candidate: Candidate) -> PlanSummary:
         busy_share=forecast.busy_share,
         bottleneck=forecast.bottleneck,
         joules_per_sample=forecast.joules_per_sample,
+        assumptions=forecast.assumptions,
     )
 
 

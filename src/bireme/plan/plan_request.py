@@ -6,8 +6,9 @@ from enum import StrEnum
 from itertools import pairwise
 
 from bireme.capabilities import refuse_excluded
+from bireme.cluster.cluster import Overlap
 from bireme.codec.description import BoundaryCodecs, parse_codec
-from bireme.codec.sum_description import DENSE, DENSE_SUMS, SumCost
+from bireme.codec.sum_description import DENSE, DENSE_SUMS, SiteRounds, SumCost
 from bireme.errors import BiremeError, closest
 from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.loads import Recompute
@@ -160,8 +161,11 @@ class PlanRequest:
     within these limits. `whole_backwards` forbids schedules that run backwards in two halves. `shard` says
     what the replicas of a stage share: none, optimizer, or weights, which are the optimizer, the weights and
     the gradients. Of what an optimizer keeps of one parameter that it steps whole, `whole_bytes` are the
-    most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each, and share
-    within a site.
+    most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each: within a
+    site they sum gradients in every batch and may share. Between sites, or between replicas that average
+    weights, there are `rounds`. `masters` says whether the optimizer has a float32 copy of the weights that
+    it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
+    messages overlap with work in the framework that will run the plan; fully where it says nothing.
     """
 
     batch_size: int
@@ -191,6 +195,9 @@ class PlanRequest:
     shard: str = "none"
     whole_bytes: int = 0
     sites: int = 1
+    rounds: SiteRounds | None = None
+    masters: bool | None = None
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
@@ -224,9 +231,62 @@ class PlanRequest:
             found["principal"] = "gradients are principal components"
         return found
 
+    def num_sites(self, width: int) -> int:
+        """How many sites so many replicas are in: each replica is one, where these average weights and no
+        sites are asked for.
+        """
+        averages = self.rounds is not None and self.rounds.averages
+        return width if averages and self.sites == 1 else self.sites
+
+    def site_width(self, width: int) -> int:
+        """How many of so many replicas sum gradients with each other in every batch."""
+        return width // self.num_sites(width)
+
     def num_sharers(self, width: int) -> int:
         """How many of so many replicas share an optimizer; 1 if each has its own."""
-        return width // self.sites if self.shard != "none" else 1
+        return self.site_width(width) if self.shard != "none" else 1
+
+    @property
+    def sums_within(self) -> SumCost:
+        """The cost of the sums within a site, which send gradients as they are where the sums between sites
+        go through the codec.
+        """
+        if self.sites > 1 and self.rounds is not None and not self.rounds.averages:
+            return DENSE_SUMS
+        return self.sums
+
+    def _parts(self, width: int) -> int:
+        """Into how many parts the replicas of a site divide what they send to other sites."""
+        return self.site_width(width) if self.rounds is not None and self.rounds.in_parts else 1
+
+    def round_share(self, width: int) -> float:
+        """What each of so many replicas sends to other sites until all fragments have had a round, for each
+        byte of its gradients.
+        """
+        num_sites = self.num_sites(width)
+        if self.rounds is None or num_sites == 1:
+            return 0.0
+        state = self.rounds.state_share * DENSE_SUMS.hop_share(num_sites)
+        return (self.sums.hop_share(num_sites) + state) / self._parts(width)
+
+    def coded_share(self, width: int) -> float:
+        """Of each byte of its gradients, what one of so many replicas encodes for a round, and decodes of
+        each member.
+        """
+        if self.rounds is None or self.num_sites(width) == 1:
+            return 0.0
+        return 1 / self.rounds.fragments / self._parts(width)
+
+    def kept_share(self, width: int) -> float:
+        """What codecs of sums within a site keep on the device, for each byte of gradients."""
+        is_on_host = self.rounds is not None and not self.rounds.averages
+        return 0.0 if is_on_host or self.site_width(width) == 1 else self.sums.kept_share
+
+    def kept_host_share(self, width: int) -> float:
+        """What a rank keeps on its host for rounds and their codecs, for each byte of gradients."""
+        if self.rounds is None or width == 1:
+            return 0.0
+        return (self.sums.kept_share + self.rounds.kept_share) / self._parts(width)
 
     def more_of_an_owner(self, sharers: int, num_bytes: float, rule: Rule) -> float:
         """What one of so many replicas has at most beyond an equal part of a stage's optimizer, which is so
@@ -244,7 +304,7 @@ class PlanRequest:
     @property
     def has_masters(self) -> bool:
         """Whether weights are too short to be stepped, so that the optimizer has master copies of them."""
-        return self.value_bytes == _SHORT_BYTES
+        return self.value_bytes == _SHORT_BYTES if self.masters is None else self.masters
 
     def shares_newest(self, rule: Rule, width: int) -> bool:
         """Whether the newest weights, which trial versions are made from, are part of a shared optimizer.

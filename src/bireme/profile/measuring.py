@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bireme.cluster.device import EngineCost
+from bireme.devices import is_accelerator, process_bytes
 from bireme.model.graph import Graph, learned_values
 from bireme.model.stage import Resolve, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
@@ -188,7 +189,9 @@ class Measurer(Protocol):
 
 
 class Here:
-    """Measures in this process, alone; of the engine it knows only what the optimizer takes."""
+    """Measures in this process, alone; of the engine it knows only what the optimizer takes and, on an
+    accelerator, what the process holds beside tensors.
+    """
 
     circumstances: tuple[object, ...] = ()
 
@@ -203,7 +206,10 @@ class Here:
             seconds = time_update(bench, job.optimizer)
             ends[index] = BatchEndTimes(0.0, seconds, seconds)
 
-        return Measured(measure_units(job, progress, resolve=self._resolve, afterwards=update), ends)
+        seconds = measure_units(job, progress, resolve=self._resolve, afterwards=update)
+        if not is_accelerator(job.device):
+            return Measured(seconds, ends)
+        return Measured(seconds, ends, EngineCost(process_bytes=process_bytes(job.device)))
 
 
 def measure_units(

@@ -60,6 +60,11 @@ def optimizer_bytes(state: ModelState, optimizer: str) -> int:
     return (num_moments + is_short) * gradient_bytes(state) + (0 if num_moments == 1 else _STEP_BYTES)
 
 
+def has_masters(states: Iterable[ModelState]) -> bool:
+    """Whether an optimizer steps float32 copies of a model's weights, because these are too short."""
+    return any(state.trainable and state.dtype in SHORT for state in states)
+
+
 def moments_share(states: Iterable[ModelState], optimizer: str) -> float:
     """The bytes of what an optimizer remembers of each weight, for each byte of all gradients."""
     found = [(gradient_bytes(state), _num_moments(state, optimizer)) for state in states]

@@ -129,6 +129,8 @@ class Profile:
     `is_measured` tells whether the seconds were measured there, or estimated from its description. `versions`
     says of which software, `num_threads` with how many threads where that matters. `engine` is what the
     engine takes besides, `codecs` what codecs of boundaries take, where these were measured too.
+    `master_weights` says whether the `optimizer_bytes` of units contain a float32 copy of their weights; None
+    in files that do not say it.
     """
 
     model: str
@@ -144,6 +146,7 @@ class Profile:
     units: Annotated[tuple[UnitProfile, ...], MinLen(1)]
     engine: EngineCost | None = None
     codecs: tuple[CodecRate, ...] = ()
+    master_weights: bool | None = None
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -202,6 +205,8 @@ def plain_profile(profile: Profile) -> dict[str, Any]:
     plain = asdict(profile)
     if not profile.codecs:
         del plain["codecs"]
+    if profile.master_weights is None:
+        del plain["master_weights"]
     for unit in plain["units"]:
         for one in (unit, *unit["tied"]):
             if not one["frozen_bytes"]:

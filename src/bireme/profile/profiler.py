@@ -41,6 +41,7 @@ from bireme.profile.optimizers import (
     check_optimizer,
     frozen_bytes,
     gradient_bytes,
+    has_masters,
     optimizer_bytes,
     optimizer_flops,
 )
@@ -204,7 +205,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 Graphs = Graph | Callable[[int], Graph]
 """A graph for every micro-batch size, or a way to have one for each."""
 
-COUNTED = "with the gradients that wait in halves"
+COUNTED = "with the gradients that wait in halves, and of the process"
 """What profiles say of bytes, so that the cache has none that says less."""
 
 _COUNTING_FRACTION = 0.1
@@ -276,6 +277,7 @@ def profile(
         parameter_bytes=first.parameter_bytes,
         units=work.units(),
         engine=work.engine,
+        master_weights=has_masters(first.parameters),
     )
     if is_cacheable:
         keep_profile(found, path)

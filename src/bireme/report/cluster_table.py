@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bireme.bounds import bytes_text, counted, rate_text, seconds_text
-from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Cluster, Link, Mesh, Server
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Overlap, Server
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import Device
 from bireme.cluster.symmetry import Symmetry
@@ -79,21 +79,6 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         if rows:
             console.print()
             console.print(_table(headings, rows))
-
-
-def link_notes(cluster: Cluster) -> list[str]:
-    """A sentence on the servers whose links to other hosts are assumed; none if all are known."""
-    names = [
-        server.name
-        for server in cluster.servers
-        if any((card.name, card.link) == (ASSUMED_CARD, ASSUMED_LINK) for card in server.cards)
-    ]
-    if not names:
-        return []
-    return [
-        f"The links of {', '.join(names)} are unknown; plans assume 1 Gbit/s and 0.5 ms between hosts. "
-        "`bireme cluster probe` measures them."
-    ]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -166,7 +151,8 @@ def _link_row(group: Bridge | Mesh | Card) -> list[str]:
     back = f", {rate_text(link.back_bytes_per_s)} back" if link.back_bytes_per_s is not None else ""
     duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
     rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()
-    return [rate, seconds_text(link.latency_s), shared]
+    waits = "" if link.overlap is Overlap.FULL else f"{link.overlap.words} for messages"
+    return [rate, seconds_text(link.latency_s), ", ".join(filter(None, (shared, waits)))]
 
 
 def _plain_tiers(server: Server) -> dict[str, Any]:
@@ -186,13 +172,17 @@ def _plain_device(device: Device) -> dict[str, Any]:
         "num_cores": device.num_cores,
         "watts": device.watts,
         "host_bytes_per_s": device.host_bytes_per_s,
+        "update_speed": device.update_speed,
+        "host_speed": device.host_speed,
     }
+    process = {} if device.process_bytes is None else {"process_bytes": device.process_bytes}
     return {
         "kind": device.kind,
         "model": device.name,
         "memory_bytes": device.memory_bytes,
         "speed": device.speed,
         **{key: value for key, value in figures.items() if value},
+        **process,
     }
 
 
@@ -207,4 +197,5 @@ def _plain_link(server: Server, group: Bridge | Mesh | Card) -> dict[str, Any]:
         "back_bytes_per_s": link.into_bytes_per_s,
         "latency_s": link.latency_s,
         "duplex": "full" if link.full_duplex else "half",
+        "overlap": str(link.overlap),
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Cluster, link_notes
 from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
@@ -17,12 +17,11 @@ from bireme.plan.forecast import (
     headroom_bytes,
     summarize,
 )
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
-from bireme.report.cluster_table import link_notes
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
@@ -87,13 +86,13 @@ def saved_plan_document(
 
 def sync_document(request: PlanRequest) -> dict[str, Any]:
     """The codec of sums over replicas: bytes of a replica's message, and what it keeps, for each of its
-    gradients' bytes.
+    gradients' bytes; of averages with what they send and keep of the optimizer's state.
     """
-    sums = request.sums
+    sums, rounds = request.sums, request.rounds
     found: dict[str, Any] = {
         "codec": str(sums.codec),
-        "message_share": sums.message_share,
-        "kept_share": sums.kept_share,
+        "message_share": sums.message_share + (0.0 if rounds is None else rounds.state_share),
+        "kept_share": sums.kept_share + (0.0 if rounds is None else rounds.kept_share),
     }
     return found if request.shard == "none" else found | {"shard": request.shard}
 
@@ -139,8 +138,10 @@ def _codecs(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
-    """What makes the numbers of a plan doubtful."""
+def plan_notes(
+    profile: Profile, cluster: Cluster, request: PlanRequest, candidates: Sequence[Candidate]
+) -> list[str]:
+    """What makes the numbers of plans doubtful, with all that the forecast of any candidate assumes."""
     kinds = {placed.device.kind for placed in cluster.devices()} - {"emulated"}
     notes = []
     if kinds and profile.device_kind not in kinds:
@@ -159,9 +160,29 @@ def plan_notes(profile: Profile, cluster: Cluster) -> list[str]:
             "cluster file; `bireme cluster probe` measures it."
         )
     notes += link_notes(cluster)
+    notes += [sentence for one in candidates for sentence in one.forecast.assumptions]
+    waits = [f"under {name} {one.words}" for name, one in request.overlaps.items()]
+    if waits:
+        notes.append(
+            "The plans are for the framework of the export, where messages do not overlap with work: "
+            f"{', '.join(waits)} while a message crosses."
+        )
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
-    return notes
+    return list(dict.fromkeys(notes))
+
+
+def shared_hosts_note(plan: Plan, cluster: Cluster, num_sites: int) -> list[str]:
+    """A sentence if all replicas that may die, or all sites, have devices on one host."""
+    each, per_site = servers_of_places(plan, cluster), plan.num_ranks // num_sites
+    of_sites = [set(each[first : first + per_site]) for first in range(0, len(each), per_site)]
+    shared = sorted(set[str].intersection(*of_sites))
+    if not shared or len(cluster.servers) == 1:
+        return []
+    return [
+        f"All replicas have stages on {' and '.join(shared)}: if that host is gone, none can go on without "
+        "it. The plan is the fastest one; name other devices (plan.devices) to avoid this."
+    ]
 
 
 def explanation_document(
@@ -194,6 +215,7 @@ _FIELDS = (
     "busy_share",
     "bottleneck",
     "joules_per_sample",
+    "assumptions",
 )
 """What only a forecast says of a plan."""
 
@@ -217,6 +239,7 @@ def _stages(best: Candidate, names: Sequence[str]) -> list[dict[str, Any]]:
             "recompute": stage.recompute,
             "predicted_busy_s": stage.busy_s,
             "peak_bytes": stage.peak_bytes,
+            "process_bytes": stage.process_bytes,
             "limit_bytes": stage.limit_bytes,
             "headroom_bytes": stage.limit_bytes - stage.peak_bytes,
         }

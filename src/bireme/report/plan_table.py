@@ -135,6 +135,10 @@ def print_plan(
     console.print()
     _say(console, _promise(best, short))
     _say(console, _limit(best, short))
+    if count := len(short.assumptions):
+        _say(console, f"It depends on {counted(count, 'assumption')}:", style="yellow")
+        for place, sentence in enumerate(short.assumptions, 1):
+            _say(console, f"{place}. {escape(sentence)}", style="yellow")
     if best.plan.codecs:
         _say(console, _about_codecs(answer))
     if best.plan.width > 1 and sums != DENSE:

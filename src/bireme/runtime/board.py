@@ -225,12 +225,6 @@ class Board:
         self._store = store
         self._keys = [f"board/pulse/{rank}" for rank in range(size)]
 
-    def reconnect(self) -> None:
-        """Ask over a new connection from now on. Raises where the store cannot be reached."""
-        from bireme.runtime.stores import new_connection  # it imports torch, which `launch` must not do yet
-
-        self._store = new_connection(self._store)
-
     def beat(self, rank: int, pulse: Heartbeat) -> None:
         """Give a sign of life."""
         self._store.set(self._keys[rank], json.dumps(asdict(pulse)))

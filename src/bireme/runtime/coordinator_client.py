@@ -13,27 +13,26 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from math import inf
+from typing import Any, Protocol
 
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.messages import (
     TERM,
     CoordinatorReply,
     HostStart,
-    HostStarts,
     Incarnation,
     Known,
     Notice,
     RankId,
     Report,
-    RoundAt,
     decode,
     encode,
+    is_notice,
 )
-from bireme.wire.connection import Connection, Poller, text_frame, wait_for
-from bireme.wire.listener import authenticated
-
-_Found = TypeVar("_Found")
+from bireme.wire.connection import Connection, Poller, wait_for
+from bireme.wire.listener import call_port
+from bireme.wire.text_server import MOST_BYTES
 
 Address = tuple[str, int]
 
@@ -46,20 +45,8 @@ _FAREWELL = 3.0
 
 BEAT_S = 0.5
 """How often an observer asks a host."""
-_STARTS = b'{"starts"'
-"""How an answer about starts begins."""
-MOST_BYTES = 1 << 24
-"""Of a text between a rank and the coordinator."""
 
 _NOTHING = CoordinatorReply(epoch=0, number=-1)
-
-
-class _Dropped(Exception):  # noqa: N818 (it is an event, which the replica acts on)
-    """The others continue without this replica: its ranks end, and it starts again."""
-
-
-class _NoReply(Exception):  # noqa: N818 (it is an event, which the caller acts on)
-    """What was waited for has not come in time."""
 
 
 def coordinating(word: CoordinatorReply, hosts: Sequence[Address]) -> int:
@@ -126,6 +113,11 @@ class Observer:
         heard = [own for at_s, own in list(self._starts.values()) if now_s - at_s <= limit_s]
         return [*self._own_starts.values(), *(one for own in heard for one in own)]
 
+    def unheard_s(self, number: int) -> float:
+        """Seconds since that host itself answered about starts; infinite if it never did, or hung up."""
+        heard = self._starts.get(number)
+        return inf if heard is None else time.monotonic() - heard[0]
+
     def close(self, *, waits: bool = True) -> None:
         """End the talk; its threads end within two beats, which this waits for unless told otherwise."""
         self._is_closing.set()
@@ -135,9 +127,8 @@ class Observer:
     def _run(self, number: int) -> None:
         while True:
             try:
-                made = socket.create_connection(self._hosts[number], timeout=BEAT_S)
-                self._refused_s.pop(number, None)
-                with authenticated(made, self._key):
+                with call_port(self._hosts[number], self._key, BEAT_S) as made:
+                    self._refused_s.pop(number, None)
                     self._talk(Connection(made), number)
             except ConnectionRefusedError:
                 self._refused_s.setdefault(number, time.monotonic())
@@ -150,14 +141,14 @@ class Observer:
     def _talk(self, connection: Connection, number: int) -> None:
         while not self._is_closing.is_set():
             notice = Notice(tuple(sorted(self._ended)), tuple(self._own_starts.values()))
-            connection.send(memoryview(text_frame(encode(notice))))
+            connection.say(encode(notice))
             connection.flush(BEAT_S)
             ends_s = time.monotonic() + BEAT_S
             while (left_s := ends_s - time.monotonic()) > 0:
                 wait_for(connection, select.POLLIN, left_s)
                 while (text := connection.next_text(MOST_BYTES)) is not None:
-                    if text.startswith(_STARTS):
-                        self._starts[number] = time.monotonic(), decode(HostStarts, text).starts
+                    if is_notice(text):
+                        self._starts[number] = time.monotonic(), decode(Notice, text).starts
                     else:
                         self._take(decode(CoordinatorReply, text))
 
@@ -167,26 +158,46 @@ class Observer:
                 self._word, self._heard_s = word, time.monotonic()
 
 
+class DroppedError(Exception):
+    """This replica is no member any more: its life is over, and the launcher begins its next one."""
+
+
+class Coordinator(Protocol):
+    """A rank's way to the coordinator. It reports by itself as often as its lease wants it. Processes of the
+    run know its `key`.
+    """
+
+    key: str
+
+    @property
+    def word(self) -> CoordinatorReply:
+        """The last word; before the first one it says that nobody is a member."""
+
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
+
+    def on_word(self, act: Callable[[], None]) -> None:
+        """Have something called whenever there is a new word, from any thread that holds no lock."""
+
+    def close(self, *, is_leaving: bool) -> None:
+        """Say no more; where it is leaving, say so."""
+
+
 class CoordinatorClient:
-    """The client of one rank, for any thread. `address` is where other ranks of its stage reach it."""
+    """The `Coordinator` of one rank, for any thread. It begins to talk once there is something to say. A rank
+    that `is_empty` has no weights that the run could go on from.
+    """
 
     def __init__(
-        self,
-        hosts: Sequence[Address],
-        key: str,
-        rank: RankId,
-        address: str,
-        *,
-        lease_s: float,
-        num_lines: int = 1,
-        first: int = 0,
+        self, hosts: Sequence[Address], key: str, rank: RankId, *, lease_s: float, is_empty: bool = False
     ) -> None:
-        self._hosts, self._key, self._lease_s = tuple(hosts), key, lease_s
-        rounds = tuple(RoundAt(committed=first) for _ in range(num_lines))
-        self._report = Report(rank, 0, 0, address, rounds=rounds)
+        self.key = key
+        self._hosts, self._lease_s = tuple(hosts), lease_s
+        self._report = Report(rank, 0, 0, "", is_empty=is_empty)
         self._known = Known()
         self._has_word = False
         self._farewell: CoordinatorReply | None = None
+        """The word that has dropped this replica."""
         self._is_closing = self._is_due = self._was_silent = False
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._seeker: Observer | None = None
@@ -198,10 +209,6 @@ class CoordinatorClient:
         self._poller = Poller()
         self._thread = threading.Thread(target=self._run, name="bireme client", daemon=True)
 
-    def start(self) -> None:
-        """Begin to talk."""
-        self._thread.start()
-
     @property
     def word(self) -> CoordinatorReply:
         """The last word; before the first one it says that nobody is a member."""
@@ -211,59 +218,31 @@ class CoordinatorClient:
         """Have something called after each word, from the client's thread."""
         self._act = act
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the others go on without this replica."""
-        return self._farewell is not None
-
-    @property
-    def report(self) -> Report:
-        """What this rank says now."""
-        return self._report
-
-    def say(self, **changes: Any) -> None:
-        """Change fields of the report."""
+    def say(self, *, address: str, **fields: Any) -> None:
+        """Report these fields from now on. Does not wait."""
         with self._changed:
-            self._report = replace(self._report, **changes)
+            if self._is_closing:
+                return
+            self._report = replace(self._report, address=address, **fields)
+            if self._thread.ident is None:
+                self._thread.start()
+                return
         self._tell()
 
-    def say_of(self, line: int, **changes: Any) -> None:
-        """Change fields of what the report says of a line of rounds."""
-        with self._changed:
-            rounds = list(self._report.rounds)
-            rounds[line] = replace(rounds[line], **changes)
-            self._report = replace(self._report, rounds=tuple(rounds))
-        self._tell()
-
-    def wait(self, find: Callable[[CoordinatorReply], _Found | None], limit_s: float) -> _Found:
-        """What `find` finds in a word, once that is something.
-
-        Raises `_Dropped` if this replica is a member no more, and `_NoReply` after the limit.
-        """
-        ends_s = time.monotonic() + limit_s
-        with self._changed:
-            while True:
-                if self.is_dropped:
-                    raise _Dropped(f"Replica {self._report.rank.replica} was dropped by the others.")
-                found = find(self.word)
-                if found is not None:
-                    return found
-                left_s = ends_s - time.monotonic()
-                if left_s <= 0:
-                    raise _NoReply(f"The coordinator has not said in {limit_s:g} s what this rank waits for.")
-                self._changed.wait(left_s)
-
-    def close(self, *, is_leaving: bool = True) -> None:
+    def close(self, *, is_leaving: bool) -> None:
         """End the talk. One that is leaving says that it will not be back, and goes once it is let go, as all
         ranks of its replica are then: a coordinator that takes up before has to hear of all of them.
         """
-        if is_leaving and self._thread.ident is not None:
-            self.say(is_leaving=True)
+        if self._is_closing:
+            return
+        has_talked = self._thread.ident is not None
+        if is_leaving and has_talked:
+            self.say(address=self._report.address, is_leaving=True)
             with self._changed:
-                self._changed.wait_for(lambda: self.is_dropped, _FAREWELL * self._lease_s)
+                self._changed.wait_for(lambda: self._farewell is not None, _FAREWELL * self._lease_s)
         self._is_closing = True
         self._wake()
-        if self._thread.ident is not None:
+        if has_talked:
             self._thread.join()
         self._poller.close()
 
@@ -308,14 +287,13 @@ class CoordinatorClient:
         for place in range(len(self._hosts)):
             number = (first + place) % len(self._hosts)
             with suppress(OSError):
-                made = socket.create_connection(self._hosts[number], timeout=_PATIENCE * self._lease_s)
-                return number, authenticated(made, self._key)
+                return number, call_port(self._hosts[number], self.key, _PATIENCE * self._lease_s)
         return None
 
     def _seek(self, *, is_needed: bool) -> None:
         """Look for the host that coordinates, or stop looking."""
         if is_needed and self._seeker is None and len(self._hosts) > 1:
-            self._seeker = Observer(self._hosts, self._key)
+            self._seeker = Observer(self._hosts, self.key)
             self._seeker.start()
         elif not is_needed and self._seeker is not None:
             self._seeker.close(waits=False)
@@ -368,7 +346,7 @@ class CoordinatorClient:
                 epoch=self.word.epoch,
                 known=None if self._has_word else self._known,
             )
-            connection.send(memoryview(text_frame(encode(self._report))))
+            connection.say(encode(self._report))
         connection.flush(_PATIENCE * self._lease_s)
 
     def _take(self, word: CoordinatorReply) -> None:
@@ -383,79 +361,7 @@ class CoordinatorClient:
                 self._is_due = self._is_due or last.epoch != word.epoch
             elif word.place == last.place:
                 self._has_word = True  # the connection is a new one, the coordinator is not
-            if known is None and not self.is_dropped:
+            if known is None and self._farewell is None:
                 return  # so that nobody is woken for what is known
             self._changed.notify_all()
         self._act()
-
-
-# What a rank's agent works with: a client that begins to talk once there is something to say.
-
-
-class DroppedError(Exception):
-    """This replica is no member any more: its life is over, and the launcher begins its next one."""
-
-
-class Coordinator(Protocol):
-    """A rank's way to the coordinator. It reports by itself as often as its lease wants it. Processes of the
-    run know its `key`.
-    """
-
-    key: str
-
-    @property
-    def word(self) -> CoordinatorReply:
-        """The last word."""
-
-    def say(self, *, address: str, **fields: Any) -> None:
-        """Report these fields from now on. Does not wait."""
-
-    def on_word(self, act: Callable[[], None]) -> None:
-        """Have something called whenever there is a new word, from any thread that holds no lock."""
-
-    def close(self, *, is_leaving: bool) -> None:
-        """Say no more; where it is leaving, say so."""
-
-
-class LazyCoordinatorClient:
-    """The client of one rank, which calls these hosts. Its agent must have said first where it is reached.
-    A rank that `is_empty` has no weights that the run could go on from.
-    """
-
-    def __init__(
-        self, hosts: Sequence[Address], key: str, rank: RankId, *, lease_s: float, is_empty: bool = False
-    ) -> None:
-        self._hosts, self.key, self._rank, self._lease_s = tuple(hosts), key, rank, lease_s
-        self._is_empty = is_empty
-        self._client: CoordinatorClient | None = None
-        self._act: Callable[[], None] = lambda: None
-        self._is_closed = False
-
-    @property
-    def word(self) -> CoordinatorReply:
-        """The last word."""
-        if self._client is None:
-            return CoordinatorReply(epoch=0, number=-1)
-        word = self._client.word
-        return replace(word, is_dropped=True) if self._client.is_dropped else word
-
-    def say(self, *, address: str, **fields: Any) -> None:
-        """Report these fields from now on. Does not wait."""
-        if self._client is None:
-            made = CoordinatorClient(self._hosts, self.key, self._rank, address, lease_s=self._lease_s)
-            made.on_word(self._act)
-            made.say(is_empty=self._is_empty, **fields)
-            made.start()
-            self._client = made
-        elif not self._is_closed:
-            self._client.say(**fields)
-
-    def on_word(self, act: Callable[[], None]) -> None:
-        """Have something called whenever there is a new word, from a thread that holds no lock."""
-        self._act = act
-
-    def close(self, *, is_leaving: bool) -> None:
-        """Say no more; where it is leaving, say so."""
-        if self._client is not None and not self._is_closed:
-            self._is_closed = True
-            self._client.close(is_leaving=is_leaving)

@@ -6,7 +6,6 @@ that says which batches count, and that it was the one who wrote it.
 
 import json
 import os
-import select
 import socket
 import threading
 import time
@@ -14,32 +13,30 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.runtime.coordinator_client import MOST_BYTES
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s, waiting
 from bireme.sync.coordinator.messages import (
     TERM,
-    CoordinatorReply,
     HostStart,
-    HostStarts,
     Incarnation,
     Notice,
     RankId,
     Report,
     decode,
     encode,
+    is_notice,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, in_force
 from bireme.sync.coordinator.state import Ended, Event, Tick
-from bireme.wire.connection import Connection, Poller, text_frame
-from bireme.wire.listener import Caller, Listener, interface_of, open_port
+from bireme.wire.listener import interface_of, open_port
+from bireme.wire.text_server import LONGEST_S, Client, TextServer
 
 # The ledger of a run: `ledger.jsonl` in its folder, a line for each committed round, written before any rank
 # hears of it.
@@ -106,49 +103,20 @@ def _cut_half_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-# The server of a coordinator: one thread, one connection for each rank, a text in JSON for each message.
-#
-# What a step leads to is in the ledger before a word of it is sent. A rank that reads slowly gets only the
-# last word: it says all.
+# The server of a coordinator. What a step leads to is in the ledger before a word of it is sent.
 
-_NOTICE = b'{"ended"'
-"""How what a launcher says begins."""
 _NOBODY = RankId(-1, 0, 0)
 _SHORTEST_S = 0.001
-LONGEST_S = 1.0
 _LATE_S = 0.5
 """A process that looks so much later than it wanted to was stopped, as on a laptop that was closed."""
 
 
-class _Client:
-    """A connection of a rank or a launcher, and the next word that it gets."""
-
-    def __init__(self, made: socket.socket) -> None:
-        self.connection = Connection(made)
-        self.file = made.fileno()
-        self.next: CoordinatorReply | None = None
-        self.starts: HostStarts | None = None
-
-    def flush(self) -> bool:
-        """Send what can be sent; whether more is to go."""
-        while True:
-            if not self.connection.outgoing and self.starts is not None:
-                self.connection.send(memoryview(text_frame(encode(self.starts))))
-                self.starts = None
-            if not self.connection.outgoing and self.next is not None:
-                self.connection.send(memoryview(text_frame(encode(self.next))))
-                self.next = None
-            if not self.connection.outgoing:
-                return False
-            self.connection.write()
-            if self.connection.outgoing:
-                return True
+def _heard(text: bytes) -> Report | Notice:
+    return decode(Notice, text) if is_notice(text) else decode(Report, text)
 
 
-class CoordinatorServer:
-    """Serves one host of a run, from `start` to `close`. `failure` is why it ended by itself. It calls
-    `answer` where somebody asks whether it still serves.
-    """
+class CoordinatorServer(TextServer):
+    """Serves one host of a run. It calls `answer` where somebody asks whether it still serves."""
 
     def __init__(
         self,
@@ -159,30 +127,17 @@ class CoordinatorServer:
         *,
         answer: Callable[[], None] = lambda: None,
     ) -> None:
-        self.failure: Exception | None = None
+        super().__init__(listening, key, encode, _heard)
         self._host, self._ledger = host, ledger
-        self.port: int = listening.getsockname()[1]
-        """Where it listens."""
-        self._poller = Poller()
-        self._listener = Listener(key, [listening], self._poller, self._accept)
-        self._clients: set[_Client] = set()
-        self._ranks: dict[RankId, _Client] = {}
-        self._came: list[_Client] = []
-        """Clients from which something has come."""
+        self._ranks: dict[RankId, Client] = {}
         self._ended: deque[Incarnation] = deque()
-        self._starts: dict[_Client, tuple[float, tuple[HostStart, ...]]] = {}
+        self._starts: dict[Client, tuple[float, tuple[HostStart, ...]]] = {}
         """The last notice of each launcher about starts, and when it came."""
-        self._answer = answer
-        self._is_asked = self._is_closing = False
+        self._answer, self._is_asked = answer, False
         self._stopped_s = 0.0
         """How long this process was stopped. That does not count against ranks, which it did not hear."""
         self._ticked_s = self._now_s()
         """When time was last told to the host. What is due after that is due until it has been told again."""
-        self._thread = threading.Thread(target=self._run, name="bireme coordinator", daemon=True)
-
-    def start(self) -> None:
-        """Begin to serve."""
-        self._thread.start()
 
     def ended(self, life: Incarnation) -> None:
         """Say that a start of a replica is over for certain."""
@@ -194,39 +149,15 @@ class CoordinatorServer:
         self._is_asked = True
         self._poller.ring()
 
-    def join(self) -> None:
-        """Wait until it has ended."""
-        self._thread.join()
-
-    def close(self) -> None:
-        """End it."""
-        self._is_closing = True
-        self._poller.ring()
-        self._thread.join()
-        self._poller.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                self._serve()
-        except Exception as error:  # it is told where somebody asks
-            self.failure = error
-        finally:
-            self._hang_up()
-            self._listener.close()
-
-    def _serve(self) -> None:
+    def _turn(self) -> None:
         """Wait for the next event, and do what follows."""
         now_s = self._now_s()
         wait_s = min(max(host_wake_s(self._host, self._ticked_s) - now_s, _SHORTEST_S), LONGEST_S)
-        self._came.clear()
         self._poller.wait(wait_s)
         late_s = self._now_s() - now_s - wait_s
         if late_s > _LATE_S:
             self._stopped_s += late_s
-        self._listener.sweep()
-        for client in self._came:
-            self._hear(client)
+        self._take()
         if self._is_asked:
             self._is_asked = False
             self._answer()
@@ -236,45 +167,29 @@ class CoordinatorServer:
         if now_s >= host_wake_s(self._host, self._ticked_s):
             self._ticked_s = now_s
             self._step(Tick())
-        for client in tuple(self._clients):
-            self._flush(client)
+        self._flush()
 
     def _now_s(self) -> float:
         """Seconds by a clock that stands while this process is stopped."""
         return time.monotonic() - self._stopped_s
 
-    def _accept(self, caller: Caller) -> None:
-        client = _Client(caller.socket)
-        self._clients.add(client)
-        self._want(client, select.POLLIN)
+    def hear(self, client: Client, message: Report | Notice) -> None:
+        """A report of a rank, or a notice of a launcher, which is answered even by a waiting host."""
+        if isinstance(message, Report):
+            if client in self._clients:
+                self._ranks[message.rank] = client
+            self._step(message)
+            return
+        for life in message.ended:
+            self._step(Ended(life))
+        if message.starts:
+            self._starts.pop(client, None)  # the newest are the last
+            self._starts[client] = self._now_s(), message.starts
+            client.send(self._starts_of_hosts())
+        if self._host.state is not None:
+            client.send(word_for(self._host.state, _NOBODY))
 
-    def _want(self, client: _Client, events: int) -> None:
-        self._poller.want(client.file, events, lambda: self._came.append(client))
-
-    def _hear(self, client: _Client) -> None:
-        reports = list[Report | Notice]()
-        try:
-            while (text := client.connection.next_text(MOST_BYTES)) is not None:
-                is_notice = text.startswith(_NOTICE)
-                reports.append(decode(Notice, text) if is_notice else decode(Report, text))
-        except (OSError, BiremeError):
-            self._forget(client)
-        for report in reports:  # what fails from here on is not the client's fault
-            if isinstance(report, Report):
-                if client in self._clients:
-                    self._ranks[report.rank] = client
-                self._step(report)
-                continue
-            for life in report.ended:
-                self._step(Ended(life))
-            if report.starts:
-                self._starts.pop(client, None)  # the newest are the last
-                self._starts[client] = self._now_s(), report.starts
-                client.starts = self._starts_of_hosts()
-            if self._host.state is not None:
-                client.next = word_for(self._host.state, _NOBODY)
-
-    def _starts_of_hosts(self) -> HostStarts:
+    def _starts_of_hosts(self) -> Notice:
         """The starts of the launchers that were heard within the lease, of each host the last one."""
         since_s = self._now_s() - self._host.settings.lease_s
         found = {
@@ -283,7 +198,7 @@ class CoordinatorServer:
             for one in own
             if at_s >= since_s
         }
-        return HostStarts(tuple(found.values()))
+        return Notice((), tuple(found.values()))
 
     def _step(self, event: Event) -> None:
         done = host_step(self._host, event, self._now_s())
@@ -294,27 +209,12 @@ class CoordinatorServer:
             self._hang_up()
         for rank, word in done.words:
             if rank in self._ranks:
-                self._ranks[rank].next = word
+                self._ranks[rank].send(word)
 
-    def _flush(self, client: _Client) -> None:
-        try:
-            has_more = client.flush()
-        except OSError:
-            self._forget(client)
-            return
-        self._want(client, select.POLLIN | (select.POLLOUT if has_more else 0))
-
-    def _hang_up(self) -> None:
-        for client in tuple(self._clients):
-            self._forget(client)
-
-    def _forget(self, client: _Client) -> None:
-        if client in self._clients:
-            self._clients.discard(client)
-            self._poller.forget(client.file)
-            client.connection.close()
-            self._ranks = {rank: one for rank, one in self._ranks.items() if one is not client}
-            self._starts.pop(client, None)
+    def _forget(self, client: Client) -> None:
+        super()._forget(client)
+        self._ranks = {rank: one for rank, one in self._ranks.items() if one is not client}
+        self._starts.pop(client, None)
 
 
 _START_S = 60.0
@@ -362,10 +262,7 @@ class CoordinatorProcess:
             port = self._talk.recv()
         except EOFError:
             raise BiremeError("The coordinator's process has ended; what it printed may say why.") from None
-        order = self._order
-        self._order = CoordinatorOrder(
-            order.settings, order.number, order.num_hosts, order.key, order.ledger, order.address, port
-        )
+        self._order = replace(self._order, port=port)
 
     @property
     def port(self) -> int:

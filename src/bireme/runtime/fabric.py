@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
+from math import inf
 from typing import Protocol
 
 import torch
@@ -395,7 +396,7 @@ class SingleRankFabric:
 
     def transport(self, _ranks: Sequence[int], _rank_of_stage: Sequence[int], /) -> Transport:
         """Nothing ever goes over it."""
-        return _Nowhere()
+        return SocketTransport({}, timeout_s=inf)
 
     def sums(self, _transport: Transport, /) -> Sums:
         """This process alone."""
@@ -448,21 +449,3 @@ class PipelineFabric:
             group.close()
         self._transports.clear()
         self._groups.clear()
-
-
-class _Nowhere:
-    """A transport between no ranks."""
-
-    is_host = False
-
-    def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
-        raise RuntimeError(f"There is no rank {to} to send the {key} to.")
-
-    def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
-        raise RuntimeError(f"There is no rank {source} for the {key} to come from.")
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-    def abort(self) -> None:
-        """Nobody waits."""

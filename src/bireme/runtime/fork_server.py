@@ -1,11 +1,12 @@
 """The fork server: a process that imports torch once, and then starts others as copies of itself.
 
-It does nothing but wait: it runs no operator, starts no thread and touches no device, so a copy of it is as
-good as a new process. Its clients ask over a socket; each copy has a socket to it too, and may ask for more.
+The server only waits: it runs no operator, starts no thread and touches no device, so a copy of it is as good
+as a new process. Clients send requests over a socket; each copy has a socket to the server too, and may
+request more copies.
 
-A copy lives no longer than the pipe that its client holds, its lifeline. The server ends when its owner, the
-first client, does. So whatever ends the owner ends all. A server that is killed ends no copy: each goes on,
-and its client learns of its end by the socket that they share.
+A copy ends when its client closes the copy's lifeline, a pipe, or ends. The server ends with its owner, the
+first client. So the end of the owner ends all processes. If the server is killed, its copies continue, and
+their clients learn of the end of a copy by the socket that they share with it.
 
 Python's own server (`multiprocessing`, forkserver with preload) is a new process, which imports torch and the
 package a second time. On two busy cores four ranks were ready after 22 to 27 s with it and after 10 to 17 s
@@ -34,28 +35,28 @@ from typing import Any, NoReturn
 from bireme.runtime.board import die_with_holder
 
 FORK, IMPORT = b"fork", b"import "
-"""What a client may ask: for a copy, together with five files; and to import a module for all copies."""
+"""Requests of a client: for a copy, sent with five files, and for the import of a module for all copies."""
 
 _NUM_FILES = 5
 _MESSAGE_BYTES = 4096
 NUMBER_BYTES = 8
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals to a whole group of processes, which are for others to act on."""
+"""Signals to a whole group of processes, on which the server does not act."""
 
 LOOK_S = 1.0
-"""How often to look for the owner, in case that another process has its socket, too."""
+"""How often to check that the owner lives: another process may hold its socket, too."""
 
 _CALLED_BYTES = 15
-"""Of a process's name, as Linux keeps it."""
+"""The longest name of a process that Linux keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What a copy has to be like before it can unpickle its task.
+    """The state that a copy takes on before it unpickles its task.
 
-    `main` is what `multiprocessing` tells new processes: the path to import from, the main module, the
-    folder. `held` are the signals that are held back from it.
+    `main` is the preparation of `multiprocessing` for new processes: the path to import from, the main
+    module, the folder. `held` are the signals that are blocked in it.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Preparation:
 
 
 def serve(owner: socket.socket, owner_pid: int) -> NoReturn:
-    """Be the server for that owner until it ends."""
+    """Serve that owner until it ends."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
@@ -79,7 +80,7 @@ def serve(owner: socket.socket, owner_pid: int) -> NoReturn:
 
 @dataclass(slots=True)
 class _Copy:
-    """A process that was started, and the socket of who asked for it. None is who needs it no more."""
+    """A process that was started. `holder` is the socket to its client, None after the client let it go."""
 
     holder: socket.socket | None
     has_ended: bool = False
@@ -99,7 +100,7 @@ class _Server:
         self._watch(owner, lambda: self._hear(owner))
 
     def wait(self, limit_s: float) -> None:
-        """Do what there is to do, and else wait for it."""
+        """Serve the next requests, and wait for them if there are none."""
         for key, _ in self._selector.select(limit_s):
             key.data()
 
@@ -121,7 +122,7 @@ class _Server:
         if asked == FORK and len(files) == _NUM_FILES:
             self._fork(files)
         elif asked.startswith(IMPORT):
-            # Who needs it finds out what is wrong with it.
+            # If the import fails, it fails again in the copy that needs the module.
             with suppress(Exception), kept_for_good():
                 importlib.import_module(asked.removeprefix(IMPORT).decode())
         elif client is self._owner:
@@ -147,7 +148,7 @@ class _Server:
             self._watch(copy.holder, lambda: self._let_go(pid))
 
     def _leave_to_the_server(self, here: socket.socket) -> None:
-        """In a copy: give up what is the server's alone."""
+        """In a copy: close everything that belongs to the server alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
@@ -158,7 +159,7 @@ class _Server:
         here.close()
 
     def _note_ends(self) -> None:
-        """Some copies may have ended: tell who asked for them. They stay known to the system until then."""
+        """Report to clients which copies have ended. The system keeps their statuses until then."""
         with suppress(BlockingIOError):
             self._woken.recv(_MESSAGE_BYTES)
         for pid, copy in list(self._copies.items()):
@@ -174,11 +175,11 @@ class _Server:
 
     def _tell(self, copy: _Copy, number: int) -> None:
         if copy.holder is not None:
-            with suppress(OSError):  # who asked is gone, which shows soon
+            with suppress(OSError):  # the client is gone, which shows soon
                 copy.holder.send(number.to_bytes(NUMBER_BYTES, "little", signed=True))
 
     def _let_go(self, pid: int) -> None:
-        """Nobody needs that copy any more."""
+        """The client of that copy has let it go: end the copy."""
         copy = self._copies[pid]
         assert copy.holder is not None, "it was let go before"
         self._selector.unregister(copy.holder)
@@ -196,10 +197,10 @@ class _Server:
 
 @contextmanager
 def kept_for_good() -> Iterator[None]:
-    """What the block imports stays: Python's collector of cycles does not look through it, now or later.
+    """Keep the objects that the block makes out of Python's collector of cycles, during the block and later.
 
-    It looks through all that there is again and again otherwise, which takes a fifth of the time of importing
-    torch, and in a copy has the system copy the memory of the modules.
+    Otherwise the collector visits all of them again and again. That takes 20 % of the time to import torch,
+    and in a copy it makes the system copy the memory of the modules.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -211,8 +212,8 @@ def kept_for_good() -> Iterator[None]:
             gc.enable()
 
 
-def told(holder: socket.socket) -> int | None:
-    """What the server says next of a copy: its number, later its status. None where it says no more."""
+def next_report(holder: socket.socket) -> int | None:
+    """The server's next report about a copy: first its pid, later its status. None if there is no more."""
     try:
         number = holder.recv(NUMBER_BYTES)
     except OSError:
@@ -224,7 +225,7 @@ _inherited: socket.socket | None = None
 
 
 def inherited() -> socket.socket | None:
-    """The socket of this process to the server that it is a copy of, if it is one."""
+    """The socket of this process to the server, if this process is a copy of one."""
     return _inherited
 
 
@@ -259,7 +260,7 @@ def _call_this_process(name: str) -> None:
 
 
 def _work(talk: Connection) -> None:
-    """Become what is asked for, and do it."""
+    """Take on the requested state, and do the task."""
     prepared = talk.recv()
     assert isinstance(prepared, Preparation)
     _call_this_process(prepared.name)
@@ -267,7 +268,7 @@ def _work(talk: Connection) -> None:
         del os.environ[name]
     os.environ.update(prepared.environment)
     if "numpy.random" in sys.modules:
-        # Otherwise it would draw the same in all copies; Python's own generator sees to that itself.
+        # All copies would draw the same numbers. Python's own generator is seeded after each fork.
         sys.modules["numpy.random"].seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, prepared.held)
     this: Any = current_process()
@@ -281,7 +282,7 @@ def _work(talk: Connection) -> None:
 
 
 def _status_of(work: Callable[[], None]) -> int:
-    """Do that, and say with which status a process ends that has done it."""
+    """The exit status of a process that does this work."""
     try:
         work()
     except SystemExit as error:

@@ -4,7 +4,6 @@ This process holds the store, so that it survives any rank, and is the one that 
 root cause, once. The processes end with it, however it ends.
 """
 
-import hmac
 import os
 import pickle
 import signal
@@ -20,12 +19,13 @@ from multiprocessing import connection, current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
-from bireme.runtime.board import Board, Failure, FailureKind, Heartbeat, RankFailed, grace_s
+from bireme.runtime.board import Board, Failure, FailureKind, RankFailed, grace_s
 from bireme.runtime.processes import UNREPORTED, Process, preload, start_process
+from bireme.wire.listener import new_key
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _UNGUARDED_STATUS = 64
 """The exit status of a process that came to launch processes while it was itself being started."""
-_SIGNATURE_BYTES = 32
 _RESULT, _FAILURE = b"+", b"-"
 """How the last message of a rank to its starter begins."""
 LOCALHOST = "127.0.0.1"
@@ -52,7 +51,7 @@ class RankSetup:
     """How to be a rank: the same for all ranks. What they tell each other has names that begin with `prefix`
     in the store, at `host` and `port`. The first of them is the process `first_local` of the machine, and the
     rank `first_rank` of all that a run has, by which processes are called. If other hosts start ranks too,
-    `ranks` are those that are started here, and results in the store are signed with the `key`.
+    `ranks` are those that are started here. The store asks for the `key`.
     """
 
     port: int
@@ -87,14 +86,12 @@ def run_rank(starter: Connection, order: RankSetup, rank: int) -> None:
         with world:
             result = _call(starter.recv_bytes(), world)
             if order.ranks:  # the host that shows the results may be another one
-                world.store.set(
-                    _result_key(rank), b64encode(_signature(order, rank, result) + result).decode()
-                )
+                world.store.set(_result_key(rank), b64encode(result).decode())
         starter.send_bytes(_RESULT + result)
     except BaseException as error:
         # The traceback, or who else is to blame, is in the store by now, which may be out of reach.
         with suppress(OSError):
-            starter.send_bytes(_FAILURE + _failure_of(error, rank).encode().encode())
+            starter.send_bytes(_FAILURE + _failure_of(error, world).encode().encode())
         sys.stdout.flush()
         sys.exit(1)
     finally:
@@ -105,17 +102,11 @@ def _result_key(rank: int) -> str:
     return f"result/{rank}"
 
 
-def _signature(order: RankSetup, rank: int, result: bytes) -> bytes:
-    """What only processes of the run can put before a result: the store itself asks for no key."""
-    signed = f"{order.prefix} rank {rank} ".encode() + result
-    return hmac.digest(order.key.encode(), signed, "sha256")
-
-
-def _failure_of(error: BaseException, rank: int) -> Failure:
+def _failure_of(error: BaseException, world: "World") -> Failure:
     """A failure as the starter of the rank shows it; that of another rank stays that rank's."""
     if isinstance(error, RankFailed):
-        return Failure(error.rank, error.instruction, error.summary, error.text)
-    return Failure.of(error, rank, None)
+        return world.watch.cause or Failure(error.rank, error.instruction, error.summary, error.text)
+    return Failure.of(error, world.rank, None)
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
@@ -133,11 +124,11 @@ def _world(order: RankSetup, rank: int) -> "World":
         _stay_on_this_machine()
     import torch
 
-    from bireme.runtime.stores import PrefixStore, Store, open_store
+    from bireme.runtime.stores import PrefixStore, RunStore
     from bireme.runtime.world import World
 
     torch.set_num_threads(order.num_threads)
-    store: Store = open_store(order.host, order.port, serve=False, timeout_s=order.timeout_s)
+    store = RunStore(order.host, order.port, order.key, order.timeout_s)
     return World(
         PrefixStore(order.prefix, store) if order.prefix else store,
         rank=rank,
@@ -187,14 +178,10 @@ Result = TypeVar("Result")
 OWN = "bireme."
 """How the names of modules begin that may be imported before processes are started."""
 
-POLL_S = 0.1
+_POLL_S = 0.1
 """How often to look for a root cause that is no process's end."""
 _TERMINATION_S = 1.0
 """From SIGTERM to SIGKILL."""
-_LOOK_S = 0.5
-"""How often to ask a store on another host."""
-STORE_S = 3.0
-"""How long a store on another host may be out of reach."""
 _DELIVERY_S = 5.0
 """How long an ended process's last bytes may be on their way."""
 
@@ -227,9 +214,9 @@ def launch(
     call = pickled(function, args)
     preload_own(function)
     # It imports torch, which the processes must not do before their environment is set.
-    from bireme.runtime.stores import open_store
+    from bireme.runtime.stores import serve_store
 
-    store = open_store(LOCALHOST, 0, serve=True, timeout_s=timeout_s)
+    store = serve_store(LOCALHOST, key=new_key(), timeout_s=timeout_s)
     order = RankSetup(
         port=store.port,
         num_processes=num_processes,
@@ -237,18 +224,20 @@ def launch(
         num_threads=threads_per_process or max(1, num_cores() // num_processes),
         backend=backend,
         device=device,
+        key=store.key,
     )
-    with Crew(order, call, Board(store, num_processes)) as crew:
-        crew.start()
-        crew.supervise()
+    with Launcher() as launcher:
+        crew = launcher.start(Crew(order, call, Board(store, num_processes)))
+        while not crew.is_over:
+            launcher.look()
     if crew.cause is not None:
         raise crew.cause.to_starter() from None
     return [pickle.loads(rank.result) for rank in crew.ranks if rank.result is not None]
 
 
 def preload_own(function: Callable[..., object]) -> None:
-    """Have the fork server import a function's module, if that is one of this package: what somebody else's
-    import does, it does in each process.
+    """Have the fork server import a function's module, if that is one of this package. Other modules may do
+    anything when they are imported, so each process imports them by itself.
     """
     module = getattr(function, "__module__", None) or ""
     if module.startswith(OWN):
@@ -257,12 +246,11 @@ def preload_own(function: Callable[..., object]) -> None:
 
 def signal_ranks(number: signal.Signals) -> bool:
     """Send a signal to all processes of the launches under way; False if there are none."""
-    ranks = [rank for crew in list(_under_way) for rank in crew.ranks if rank.lives]
-    for crew in list(_under_way):
-        crew.request = number
-    for rank in ranks:
-        rank.signal(number)
-    return bool(ranks)
+    crews = [crew for launcher in list(_under_way) for crew in launcher.crews]
+    is_heard = any(rank.lives for crew in crews for rank in crew.ranks)
+    for crew in crews:
+        crew.ask(number)
+    return is_heard
 
 
 class _Rank:
@@ -294,12 +282,12 @@ class _Rank:
                 self.process.send_signal(number)
 
     def end(self) -> None:
-        """See to it that there is no such process any more."""
+        """Kill the process, if it lives, and free its id."""
         if self.process is not None:
             self.process.close()
 
     def last_words(self) -> bytes | None:
-        """The result of a process that has ended."""
+        """The result of a process that has ended, if it gave one."""
         self._talker.join(_DELIVERY_S)
         return self.result
 
@@ -313,118 +301,45 @@ class _Rank:
                 self.failure = Failure.decode(said.removeprefix(_FAILURE))
 
 
-class RemoteBoard:
-    """The board of ranks whose store is on another host, for the starter of some of them.
-
-    A thread asks the store, which may be out of reach, or never answer. If it stays out of reach, that is the
-    root cause here: the other host has ended, and the replica with it.
-    """
-
-    def __init__(self, order: RankSetup) -> None:
-        self._order = order
-        self._cause: Failure | None = None
-        self._to_record: Failure | None = None
-        self._pulses: dict[int, Heartbeat | None] = {}
-        self._is_closing = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="bireme board", daemon=True).start()
-
-    def cause(self) -> Failure | None:
-        """The root cause, once one is known here."""
-        return self._cause
-
-    def pulses(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """The last signs of life of these ranks that are known here."""
-        return [self._pulses.get(rank) for rank in ranks]
-
-    def record(self, failure: Failure) -> Failure:
-        """Write down a root cause. Returns the one that counts, as far as it is found out in time."""
-        with self._changed:
-            self._to_record = failure
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._cause, STORE_S)
-            self._cause = self._cause or failure
-            return self._cause
-
-    def close(self) -> None:
-        """Stop asking the store."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        board, reached_s = None, time.monotonic()
-        while not self._is_closing and self._cause is None:
-            try:
-                board = board or self._connected()
-                self._look(board)
-                reached_s = time.monotonic()
-            except Exception as error:
-                board = None
-                if time.monotonic() > reached_s + STORE_S:
-                    why = (
-                        f"the host that has the store of its replica, {self._order.host}, is gone ({error})."
-                    )
-                    self._note(Failure.told(why, self._order.ranks_here[0], None))
-            with self._changed:
-                if self._to_record is None:
-                    self._changed.wait(_LOOK_S)
-
-    def _connected(self) -> Board:
-        from bireme.runtime.stores import PrefixStore, open_store
-
-        order = self._order
-        # Torch would try for long, and print a page for each try.
-        socket.create_connection((order.host, order.port), timeout=STORE_S).close()
-        store = open_store(order.host, order.port, serve=False, timeout_s=STORE_S)
-        return Board(PrefixStore(order.prefix, store), order.num_processes)
-
-    def _look(self, board: Board) -> None:
-        ranks = self._order.ranks_here
-        self._pulses = dict(zip(ranks, board.pulses(ranks), strict=True))
-        failure = self._to_record
-        self._note(board.cause() if failure is None else board.record(failure))
-
-    def _note(self, cause: Failure | None) -> None:
-        with self._changed:
-            self._cause = self._cause or cause
-            self._changed.notify_all()
-
-
 class Crew:
-    """All processes of a launch on this host. Whatever happens inside this context, none of them is left
-    after it. `store` is that of ranks on several hosts, if this host has it.
+    """The ranks of one world on this host, which a `Launcher` watches. They end with all results or with the
+    first failure. `board` and `store` are those of the world, if this host has them.
     """
 
     def __init__(
-        self, order: RankSetup, call: bytes, board: Board | RemoteBoard, store: "Store | None" = None
+        self, order: RankSetup, call: bytes, board: Board | None = None, store: "Store | None" = None
     ) -> None:
         self.cause: Failure | None = None
-        self.is_given_up = False
-        """Whether somebody else wants the end of it."""
         self.request: signal.Signals | None = None
-        """The signal that its processes were sent last, or are sent when they start."""
+        """The last signal that was sent to its processes. If they have not started, they get it then."""
         self.ranks = [_Rank(order, rank, call) for rank in order.ranks_here]
-        self._grace_s = grace_s(order.timeout_s)
+        self.is_over = False
+        """Whether all its processes have ended."""
         self._board, self._order, self._store = board, order, store
+        self._measures: list[tuple[float, signal.Signals]] | None = None
+        """The signals that end its processes, and when each is due; None while they may run."""
 
     def results(self) -> list[bytes] | None:
-        """What all ranks have returned, in their order; None if a rank here has returned nothing. Nothing of
-        ranks on several hosts where another host has their store.
+        """The results of all ranks in their order, None if a rank here has returned nothing. It is empty if
+        the ranks are on several hosts, and another host has their store.
         """
         found = {rank.number: rank.result for rank in self.ranks}
         if None in found.values():
             return None
         if self._order.ranks and self._store is None:
             return []
-        for rank in range(self._order.num_processes) if self._store is not None else ():
-            key = f"shared/{_result_key(rank)}"  # as the rank's world names it
-            if rank not in found and self._store is not None and self._store.check([key]):
-                said = b64decode(self._store.get(key))
-                signature, result = said[:_SIGNATURE_BYTES], said[_SIGNATURE_BYTES:]
-                if hmac.compare_digest(signature, _signature(self._order, rank, result)):
-                    found[rank] = result
+        if self._store is not None:
+            found |= {rank: self._result_in(self._store, rank) for rank in self._ranks_elsewhere}
         return [own for _, own in sorted(found.items()) if own is not None]
+
+    @property
+    def _ranks_elsewhere(self) -> set[int]:
+        return {*range(self._order.num_processes)} - {*self._order.ranks_here}
+
+    def _result_in(self, store: "Store", rank: int) -> bytes | None:
+        """The result that a rank on another host has left in the store."""
+        key = f"shared/{_result_key(rank)}"  # as the rank's world names it
+        return b64decode(store.get(key)) if store.check([key]) else None
 
     def start(self) -> None:
         """Start them all."""
@@ -432,26 +347,62 @@ class Crew:
             with _interrupts_held():
                 rank.start()
         if self.request is not None:
-            self._signal_all(self.request)
+            self.ask(self.request)
 
-    def supervise(self) -> None:
-        """Wait for all results or the first failure, or until it is given up."""
-        running = list(self.ranks)
-        while running and not self.is_given_up:
-            connection.wait(_sentinels(running), POLL_S)
-            # First what the ranks say: a process that ended of a failure has written it down before.
-            ended = [rank for rank in running if not rank.lives]
-            self.cause = self._board.cause()
-            for rank in ended:
-                if self.cause is None and rank.last_words() is None:
-                    self.cause = self._board.record(rank.failure or self._obituary(rank))
-            if self.cause is not None:
-                return
-            running = [rank for rank in running if rank not in ended and rank.result is None]
+    def ask(self, number: signal.Signals) -> None:
+        """Send a signal to its processes, now or when they start."""
+        self.request = number
+        self._signal(number)
 
-    def _obituary(self, rank: _Rank) -> Failure:
-        """Why a process ended that said nothing."""
-        (pulse,) = self._board.pulses([rank.number])
+    def look(self) -> None:
+        """Note results and failures, and send the signals that are due."""
+        living = [rank for rank in self.ranks if rank.lives]
+        if self._measures is None:
+            self._note(living)
+        while self._measures and self._measures[0][0] <= time.monotonic():
+            _, number = self._measures.pop(0)
+            self._signal(number)
+        self.is_over = self._measures is not None and not living
+
+    def end(self, why: Failure | None = None, *, patience_s: float | None = None) -> None:
+        """End its processes: they have `patience_s` to end by themselves, by default the grace of their
+        world; then signals end them. The ranks learn `why` if this host has their board.
+        """
+        if self._measures is not None:
+            return
+        if why is not None and self._board is not None:
+            self._board.record(why)
+        if self.cause is not None and self.cause.blame is FailureKind.INTERRUPT:
+            self._signal(signal.SIGINT)
+        own_s = grace_s(self._order.timeout_s) if patience_s is None else patience_s
+        ends_s = time.monotonic() + own_s
+        self._measures = [(ends_s, signal.SIGTERM), (ends_s + _TERMINATION_S, signal.SIGKILL)]
+
+    def close(self) -> None:
+        """Kill the processes that are left, and free their ids."""
+        with _interrupts_held():
+            for rank in self.ranks:
+                rank.end()
+
+    def _note(self, living: Sequence["_Rank"]) -> None:
+        """Begin the end if all results have come, or a failure."""
+        # The board first: a process that ended because of a failure has written the failure down before.
+        self.cause = None if self._board is None else self._board.cause()
+        patience_s = None
+        for rank in self.ranks:
+            if self.cause is not None or rank in living or rank.last_words() is not None:
+                continue
+            self.cause = rank.failure or self._obituary(rank)
+            if self._board is not None:
+                self.cause = self._board.record(self.cause)
+            elif rank.failure is None:
+                patience_s = 0.0  # the other ranks would not learn of it
+        if self.cause is not None or all(rank.result is not None for rank in self.ranks):
+            self.end(patience_s=patience_s)
+
+    def _obituary(self, rank: "_Rank") -> Failure:
+        """Why a process ended that reported nothing."""
+        (pulse,) = (None,) if self._board is None else self._board.pulses([rank.number])
         status = (rank.process.status if rank.process else 0) or 0
         doing = None if pulse is None else pulse.doing
         if status == _UNGUARDED_STATUS and pulse is None:
@@ -461,10 +412,39 @@ class Crew:
         if status == UNREPORTED:
             sentence = "its process ended after the fork server, so its exit status is not known."
             return Failure.told(sentence, rank.number, doing)
-        when = " before it could start its work" if pulse is None else ""
+        when = " before it could start its work" if pulse is None and self._board is not None else ""
         return Failure.told(
             f"its process ended with status {status}{when}; its output may say why.", rank.number, doing
         )
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.signal(number)
+
+
+class Launcher:
+    """Starts and watches all processes of a launch on this host. None of them is left when this context ends,
+    whatever ended it.
+    """
+
+    def __init__(self) -> None:
+        self.crews: list[Crew] = []
+
+    def start(self, crew: Crew) -> Crew:
+        """Start the processes of a crew, and watch them from now on."""
+        self.crews.append(crew)
+        crew.start()
+        return crew
+
+    def look(self) -> None:
+        """Wait until a process ends, at most 0.1 s, and let every crew do what is due."""
+        ranks = [rank for crew in self.crews for rank in crew.ranks]
+        connection.wait([rank.process.sentinel for rank in ranks if rank.process and rank.lives], _POLL_S)
+        for crew in tuple(self.crews):
+            crew.look()
+            if crew.is_over:
+                crew.close()
+                self.crews.remove(crew)
 
     def __enter__(self) -> Self:
         _under_way.add(self)
@@ -473,40 +453,22 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if isinstance(self._board, RemoteBoard):
-            self._board.close()
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         try:
-            if interrupted or (self.cause is not None and self.cause.blame is FailureKind.INTERRUPT):
-                self._signal_all(signal.SIGINT)
-            if error is None or interrupted:
-                self._wait(self._grace_s)
-            self._signal_all(signal.SIGTERM)
-            self._wait(_TERMINATION_S)
+            for crew in self.crews:
+                if is_interrupted:
+                    crew.ask(signal.SIGINT)
+                crew.end()
+            while self.crews:
+                self.look()
         finally:
-            # Also if the user has no more patience and interrupts this. A stopped process ends of this only.
-            with _interrupts_held():
-                for rank in self.ranks:
-                    rank.end()
-                _under_way.discard(self)
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for rank in self.ranks:
-            rank.signal(number)
-
-    def _wait(self, limit_s: float) -> None:
-        end = time.monotonic() + limit_s
-        while (living := [rank for rank in self.ranks if rank.lives]) and time.monotonic() < end:
-            connection.wait(_sentinels(living), max(0.0, end - time.monotonic()))
+            # Also after a second interrupt.
+            for crew in self.crews:
+                crew.close()
+            _under_way.discard(self)
 
 
-_under_way: set[Crew] = set()
-
-
-def _sentinels(ranks: Iterable[_Rank]) -> list[Any]:
-    """What says that one of their processes has ended."""
-    return [rank.process.sentinel for rank in ranks if rank.process is not None]
-
+_under_way: set[Launcher] = set()
 
 _UNGUARDED = (
     "Each launched process imports the script that launches it and would launch again. Put "

@@ -9,7 +9,7 @@ last of its tensors ends.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from struct import Struct
@@ -36,12 +36,13 @@ from bireme.model.graph import Graph, evaluate, learned_values
 from bireme.model.units import Unit
 from bireme.plan.program_plan import ProgramPlan
 from bireme.schedule.instruction import Message
-from bireme.wire.connection import HEADER_BYTES, FrameKind, frame_header, read_frame_header
+from bireme.wire.connection import HEADER_BYTES, FrameKind, frame_header_maker, read_frame_header
 
 # The header of a message between stages: it alone identifies the message, whatever carries it.
 
-_TAG = Struct("<qiiiiQ")
+_TAG = "qiiiiQ"
 """Batch, micro-batch, half, receiving stage, direction, and what tells apart the tensors it may hold."""
+_pack_header, _unpack_tag = frame_header_maker(FrameKind.BOUNDARY, _TAG), Struct(f"<{_TAG}").unpack_from
 
 
 class MessageHeader(NamedTuple):
@@ -54,15 +55,15 @@ class MessageHeader(NamedTuple):
 
 def header_of(key: Message, num_bytes: int, signature: int) -> bytes:
     """The header of a message. `signature` tells apart what tensors it may hold."""
-    half, microbatch = -1 if key.half is None else key.half, -1 if key.microbatch is None else key.microbatch
-    tag = _TAG.pack(key.batch, microbatch, half, key.to_stage, key.forward, signature)
-    return frame_header(FrameKind.BOUNDARY, num_bytes - HEADER_BYTES, tag)
+    forward, to_stage, batch, microbatch, half = key
+    half, microbatch = -1 if half is None else half, -1 if microbatch is None else microbatch
+    return _pack_header(num_bytes, batch, microbatch, half, to_stage, forward, signature)
 
 
 def read_header(header: bytes) -> MessageHeader:
     """Take a header apart. Raises an error if it is not a header of this version."""
     _, num_bytes, tag = read_frame_header(header)
-    batch, microbatch, half, to_stage, forward, signature = _TAG.unpack_from(tag)
+    batch, microbatch, half, to_stage, forward, signature = _unpack_tag(tag)
     key = Message(
         bool(forward), to_stage, batch, None if microbatch < 0 else microbatch, None if half < 0 else half
     )
@@ -144,11 +145,6 @@ class Coding:
         """By the message of the activation."""
         self.thresholds = Thresholds()
         """What this rank's activations are compared with; an evaluation finds its own."""
-
-    @property
-    def num_masks(self) -> int:
-        """How many messages there are whose gradient has not crossed the boundary yet."""
-        return len(self._masks)
 
     def encode(self, key: Message, spec: TensorSpec, tensor: Tensor, out: Tensor) -> int:
         """Write a tensor into its part of a message; gives how many bytes of it are used."""
@@ -234,16 +230,19 @@ _MESSAGE_ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in a message, counted in its own elements; an encoded one in bytes."""
+    """Where a tensor lies in a message, counted in its own elements; one that is encoded has `num_encoded`
+    bytes.
+    """
 
     spec: TensorSpec
     strides: tuple[int, ...]
     offset: int
+    num_encoded: int | None
 
     def within(self, message: Tensor) -> Tensor:
         """The tensor, as a view of the message; of an encoded one its bytes."""
-        if self.spec.is_encoded:
-            return message[self.offset : self.offset + self.spec.num_bytes]
+        if self.num_encoded is not None:
+            return message[self.offset : self.offset + self.num_encoded]
         typed = message.view(self.spec.dtype)
         return typed.as_strided(self.spec.shape, self.strides, typed.storage_offset() + self.offset)
 
@@ -262,9 +261,10 @@ class WireFormat:
         places = []
         end = HEADER_BYTES
         for spec in self.specs:
-            unit = 1 if spec.is_encoded else spec.dtype.itemsize
-            places.append(_Place(spec, _strides(spec.shape), end // unit))
-            end = _aligned(end + spec.num_bytes)
+            num_bytes, is_encoded = spec.num_bytes, spec.is_encoded
+            offset = end if is_encoded else end // spec.dtype.itemsize
+            places.append(_Place(spec, _strides(spec.shape), offset, num_bytes if is_encoded else None))
+            end = _aligned(end + num_bytes)
         self._places = tuple(places)
         self._encoded = tuple(spec for spec in self.specs if spec.is_encoded)
         self.is_bounded = bool(self.specs) and self.specs[-1].codec.is_bounded
@@ -347,7 +347,7 @@ class OutgoingMessage:
         self.num_bytes = wire_format.num_bytes
         """Of the message that is packed."""
         views = wire_format.views(message)
-        self._views = [(spec, views[spec.name]) for spec in wire_format.specs]
+        self._views = [(spec, views[spec.name], spec.is_encoded) for spec in wire_format.specs]
         self._header = message.numpy().data[:HEADER_BYTES] if message.is_cpu else None
         self._key: Message | None = None
 
@@ -366,7 +366,7 @@ class OutgoingMessage:
     def pack(self, tensors: Mapping[str, Tensor], coding: Coding | None = None) -> None:
         """Copy the tensors into it, or let `coding` write them. More than are sent may be given."""
         used = 0
-        for spec, view in self._views:
+        for spec, view, is_encoded in self._views:
             tensor = tensors[spec.name]
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                 raise BiremeError(
@@ -376,7 +376,7 @@ class OutgoingMessage:
                     "ones it is trained on."
                 )
             own = tensor.detach() if tensor.requires_grad else tensor
-            if spec.is_encoded:
+            if is_encoded:
                 assert coding is not None, "what is encoded needs a codec"
                 assert self._key is not None, "address() comes first"
                 used = coding.encode(self._key, spec, own, view)
@@ -446,8 +446,10 @@ class Boundaries:
         self.learned = learned_values(graph)
         self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
         self._values |= {value.name: value for value in graph.inputs}
-        self.forward = lru_cache(maxsize=256)(self._forward)
-        self.backward = lru_cache(maxsize=256)(self._backward)
+        self.forward = lru_cache(maxsize=256)(partial(self._format, is_back=False))
+        """The message that a stage receives from the one before it."""
+        self.backward = lru_cache(maxsize=256)(partial(self._format, is_back=True))
+        """The message that a stage receives from the next one."""
 
     def gradients_into(self, stage: int) -> tuple[str, ...]:
         """The names of the tensors whose gradients a stage receives from the next one."""
@@ -470,23 +472,17 @@ class Boundaries:
                         "stages, is not cut by samples. Use 1f1b."
                     )
 
-    def _forward(
-        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
-    ) -> WireFormat:
-        """What a stage receives from the one before it, for so many samples: part of a micro-batch of
-        `of_samples`, if that is more.
-        """
-        return self._format(self.receives[to_stage], num_samples, codec, of_samples, is_back=False)
-
-    def _backward(
-        self, to_stage: int, num_samples: int, codec: CodecChoice = NONE, of_samples: int = 0
-    ) -> WireFormat:
-        """What a stage receives from the next one."""
-        return self._format(self.gradients_into(to_stage), num_samples, codec, of_samples, is_back=True)
-
     def _format(
-        self, names: tuple[str, ...], num_samples: int, codec: CodecChoice, of_samples: int, *, is_back: bool
+        self,
+        to_stage: int,
+        num_samples: int,
+        codec: CodecChoice = NONE,
+        of_samples: int = 0,
+        *,
+        is_back: bool,
     ) -> WireFormat:
+        """The message for so many samples: part of a micro-batch of `of_samples`, if that is more."""
+        names = self.gradients_into(to_stage) if is_back else self.receives[to_stage]
         specs = []
         for name in names:
             shape = self._shape(name, num_samples)

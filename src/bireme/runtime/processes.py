@@ -1,7 +1,7 @@
-"""Starting processes: as copies of a fork server where there can be one, and as new ones of Python elsewhere.
+"""Starting processes: on Linux as copies of a fork server, elsewhere as new processes of Python.
 
-A process that is started here has the environment, the folder, the import path and the main module of the one
-that starts it, whenever the server was started. It ends when that one ends.
+A process that is started here has the environment, the folder, the import path and the main module of its
+starter, as they are at that time. It ends when its starter ends.
 """
 
 import atexit
@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import connection, get_context, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -28,12 +29,12 @@ from bireme.runtime.fork_server import (
     Preparation,
     inherited,
     kept_for_good,
+    next_report,
     serve,
-    told,
 )
 
 CAN_FORK = sys.platform == "linux"
-"""Elsewhere a copy of a process that has loaded much is no good one, or there are none."""
+"""On other systems a copy of a process that has loaded much does not work well, or there is no fork."""
 
 _READ_AT_LOAD = (
     "GOMP_",
@@ -47,10 +48,12 @@ _READ_AT_LOAD = (
     "PYTORCH_",
     "TORCH",
 )
-"""Variables that begin so are read when a library is loaded: a server with other ones is of no use."""
+"""Variables that begin so are read when a library is loaded: a server with other values cannot be used."""
 
-_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
-"""But not this one: torch sets it when it imports its compiler, and reads it whenever it needs it."""
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR")
+"""But not these: scikit-learn sets the first when it is imported, in case that OpenMP is loaded twice. Torch
+sets the second when it imports its compiler, and reads it whenever it needs it.
+"""
 
 SERVER = (
     "import sys; sys.path[:] = {path!r}; "
@@ -61,21 +64,21 @@ _THREADS = Path("/proc/self/task")
 THREADS_OF_NUMPY = "OPENBLAS_NUM_THREADS"
 
 UNREPORTED = 256
-"""In the place of the status of a process that ended after its server, so that no status was reported."""
+"""The status of a process that ended after its server, which therefore did not report one."""
 
 _TRIES = 2
-"""Servers that may end before they have made a copy."""
+"""How many servers are tried for a copy: each may end before it has made the copy."""
 
 _ALWAYS = "bireme.runtime.pipeline"
-"""What a new server imports: nearly all that it starts need it."""
+"""The module that a new server imports: nearly all copies need it."""
 
 
 class Process(Protocol):
-    """A process that was started. Who forgets it ends it."""
+    """A process that was started. It ends when this object is deleted."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Its process id."""
 
     @property
     def sentinel(self) -> Any:
@@ -104,22 +107,22 @@ def start_process(name: str, function: Callable[..., None], *arguments: object) 
 
 
 def has_server() -> bool:
-    """Whether a process can be started as a copy of a server that is there already."""
+    """Whether there is a server already that can make a copy."""
     return _server is not None and _server.owner_pid == os.getpid() and _server.is_of_use
 
 
 def preload(*modules: str) -> None:
-    """Have the server import these, for all processes that it will start. This does not wait for it."""
+    """Have the server import these modules, for all processes that it will start, without waiting for it."""
     if CAN_FORK:
         for module in modules:
             _ask(IMPORT + module.encode())
 
 
 def serve_from_here(*modules: str) -> None:
-    """Import these, and then make a copy of this process the server: what it has imported is there for all.
+    """Import these modules, and then make a copy of this process the server, with all that it has imported.
 
-    It is for a process that has only just begun. Where there is a server already, or a thread that a copy
-    would lack, it only imports.
+    It is for a process that has only just begun. If there is a server already, or a thread that a copy would
+    lack, it only imports.
     """
     global _server  # noqa: PLW0603 (a process has one)
     with _one_thread(), kept_for_good():
@@ -129,7 +132,7 @@ def serve_from_here(*modules: str) -> None:
         return
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own = os.getpid()
-    sys.stdout.flush()  # or each copy would print what is left there
+    sys.stdout.flush()  # or each copy would print the rest of the buffer
     sys.stderr.flush()
     with _signals_held():
         pid = os.fork()
@@ -144,7 +147,7 @@ def serve_from_here(*modules: str) -> None:
 
 
 def be_server(file: int, owner_pid: int) -> None:
-    """What a new Python process does that is to be the server; it answers once it has imported all."""
+    """Serve, in a new Python process that was started for this, once it has imported everything."""
     with kept_for_good():
         importlib.import_module(_ALWAYS)
     serve(socket.socket(fileno=file), owner_pid)
@@ -159,22 +162,22 @@ def _copied(
         far_lifeline, lifeline = connection.Pipe(duplex=False)
         with far, there, far_lifeline:
             _ask(FORK, there.fileno(), far.fileno(), far_lifeline.fileno(), 1, 2)
-        if (pid := told(here)) is not None:
+        if (pid := next_report(here)) is not None:
             break
         for end in (near, here, lifeline):
             end.close()
     else:
-        raise RuntimeError("The process that starts others has ended; what it printed may say why.")
+        raise RuntimeError("The fork server, which starts processes, has ended; its output may say why.")
     held = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     main = spawn.get_preparation_data(name)
-    del main["authkey"]  # nobody here uses it, and it cannot be pickled
+    del main["authkey"]  # it is not used here, and cannot be pickled
     near.send(Preparation(name, main, dict(os.environ), held))
     near.send((function, arguments))
     return _Copy(pid, here, lifeline), near
 
 
 class _Copy:
-    """A copy of the server, as long as this object is kept."""
+    """A copy of the server. It ends when this object is deleted."""
 
     def __init__(self, pid: int, holder: socket.socket, lifeline: Connection) -> None:
         holder.setblocking(False)
@@ -190,19 +193,19 @@ class _Copy:
         return self._status
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal. Its number is nobody else's before this object has let go of it."""
+        """Send it a signal. No other process gets its id before this object is closed."""
         if self.status is None:
             os.kill(self.pid, number)
 
     def join(self, limit_s: float | None = None) -> None:
         """Wait for its end."""
         if self._status is None and connection.wait([self.sentinel], limit_s):
-            found = told(self.sentinel)
+            found = next_report(self.sentinel)
             if self._status is None:  # a handler of signals may have asked meanwhile
                 self._status = UNREPORTED if found is None else found
 
     def close(self) -> None:
-        """End it, if it lives, and let its number go."""
+        """End it, if it lives, and free its process id."""
         self.send_signal(signal.SIGKILL)
         self.join()
         self.sentinel.close()
@@ -210,9 +213,9 @@ class _Copy:
 
 
 class _Server:
-    """This process's way to the server; `pid` is None where that was there before this process."""
+    """This process's connection to the server; `pid` is None if the server was there before this process."""
 
-    def __init__(self, way: socket.socket, loaded_with: object, pid: int | None) -> None:
+    def __init__(self, way: socket.socket, loaded_with: "_Surroundings | None", pid: int | None) -> None:
         self.owner_pid = os.getpid()
         self._way, self._loaded_with, self._pid = way, loaded_with, pid
         if pid is not None:
@@ -221,10 +224,10 @@ class _Server:
     @property
     def is_of_use(self) -> bool:
         """Whether libraries would be loaded now as they were there."""
-        return self._pid is None or self._loaded_with == _at_load()
+        return self._loaded_with is None or self._loaded_with.serves(_at_load())
 
     def ask(self, what: bytes, files: tuple[int, ...]) -> bool:
-        """Ask for something; False where nobody is there any more."""
+        """Send a request; False if the server is gone."""
         try:
             socket.send_fds(self._way, [what], files)
         except ConnectionError:
@@ -247,7 +250,7 @@ _lock = threading.Lock()
 
 
 def _ask(what: bytes, *files: int) -> None:
-    """Ask the server, which is started where there is none."""
+    """Send a request to the server. If there is none, start it."""
     global _server  # noqa: PLW0603 (a process has one)
     with _lock:
         if _server is None and (way := inherited()) is not None:
@@ -274,16 +277,32 @@ def _started() -> _Server:
     return _Server(here, _at_load(), started.pid)
 
 
-def _at_load() -> tuple[object, ...]:
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
     """What the libraries that a process loads depend on. A folder counts where it is first in the path."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_LOAD)}
-    own.pop(_SET_BY_TORCH, None)
-    return tuple(dict.fromkeys(sys.path)), tuple(sorted(own.items()))
+
+    path: tuple[str, ...]
+    variables: Mapping[str, str]
+
+    def serves(self, now: "_Surroundings") -> bool:
+        """Whether what was loaded here is what would be loaded now. Folders that were appended to the path,
+        as for a function of the user's, hide nothing.
+        """
+        return self.variables == now.variables and self.path == now.path[: len(self.path)]
+
+
+def _at_load() -> _Surroundings:
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_READ_AT_LOAD) and name not in _SET_BY_LIBRARIES
+    }
+    return _Surroundings(tuple(dict.fromkeys(sys.path)), own)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """What is imported in the block starts no thread for matrices: numpy does, and has no use for it here."""
+    """Keep numpy, imported in the block, from starting threads for matrices: they are not used here."""
     before = os.environ.get(THREADS_OF_NUMPY)
     os.environ[THREADS_OF_NUMPY] = "1"
     try:
@@ -296,7 +315,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """What is started in the block ignores signals to the whole group until it says otherwise."""
+    """Processes that are started in the block have signals to the whole group blocked at first."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         yield
@@ -323,7 +342,7 @@ def _live(
 
 
 class _Spawned:
-    """A process of Python's own way to start one."""
+    """A process that Python's own `multiprocessing` starts."""
 
     def __init__(self, process: SpawnProcess) -> None:
         assert process.pid is not None, "it was started"

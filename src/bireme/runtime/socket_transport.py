@@ -79,19 +79,13 @@ class SocketPending(OutgoingFrame):
 
     __slots__ = ("data", "error", "is_send", "key", "line", "payload")
 
-    def __init__(
-        self,
-        line: "SocketLine | LargeMessages",
-        key: Message,
-        payload: Tensor,
-        num_bytes: int | None = None,
-        *,
-        is_send: bool,
-    ) -> None:
-        self.data: memoryview = payload.numpy().data
-        self.rest = [self.data if num_bytes is None else self.data[:num_bytes]]
+    line: "SocketLine | LargeMessages"
+
+    def __init__(self, key: Message, payload: Tensor, num_bytes: int | None, is_send: bool) -> None:
+        data: memoryview = payload.numpy().data
+        self.rest = [data if num_bytes is None else data[:num_bytes]]
         self.is_begun = False
-        self.line, self.key, self.payload, self.is_send = line, key, payload, is_send
+        self.data, self.key, self.payload, self.is_send = data, key, payload, is_send
         self.error: Exception | None = None
 
     def is_done(self) -> bool:
@@ -334,23 +328,23 @@ class SocketTransport:
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> SocketPending:
         """Begin to send. Which of the two sockets a message goes over depends on the room for it."""
-        self.check()
-        line = self._line(to, payload)
-        one = SocketPending(line, key, payload, num_bytes, is_send=True)
+        if self._failure is not None:
+            raise self._failure
+        one = SocketPending(key, payload, num_bytes, True)
+        is_large = len(one.data) > self._ordinary_bytes[to]
+        line = one.line = self._large_messages[to] if is_large else self._lines[to]
         line.send(one)
         return one
 
     def receive(self, key: Message, source: int, payload: Tensor) -> SocketPending:
         """Begin to receive."""
-        self.check()
-        line = self._line(source, payload)
-        receive = SocketPending(line, key, payload, is_send=False)
-        line.post(receive)
-        return receive
-
-    def _line(self, peer: int, payload: Tensor) -> SocketLine | LargeMessages:
-        is_large = payload.numel() > self._ordinary_bytes[peer]
-        return self._large_messages[peer] if is_large else self._lines[peer]
+        if self._failure is not None:
+            raise self._failure
+        one = SocketPending(key, payload, None, False)
+        is_large = len(one.data) > self._ordinary_bytes[source]
+        line = one.line = self._large_messages[source] if is_large else self._lines[source]
+        line.post(one)
+        return one
 
     def close(self) -> None:
         """Close the sockets."""

@@ -89,6 +89,11 @@ class Watch:
         self._pulses: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
 
+    @property
+    def cause(self) -> Failure | None:
+        """The root cause, once this rank knows of one."""
+        return self._cause
+
     def start(self) -> None:
         """Begin to give signs of life."""
         threading.Thread(target=self._run, name="bireme watch", daemon=True).start()
@@ -241,8 +246,6 @@ class Watch:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                if self._num_failed:
-                    self._board.reconnect()
                 self._look()
             except Exception as error:
                 self._look_failed(error)

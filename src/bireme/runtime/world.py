@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -26,15 +27,16 @@ from bireme.devices import (
 )
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board, RankFailed, die_with_parent
-from bireme.runtime.stores import HashStore, PrefixStore, Store, open_store, second_connection
+from bireme.runtime.stores import HashStore, PrefixStore, Store, environment_store, part_of, torch_store
 from bireme.runtime.watch import Watch, is_of_a_peer
-from bireme.wire.listener import sealed
+from bireme.wire.listener import own_address, sealed
 
 __all__ = ["Backend", "World"]
 
 _JOIN_S = 120.0
 """The least time that ranks have to join: starting Python and importing torch takes what it takes."""
 FAILED_FIRST_S = 1.0
+"""A rank that ends because of another one ends so much later: torchrun blames the first."""
 
 _worlds = itertools.count()
 """Of this process, so that the second one does not read what the first one wrote in the same store."""
@@ -69,13 +71,13 @@ class World:
         self.backend = backend
         self._kind = device or (ACCELERATOR if backend == "nccl" else "cpu")
         self._local_rank = local_rank
-        self.num_local = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+        own = "LOCAL_WORLD_SIZE"
+        self.num_local = number_of(os.environ, own) if own in os.environ else size
         """How many of the ranks are on this machine, as far as who started them says so; else all."""
         self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
-        self._group_store = PrefixStore("group", store)
-        board = Board(second_connection(store), size)
-        self.watch = Watch(board, rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
+        self._group_store: Store = PrefixStore("group", store)
+        self.watch = Watch(Board(store, size), rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
 
     @classmethod
     def alone(cls, *, timeout_s: float = 60.0, backend: Backend = "gloo", device: str | None = None) -> Self:
@@ -87,28 +89,17 @@ class World:
         cls, *, timeout_s: float = 60.0, backend: Backend = "gloo", device: str | None = None
     ) -> Self:
         """The world that torchrun, or who else sets its variables, started this process for."""
-        rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
-        address = _variable("MASTER_ADDR")
-        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent(os.getppid())
-        try:
-            serve = rank == 0 and not has_agent
-            store = open_store(address, port, serve=serve, timeout_s=max(timeout_s, _JOIN_S))
-        except dist.DistError as error:
-            raise BiremeError(
-                f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
-                f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 "
-                "(or torchrun's first agent) must be reachable there."
-            ) from error
+        rank, size = number_of(os.environ, "RANK"), number_of(os.environ, "WORLD_SIZE")
+        join_s = max(timeout_s, _JOIN_S)
+        store = store_of_starter(rank, join_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        own = PrefixStore(f"bireme/{attempt}/{next(_worlds)}", store)
+        own = part_of(store, f"bireme/{attempt}/{next(_worlds)}", rank, timeout_s=join_s)
         _tell_of_others_in_one_line()
         return cls(
             own,
             rank=rank,
             size=size,
-            local_rank=_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank,
+            local_rank=number_of(os.environ, "LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank,
             timeout_s=timeout_s,
             backend=backend,
             device=device,
@@ -121,6 +112,20 @@ class World:
         """
         is_lazy = self.backend == "nccl" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
         return nullcontext() if is_lazy else sealed()
+
+    def _store_of_groups(self) -> Store:
+        """The run's, but with NCCL one of torch's own: NCCL's threads ask it for as long as there is a group,
+        and must not wait for this process's Python.
+        """
+        if self.backend != "nccl" or self.size == 1:
+            return self._group_store
+        if self.rank == 0:
+            self._group_store = served = torch_store(own_address(), 0, serve=True, timeout_s=self.timeout_s)
+            self.store.set("nccl", f"{served.host} {served.port}")
+        else:
+            address, port = self.store.get("nccl").decode().split()
+            self._group_store = torch_store(address, int(port), timeout_s=self.timeout_s)
+        return self._group_store
 
     def __enter__(self) -> Self:
         if dist.is_initialized():
@@ -135,7 +140,7 @@ class World:
             with self.sealed():
                 dist.init_process_group(
                     backend_config(self.backend),
-                    store=self._group_store,
+                    store=self._store_of_groups(),
                     rank=self.rank,
                     world_size=self.size,
                     timeout=timedelta(seconds=self.timeout_s),
@@ -196,18 +201,32 @@ def _check(backend: Backend, kind: str, local_rank: int) -> None:
         raise BiremeError(f"There is no {name} device here for process {local_rank}. Use device cpu.")
 
 
-def _variable(name: str) -> str:
-    value = os.environ.get(name, "")
+# What torchrun, or whoever else has started this process, sets in its environment.
+
+
+def store_of_starter(rank: int, timeout_s: float) -> Store:
+    """The store that the environment names. From now on this process ends when its agent does, if any."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+    address, port = variable(os.environ, "MASTER_ADDR"), number_of(os.environ, "MASTER_PORT")
+    return environment_store(rank, address, port, timeout_s=timeout_s)
+
+
+def variable(variables: Mapping[str, str], name: str) -> str:
+    """The value of a variable that must be there."""
+    value = variables.get(name, "")
     if not value:
         raise BiremeError(
             f"The environment variable {name} is not set, so this process does not know its place among "
-            "others. Start it with torchrun, or call bireme.launch instead."
+            "others. Start it with torchrun. To use this machine alone, unset RANK and WORLD_SIZE, or call "
+            "bireme.launch in a script."
         )
     return value
 
 
-def _number(name: str) -> int:
-    value = _variable(name)
+def number_of(variables: Mapping[str, str], name: str) -> int:
+    """The number that a variable must have."""
+    value = variable(variables, name)
     if not value.isdecimal():
         raise BiremeError(f"The environment variable {name} must be a whole number, but it is {value!r}.")
     return int(value)

@@ -113,8 +113,13 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
     middles = {run.middle for run in runs if run.middle > run.first} if most == _HALVES else set()
     for place, step in _sums(steps, middles, hides=most > 1):
         before[place].append(step)
-    makes = (Kind.UPDATE, Kind.AVERAGE_END)
-    made = {(step.stage, step.version): place for place, step in enumerate(steps) if step.kind in makes}
+    # A rank averages all its stages at once, when the last of them comes to its AVERAGE_END.
+    averaged = {step.batch: place for place, step in enumerate(steps) if step.kind is Kind.AVERAGE_END}
+    made = {
+        (step.stage, step.version): averaged[step.batch] if step.kind is Kind.AVERAGE_END else place
+        for place, step in enumerate(steps)
+        if step.kind in (Kind.UPDATE, Kind.AVERAGE_END)
+    }
     held: list[Weights] = []
     last_batch: dict[Weights, int] = {}
     for number, run in enumerate(runs):

@@ -9,14 +9,11 @@ from random import Random
 from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.groups import (
     AveragingGroup,
-    Came,
-    Formed,
     GroupEvent,
-    GroupGone,
+    GroupMembers,
     GroupState,
     GroupSummed,
-    GroupTick,
-    SettledGroup,
+    Paces,
     first_wait_s,
     groups_begun,
     groups_step,
@@ -24,7 +21,7 @@ from bireme.sync.coordinator.groups import (
     next_wait_s,
 )
 from bireme.sync.coordinator.samples import GroupSettings
-from bireme.sync.coordinator.state import Paces, RoundSequence, next_grant
+from bireme.sync.coordinator.state import RoundSequence, next_grant
 
 
 class Everyone(Agreement):
@@ -92,34 +89,36 @@ class GroupsAgreement(Agreement):
         """The wait of an opener may be over."""
         if self.deadline_s is not None and now_s >= self.deadline_s:
             self.deadline_s = None
-            self._happened(GroupTick(), now_s)
+            self._happened(None, now_s)
 
     def died(self, replica: int, now_s: float) -> None:
         """The coordinator hears of it, or its lease ends."""
-        self.paces = self.paces.without(replica)
+        self.paces = self.paces.without([replica])
         self.run.at(now_s + self.noticed_s, partial(self._drop, replica))
 
     def returned(self, replica: int, now_s: float) -> None:
         """It takes the weights of the others, and is a member from then on."""
-        self._happened(GroupGone(replica), now_s)
+        self._remove(replica, now_s)
         self.run.at(now_s + self.heal_s, partial(self._join, replica))
 
     def _drop(self, replica: int, now_s: float) -> None:
         if not self.run.is_alive(replica):
-            self._happened(GroupGone(replica), now_s)
+            self._remove(replica, now_s)
+
+    def _remove(self, replica: int, now_s: float) -> None:
+        self._happened(GroupMembers(self.state.members - {replica}), now_s)
 
     def _join(self, replica: int, now_s: float) -> None:
-        self._happened(Came(replica), now_s)
+        self._happened(GroupMembers(self.state.members | {replica}), now_s)
         self.run.start(replica, self.furthest + 1, now_s)
 
     def _happened(self, event: GroupEvent, now_s: float) -> None:
-        found = groups_step(self.state, event, now_s)
-        self.state = found.state
-        for reply in found.replies:
-            if isinstance(reply, Formed):
-                self._exchange(reply.group, now_s)
-            elif isinstance(reply, SettledGroup):
-                self._settled(reply.group, now_s)
+        self.state, groups = groups_step(self.state, event, now_s)
+        for group in groups:
+            if group.is_settled:
+                self._settled(group, now_s)
+            else:
+                self._exchange(group, now_s)
         deadline_s = next_deadline_s(self.state)
         if deadline_s is not None and (self.deadline_s is None or deadline_s < self.deadline_s):
             self.deadline_s = deadline_s

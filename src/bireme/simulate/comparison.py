@@ -91,7 +91,6 @@ def solve_slices(
     network: Callable[[Program], Network] | None = None,
     *,
     recompute: bool = False,
-    overlap: bool = True,
 ) -> int:
     """The k of `1f1b-sliced` for these stage times; `network` joins a program's ranks."""
     num_stages = costs.num_stages
@@ -105,7 +104,7 @@ def solve_slices(
             recompute=range(num_stages) if recompute else (),
         )
         links = None if network is None else network(program)
-        return simulate(program, costs, links, overlap=overlap).makespan_s
+        return simulate(program, costs, links).makespan_s
 
     all_s = [taken_s(k) for k in range(min(num_stages, num_microbatches) + 1)]
     return next(k for k, one_s in enumerate(all_s) if one_s <= min(all_s) * (1 + 1e-9))
@@ -128,7 +127,6 @@ def solve_paging(
     *,
     may_be_apart: bool = False,
     chunk_bytes: int | None = None,
-    overlap: bool = True,
     overlap_reduce: bool = True,
     agree: bool = False,
 ) -> Program:
@@ -163,7 +161,6 @@ def solve_paging(
             paged,
             costs,
             network,
-            overlap=overlap,
             overlap_reduce=overlap_reduce,
             agree=agree,
             tier_links=links,
@@ -195,7 +192,6 @@ def compare(
     num_batches: int,
     network: Callable[[Program], Network],
     recompute: bool = False,
-    overlap: bool = True,
     overlap_reduce: bool = True,
     agree: bool = False,
 ) -> Iterator[ScheduleOutcome]:
@@ -206,7 +202,7 @@ def compare(
         parts = spread(costs, schedule.rank_of_stage(shape))
         slices = None
         if schedule.slices:
-            slices = solve_slices(costs, num_microbatches, network, recompute=recompute, overlap=overlap)
+            slices = solve_slices(costs, num_microbatches, network, recompute=recompute)
         try:
             program = generate(
                 schedule.name,
@@ -219,16 +215,16 @@ def compare(
         except BiremeError as error:
             yield ScheduleOutcome(schedule, refused=str(error))
             continue
+        links = network(program)
         timeline = simulate(
             program,
             parts,
-            network(program),
-            overlap=overlap,
+            links,
             overlap_reduce=overlap_reduce,
             agree=agree and schedule.rule is not Rule.STASHED,
         )
         advice = None
-        if schedule.most_lookahead is not None and overlap:
+        if schedule.most_lookahead is not None and links.is_overlapped:
             advice = solve_lookahead(
                 schedule.name,
                 parts,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag
 
-from bireme.cluster.device import NO_ENGINE, EngineCost
+from bireme.cluster.device import NO_ENGINE, EngineCost, ResourceSeconds, Speeds
 from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.schedule.accesses import Sizes
@@ -40,8 +40,10 @@ class Costs:
     it; where none are given that is as much. `codecs[s]`, where there are any, says what is sent of both.
     `reduce_s` is the gradient sync of a stage with its replicas; `reduce_bytes` is what it moves over the
     network's links besides. Before it sets out, REDUCE keeps the rank busy for `reduce_busy_s`.
-    `rank_speed[r]` divides the seconds of rank r: 0.5 is half as fast. `engine` is what instructions and
-    messages take besides. `workspace_bytes` is what a pass of a micro-batch takes and gives back,
+    `rank_speed[r]` divides the seconds that rank r computes: 0.5 is half as fast. `update_speed[r]` divides
+    those in which it reads and writes its memory, `host_speed[r]` the engine's own; left out, these are the
+    `rank_speed`, and 1. Nothing divides the seconds of links. `engine` is what instructions and messages take
+    besides. `workspace_bytes` is what a pass of a micro-batch takes and gives back,
     `buffer_bytes` what a stage always keeps besides; of that `frozen_bytes` are weights that do not learn,
     which may be paged. `host_update_s` is an update that the host makes, whatever the speed of the device;
     where none are given, the host is the processor that the device is, and takes as long.
@@ -82,15 +84,18 @@ class Costs:
     waiting_bytes: tuple[float, ...] = ()
     halves_bytes: tuple[float, ...] = ()
     part_sum_share: float = 1.0
+    update_speed: tuple[float, ...] = ()
+    host_speed: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
             if isinstance(values, bool | float | EngineCost) or field.name == "codecs":
                 continue
-            least = "greater than 0" if field.name == "rank_speed" else "0 or greater"
+            is_speed = field.name.endswith("_speed")
+            least = "greater than 0" if is_speed else "0 or greater"
             for value in values:
-                if not 0 <= value < math.inf or (value == 0 and field.name == "rank_speed"):
+                if not 0 <= value < math.inf or (value == 0 and is_speed):
                     raise BiremeError(f"{field.name} has the value {value}; it must be {least}.")
 
     @property
@@ -209,15 +214,22 @@ class Costs:
         """
         if step.kind in PAGING or step.kind in SHARING:
             return 0.0  # Posted or waited for; what it moves moves in parallel.
-        speed = self.rank_speed[rank] if self.rank_speed else 1.0
-        if on_host and self.host_update_s:
-            return self.host_update_s[step.stage] + (self.engine.instruction_s + self.engine.update_s) / speed
-        own_s = self.engine.instruction_s + self._work_s(step)
+        parts = [ResourceSeconds(host=self.engine.instruction_s), self._work_s(step, on_host=on_host)]
         if takes_bytes is not None:
-            own_s += self.engine.taking_s(takes_bytes) + self._decode_s(step)
-        return own_s / speed
+            parts += [self.engine.taking_s(takes_bytes), ResourceSeconds(compute=self._decode_s(step))]
+        speeds = self._speeds(rank)
+        return sum(part.on(speeds) for part in parts)
 
-    def _work_s(self, step: Instruction) -> float:
+    def _speeds(self, rank: int) -> Speeds:
+        compute = self.rank_speed[rank] if self.rank_speed else 1.0
+        return Speeds(
+            compute,
+            self.update_speed[rank] if self.update_speed else compute,
+            self.host_speed[rank] if self.host_speed else 1.0,
+        )
+
+    def _work_s(self, step: Instruction, *, on_host: bool) -> ResourceSeconds:
+        engine, stage = self.engine, step.stage
         match step.kind:
             case Kind.FORWARD:
                 table = self.forward_s if step.half is None else self.half_forward_s
@@ -229,20 +241,23 @@ class Costs:
                 table = self.backward_weight_s
             case Kind.RECOMPUTE:
                 table = self.recompute_s
+            case Kind.UPDATE if on_host and self.host_update_s:
+                return ResourceSeconds(host=self.host_update_s[stage] + engine.update_s)
             case Kind.UPDATE:
-                return self.update_s[step.stage] + self.engine.update_s
+                return ResourceSeconds(memory=self.update_s[stage], host=engine.update_s)
             case Kind.TRIAL:
-                return self.trial_s[step.stage] + self.engine.trial_s
+                return ResourceSeconds(memory=self.trial_s[stage], host=engine.trial_s)
             case Kind.REDUCE:
-                busy_s = self.reduce_busy_s[step.stage] if self.reduce_busy_s else 0.0
-                return busy_s + self.engine.reduce_s + self.engine.batch_s
+                busy_s = self.reduce_busy_s[stage] if self.reduce_busy_s else 0.0
+                return ResourceSeconds(memory=busy_s, host=engine.reduce_s + engine.batch_s)
             case Kind.AVERAGE_START | Kind.AVERAGE_END:
-                return 0.0
+                return ResourceSeconds()
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                return self.engine.sending_s(self.boundary_bytes(step)) + self._encode_s(step)
+                sending = engine.sending_s(self.boundary_bytes(step))
+                return replace(sending, compute=self._encode_s(step))
             case _:
-                return self.engine.receive_s
-        return table[step.stage]
+                return ResourceSeconds(host=engine.receive_s)
+        return ResourceSeconds(compute=table[stage])
 
     def boundary_bytes(self, step: Instruction) -> float:
         """The bytes a send moves."""

@@ -5,11 +5,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bireme.cluster.cluster import Cluster, Lane
+from bireme.cluster.cluster import Cluster, Lane, Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.program import Program
 from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import pairs_that_talk
+
+# Gradient sums over replicas go around a ring.
+
+
+def ring_share(width: int) -> float:
+    """How many times its own gradients each of so many replicas sends on."""
+    return 2 * (width - 1) / width
+
+
+def hops(ring: Sequence[int]) -> list[tuple[int, int]]:
+    """From each device to the next one, and from the last to the first."""
+    return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
+
 
 # The network of a cluster as a program's ranks meet it: which wires the messages between them share.
 
@@ -20,12 +33,14 @@ def cluster_network(
     devices: Sequence[int],
     *,
     replicas: Mapping[int, Sequence[int]] | None = None,
+    most_overlap: Overlap = Overlap.FULL,
 ) -> Network:
     """The wires between a program's ranks, of which rank r runs on device `devices[r]`.
 
     `replicas[r]` are the devices that hold rank r's stages in all replicas of the pipeline, its own among
     them. They sync gradients in a ring, in the order of their numbers, which keeps each server's devices
-    together. Messages of the other replicas are not in this network.
+    together. Messages of the other replicas are not in this network. No message overlaps with more than
+    `most_overlap`, which is what the program that sends it can do.
     """
     if len(devices) != program.num_ranks:
         raise BiremeError(
@@ -38,14 +53,18 @@ def cluster_network(
             )
     wires = _Wires()
     paths = {
-        (a, b): Path(wires.of(cluster.path(devices[a], devices[b])), cluster.latency(devices[a], devices[b]))
+        (a, b): Path(
+            wires.of(cluster.path(devices[a], devices[b])),
+            cluster.latency(devices[a], devices[b]),
+            Overlap.least((cluster.overlap(devices[a], devices[b]), most_overlap)),
+        )
         for a, b in sorted(pairs_that_talk(program))
     }
     sync_paths = {}
     for rank, ring in (replicas or {}).items():
         lanes = ring_lanes(cluster.path, ring)
         loads = tuple(map(float, lanes.values()))
-        sync_paths[rank] = Path(wires.of(tuple(lanes)), ring_latency_s(cluster, ring), loads)
+        sync_paths[rank] = Path(wires.of(tuple(lanes)), ring_latency_s(cluster, ring), loads=loads)
     return Network(tuple(wires.wires), paths, sync_paths)
 
 
@@ -62,11 +81,6 @@ class _Wires:
                 self._number[lane.name] = len(self.wires)
                 self.wires.append(Wire(lane.name, lane.bytes_per_s))
         return tuple(self._number[lane.name] for lane in lanes)
-
-
-def hops(ring: Sequence[int]) -> list[tuple[int, int]]:
-    """From each device to the next one, and from the last to the first."""
-    return [(a, b) for a, b in zip(ring, [*ring[1:], *ring[:1]], strict=True) if a != b]
 
 
 def ring_lanes(path: Callable[[int, int], Sequence[Lane]], devices: Sequence[int]) -> Counter[Lane]:
@@ -91,13 +105,14 @@ class Links:
     """Equal links: a cable for each two ranks that talk or, with `ranks_per_server`, a card per server.
 
     Servers hold consecutive ranks. All ranks of a server share its card to talk to other servers, and
-    inside a server messages take no time.
+    inside a server messages take no time. `overlap` says which end computes while a message crosses.
     """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     full_duplex: bool = True
     ranks_per_server: int | None = None
+    overlap: Overlap = Overlap.FULL
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s >= _SLOWEST:
@@ -112,7 +127,11 @@ class Links:
         pairs = pairs_that_talk(program)
         if self.ranks_per_server is None:
             return Network.dedicated(
-                pairs, bytes_per_s=self.bytes_per_s, latency_s=self.latency_s, full_duplex=self.full_duplex
+                pairs,
+                bytes_per_s=self.bytes_per_s,
+                latency_s=self.latency_s,
+                full_duplex=self.full_duplex,
+                overlap=self.overlap,
             )
         return Network.servers(
             [rank // self.ranks_per_server for rank in range(program.num_ranks)],
@@ -120,4 +139,5 @@ class Links:
             card_bytes_per_s=self.bytes_per_s,
             card_latency_s=self.latency_s,
             full_duplex=self.full_duplex,
+            card_overlap=self.overlap,
         )

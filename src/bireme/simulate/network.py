@@ -18,6 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.timeline.timeline import Transfers
 
@@ -36,7 +37,8 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The wires a message passes, by their number, and the seconds it is late on top.
+    """The wires a message passes, by their number, the seconds it is late on top, and which end computes
+    meanwhile.
 
     `loads` are how many messages at its rate each of these wires carries, one unless given; `elsewhere` are
     the wires that only messages like it pass, and how many.
@@ -44,6 +46,7 @@ class Path:
 
     wires: tuple[int, ...]
     latency_s: float = 0.0
+    overlap: Overlap = Overlap.FULL
     loads: tuple[float, ...] = ()
     elsewhere: tuple[tuple[int, float], ...] = ()
 
@@ -67,6 +70,7 @@ class Network:
         bytes_per_s: float = math.inf,
         latency_s: float = 0.0,
         full_duplex: bool = True,
+        overlap: Overlap = Overlap.FULL,
     ) -> "Network":
         """A cable of its own for each two ranks that talk."""
         wires: list[Wire] = []
@@ -79,7 +83,7 @@ class Network:
                 number[cable] = len(wires)
                 arrow = "→" if full_duplex else "↔"
                 wires.append(Wire(f"{cable[0]} {arrow} {cable[1]}", bytes_per_s))
-            paths[source, destination] = Path((number[cable],), latency_s)
+            paths[source, destination] = Path((number[cable],), latency_s, overlap)
         return Network(tuple(wires), paths)
 
     @staticmethod
@@ -92,6 +96,7 @@ class Network:
         card_bytes_per_s: float = math.inf,
         card_latency_s: float = 0.0,
         full_duplex: bool = True,
+        card_overlap: Overlap = Overlap.FULL,
     ) -> "Network":
         """Servers with one network card each: ranks of a server share it to talk to other servers.
 
@@ -113,13 +118,18 @@ class Network:
         for a, b in pairs:
             if (a, b) not in paths:
                 route = dict.fromkeys((out[server_of_rank[a]], into[server_of_rank[b]]))
-                paths[a, b] = Path(tuple(route), card_latency_s)
+                paths[a, b] = Path(tuple(route), card_latency_s, card_overlap)
         return Network(tuple(wires), paths)
 
     def seconds(self, path: Path, num_bytes: float) -> float:
         """How long so many bytes keep the path's slowest wire busy when nobody shares it."""
         slowest = min((self.wires[wire].bytes_per_s / load for wire, load in path.loaded()), default=math.inf)
         return num_bytes / slowest
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether both ends compute while any message crosses."""
+        return all(path.overlap is Overlap.FULL for path in self.paths.values())
 
     def is_shared(self) -> bool:
         """Whether any wire lies on more than one path."""
@@ -221,6 +231,7 @@ class SimulatedChannel:
     """The messages from one rank to another, or the gradient syncs of one rank: one after the other."""
 
     def __init__(self, source: int, destination: int, path: Path) -> None:
+        self.destination = destination
         self.path = path
         self.free_s = 0.0
         self.is_busy = False

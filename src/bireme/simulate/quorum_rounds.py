@@ -6,6 +6,7 @@ known after `noticed_s`: its launcher says so, or its lease ends. Before that it
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from bireme.balance import ShareLimits
@@ -107,7 +108,7 @@ class QuorumRounds(Agreement):
         for batch in self.there.values():
             batch.discard(replica)
         if self.line.grant is not None and any(one.replica == replica for one in self.line.grant.parts):
-            self.line = self.line.with_epoch()
+            self.line = replace(self.line, grant=None)
         self._grant(now_s)
 
     def _return(self, replica: int, batches: Iterable[int]) -> None:

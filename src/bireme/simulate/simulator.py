@@ -2,10 +2,15 @@
 
 A rank goes through its track in order. A compute instruction starts when the rank is free and its message
 has arrived. A message sets out when it has been sent, its receive posted, and the one before it on its
-channel is through; meanwhile both ranks go on. With `overlap=False` the receiving rank waits while a
-message crosses, as blocking runtimes do; messages of one pair of ranks then cross in the order they are
-used. A gradient sync runs in parallel to the track from REDUCE until UPDATE waits for it. Ranks that `agree`
-on a batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
+channel is through; meanwhile both ranks go on. A path may overlap less (`Path.overlap`):
+
+* `receiver`: the instruction that uses a message posts its receive, and waits while the message crosses.
+  Messages of one pair of ranks then cross in the order they are used.
+* `none`: a message crosses while both ranks wait, as at a rendezvous. The sender goes on when it has crossed.
+  The receiver takes it just before it uses it; if all ranks wait, the one that has waited longest crosses.
+
+A gradient sync runs in parallel to the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
+batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
 replicas average weights, that sync runs from AVERAGE_START until AVERAGE_END waits for it instead.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
@@ -18,6 +23,7 @@ from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import AVERAGES, COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program, Rule
@@ -30,7 +36,14 @@ from bireme.timeline.timeline import RankTimeline, Timeline
 
 # Instructions as the simulator's inner loop wants them: what to do, how long, with which message.
 
-_LOCAL, _USE, SEND, _RECEIVE, REDUCE, UPDATE = range(6)
+_LOCAL, _USE, SEND, _RECEIVE, REDUCE, UPDATE, _POSTING_USE, _WAITING_SEND, _IDLE_RECEIVE = range(9)
+"""Without overlap at the receiver a RECEIVE is idle, and the use of the message posts it. Without any, a rank
+waits for its sends.
+"""
+_PASSING = frozenset({SEND, _RECEIVE, _WAITING_SEND, _IDLE_RECEIVE})
+"""What a rank does without waiting for its sends."""
+_FREE = _PASSING | {_LOCAL}
+"""What waits for nothing that comes from elsewhere."""
 
 _AVERAGE = 6
 """The place of a stage's average among its keys."""
@@ -103,8 +116,13 @@ class _Operations:
                 raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
             is_send = step.kind in SENDS
             num_bytes = costs.boundary_bytes(step) if is_send else 0.0
-            code, key = SEND if is_send else _RECEIVE, _key(step.carries())
-            return _Like(code, costs.seconds(step, rank), key, self._channel(*ends), num_bytes)
+            channel, key = self._channel(*ends), _key(step.carries())
+            overlap = self.channels[channel].path.overlap
+            if is_send:
+                code = _WAITING_SEND if overlap is Overlap.NONE else SEND
+            else:
+                code = _IDLE_RECEIVE if overlap is Overlap.RECEIVER else _RECEIVE
+            return _Like(code, costs.seconds(step, rank), key, channel, num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):
             key = step.stage * 8 + 4
             num_bytes = costs.reduce_bytes[step.stage] if program.average_lag is None else 0.0
@@ -128,7 +146,9 @@ class _Operations:
             source = program.rank_of_stage[needed.from_stage]
             if source != rank:
                 seconds = costs.seconds(step, rank, takes_bytes=costs.message_of(needed))
-                return _Like(_USE, seconds, _key(needed), self._channel(source, rank), 0.0)
+                channel = self._channel(source, rank)
+                posts = self.channels[channel].path.overlap is Overlap.RECEIVER
+                return _Like(_POSTING_USE if posts else _USE, seconds, _key(needed), channel, 0.0)
         return _Like(_LOCAL, costs.seconds(step, rank), 0, -1, 0.0)
 
     def _channel(self, source: int, destination: int, *, averages: bool = False) -> int:
@@ -167,7 +187,6 @@ def simulate(
     costs: Costs,
     network: Network | None = None,
     *,
-    overlap: bool = True,
     overlap_reduce: bool = True,
     agree: bool = False,
     memory_series: bool = False,
@@ -199,7 +218,6 @@ def simulate(
         network,
         processors,
         tier_links if isinstance(tier_links, Sequence) else (tier_links or TierLinks(),) * program.num_ranks,
-        overlap=overlap,
         overlap_reduce=overlap_reduce,
         agree=agree,
     )
@@ -255,6 +273,12 @@ class _Rank:
         self.since_s = 0.0
         self.worked_on: tuple[_Op, int] | None = None
         """The operation whose work is under way, and its key."""
+        self.posted: int | None = None
+        """The key of the message whose receive was posted last by its use."""
+        self.crossing: list[int] = []
+        """The keys of messages that must cross before it goes on with work; those of its sends inverted."""
+        self.parked: dict[int, SimulatedMessage] = {}
+        """Messages that only cross while it waits, and whose senders wait for that, by their keys."""
         self.start_s = array("d")
         self.end_s = array("d")
 
@@ -270,19 +294,18 @@ class _Run:
         processors: Processors | None,
         tier_links: Sequence[TierLinks],
         *,
-        overlap: bool,
         overlap_reduce: bool,
         agree: bool,
     ) -> None:
         self.program = program
         self.costs = costs
         self.network = network
-        self.overlap = overlap
         self.overlap_reduce = overlap_reduce
         self.agree = agree
         self.processors = processors if processors is not None and processors.is_shared() else None
         self.work = None if self.processors is None else self.processors.traffic()
-        self.in_order = network.is_shared() or self.processors is not None
+        meets = any(path.overlap is Overlap.NONE for path in network.paths.values())
+        self.in_order = meets or network.is_shared() or self.processors is not None
         self.traffic = Traffic(network)
         self.operations = _Operations(program, costs, network, agree=agree)
         self.channels = self.operations.channels
@@ -310,7 +333,7 @@ class _Run:
 
     def to_end(self) -> None:
         """Run until nothing moves; everything must have been done by then."""
-        while self.agenda:
+        while self.agenda or self._cross_early():
             now, rank, flow, stamp = heappop(self.agenda)
             if rank >= 0 and flow == _GOES_ON:
                 self._go_on(self.ranks[rank], now)
@@ -330,6 +353,7 @@ class _Run:
         now = max(now, rank.now_s)
         held, rank.held = rank.held, None
         since = rank.since_s if held else None
+        crossing = rank.crossing
         for op, shift in chain((held,), rank.ops) if held else rank.ops:
             code, seconds, key = op.code, op.seconds, op.key + shift
             begun = now if since is None else since
@@ -337,22 +361,31 @@ class _Run:
                 chunks_s = rank.mover.start(len(rank.start_s), now)
                 if self.in_order and chunks_s > now:
                     rank.since_s = begun
-                    self._hold(rank, op, shift, now, chunks_s)
+                    self._hold(rank, op, shift, now, key, chunks_s)
                     return
                 now = max(now, chunks_s)
             if code == _RECEIVE:
-                if self.overlap:
+                self._ready(op, key, len(rank.start_s), now)
+            elif code not in _PASSING and (code != _LOCAL or crossing):
+                if code == _POSTING_USE and rank.posted != key:
+                    rank.posted = key
                     self._ready(op, key, len(rank.start_s), now)
-            elif code not in (_LOCAL, SEND) and (code != REDUCE or not self.overlap_reduce):
-                if key not in self.arrival_s:
-                    if code == REDUCE:
-                        self._sync(op, key, len(rank.start_s), now + seconds)
-                    elif code == _USE and not self.overlap:
-                        self._ready(op, key, len(rank.start_s), now)
+                while crossing:
+                    arrival = self.arrival_s.get(crossing[-1])
+                    if arrival is None or arrival > now:
+                        rank.since_s = begun
+                        self._hold(rank, op, shift, now, crossing[-1], arrival)
+                        return
+                    if crossing[-1] < 0:
+                        del self.arrival_s[crossing[-1]]
+                    crossing.pop()
+            if code not in _FREE and (code != REDUCE or not self.overlap_reduce):
+                if key not in self.arrival_s and code == REDUCE:
+                    self._sync(op, key, len(rank.start_s), now + seconds)
                 arrival = self.arrival_s.get(key)
                 if arrival is None or (self.in_order and arrival > now):
                     rank.since_s = begun
-                    self._hold(rank, op, shift, now, arrival)
+                    self._hold(rank, op, shift, now, key, arrival)
                     return
                 if code != REDUCE or (self.agree and key % 8 != _AVERAGE):
                     del self.arrival_s[key]
@@ -400,17 +433,23 @@ class _Run:
         """An operation is done, and what it lets loose sets out."""
         if op.code == SEND:
             self._sent(op, key, len(rank.end_s), now)
+        elif op.code == _WAITING_SEND:
+            rank.crossing.append(~key)
+            self._sent(op, key, len(rank.end_s), now)
         elif op.code == REDUCE and self.overlap_reduce:
             self._sync(op, key, len(rank.end_s), now)
         if rank.mover is not None:
             rank.mover.end(now)
         rank.end_s.append(now)
 
-    def _hold(self, rank: _Rank, op: _Op, shift: int, now: float, arrival: float | None) -> None:
+    def _hold(self, rank: _Rank, op: _Op, shift: int, now: float, key: int, arrival: float | None) -> None:
         rank.now_s = now
         rank.held = op, shift
+        if arrival is None and (parcel := rank.parked.get(op.key + shift)) is not None:
+            self._cross(rank, parcel, now)
+            arrival = self.arrival_s.get(key)
         if arrival is None:
-            self.waiting[op.key + shift] = rank
+            self.waiting[key] = rank
         else:
             heappush(self.agenda, (arrival, rank.number, _GOES_ON, 0))
 
@@ -431,8 +470,32 @@ class _Run:
         parcel.ready_s = max(parcel.ready_s, now)
         if parcel.sent_by < 0 or parcel.received_by < 0:
             self.parcels[parcel.key] = parcel
-        else:
+            return
+        channel = self.channels[parcel.channel]
+        if channel.path.overlap is not Overlap.NONE:
             self._set_out(parcel)
+        else:
+            receiver = self.ranks[channel.destination]
+            receiver.parked[parcel.key] = parcel
+            if receiver.held is not None and receiver.held[0].key + receiver.held[1] == parcel.key:
+                self._cross(receiver, parcel, now)
+
+    def _cross(self, receiver: _Rank, parcel: SimulatedMessage, now: float) -> None:
+        """A message sets out that its receiver waits for from now on."""
+        del receiver.parked[parcel.key]
+        parcel.ready_s = max(parcel.ready_s, now)
+        receiver.crossing.append(parcel.key)
+        self._set_out(parcel)
+
+    def _cross_early(self) -> bool:
+        """Let the message cross that has waited longest, where nothing else moves; whether there is one."""
+        parked = ((one.ready_s, rank.number, one) for rank in self.ranks for one in rank.parked.values())
+        first = min(parked, key=lambda one: one[:2], default=None)
+        if first is None:
+            return False
+        _, number, parcel = first
+        self._cross(self.ranks[number], parcel, self.ranks[number].now_s)
+        return bool(self.agenda)
 
     def _sync(self, op: _Op, key: int, index: int, now: float) -> None:
         parcel = SimulatedMessage(key, op.channel)
@@ -497,6 +560,8 @@ class _Run:
                     self._arrived(key + _AGREED, latest)
         else:
             self._arrived(parcel.key, arrival)
+            if channel.path.overlap is Overlap.NONE:
+                self._arrived(~parcel.key, arrival)  # to its sender
 
     def _arrived(self, key: int, arrival: float) -> None:
         self.arrival_s[key] = arrival

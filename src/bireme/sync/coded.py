@@ -91,25 +91,26 @@ def sums_through(codec: SumCodec, *, in_parts: bool) -> GradientSums:
     """How a run sums its gradients."""
     if codec == DENSE:
         return DenseSums(in_parts=in_parts)
-    return CodedPartSums(codec) if in_parts else CodedSums(codec)
+    return CodedSums(codec, in_parts=in_parts)
 
 
 class CodedSums:
-    """Sums of one rank's gradients through a codec, batch by batch.
+    """Sums of one rank's gradients through a codec, batch by batch: whole, or `in_parts`.
 
     Where members change from sum to sum no basis is the same on all of them, so none `keeps_basis`: each sum
     begins with a random one.
     """
 
-    def __init__(self, codec: SumCodec, *, keeps_basis: bool = True) -> None:
+    def __init__(self, codec: SumCodec, *, in_parts: bool = False, keeps_basis: bool = True) -> None:
         self.codec = codec
-        self._keeps_basis = keeps_basis
-        self.feedback = Feedback() if codec.has_feedback else None
+        self._in_parts, self._keeps_basis = in_parts, keeps_basis
+        made = PartFeedback if in_parts else Feedback
+        self.feedback: Feedback | None = made() if codec.has_feedback else None
         """What was not sent yet, where that is kept."""
 
     def sum(
         self,
-        group: Group,
+        group: SharingGroup,
         names: Sequence[str],
         gradients: BatchGradients,
         slice_bytes: int,
@@ -134,51 +135,51 @@ class CodedSums:
             return
         views = {name: gradients.views[name] for name in names}
         flags = held_flags(names, gradients)
-        sent.note(group.size, raw=flags.nbytes + sum(view.nbytes for view in views.values()))
+        sent.note(group.size, raw=flags.nbytes)
         begins = batch >= self.codec.whole_steps
         coded = {
-            name: view
-            for name, view in views.items()
-            if begins and name not in plain and _codes(self.codec, view)
+            name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
         }
-        whole = {name: view for name, view in views.items() if name not in coded}
+        whole = {} if self._in_parts else {name: views[name] for name in views if name not in coded}
         # What no member has a gradient of is opened too, and left as it is.
-        staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
-        kept = {name: staged.get(name, {}) for name in coded}
-        parts = (1.0,) * group.size if factors is None else factors
-        factor = parts[group.rank]
-        first = [*(whole or coded).values()]
-        numbers = flags.to(first[0].dtype if not first[0].is_complex() else torch.float32)
-        matrices = []
+        kept = self._opened(batch, coded)
+        factors = (1.0,) * group.size if factors is None else factors
+        factor = factors[group.rank]
+        matrices: list[_Matrix] = []
         if self.codec.kind is SumKind.LOWRANK:
             word = "" if self._keeps_basis else f"{batch} "
-            matrices = [
-                _matrix_of(name, view, kept[name], self.codec.rank, word, factor)
-                for name, view in coded.items()
-            ]
+            for name, view in coded.items():
+                piece = gradients.cuts[name][group.rank] if self._in_parts else None
+                matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, word, factor, piece))
         for view in whole.values() if factor != 1.0 else ():
             view.mul_(factor)
+        first = next(iter((whole or coded or views).values()))
+        numbers = flags.to(first.dtype if not first.is_complex() else torch.float32)
         lefts = {one.name: one.left for one in matrices}
         sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
         note_held(gradients, names, numbers)
-        held = [name for name in coded if name in gradients.held]
-        if self.codec.kind is SumKind.LOWRANK:
-            _sum_matrices(group, [one for one in matrices if one.name in held], apart, slice_bytes, sent)
-            for name in held if not self._keeps_basis else ():
-                del kept[name][BASIS]
-        elif coded:
-            number = group.rank if sender is None else sender
+        held = [one for one in matrices if one.name in gradients.held]
+        if held:
+            _sum_matrices(group, held, apart, slice_bytes, sent)
+        for one in held if not self._keeps_basis else ():
+            del one.kept[BASIS]
+        done = {one.name for one in matrices}
+        left = [name for name in views if name in gradients.held and name not in whole and name not in done]
+        number = group.rank if sender is None else sender
+        coder = None if matrices or not coded else coder_of(self.codec)
+        if self._in_parts:
             pieces = [
-                Piece(
-                    coded[name],
-                    kept[name].get(RESIDUAL, coded[name]),
-                    kept[name],
-                    kept[name].get(RESIDUAL),
-                    f"{batch} {number} {_seed_name(name)}",
-                )
-                for name in held
+                _pieces_of(owner, group.rank, f"{batch} {number}", left, gradients, kept)
+                for owner in range(group.size)
             ]
-            Gathered(group, coder_of(self.codec), parts, sent).sum([pieces], slice_bytes)
+            sent.raw += sum(one.others_bytes for one in held)
+            most_bytes = min(slice_bytes, PART_SLICE_BYTES) // group.size
+            Parted(group, coder, factors, sent).sum(pieces, most_bytes)
+            return
+        sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
+        if coder is not None and left:
+            own = [_piece_of(name, coded[name], kept[name], f"{batch} {number}") for name in left]
+            Gathered(group, coder, factors, sent).sum([own], slice_bytes)
 
     @property
     def common(self) -> dict[str, Tensor]:
@@ -194,8 +195,21 @@ class CodedSums:
             for name, basis in (common or {}).items():
                 self.feedback.put(name, BASIS, basis)
 
+    def _codes(self, view: Tensor) -> bool:
+        """Whether a gradient goes through the codec."""
+        return view.dtype in (torch.float32, torch.float64) and self.codec.codes(view.shape)
+
+    def _opened(self, batch: int, coded: Mapping[str, Tensor]) -> Mapping[str, dict[str, Tensor]]:
+        """What is kept of these gradients, to which they are added."""
+        if isinstance(self.feedback, PartFeedback):
+            return self.feedback.open_some(batch, coded)
+        staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
+        return {name: staged.get(name, {}) for name in coded}
+
     def _send_all_to_itself(self, names: Sequence[str], gradients: BatchGradients, factor: float) -> None:
         """The sum of one member is all that it has, with what it has not sent before."""
+        if self._in_parts:
+            return
         views = {name: gradients.views[name] for name in names}
         known = {} if self.feedback is None else self.feedback.after(self.feedback.num_batches)
         coded = {name: view for name, view in views.items() if RESIDUAL in known.get(name, {})}
@@ -211,88 +225,30 @@ class CodedSums:
             views[name].mul_(factor)
 
 
-class CodedPartSums:
-    """Sums of one rank's gradients through a codec, batch by batch, of which it gets its own parts."""
-
-    def __init__(self, codec: SumCodec) -> None:
-        self.codec = codec
-        self.feedback: PartFeedback | None = PartFeedback() if codec.has_feedback else None
-        """What was not sent yet, where that is kept."""
-
-    def sum(
-        self,
-        group: SharingGroup,
-        names: Sequence[str],
-        gradients: BatchGradients,
-        slice_bytes: int,
-        sent: SentBytes,
-        *,
-        batch: int,
-    ) -> None:
-        """Sum the gradients of `names`, in place, each piece where its owner is, and mark those that any
-        member had. What a member holds of other pieces is of no use afterwards.
-        """
-        if group.size == 1 or not names:
-            return
-        flags = held_flags(names, gradients)
-        group.all_reduce(flags).wait()
-        sent.note(group.size, raw=flags.nbytes, sent=flags.nbytes)
-        note_held(gradients, names, flags)
-        begins = batch >= self.codec.whole_steps
-        coded = {
-            name: gradients.views[name]
-            for name in names
-            if begins and _codes(self.codec, gradients.views[name])
-        }
-        # What no member has a gradient of is opened too, and left as it is.
-        kept = (
-            {name: {} for name in coded} if self.feedback is None else self.feedback.open_some(batch, coded)
-        )
-        held = [name for name in names if name in gradients.held]
-        coder = None
-        if self.codec.kind is SumKind.LOWRANK:
-            matrices = []
-            for name in [name for name in held if name in coded]:
-                view, piece = coded[name], gradients.cuts[name][group.rank]
-                matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, "", 1.0, piece))
-                sent.raw += (view.numel() - (piece.stop - piece.start)) * view.itemsize
-            sum_all(group, {one.name: one.left for one in matrices}, (), slice_bytes, sent)
-            _sum_matrices(group, matrices, (), slice_bytes, sent)
-            held = [name for name in held if name not in coded]
-        else:
-            coder = coder_of(self.codec)
-
-        def pieces(owner: int) -> Iterable[Piece]:
-            """What an owner has of the gradients."""
-            for name in held:
-                place = gradients.cuts[name][owner]
-                if place.start == place.stop:
-                    continue
-                target, own = gradients.views[name].view(-1)[place], kept.get(name)
-                residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
-                yield Piece(
-                    target,
-                    target if residual is None else residual,
-                    own,
-                    residual,
-                    f"{batch} {group.rank} {name} {owner}",
-                    f"{THRESHOLD}.{owner}",
-                    is_own=owner == group.rank,
-                )
-
-        parts = (1.0,) * group.size
-        owners = [pieces(owner) for owner in range(group.size)]
-        Parted(group, coder, parts, sent).sum(owners, min(slice_bytes, PART_SLICE_BYTES) // group.size)
-
-    def settle(self, *, counts: bool) -> None:
-        """The batch is done; what it left is kept if it counts."""
-        if self.feedback is not None:
-            self.feedback.settle(counts=counts)
+def _piece_of(name: str, view: Tensor, kept: dict[str, Tensor], word: str) -> Piece:
+    """A whole gradient."""
+    residual = kept.get(RESIDUAL)
+    return Piece(view, view if residual is None else residual, kept, residual, f"{word} {_seed_name(name)}")
 
 
-def _codes(codec: SumCodec, view: Tensor) -> bool:
-    """Whether a gradient goes through a codec."""
-    return view.dtype in (torch.float32, torch.float64) and codec.codes(view.shape)
+def _pieces_of(
+    owner: int,
+    rank: int,
+    word: str,
+    names: Sequence[str],
+    gradients: BatchGradients,
+    kept: Mapping[str, dict[str, Tensor]],
+) -> Iterable[Piece]:
+    """What an owner has of some gradients."""
+    for name in names:
+        place = gradients.cuts[name][owner]
+        if place.start == place.stop:
+            continue
+        target, own = gradients.views[name].view(-1)[place], kept.get(name)
+        residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
+        wanted = target if residual is None else residual
+        chance, threshold = f"{word} {name} {owner}", f"{THRESHOLD}.{owner}"
+        yield Piece(target, wanted, own, residual, chance, threshold, is_own=owner == rank)
 
 
 def _seed_name(name: str) -> str:
@@ -317,6 +273,12 @@ class _Matrix:
     seed: int
     factor: float
     piece: slice | None
+
+    @property
+    def others_bytes(self) -> int:
+        """The bytes of the elements that other members own."""
+        num_own = 0 if self.piece is None else self.piece.stop - self.piece.start
+        return (self.view.numel() - num_own) * self.view.itemsize
 
     def put_product(self, left: Tensor, right: Tensor) -> None:
         """Write the product, or the elements of it that this member owns."""

@@ -277,7 +277,7 @@ def _over_workers(job: _Job, machines: Machines) -> _Measured:
         job,
         timeout_s=job.run.cluster.timeout_s,
         threads_per_process=machines.threads,
-        backend="nccl" if machines.backend == "nccl" else "gloo",
+        backend=machines.backend,
         device=machines.device,
     )
     return measured[0]

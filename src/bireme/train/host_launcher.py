@@ -6,46 +6,52 @@ others are, and goes on with its replicas in their next lives.
 """
 
 import hashlib
-import json
 import os
 import secrets
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 from pydantic import TypeAdapter
 
-from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
-from bireme.cluster.machine import num_cores
-from bireme.devices import ACCELERATOR, num_accelerators
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan
-from bireme.report.terminal import progress_bar
+from bireme.report.terminal import progress_bar, tell
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.quorum.site import ReplicaPart, Site
-from bireme.sync.coordinator.samples import CoordinatorSettings
+from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.train.export import has_ended
+from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.launching import VISIBLE, FinishedRun, finish, signals_passed_on
+from bireme.train.launching import (
+    VISIBLE,
+    environment,
+    gpus_here,
+    launch_here,
+    replica_settings,
+    signals_passed_on,
+)
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun, prepared_before
-from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup, parts_of_hosts
-from bireme.train.rendezvous import NAMED, Announcements, Environment, Orders, let_gloo_use_the_way_to, until
-from bireme.train.replicas import launch_here, replica_settings, with_delay
+from bireme.train.rendezvous import (
+    NAMED,
+    Announcements,
+    Environment,
+    HostOrders,
+    Orders,
+    let_gloo_use_the_way_to,
+    until,
+)
 from bireme.train.run_file import RunFile
 from bireme.wire.listener import own_address
 
@@ -61,23 +67,6 @@ _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class _HostOrders:
-    """What rank 0 tells the launchers of all hosts: what coordinators are told, the parts of replicas of each
-    host, the host of each process that was started, and the step after which updates are delayed.
-    """
-
-    settings: CoordinatorSettings
-    token: str
-    parts: tuple[tuple[ReplicaPart, ...], ...]
-    hosts_of_ranks: tuple[int, ...]
-    first_delayed_step: int
-
-    def launcher(self, host: int) -> int:
-        """The rank of the process that is the launcher of a host: the first there."""
-        return self.hosts_of_ranks.index(host)
-
-
-@dataclass(frozen=True, slots=True)
 class _UnderWay:
     """What the folder of a run has of its hosts: `began_s` is when it began, in seconds of the epoch. Once it
     has ended, `reason` is why, after that many `steps`.
@@ -90,63 +79,45 @@ class _UnderWay:
     steps: int = 0
 
 
-_HOST_ORDERS, _UNDER_WAY = TypeAdapter(_HostOrders), TypeAdapter(_UnderWay)
+_UNDER_WAY = TypeAdapter(_UnderWay)
 
 
-def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> dict[str, Any]:
-    """What `meet_hosts` takes, as it goes through the store."""
-    start = with_delay(led.prepared, led.checkpoint, RunStart(led.folder.path, None, None, False, {}))
-    assert start.first_delayed_step is not None, "it was just found"
+def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> HostOrders:
+    """What launchers of hosts are told, if replicas may die."""
     settings = replica_settings(led.prepared, led.folder, led.checkpoint)
-    orders = _HostOrders(
-        settings,
-        secrets.token_hex(_TOKEN_BYTES),
-        tuple(map(tuple, parts_of_hosts(led.places, led.nodes, settings.num_stages))),
-        tuple(hosts_of_ranks),
-        start.first_delayed_step,
-    )
-    found: dict[str, Any] = _HOST_ORDERS.dump_python(orders, mode="json")
-    return found
+    parts = parts_of_hosts(led.places, led.nodes, settings.num_stages)
+    token = secrets.token_hex(_TOKEN_BYTES)
+    return HostOrders(settings, token, tuple(map(tuple, parts)), tuple(hosts_of_ranks))
 
 
-def meet_hosts(orders: Orders, rank: int, talk: Announcements) -> Site | None:
+def meet_hosts(orders: Orders, own: HostOrders, rank: int, talk: Announcements) -> LaunchHost | None:
     """Start the coordinator of this host, and learn where those of the others listen. None if this process is
     not the launcher of its host.
     """
-    own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
-    number = own.hosts_of_ranks[rank]
+    folder, number = orders.folder, own.hosts_of_ranks[rank]
     if rank != own.launcher(number):
         return None
     _hold_host(own, number)
-    coordinator = _coordinator(own, number, folder)
-    coordinator.start()
+    coordinator = _started_coordinator(own, number, folder)
     talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
     heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.parts))]
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if number == 0:
         _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
-    return Site(
-        number,
-        coordinator,
-        hosts,
-        own.token,
-        own.parts[number],
-        time.monotonic(),
-        how_it_ended=partial(_how_it_ended, folder, own.token),
-    )
+    return _launch_host(own, number, folder, coordinator, hosts)
 
 
 def under_way(
     environment: Environment, run_file: Path | None, sets: Sequence[str]
-) -> tuple[Orders, Site | None] | None:
-    """The run that this process had a part in, if it goes on without this host. There is no site if this
+) -> tuple[Orders, LaunchHost | None] | None:
+    """The run that this process had a part in, if it goes on without this host. There is no host if this
     process is not the launcher of its host.
     """
     before = _begun_before(environment, run_file, sets)
     found = None if before is None else _under_way_in(before[1])
-    if found is None or found.reason:
+    orders = None if found is None else found.orders.hosts
+    if found is None or found.reason or orders is None:
         return None
-    orders = _HOST_ORDERS.validate_python(found.orders.hosts)
     if len(orders.hosts_of_ranks) != environment.size or not _answers(found.hosts, orders.token):
         return None
     number = orders.hosts_of_ranks[environment.rank]
@@ -158,24 +129,34 @@ def under_way(
         socket.create_server(("", port)).close()
     except OSError as error:
         raise BiremeError(
-            f"The run in {found.orders.folder} is still going, but port {port}, where the coordinator of "
-            f"this host was, cannot be opened ({error.strerror}). End the bireme train that was started here "
-            "before."
+            f"The run in {found.orders.folder.path} is still going, but port {port}, where the coordinator "
+            f"of this host was, cannot be opened ({error.strerror}). End the bireme train that was started "
+            "here before."
         ) from None
-    since_s = max(time.time() - found.began_s, 1.0)
-    coordinator = _coordinator(orders, number, RunFolder(Path(found.orders.folder)), port)
-    coordinator.start()
-    _tell(f"The run is still going. Replicas of this host, {address}, start again.")
-    # Each life takes longer than a second, so none before has that number.
-    return found.orders, Site(
+    folder, since_s = found.orders.folder, max(time.time() - found.began_s, 1.0)
+    coordinator = _started_coordinator(orders, number, folder, port)
+    tell(f"The run is still going. Replicas of this host, {address}, start again.")
+    return found.orders, _launch_host(orders, number, folder, coordinator, found.hosts, since_s)
+
+
+def _launch_host(
+    orders: HostOrders,
+    number: int,
+    folder: RunFolder,
+    coordinator: CoordinatorProcess,
+    hosts: tuple[Address, ...],
+    since_s: float = 0.0,
+) -> LaunchHost:
+    """This host in a run that began so many seconds ago."""
+    return LaunchHost(
         number,
         coordinator,
-        found.hosts,
+        hosts,
         orders.token,
         orders.parts[number],
         time.monotonic() - since_s,
-        first_life=int(since_s),
-        how_it_ended=partial(_how_it_ended, RunFolder(Path(found.orders.folder)), orders.token),
+        first_life=int(since_s),  # each life takes longer than a second, so none before has that number
+        how_it_ended=partial(_how_it_ended, folder, orders.token),
     )
 
 
@@ -186,7 +167,7 @@ _LAUNCHER_S = 300.0
 """How long a launcher may take to appear."""
 
 
-def _hold_host(orders: _HostOrders, number: int) -> None:
+def _hold_host(orders: HostOrders, number: int) -> None:
     """Be the launcher of a host until this process ends."""
     import fcntl  # not on every system
 
@@ -194,15 +175,14 @@ def _hold_host(orders: _HostOrders, number: int) -> None:
         fcntl.lockf(_lock_of(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def wait_for_launcher(orders: Orders, rank: int) -> None:
+def wait_for_launcher(orders: HostOrders, rank: int) -> None:
     """Return once the launcher of this host has come and ended."""
     import fcntl
 
-    own = _HOST_ORDERS.validate_python(orders.hosts)
-    host = own.hosts_of_ranks[rank]
+    host = orders.hosts_of_ranks[rank]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # which are for the launcher, and end this process with it
-    lock = _lock_of(own, host)
+    lock = _lock_of(orders, host)
 
     def is_held() -> bool:
         try:
@@ -214,14 +194,14 @@ def wait_for_launcher(orders: Orders, rank: int) -> None:
 
     if not until(is_held, _LAUNCHER_S):
         raise BiremeError(
-            f"Rank {rank} waited {_LAUNCHER_S:g} s for rank {own.launcher(host)}, which starts the "
+            f"Rank {rank} waited {_LAUNCHER_S:g} s for rank {orders.launcher(host)}, which starts the "
             "processes of this host, and did not appear."
         )
     fcntl.lockf(lock, fcntl.LOCK_SH)
     fcntl.lockf(lock, fcntl.LOCK_UN)
 
 
-def _lock_of(orders: _HostOrders, host: int) -> int:
+def _lock_of(orders: HostOrders, host: int) -> int:
     name = f"bireme-{hashlib.sha256(orders.token.encode()).hexdigest()[:16]}-{host}.lock"
     return os.open(Path(gettempdir()) / name, os.O_RDWR | os.O_CREAT, 0o600)
 
@@ -248,48 +228,47 @@ def _begun_before(
     return None if folder is None or not run.sync.is_coordinated else (run, folder)
 
 
-def train_on_host(orders: Orders, site: Site, prepared: PreparedRun | None) -> FinishedRun | None:
+def train_on_host(
+    orders: Orders, own: HostOrders, host: LaunchHost, prepared: PreparedRun | None
+) -> FinishedRun | None:
     """Train the replicas of this host. If one of them leads at the end, write down what came of the run."""
-    own, folder = _HOST_ORDERS.validate_python(orders.hosts), RunFolder(Path(orders.folder))
-    threads, plan = orders.threads, load_plan(folder.plan).plan
-    if threads is None and orders.device == "cpu":
-        threads = max(1, num_cores() // max(1, site.num_ranks))
-    start = RunStart(
-        folder.path,
-        None if orders.checkpoint is None else Path(orders.checkpoint),
-        threads,
-        True,
-        orders.words,
-        tuple(map(Path, orders.passed_over)),
-        first_delayed_step=own.first_delayed_step,
-    )
-    run = folder.load_run()
+    folder, run = orders.folder, orders.folder.load_run()
+    start = orders.start_of(host.num_ranks, is_shown=True, census={})
+    devices = load_plan(folder.plan).plan.devices
+    names = [devices[rank][part.replica] for part in host.parts for rank in part.ranks if devices]
+    gpus = gpus_here(names, read_cluster(folder.cluster), orders.device)
+    # The address of this host is the same while it is cut off.
+    own_environment = dict.fromkeys(_OF_THE_LAUNCHER) | {VISIBLE: gpus, "BIREME_ADDRESS": own_address()}
+    if not host.spans:
+        own_environment[NAMED] = None
     try:
-        with signals_passed_on(), _own_environment(plan, read_cluster(folder.cluster), site, orders.device):
+        with signals_passed_on(), environment(own_environment):
+            if host.spans:
+                let_gloo_use_the_way_to(own_address())
             outcomes = launch_here(
                 run,
                 folder,
                 own.settings,
                 start,
-                threads=threads,
+                threads=start.threads,
                 backend=orders.backend,
                 device=orders.device,
-                site=site,
+                host=host,
             )
     except RunFailed as failure:
-        _tell(str(failure))
+        tell(str(failure))
         if isinstance(failure, RankFailed):
-            _tell(_WAY_ON)
+            tell(_WAY_ON)
         raise SystemExit(1) from None
-    if outcomes is None and not until(lambda: bool(site.how_it_ended()), _END_S):
-        _tell(
+    if outcomes is None and not until(lambda: bool(host.how_it_ended()), _END_S):
+        tell(
             "All replicas have ended, and the run's folder does not say that the run has. The output of the "
             f"other hosts may say why. {_WAY_ON}"
         )
         raise SystemExit(1)
     if not outcomes or not first_of(outcomes).leads:
         ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
-        _tell(site.how_it_ended() or ended)
+        tell(host.how_it_ended() or ended)
         return None
     _note_end(folder, own.token, first_of(outcomes))
     if prepared is None:
@@ -303,28 +282,30 @@ def _write_under_way(folder: RunFolder, found: _UnderWay) -> None:
     folder.hosts.chmod(0o600)  # whoever knows the token is of this run
 
 
-def _under_way_in(folder: RunFolder) -> _UnderWay | None:
-    """What a run's folder has of its hosts; None if it cannot be read."""
+def _under_way_in(folder: RunFolder, token: str | None = None) -> _UnderWay | None:
+    """What a run's folder has of its hosts, for the run with this token if one is given; None if there is
+    nothing, or it cannot be read.
+    """
     try:
-        return _UNDER_WAY.validate_python(json.loads(folder.hosts.read_text()))
+        found = _UNDER_WAY.validate_json(folder.hosts.read_text())
     except (OSError, ValueError):
         return None
+    is_meant = found.orders.hosts is not None and token in (None, found.orders.hosts.token)
+    return found if is_meant else None
 
 
 def _note_end(folder: RunFolder, token: str, outcome: Outcome) -> None:
     """Write down that the run has ended, for hosts that are cut off."""
-    found = _under_way_in(folder)
-    if found is not None and found.orders.hosts is not None and found.orders.hosts["token"] == token:
+    found = _under_way_in(folder, token)
+    if found is not None:
         with suppress(BiremeError, OSError):  # as on a full disk: then such hosts find their calls refused
             _write_under_way(folder, replace(found, reason=outcome.reason, steps=outcome.steps))
 
 
 def _how_it_ended(folder: RunFolder, token: str) -> str:
     """The sentence for a host that was cut off when the run with this token ended; empty if it has not."""
-    found = _under_way_in(folder)
-    if found is None or not found.reason or found.orders.hosts is None:
-        return ""
-    if found.orders.hosts["token"] != token:
+    found = _under_way_in(folder, token)
+    if found is None or not found.reason:
         return ""
     return (
         f"The run ended after step {found.steps} ({found.reason}). A replica on another host led it; the "
@@ -332,14 +313,18 @@ def _how_it_ended(folder: RunFolder, token: str) -> str:
     )
 
 
-def _coordinator(orders: _HostOrders, number: int, folder: RunFolder, port: int = 0) -> CoordinatorProcess:
+def _started_coordinator(
+    orders: HostOrders, number: int, folder: RunFolder, port: int = 0
+) -> CoordinatorProcess:
     """The coordinator of a host. That of the first one begins the run, if it was not started before."""
     begins = number == 0 and not port
     num_hosts = len(orders.parts)
     order = CoordinatorOrder(
         orders.settings, number, num_hosts, orders.token, folder.ledger, port=port, begins=begins
     )
-    return CoordinatorProcess(order)
+    coordinator = CoordinatorProcess(order)
+    coordinator.start()
+    return coordinator
 
 
 def _answers(hosts: Sequence[Address], token: str) -> bool:
@@ -350,37 +335,3 @@ def _answers(hosts: Sequence[Address], token: str) -> bool:
         return until(lambda: bool(observer.word.members), _ASK_S) and not observer.word.is_lost
     finally:
         observer.close()
-
-
-@contextmanager
-def _own_environment(plan: Plan, cluster: Cluster, site: Site, device: str) -> Iterator[None]:
-    """Processes that are started inside are of this host alone, and count its GPUs as the plan names them."""
-    before = dict(os.environ)
-    os.environ["BIREME_ADDRESS"] = own_address()  # also while this host is cut off
-    for name in _OF_THE_LAUNCHER:
-        os.environ.pop(name, None)
-    if site.spans:
-        let_gloo_use_the_way_to(own_address())
-    else:
-        os.environ.pop(NAMED, None)
-    if device == ACCELERATOR and (visible := _visible(plan, cluster, site, before.get(VISIBLE))) is not None:
-        os.environ[VISIBLE] = visible
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _visible(plan: Plan, cluster: Cluster, site: Site, visible: str | None) -> str | None:
-    """What CUDA_VISIBLE_DEVICES must be for the processes of this host, replica by replica."""
-    places = {placed.name: placed.place for placed in cluster.devices()}
-    names = [plan.devices[rank][part.replica] for part in site.parts for rank in part.ranks if plan.devices]
-    if not set(names) <= places.keys():
-        return visible
-    known = visible.split(",") if visible else [str(place) for place in range(num_accelerators())]
-    return ",".join(known[places[name]] for name in names) or visible
-
-
-def _tell(sentence: str) -> None:
-    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)

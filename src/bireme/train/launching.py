@@ -4,60 +4,56 @@ A signal to the process that people started is passed on to its ranks, which agr
 processes are ended the hard way only if somebody asks a second time.
 """
 
-import json
 import os
-import shlex
 import signal
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bireme.bounds import bytes_text, counted
-from bireme.devices import num_accelerators
+from bireme.cluster.cluster import Cluster
+from bireme.devices import ACCELERATOR, Backend, num_accelerators
 from bireme.errors import BiremeError, SampleError
-from bireme.files import free_bytes
-from bireme.model.sources import load_source
+from bireme.model.units import units_of
 from bireme.plan.plan_file import planned_units, saved_plan
 from bireme.plan.search.search import timeline_of
 from bireme.report.page.recorded import write_recorded
+from bireme.report.terminal import tell
 from bireme.runtime.board import RankFailed, RunFailed
 from bireme.runtime.launch import launch, signal_ranks
+from bireme.runtime.layout import layout_of
+from bireme.runtime.replicas.hosts import LaunchHost
+from bireme.runtime.replicas.launch import launch_replicas
+from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
-from bireme.train.data.encoding import ChatTemplate
-from bireme.train.data.prepare import RunData
-from bireme.train.data.samples import IGNORED
-from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
-from bireme.train.export import NewestWeights, export_checkpoint
+from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
-from bireme.train.initial_weights import remove_initial
 from bireme.train.link_codecs import sums_of
 from bireme.train.machines import visible_gpus
-from bireme.train.outcome import REPLAN, Outcome, first_of
+from bireme.train.outcome import REPLAN, Outcome, SyncFigures, first_of
 from bireme.train.plan_search import (
     chooses_batch,
+    first_delayed_step,
     full_request_of,
     plan_request_of,
     planned,
     with_batch_of,
 )
 from bireme.train.prepare import PreparedRun, write_prepared
+from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
 from bireme.train.recorded_batches import RECORDED
-from bireme.train.replicas import run_replicas
+from bireme.train.resume_checks import left_at
 from bireme.train.run_data import learns
-from bireme.train.run_file import Log, RunFile
-from bireme.train.shares import slowed
+from bireme.train.run_file import RunFile
+from bireme.train.shares import share_limits, slowed
 from bireme.train.stops import count_start
-from bireme.train.summary import RunSummary, summary_of
-from bireme.train.worker import train_rank
+from bireme.train.worker import train_rank, train_replica
 
 # A new plan for a run on its way, one of whose devices has become slow.
 
@@ -76,132 +72,6 @@ def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
     if outcome.batch_s is not None and answer.best.forecast.batch_s >= outcome.batch_s:
         return prepared
     return replace(prepared, plan=saved_plan(answer, planned_units(prepared.profile)), answer=answer)
-
-
-# A sample of what a trained language model writes.
-
-_TEMPERATURE = 0.8
-
-_LEAST_SHARED_BYTES = 64 * 2**20
-"""Of a model whose products are worth several threads: in a smaller one these mostly wait."""
-
-_NUM_TRIED = 64
-"""Samples in which an answer is looked for: those that are cut off may have none."""
-
-_LARGEST_BYTES = 8 * 2**30
-"""Of a model that is loaded whole only to write a sample."""
-
-
-@torch.no_grad()
-def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
-    """What the model writes after the run's prompt; nothing if it is large, or if a function's model needs
-    more than `input_ids` to predict.
-
-    A model that has learned answers gets a question, in the form in which it has learned them: the prompt as
-    a user's message, or the first question of its data if the run file has no prompt of its own.
-    """
-    tokenizer = data.tokenizer
-    if tokenizer is None or not run.log.sample_tokens or weights.num_bytes > _LARGEST_BYTES:
-        return ""
-    example = _example(data) if data.has_answers else None
-    first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
-    if example is not None:
-        first = _question(run, data, tokenizer, example)
-    ends = _ends(run, tokenizer, example)
-    model = _model(run, weights)
-    before = torch.get_num_threads()
-    if weights.num_bytes < _LEAST_SHARED_BYTES:
-        torch.set_num_threads(1)
-    try:
-        return tokenizer.decode(_continued(model, first, run, tokenizer.num_tokens, ends))
-    except Exception:
-        if run.model.source.startswith(("gpt:", "hf:")):
-            raise
-        return ""  # a model of the user's own may need labels, or return only its loss
-    finally:
-        torch.set_num_threads(before)
-
-
-@dataclass(frozen=True, slots=True)
-class _Example:
-    """A sample's ids up to its first answer, and those of the answer."""
-
-    question: list[int]
-    answer: list[int]
-
-
-def _example(data: RunData) -> _Example | None:
-    """The first sample with an answer, of those to evaluate with if there are any."""
-    samples = data.training if data.evaluation is None else data.evaluation
-    for number in range(min(len(samples), _NUM_TRIED)):
-        sample = samples.take([number])
-        ids, counts = sample["input_ids"][0], sample["labels"][0] != IGNORED
-        if counts.any():
-            begin = int(counts.int().argmax())
-            end = begin + int((~counts[begin:]).int().argmax())
-            return _Example(ids[:begin].tolist(), ids[begin : end if end > begin else len(ids)].tolist())
-    return None
-
-
-def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Example) -> list[int]:
-    """The ids of the run's own prompt, in the data's form; those of the example if the run has none."""
-    prompt = run.log.prompt
-    if prompt == Log().prompt:
-        return example.question
-    if data.uses_template:
-        return ChatTemplate(tokenizer, run.data.named).question(prompt)
-    return tokenizer.encode(prompt) or example.question
-
-
-def _ends(run: RunFile, tokenizer: Tokenizer, example: _Example | None) -> frozenset[int]:
-    """The ids after which a text is over: the tokenizer's end, those of the model's folder, and the special
-    token at the end of an answer.
-    """
-    found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
-    if run.model.source.startswith("hf:"):
-        for name in ("config.json", "generation_config.json"):
-            try:
-                path = Path(run.model.source.removeprefix("hf:")) / name
-                own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (OSError, ValueError, AttributeError):
-                continue
-            found.update(one for one in (own if isinstance(own, list) else [own]) if isinstance(one, int))
-    if example is not None and isinstance(tokenizer, FolderTokenizer):
-        special = set(tokenizer.backend.all_special_ids)
-        found.update([one for one in example.answer if one in special][-1:])
-    return frozenset(found)
-
-
-def _model(run: RunFile, weights: NewestWeights) -> Any:
-    model: Any = load_source(
-        run.model.source, length=run.data.length, device="cpu", training=False, part=run.model.part
-    ).model
-    own = model.state_dict()
-    for name in weights.keys() & own.keys():
-        own[name].copy_(weights[name])
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-    return model
-
-
-def _continued(
-    model: Any, first: list[int], run: RunFile, num_tokens: int, ends: frozenset[int]
-) -> list[int]:
-    """Samples ids below `num_tokens` one by one from the model's prediction after the last of the context, up
-    to one of the `ends`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    ids = list(first)
-    for _ in range(run.log.sample_tokens):
-        outputs = model(input_ids=torch.tensor([ids[-run.data.length :]]))
-        logits: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1].float()
-        logits[num_tokens:] = -torch.inf
-        shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
-        chosen = int(torch.multinomial(shares, 1, generator=generator))
-        if chosen in ends:
-            break
-        ids.append(chosen)
-    return ids
 
 
 # A few batches of a run as the simulator foresees them, to be drawn above those that were measured.
@@ -224,24 +94,6 @@ def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> N
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _USUAL_RESTARTS = 3
-
-DONE = ("finished", "time limit")
-"""The reasons to stop that leave a trained model."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
-    """The result of a run that was started here, and how it ended."""
-
-    summary: RunSummary
-    reason: str
-    lost: str = ""
-    """Why the result that was asked for is not on the disk, and what to do; empty if it is."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was asked to stop before it had done all steps, or all that its time allowed."""
-        return self.reason not in DONE
 
 
 def start(
@@ -295,7 +147,7 @@ def _run_through(
             why = failure.line if isinstance(failure, RankFailed) else str(failure)
             at = f"after step {_step_of(checkpoint)}" if checkpoint else "from its beginning"
             count = f"restart {num_in_vain} of at most {restarts} in a row without a new checkpoint"
-            print(f"bireme: {why} The run continues {at} ({count}).", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+            tell(f"{why} The run continues {at} ({count}).")
 
 
 def _step_of(checkpoint: Checkpoint | None) -> int:
@@ -316,93 +168,154 @@ def _run(
     may_replan: bool,
 ) -> list[Outcome]:
     """What the ranks of a run come to."""
-    plan = prepared.plan.plan
+    plan, machines = prepared.plan.plan, prepared.machines
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
-    words = first_words(prepared)
-    begin = RunStart(
-        folder.path,
-        None if checkpoint is None else checkpoint.folder,
-        prepared.machines.threads,
-        is_shown,
-        words,
-        () if checkpoint is None else checkpoint.passed_over,
-        may_replan,
-        prepared.census,
-    )
-    with signals_passed_on(), _gpus_as_planned(prepared):
+    begin = run_start(prepared, folder, checkpoint, machines.threads)
+    begin = replace(begin, is_shown=is_shown, may_replan=may_replan, census=prepared.census)
+    names = [row[replica] for replica in range(plan.width) for row in plan.devices]
+    gpus = gpus_here(names, machines.cluster, machines.device)
+    with signals_passed_on(), environment({VISIBLE: gpus}):
         if prepared.run.sync.mode != "allreduce":
-            return run_replicas(prepared, folder, checkpoint, begin)
+            settings = replica_settings(prepared, folder, checkpoint)
+            found = launch_here(
+                prepared.run,
+                folder,
+                settings,
+                begin,
+                threads=machines.threads,
+                backend=machines.backend,
+                device=machines.device,
+            )
+            return found or []
         return launch(
             train_rank,
             plan.num_ranks,
             begin,
             timeout_s=prepared.run.cluster.timeout_s,
-            threads_per_process=prepared.machines.threads,
-            backend="nccl" if prepared.machines.backend == "nccl" else "gloo",
-            device=prepared.machines.device,
+            threads_per_process=machines.threads,
+            backend=machines.backend,
+            device=machines.device,
         )
 
 
-def finish(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]) -> FinishedRun:
-    """Export the model, let it write a sample, and write down what came of the run."""
-    own, run = first_of(outcomes), prepared.run
-    sample = lost = ""
-    newest = newest_good(folder.checkpoints(run))
-    if own.reason in DONE:
-        lost = _without_checkpoint(run, folder, own.steps, newest)
-    if own.reason in DONE and newest is not None and not lost:
-        if run.export.at_end:
-            lost = _exported(prepared, folder, newest)
-        with NewestWeights(run, prepared.graph, newest) as weights:
-            sample = written(run, weights, prepared.data)
-    if not lost:
-        remove_initial(folder.initial)
-    summary = summary_of(prepared, folder, outcomes, sample)
-    try:
-        summary.write(folder.summary)
-    except BiremeError as error:  # what it says is shown all the same
-        summary = replace(summary, warnings=(*summary.warnings, str(error)))
-    return FinishedRun(summary, own.reason, lost)
+def gpus_here(names: Sequence[str], cluster: Cluster, device: str) -> str | None:
+    """The GPUs that processes of this host have to see to compute on these devices; None if all."""
+    visible = os.environ.get(VISIBLE)
+    if device != ACCELERATOR:
+        return visible
+    return visible_gpus(names, cluster, visible, num_cuda=num_accelerators())
 
 
-def _without_checkpoint(run: RunFile, folder: RunFolder, steps: int, newest: Checkpoint | None) -> str:
-    """Why a run that has done its steps has no result, in sentences; empty if the checkpoint is there."""
-    every = run.checkpoint.every_steps
-    due = (
-        steps if run.checkpoint.at_end else (steps - 1) // every * every if every and run.export.at_end else 0
-    )
-    found = 0 if newest is None else newest.manifest.step
-    if found >= due:
-        return ""
-    free = free_bytes(folder.path)
-    room = "" if free is None else f" {bytes_text(free)} is free there."
-    kept = f"The newest checkpoint is that of step {found}" if found else "There is no checkpoint"
-    again = f"repeats steps {found + 1} to {steps}"
-    return (
-        f"The run has done {counted(steps, 'step')}, but the checkpoint of step {due} could not be written "
-        f"to {folder.checkpoints(run)}, so there is no trained model.{room} {kept}. Free space; then "
-        f"`bireme resume {shlex.quote(str(folder.path))}` {again}."
+def run_start(
+    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None, threads: int | None
+) -> RunStart:
+    """What all ranks of a run are told. A rank that is started again has no checkpoint to find out by itself
+    after which step updates are delayed.
+    """
+    resumed = None if checkpoint is None else checkpoint.manifest
+    return RunStart(
+        folder.path,
+        None if checkpoint is None else checkpoint.folder,
+        threads,
+        is_shown=False,
+        words=first_words(prepared),
+        passed_over=() if checkpoint is None else checkpoint.passed_over,
+        first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed),
     )
 
 
-def _exported(prepared: PreparedRun, folder: RunFolder, newest: Checkpoint) -> str:
-    """Export the model; what went wrong, in sentences, empty if nothing did."""
-    try:
-        export_checkpoint(prepared.run, prepared.graph, newest, folder.model)
-    except BiremeError as error:
-        own, free = shlex.quote(str(folder.path)), free_bytes(folder.path)
-        room = "" if free is None else f" {bytes_text(free)} is free there."
-        return (
-            f"The model could not be exported: {error}{room} The checkpoint of step {newest.manifest.step} "
-            f"is whole: `bireme export {own} --to FOLDER` writes the model to any disk; or free space, and "
-            f"`bireme resume {own}`."
+# Replicas that may die: what their coordinators are told, and what is said of them at the end.
+
+
+def replica_settings(
+    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None
+) -> CoordinatorSettings:
+    """What coordinators are told of a run."""
+    run, plan = prepared.run, prepared.plan.plan
+    step = 0 if checkpoint is None else checkpoint.manifest.step
+    fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
+    limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
+    if prepared.census:
+        own = most_added(
+            run, prepared.graph, prepared.data.training, prepared.census, plan, prepared.machines.cluster
         )
-    return ""
+        most = (
+            max(one - added, least) for one, added, least in zip(limits.most, own, limits.least, strict=True)
+        )
+        limits = replace(limits, most=tuple(most))
+    num_sites = run.sync.num_sites(plan.width)
+    width = plan.width // num_sites
+    return CoordinatorSettings(
+        SyncMode(run.sync.mode),
+        num_sites,
+        width * plan.source.num_ranks,
+        run.training.batch_size,
+        limits.of_sites(width),
+        lease_s=run.sync.lease_s,
+        grace_s=run.sync.grace_s,
+        first=step,
+        fresh=fresh,
+        waiting=waiting,
+        num_samples=prepared.data.order(run.data.seed).num_samples,
+        num_lines=run.sync.diloco_fragments,
+        timeout_s=run.cluster.timeout_s if run.sync.averages else 0.0,
+        is_equal=run.sync.averages and run.balance.mode == "off",
+        groups=GroupSettings(run.sync.connect_every, of_replicas=width > 1 or _shares_weights(prepared)),
+    )
+
+
+def _shares_weights(prepared: PreparedRun) -> bool:
+    """Whether ranks of a replica share weights."""
+    program, graph = prepared.plan.plan.by_program, prepared.graph
+    return bool(layout_of(graph, units_of(graph), program, 0, program.num_ranks).tied)
+
+
+def launch_here(
+    run: RunFile,
+    folder: RunFolder,
+    settings: CoordinatorSettings,
+    begin: RunStart,
+    *,
+    threads: int | None,
+    backend: Backend,
+    device: str,
+    host: LaunchHost | None = None,
+) -> list[Outcome] | None:
+    """What the ranks of a replica of this host come to, of one that leads at the end if its rank 0 is here;
+    nothing if the rank 0 of each is elsewhere. None if no replica here has come to the end. Without a `host`
+    all replicas are here.
+    """
+    launched = launch_replicas(
+        train_replica,
+        settings,
+        begin,
+        ledger=folder.ledger,
+        tell=tell,
+        timeout_s=run.cluster.timeout_s,
+        threads_per_process=threads,
+        backend=backend,
+        device=device,
+        host=host,
+    )
+    if not launched.results:
+        return None
+    found = [outcomes for outcomes in launched.results if outcomes]
+    if not found:
+        return []
+    told = launched.ledger
+    mode = SyncMode(run.sync.mode)
+    figures = SyncFigures(mode, told.num_epochs, told.num_rounds, told.num_committed, told.num_redone)
+    outcomes = max(found, key=_newest)
+    return [replace(one, sync=figures) for one in outcomes]
+
+
+def _newest(outcomes: list[Outcome]) -> tuple[bool, int]:
+    own = first_of(outcomes)
+    return own.leads, -1 if own.checkpoint is None else own.checkpoint
 
 
 def first_words(prepared: PreparedRun) -> dict[str, Any]:
     """What the log of a run begins with."""
-    import torch
 
     from bireme import __version__
 
@@ -420,19 +333,19 @@ def first_words(prepared: PreparedRun) -> dict[str, Any]:
 
 
 @contextmanager
-def _gpus_as_planned(prepared: PreparedRun) -> Iterator[None]:
-    """Let the processes that are started inside count the GPUs in the order in which the plan names them."""
-    before = os.environ.get(VISIBLE)
-    wanted = visible_gpus(prepared.plan.plan, prepared.machines, before, num_cuda=num_accelerators())
-    if wanted is not None:
-        os.environ[VISIBLE] = wanted
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Let the processes that are started inside have these variables, and not have those that are None."""
+    before = dict(os.environ)
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[VISIBLE] = before
-        else:
-            os.environ.pop(VISIBLE, None)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
@@ -457,7 +370,7 @@ def signals_passed_on() -> Iterator[None]:
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
             return
-        print("bireme: stopping after this step and saving …", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+        tell("stopping after this step and saving …")
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, pass_on) for number in numbers}

@@ -10,11 +10,10 @@ from typing import Any
 from bireme.codec.description import AS_IT_IS, NONE, BoundaryCodecs, CodecPhase, LinkCodecs
 from bireme.codec.sum_description import (
     DENSE,
+    SiteRounds,
     SumCost,
     SumKind,
-    averages_with,
     parse_sum_codec,
-    quorum_sums,
     sum_cost,
 )
 from bireme.errors import BiremeError
@@ -53,19 +52,44 @@ def gradient_document(run: RunFile, graph: Graph) -> dict[str, Any]:
     return {} if form is None else {"gradient": kept_gradients(graph, form).document(graph)}
 
 
-# Sums of gradients over replicas as a run asks for them, or averages of weights: what they cost, and whether
+# Sums of gradients over replicas as a run asks for them, and averages of weights: what they cost, and whether
 # there are any.
 
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
     codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
-    found = sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
-    if run.sync.averages and (run.sync.average_optimizer or codec != DENSE):
-        averaged = run.sync.average_optimizer
-        share = moments_share(graph.parameters, run.training.optimizer) if averaged else 0.0
-        return averages_with(share, found)
-    return quorum_sums(found) if run.sync.mode == "quorum" else found
+    return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+
+
+def rounds_of(run: RunFile, graph: Graph | None) -> SiteRounds | None:
+    """What the run's replicas, or its sites, send each other as the coordinator grants it; None if they sum
+    with each other without one. Runs that average the optimizer's state need the graph.
+    """
+    sync = run.sync
+    if not sync.is_coordinated:
+        return None
+    if not sync.averages:
+        return SiteRounds(in_parts=sync.sites is not None)
+    state_share = 0.0
+    if sync.average_optimizer and graph is not None:
+        state_share = moments_share(graph.parameters, run.training.optimizer)
+    in_parts = not sync.average_optimizer or run.memory.shard != "none"
+    is_coded = parse_sum_codec(sync.codec) != DENSE
+    if sync.mode == "groups":
+        # The means of groups and of windows; with a codec also the drift, and the weights that it is from.
+        kept_share = 2 * state_share + (4.0 if is_coded else 2.0)
+        return SiteRounds(averages=True, state_share=state_share, in_parts=in_parts, kept_share=kept_share)
+    return SiteRounds(
+        averages=True,
+        every=sync.diloco_every,
+        fragments=sync.diloco_fragments,
+        lag=sync.diloco_overlap,
+        state_share=state_share,
+        in_parts=in_parts,
+        # The start and the momentum, the drift, and the means of rounds and of windows.
+        kept_share=2 * state_share + 5.0,
+    )
 
 
 def sums_of_profile(run: RunFile, profile: Profile) -> SumCost:
@@ -83,8 +107,7 @@ def sums_of_profile(run: RunFile, profile: Profile) -> SumCost:
                 f"{key} is {getattr(getattr(run, table), name)}, whose cost depends on the shapes of the "
                 f"model's {shapes}, and a profile does not have them. Name the model too: model.source."
             )
-    found = sum_cost(codec, [(unit.gradient_bytes // 4,) for unit in profile.units])
-    return quorum_sums(found) if run.sync.mode == "quorum" else found
+    return sum_cost(codec, [(unit.gradient_bytes // 4,) for unit in profile.units])
 
 
 def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:

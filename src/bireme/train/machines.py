@@ -11,7 +11,7 @@ import torch
 from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.machine import discover, num_cores
-from bireme.devices import ACCELERATOR, UNTESTED, num_accelerators
+from bireme.devices import ACCELERATOR, UNTESTED, Backend, num_accelerators
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
@@ -148,7 +148,7 @@ class Machines:
 
     cluster: Cluster
     device: str
-    backend: str
+    backend: Backend
     threads: int | None
 
     @property
@@ -217,19 +217,21 @@ def check_kinds(run: RunFile, cluster: Cluster, device: str) -> None:
     )
 
 
-def visible_gpus(plan: Plan, machines: Machines, visible: str | None, *, num_cuda: int) -> str | None:
-    """What CUDA_VISIBLE_DEVICES must be for process p to compute on the GPU that the plan names for it.
+def visible_gpus(names: Sequence[str], cluster: Cluster, visible: str | None, *, num_cuda: int) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES with which processes of a host compute on the GPUs of these names,
+    one each, in this order.
 
-    `visible` is what it is now, and stays where the plan names all GPUs in their order, or others than those
-    of this machine, or where processes share them.
+    `visible` is its value now, and stays if the names are those of the first GPUs in their order, if they are
+    not all of one server, or if it has fewer GPUs.
     """
-    places = {placed.name: place for place, placed in enumerate(machines.cluster.devices())}
-    names = [row[replica] for replica in range(plan.width) for row in plan.devices]
-    is_here = len(machines.cluster.servers) == 1 and len(places) <= num_cuda and set(names) <= set(places)
-    if machines.device != ACCELERATOR or not is_here or names == list(places)[: len(names)]:
+    devices = {placed.name: placed for placed in cluster.devices()}
+    if not set(names) <= devices.keys() or len({devices[name].server for name in names}) != 1:
         return visible
+    places = [devices[name].place for name in names]
     known = visible.split(",") if visible else [str(place) for place in range(num_cuda)]
-    return ",".join(known[places[name]] for name in names)
+    if max(places) >= len(known) or places == [*range(len(places))]:
+        return visible
+    return ",".join(known[place] for place in places)
 
 
 def _here(device: str, workers: int, num_cuda: int) -> Cluster:

@@ -18,6 +18,7 @@ from bireme.profile.optimizers import whole_bytes
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from bireme.train.checkpoint.manifest import Manifest
+from bireme.train.link_codecs import rounds_of
 from bireme.train.run_file import Memory, RunFile
 
 # Runs whose batch is not the run file's: the planner has chosen it, or it grew with the replicas' speed.
@@ -149,6 +150,7 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanReq
         shard=run.memory.shard,
         whole_bytes=0 if graph is None else whole_bytes(graph.parameters, run.training.optimizer),
         sites=run.sync.sites or 1,
+        rounds=rounds_of(run, graph),
     )
 
 
@@ -188,7 +190,8 @@ def full_request_of(
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
-    if asked.depth is None and asked.width is None and run.cluster.source is None:
+    is_free = asked.depth is None and asked.width is None
+    if is_free and run.cluster.source is None and not run.sync.is_coordinated:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         num_devices = len(request.devices) or cluster.num_devices
         request = replace(request, depth=min(num_devices, len(names)))

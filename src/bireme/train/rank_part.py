@@ -7,7 +7,7 @@ from typing import Any
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.profile.profile import Profile, load_profile
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.world import World
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
@@ -25,7 +25,7 @@ class RunStart:
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
     plan for it if it ends to that end. `census` counts the private samples of all servers. Updates are
-    delayed after `first_delayed_step`; where that is not told, the checkpoint and the plan say it.
+    delayed after `first_delayed_step`.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class RunStart:
     passed_over: tuple[Path, ...] = ()
     may_replan: bool = False
     census: Census = field(default_factory=dict)
-    first_delayed_step: int | None = None
+    first_delayed_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

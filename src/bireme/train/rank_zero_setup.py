@@ -10,7 +10,6 @@ from datetime import datetime
 from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
@@ -21,11 +20,11 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import write_plan
 from bireme.report.terminal import progress_bar
-from bireme.runtime.quorum.site import ReplicaPart
+from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
-from bireme.train.launching import first_words, write_predicted
+from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
 from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
 from bireme.train.recorded_batches import RECORDED
@@ -143,7 +142,7 @@ class RunSetup:
     """A run that is ready for all to join.
 
     `places[p]` is the rank that takes place p of the plan; `threads` are those of each process that were
-    asked for; `words` are the first of the log. Where replicas may die, `nodes` are the processes that the
+    asked for. Where replicas may die, `nodes` are the processes that the
     launchers of all hosts will start, and ranks are theirs.
     """
 
@@ -152,7 +151,6 @@ class RunSetup:
     checkpoint: Checkpoint | None
     places: list[int]
     threads: int | None
-    words: dict[str, Any]
     nodes: Nodes
 
     @property
@@ -213,7 +211,7 @@ def set_up_run(
         tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
-    return RunSetup(prepared, folder, checkpoint, places, threads, first_words(prepared), nodes)
+    return RunSetup(prepared, folder, checkpoint, places, threads, nodes)
 
 
 def _check_progress(begun: RunFolder, step: int) -> None:

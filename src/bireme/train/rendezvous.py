@@ -14,16 +14,21 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
+from pydantic import TypeAdapter
 
+from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
-from bireme.runtime.board import die_with_parent
-from bireme.runtime.stores import PrefixStore, Store, open_store
+from bireme.runtime.replicas.hosts import ReplicaPart
+from bireme.runtime.stores import PrefixStore, Store, part_of
+from bireme.runtime.world import number_of, store_of_starter
+from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
+from bireme.train.private_census import Census
+from bireme.train.rank_part import RunStart
 
 # Which network card leads to the other machines of a run.
 #
@@ -74,22 +79,49 @@ def _address_of(card: str, any_socket: socket.socket) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
-    may die each process is the launcher of its host, and `hosts` is what `meet_hosts` takes.
+class HostOrders:
+    """What rank 0 tells the launchers of all hosts: the settings of coordinators, the parts of replicas of
+    each host, and the host of each process that was started.
     """
 
-    folder: str
+    settings: CoordinatorSettings
+    token: str
+    parts: tuple[tuple[ReplicaPart, ...], ...]
+    hosts_of_ranks: tuple[int, ...]
+
+    def launcher(self, host: int) -> int:
+        """The rank of the process that is the launcher of a host: the first there."""
+        return self.hosts_of_ranks.index(host)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
+    may die each process is the launcher of its host or waits for it, as `hosts` specifies.
+    """
+
+    start: RunStart
     digest: str
-    checkpoint: str | None
-    passed_over: list[str]
     places: list[int]
     backend: Backend
     device: str
-    threads: int | None
     timeout_s: float
-    words: dict[str, Any]
-    hosts: dict[str, Any] | None = None
+    hosts: HostOrders | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(self.start.folder)
+
+    def start_of(self, num_here: int, *, is_shown: bool, census: Census) -> RunStart:
+        """What a rank is told, if so many ranks are on its host."""
+        threads = self.start.threads
+        if threads is None and self.device == "cpu":
+            threads = max(1, num_cores() // max(1, num_here))
+        return replace(self.start, threads=threads, is_shown=is_shown, census=census)
+
+
+ORDERS = TypeAdapter(Orders)
 
 
 def digest_of(folder: RunFolder) -> str:
@@ -130,7 +162,7 @@ class Environment:
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Environment":
         """What these variables say. Those that every launcher sets must be there."""
-        rank, size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+        rank, size = number_of(variables, "RANK"), number_of(variables, "WORLD_SIZE")
         if rank >= size:
             raise BiremeError(
                 f"The environment says RANK = {rank} and WORLD_SIZE = {size}: ranks count from 0, so the "
@@ -142,7 +174,7 @@ class Environment:
         return cls(
             rank=rank,
             size=size,
-            local_rank=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank,
+            local_rank=number_of(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank,
             node=variables.get("GROUP_RANK"),
             job=None if name == _NO_ID else re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or None,
             may_restart=variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
@@ -156,22 +188,11 @@ def rendezvous(environment: Environment) -> Store:
 
     Returns once all have come. From then on this process ends when its agent does, if it has one.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())
-    address, port = _variable(os.environ, "MASTER_ADDR"), _number(os.environ, "MASTER_PORT")
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank = environment.rank
-    try:
-        store = open_store(address, port, serve=rank == 0 and not has_agent, timeout_s=_FIND_S)
-        lookup = PrefixStore("bireme-rendezvous", store)
-        word = _call_all(lookup, environment.size) if rank == 0 else _answer(lookup, rank)
-    except dist.DistError as error:
-        raise BiremeError(
-            f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
-            f"{port}: {str(error).splitlines()[0]} All ranks need the same two values, and rank 0 (or "
-            "torchrun's first agent) must be reachable there."
-        ) from error
-    return PrefixStore(f"bireme-{word}", store)
+    store = store_of_starter(rank, _FIND_S)
+    lookup = PrefixStore("bireme-rendezvous", store)
+    word = _answer(lookup, rank) if rank else _call_all(lookup, environment.size)
+    return part_of(store, f"bireme-{word}", rank, timeout_s=_FIND_S)
 
 
 class Announcements:
@@ -249,20 +270,3 @@ def _answer(store: Store, rank: int) -> str:
     word = store.get(f"word/{name}").decode()
     store.set(f"heard/{word}/{name}", "")
     return word
-
-
-def _variable(variables: Mapping[str, str], name: str) -> str:
-    value = variables.get(name, "")
-    if not value:
-        raise BiremeError(
-            f"The environment has RANK and WORLD_SIZE, as under torchrun, but {name} is not set. Start with "
-            "torchrun, or unset the first two to train on this machine alone."
-        )
-    return value
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    value = _variable(variables, name)
-    if not value.isdecimal():
-        raise BiremeError(f"The environment variable {name} must be a whole number, but it is {value!r}.")
-    return int(value)

@@ -18,12 +18,12 @@ from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.runtime.board import RunFailed
-from bireme.runtime.coordinator_client import LazyCoordinatorClient
+from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.averages import Averaging, DilocoSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
@@ -127,7 +127,7 @@ class Replica(MortalReplica):
         kept_bytes: int,
     ) -> None:
         rank = RankId(order.life.replica, order.life.life, world.rank)
-        talk = LazyCoordinatorClient(
+        talk = CoordinatorClient(
             order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
         )
         # The rank itself may be waiting for another one, which is stopped.
@@ -381,9 +381,7 @@ class AveragingReplica(MortalReplica):
         rank = RankId(order.life.replica, order.life.life, world.rank)
         agent = ExchangeAgent(
             rank,
-            LazyCoordinatorClient(
-                order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
-            ),
+            CoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty),
             timeout_s=world.timeout_s,
             device=world.device,
             on_error=world.watch.failed,

@@ -4,13 +4,13 @@
 from files it is made without torch.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster import Cluster, Overlap
 from bireme.cluster.cluster_file import load_cluster
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
@@ -19,7 +19,7 @@ from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import timeline_of
 from bireme.profile.profile import Profile, load_profile
-from bireme.report.plan_document import plan_document, plan_notes, sync_document
+from bireme.report.plan_document import plan_document, plan_notes, shared_hosts_note, sync_document
 from bireme.timeline.timeline import Timeline
 from bireme.train.link_codecs import (
     check_boundaries,
@@ -89,14 +89,17 @@ class ProfiledRun:
         check_same_optimizer(run, found, file)
         return cls(run, cluster, None, found)
 
-    def planned(self, progress: Progress) -> "PlannedRun":
-        """The run with the plans that a search finds; a `BiremeError` if none fits."""
+    def planned(self, progress: Progress, overlaps: Mapping[str, Overlap] | None = None) -> "PlannedRun":
+        """The run with the plans that a search finds; a `BiremeError` if none fits. `overlaps` is for plans
+        that another framework will run (see `PlanRequest`).
+        """
         run, graph, found = self.run, self.graph, self.profile
         check_depth(run, len(found.units))
         if graph is not None:
             found = with_kept_gradients(run, graph, found)
         sums = sums_of_profile(run, found) if graph is None else sums_of(run, graph)
         request = full_request_of(run, sums, graph, [unit.name for unit in found.units], self.cluster)
+        request = replace(request, overlaps=overlaps or {})
         is_brief = graph is not None and is_short(run, graph)
         begin_s = perf_counter()
         answer = planned(found, self.cluster, request, progress, is_brief=is_brief)
@@ -145,12 +148,21 @@ class PlannedRun:
         best = self.answer.best.plan
         return timeline_of(best, self.profile, self.cluster, self.request, num_batches=num_batches)
 
+    @property
+    def notes(self) -> list[str]:
+        """What makes the numbers of the plan doubtful, and what the plan does not guard against."""
+        plan, sync = self.answer.best.plan, self.run.sync
+        found = plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
+        if sync.is_coordinated:
+            found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
+        return found
+
     def document(self) -> dict[str, Any]:
         """The document of `bireme plan --json` and of a dry run."""
         return {
             **plan_document(self.answer, self.profile, self.planning_s),
             "sync": sync_document(self.request),
-            "notes": plan_notes(self.profile, self.cluster),
+            "notes": self.notes,
             "exports": {},
             **({} if self.graph is None else gradient_document(self.run, self.graph)),
         }

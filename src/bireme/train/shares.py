@@ -209,6 +209,6 @@ def _most_of_stage(stage: StageForecast, profile: Profile | None, replica: int, 
 def _fixed_bytes(stage: StageForecast, profile: Profile | None) -> float:
     """What a stage holds at the least, however large its micro-batches are."""
     if profile is None:
-        return 0.0
+        return stage.process_bytes
     cost = stage_cost(profile, stage.begin, stage.end, profile.micro_batches[0])
-    return float(cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes)
+    return stage.process_bytes + cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes

@@ -12,7 +12,7 @@ from bireme.bounds import bytes_text, rate_text
 from bireme.cluster.cluster import Cluster, tier_share
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.plan.forecast import joules_per_sample
+from bireme.plan.forecast import StageForecast, joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.metrics import Metrics, Shared, read_metrics
@@ -27,7 +27,15 @@ from bireme.train.prepare import PreparedRun
 from bireme.train.run_data import learns
 from bireme.train.run_file import RunFile
 
-# What a process holds for the host's tier where its device is a processor, whose memory is the host's.
+# What is predicted of the memory that a rank is seen to have. On a processor that is all of its process, the
+# host's tier included, whose memory is the same; on an accelerator it is that of tensors.
+
+
+def _beside_bytes(prepared: PreparedRun, rank: int, stage: StageForecast) -> float:
+    """What counts beyond the peak on a stage's device: the host's tier, and not what no tensor takes."""
+    if prepared.machines.device != "cpu":
+        return -stage.process_bytes
+    return _host_tier_bytes(prepared, rank)
 
 
 def _host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
@@ -448,7 +456,7 @@ def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_StageSumma
                 device=", ".join(plan.devices[rank]) if plan.devices else "",
                 predicted_peak_bytes=None
                 if promised is None
-                else promised.peak_bytes + _host_tier_bytes(prepared, rank),
+                else promised.peak_bytes + _beside_bytes(prepared, rank, promised),
                 measured_peak_bytes=max(peaks, default=None),
                 busy_share=max(shares, default=None),
                 predicted_busy_share=None
@@ -474,7 +482,7 @@ def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_RankSummary
         if forecast is not None:
             stage = forecast.stages[program.stages_of(rank)[0]]
             _, promised, _ = list(stage.bytes_of_devices())[replica]
-            promised += _host_tier_bytes(prepared, rank)
+            promised += _beside_bytes(prepared, rank, stage)
         found.append(_RankSummary(own.rank, promised, own.peak_bytes, own.kept_bytes))
     return tuple(found)
 

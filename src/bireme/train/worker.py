@@ -28,7 +28,7 @@ from bireme.runtime.measuring.batch_end import replica_times
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.quorum.launch import ReplicaOrder
+from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
@@ -43,7 +43,7 @@ from bireme.train.link_codecs import link_codecs
 from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.model import RunModel
 from bireme.train.outcome import MemoryUsed, Outcome
-from bireme.train.plan_search import first_delayed_step, flush_twin, grown, plans_of
+from bireme.train.plan_search import flush_twin, grown, plans_of
 from bireme.train.private_census import ReadableData, readable_data
 from bireme.train.rank_part import RankPart, RunStart
 from bireme.train.rates import rate_factor
@@ -240,8 +240,6 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
     manifest = None if checkpoint is None else checkpoint.manifest
     read_windows(folder.windows, plans_of(run, saved))
     begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
-    if begin is None:
-        begin = first_delayed_step(run, saved, manifest)
     if part.order is not None:
         part, saved = _as_member(part, part.order, saved)
     if part.member is not None:

@@ -212,8 +212,8 @@ class Doorway:
 def call(address: str, key: str, purpose: bytes, timeout_s: float) -> socket.socket:
     """An authenticated connection to the process at the address of a `Doorway`; its socket blocks."""
     host, port, local = address.split()
-    for tries_left in reversed(range(_TRIES)):
-        made = None
+
+    def connect() -> socket.socket:
         if HAS_ABSTRACT_NAMES and host == own_address():
             made = socket.socket(socket.AF_UNIX)
             made.settimeout(timeout_s)
@@ -221,10 +221,22 @@ def call(address: str, key: str, purpose: bytes, timeout_s: float) -> socket.soc
                 made.connect(f"\0{local}")
             except OSError:  # out of reach, as in another container
                 made.close()
-                made = None
+            else:
+                return made
+        return socket.create_connection((host, int(port)), timeout=timeout_s)
+
+    return _called(connect, key, purpose)
+
+
+def call_port(address: tuple[str, int], key: str, timeout_s: float) -> socket.socket:
+    """An authenticated connection to a port. Raises an `OSError` if there is none, or if the key is wrong."""
+    return _called(lambda: socket.create_connection(address, timeout=timeout_s), key, b"")
+
+
+def _called(connect: Callable[[], socket.socket], key: str, purpose: bytes) -> socket.socket:
+    for tries_left in reversed(range(_TRIES)):
         try:
-            made = made or socket.create_connection((host, int(port)), timeout=timeout_s)
-            return authenticated(made, key, purpose)
+            return authenticated(connect(), key, purpose)
         except ConnectionResetError:  # too many strangers call there
             if not tries_left:
                 raise

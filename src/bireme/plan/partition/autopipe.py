@@ -29,8 +29,8 @@ from bireme.simulate.costs import Costs
 #     backward begins  max( its gradient is there, the forward of its step ends )
 #
 # An input is there C after the forward ends on stage s − 1, a gradient C after the backward ends on s + 1.
-# In AutoPipe C comes on top of both, as where a stage waits while it receives; with `overlap` it only
-# delays what is under way.
+# In AutoPipe C comes on top of both, as where a stage waits while it receives; on a link that overlaps it
+# only delays what is under way.
 #
 # The published planner fixes m at 2p and lets step 0 begin its backwards as soon as a gradient could be
 # there, whatever the stage itself still has to run. Where a late stage is fast that is too early, and too
@@ -57,18 +57,19 @@ def iterate(
     num_microbatches: int,
     *,
     hop_s: Seconds | None = None,
-    overlap: bool = False,
+    stops: Sequence[bool] | bool = True,
 ) -> Iterations:
     """Go through one batch of each partition, whose stages' seconds are the rows.
 
-    `hop_s` are the seconds between each stage and the next. Without them the result is exact; so it is for
-    stages that wait while they receive. With `overlap` the messages of a link do not wait for each other
-    here.
+    `hop_s` are the seconds between each stage and the next. Without them the result is exact; so it is where
+    stages wait while they receive, over links that `stops` names. The messages of other links do not wait
+    for each other here.
     """
     forward_s, backward_s = np.atleast_2d(forward_s), np.atleast_2d(backward_s)
     num_stages = forward_s.shape[1]
     hop = np.zeros((1, num_stages - 1)) if hop_s is None else np.atleast_2d(hop_s)
-    return _Run(forward_s, backward_s, hop, num_microbatches, overlap=overlap).result()
+    stopping = np.broadcast_to(np.asarray(stops, np.bool_), (num_stages - 1,))
+    return _Run(forward_s, backward_s, hop, num_microbatches, stopping).result()
 
 
 class _Run:
@@ -80,7 +81,12 @@ class _Run:
     """
 
     def __init__(
-        self, forward_s: Seconds, backward_s: Seconds, hop_s: Seconds, num_microbatches: int, *, overlap: bool
+        self,
+        forward_s: Seconds,
+        backward_s: Seconds,
+        hop_s: Seconds,
+        num_microbatches: int,
+        stops: npt.NDArray[np.bool_],
     ) -> None:
         num_partitions, self._num_stages = forward_s.shape
         self._num_microbatches = num_microbatches
@@ -91,14 +97,15 @@ class _Run:
         from_before_s = np.vstack((self._hop_s, nothing))
         from_behind_s = np.vstack((nothing, self._hop_s))
         # A stage that waits while it receives does so even when it is late itself.
-        stands = not overlap and bool(self._hop_s.any())
-        self._stand_before_s = from_before_s if stands else None
+        stand_s = self._hop_s * stops[::-1, None]
+        stand_before_s, stand_behind_s = np.vstack((stand_s, nothing)), np.vstack((nothing, stand_s))
+        self._stand_before_s = stand_before_s if stand_s.any() else None
         way_s = np.vstack((self._forward_s[1:], nothing)) + from_before_s
         self._way_s = np.cumsum(way_s[::-1], axis=0)[::-1]
         way_back_s = np.cumsum(np.vstack((nothing, self._backward_s[:-1])) + from_behind_s, axis=0)
-        self._way_back_s = way_back_s - from_behind_s if stands else way_back_s
+        self._way_back_s = way_back_s - stand_behind_s
         self._way_through_s = way_back_s + self._backward_s
-        self._stand_s = from_before_s + from_behind_s if stands else 0.0 * from_before_s
+        self._stand_s = stand_before_s + stand_behind_s
         self._forward_end_s, self._backward_end_s, self._first_s, self._last_s = np.zeros(
             (4, *self._forward_s.shape)
         )
@@ -165,12 +172,11 @@ class _StageTimes:
     backward_s: Seconds
     hop_s: Seconds
 
-    def busy_s(self, *, overlap: bool) -> Seconds:
+    def busy_s(self, stops: Sequence[bool]) -> Seconds:
         """How long a micro-batch keeps each stage busy, its waits for messages included."""
-        busy_s = self.forward_s + self.backward_s
-        if not overlap:
-            busy_s[:, :-1] += self.hop_s
-            busy_s[:, 1:] += self.hop_s
+        busy_s, stand_s = self.forward_s + self.backward_s, self.hop_s * np.asarray(stops, np.bool_)
+        busy_s[:, :-1] += stand_s
+        busy_s[:, 1:] += stand_s
         return busy_s
 
 
@@ -304,18 +310,19 @@ class _Search:
         if new:
             loads = self._loads
             times = self._stopwatch.times(new)
+            stops = [link.stops for link in loads.line.links]
             gone = iterate(
                 times.forward_s,
                 times.backward_s,
                 loads.setting.num_microbatches,
                 hop_s=times.hop_s,
-                overlap=loads.line.overlap,
+                stops=stops,
             )
             rows = zip(
                 new,
                 gone.seconds,
                 gone.master,
-                times.busy_s(overlap=loads.line.overlap),
+                times.busy_s(stops),
                 times.backward_s,
                 strict=True,
             )
@@ -393,7 +400,7 @@ def _has_short_ways(loads: Loads) -> bool:
     line = loads.line
     if len({seat.speed for seat in line.seats}) > 1 or any(again.any() for again in loads.recomputed):
         return True
-    return not line.overlap and any(link.bytes_per_s < np.inf for link in line.links)
+    return any(link.stops and link.bytes_per_s < np.inf for link in line.links)
 
 
 def _short_ways(costs: Sequence[Seconds], boundaries: Sequence[Seconds], pace_s: float) -> Iterable[Cuts]:

@@ -322,6 +322,11 @@ class Chain:
         """How many units there are."""
         return len(self.names)
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether the seconds of both halves of the backward are known."""
+        return self.backward_input_s is not None and self.backward_weight_s is not None
+
     def bounds(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """The first unit of each stage, and the end."""
         bounds = (0, *cuts, self.num_units)

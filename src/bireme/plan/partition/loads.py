@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, Seconds
 from bireme.schedule.accesses import Sizes
@@ -231,11 +232,14 @@ def _unsurpassed(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlot:
-    """The device of one stage: `speed` divides the chain's seconds, 0.5 is half as fast."""
+    """The device of one stage: `speed` divides the chain's seconds, 0.5 is half as fast, and `update_speed`
+    those of optimizer steps; left out, it is the `speed`.
+    """
 
     name: str
     speed: float = 1.0
     memory_bytes: float = math.inf
+    update_speed: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf or not self.memory_bytes > 0:
@@ -247,11 +251,21 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True)
 class RowLink:
-    """The way between two neighbors; without `full_duplex` both directions take turns."""
+    """The way between two neighbors; without `full_duplex` both directions take turns. `overlap` says which
+    end computes while a message crosses.
+    """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     full_duplex: bool = True
+    overlap: Overlap = Overlap.FULL
+
+    @property
+    def stops(self) -> bool:
+        """Whether a stage waits while what it needs comes in, so that messages add to its work; else a link
+        only limits the pace. Stages that wait for what they send do so while they wait for what comes back.
+        """
+        return self.overlap is not Overlap.FULL
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
@@ -263,15 +277,10 @@ class RowLink:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """The seats in the order of the stages; `links[s]` joins seat s to seat s + 1.
-
-    Where messages `overlap` with computing, a link only limits the pace; else a stage waits while
-    what it needs comes in, as the simulator has it.
-    """
+    """The seats in the order of the stages; `links[s]` joins seat s to seat s + 1."""
 
     seats: tuple[DeviceSlot, ...]
     links: tuple[RowLink, ...]
-    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not self.seats or len(self.links) != len(self.seats) - 1:
@@ -286,7 +295,6 @@ class DeviceRow:
         memory_bytes: float = math.inf,
         link: RowLink | None = None,
         speeds: Sequence[float] = (),
-        overlap: bool = True,
     ) -> "DeviceRow":
         """Devices that differ by nothing, or by their speed alone."""
         given = tuple(speeds) or (1.0,) * num_stages
@@ -295,7 +303,7 @@ class DeviceRow:
                 f"A line has a device or more, and as many speeds, not {num_stages} and {len(given)}."
             )
         seats = tuple(DeviceSlot(f"device {s}", speed, memory_bytes) for s, speed in enumerate(given))
-        return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1), overlap)
+        return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1))
 
     @property
     def num_stages(self) -> int:
@@ -416,13 +424,10 @@ class _Work:
         self.is_empty = np.tri(self._width, self._width, -1, np.bool_)
         """Where a stage would end before it begins."""
         self._through_s = {
-            again: _running(
-                chain.forward_s
-                + (chain.recompute_backward_s if again else chain.backward_s)
-                + chain.update_s / setting.num_microbatches
-            )
+            again: _running(chain.forward_s + (chain.recompute_backward_s if again else chain.backward_s))
             for again in (False, True)
         }
+        self._updates_s = _running(chain.update_s / setting.num_microbatches)
         self._boundary = np.concatenate(([0], chain.boundary_bytes[:-1], [0])).astype(np.float64)
         """Bytes that cross a cut, by the unit after it; 0 at both ends."""
         self._returned = np.concatenate(([0], chain.returned_bytes[:-1], [0])).astype(np.float64)
@@ -430,12 +435,14 @@ class _Work:
         self._states: dict[tuple[float, float], npt.NDArray[np.float64]] = {}
 
     def busy_s(self, stage: int, *, recompute: bool) -> Seconds:
-        through_s = self._through_s[recompute]
+        seat = self._line.seats[stage]
+        through_s = self._through_s[recompute] / seat.speed
+        through_s = through_s + self._updates_s / (seat.update_speed or seat.speed)
         begins, ends = self._ends(stage)
-        seconds = (through_s[ends][None, :] - through_s[begins][:, None]) / self._line.seats[stage].speed
-        if not self._line.overlap and stage > 0:
+        seconds = through_s[ends][None, :] - through_s[begins][:, None]
+        if stage > 0 and self._line.links[stage - 1].stops:
             seconds += self._message_s(stage - 1)[begins][:, None]
-        if not self._line.overlap and stage < self._line.num_stages - 1:
+        if stage < self._line.num_stages - 1 and self._line.links[stage].stops:
             seconds += self._message_s(stage)[ends][None, :]
         return np.asarray(seconds)
 
@@ -480,12 +487,15 @@ class _Work:
             if not link.full_duplex:
                 num_bytes = num_bytes + self._returned[cuts]
             seconds = num_bytes / link.bytes_per_s
-            found.append(seconds if self._line.overlap else np.zeros_like(seconds))
+            found.append(np.zeros_like(seconds) if link.stops else seconds)
         return found
 
     def _message_s(self, link: int) -> Seconds:
+        """How long a message over a link stops a stage; both ends of a half duplex one wait for both ways."""
         way = self._line.links[link]
-        return np.asarray(self._boundary / way.bytes_per_s + way.latency_s)
+        waits_twice = way.overlap is Overlap.NONE and not way.full_duplex
+        num_bytes = self._boundary + self._returned if waits_twice else self._boundary
+        return np.asarray(num_bytes / way.bytes_per_s + way.latency_s)
 
     def _state(self, moment: _Moment) -> npt.NDArray[np.float64]:
         """What does not depend on how many micro-batches are kept."""

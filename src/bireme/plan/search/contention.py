@@ -6,18 +6,17 @@ Replicas that are simulated one by one then meet on wires that carry the message
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
-from bireme.cluster.cluster import Lane
-from bireme.plan.agreements import ring_share
+from bireme.cluster.cluster import Lane, Overlap
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
-from bireme.simulate.links import ring_lanes, ring_latency_s
+from bireme.simulate.links import ring_lanes, ring_latency_s, ring_share
 from bireme.simulate.network import Network, Path, Wire
 
 
@@ -31,10 +30,31 @@ class Ring:
 
 def ring_over(problem: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
     """Around the devices in the order of their numbers, which keeps those of a server together."""
-    lanes = ring_lanes(problem.path, devices)
     per_hop = ring_share(len(set(devices))) * num_bytes
-    slowest_s = max((per_hop * times / lane.bytes_per_s for lane, times in lanes.items()), default=0.0)
-    return Ring(slowest_s + ring_latency_s(problem.cluster, devices), num_bytes)
+    return Ring(rings_s(problem, [HopBytes(devices, per_hop)]), num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HopBytes:
+    """A ring over devices, and the bytes that go over each of its hops."""
+
+    devices: Sequence[int]
+    num_bytes: float
+
+    def on_lanes(self, problem: PlanningProblem) -> Iterator[tuple[Lane, float]]:
+        """The lanes of its hops, in the order of the devices' numbers, and the bytes there."""
+        for lane, times in ring_lanes(problem.path, self.devices).items():
+            yield lane, times * self.num_bytes
+
+
+def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
+    """For how long rings are under way that begin at the same time, with nothing else on the links."""
+    crossed: defaultdict[Lane, float] = defaultdict(float)
+    for ring in rings:
+        for lane, num_bytes in ring.on_lanes(problem):
+            crossed[lane] += num_bytes
+    slowest_s = max((num_bytes / lane.bytes_per_s for lane, num_bytes in crossed.items()), default=0.0)
+    return slowest_s + max((ring_latency_s(problem.cluster, ring.devices) for ring in rings), default=0.0)
 
 
 def busiest_lane(
@@ -42,12 +62,11 @@ def busiest_lane(
     grid: Grid,
     rank_of_stage: Sequence[int],
     boundary_bytes: Sequence[tuple[Sequence[float], Sequence[float]]],
-    ring_bytes: Sequence[float],
+    rings: Sequence[HopBytes],
 ) -> tuple[str, float]:
     """The lane that needs longest for its bytes, and how long that is.
 
-    `boundary_bytes` are those that cross each boundary of each replica forth and back, `ring_bytes` those
-    that the ring of each rank moves over each hop.
+    `boundary_bytes` are those that cross each boundary of each replica forth and back.
     """
     total: defaultdict[Lane, float] = defaultdict(float)
     for replica, (forth, back) in enumerate(boundary_bytes):
@@ -57,10 +76,9 @@ def busiest_lane(
                 total[lane] += forth[boundary]
             for lane in problem.path(there, here):
                 total[lane] += back[boundary]
-    for row, num_bytes in zip(grid, ring_bytes, strict=True):
-        if num_bytes:
-            for lane, times in ring_lanes(problem.path, row).items():
-                total[lane] += times * num_bytes
+    for ring in rings:
+        for lane, num_bytes in ring.on_lanes(problem):
+            total[lane] += num_bytes
     seconds = {lane.name: num_bytes / lane.bytes_per_s for lane, num_bytes in total.items()}
     name = max(seconds, key=lambda lane: (seconds[lane], lane), default="")
     return name, seconds.get(name, 0.0)
@@ -79,7 +97,8 @@ class ReplicaNetworks:
     Replicas in step send each message at the same time, so that of one stands for those of all: it has the
     load of all on the lanes that it passes, and loads the lanes of the others where a ring meets them.
     `message_bytes` are those of a micro-batch between two ranks, by its size: a message that is smaller than
-    ours is on a lane for a part of the time.
+    ours is on a lane for a part of the time. Gradients are summed in a ring within each of the `sites`. No
+    message overlaps with more than `most_overlap`.
 
     Lanes that are loaded alike are one wire, the slowest of them.
     """
@@ -90,6 +109,8 @@ class ReplicaNetworks:
         grid: Grid,
         sizes: Sequence[int],
         message_bytes: Mapping[int, Mapping[_Ends, float]],
+        sites: Sequence[slice],
+        most_overlap: Overlap,
     ) -> None:
         self._problem = problem
         self._grid = grid
@@ -101,58 +122,67 @@ class ReplicaNetworks:
             for ends in self._pairs:
                 for lane in self._way(replica, ends):
                     self._crossing[lane][ends, size] += 1
-        self._hops: defaultdict[Lane, list[tuple[_Ends, int]]] = defaultdict(list)
-        if len(sizes) > 1:
+        self._most_overlap = most_overlap
+        self._sites = sites
+        self._hops: defaultdict[Lane, Counter[_Ends]] = defaultdict(Counter)
+        self._rings: list[defaultdict[Lane, list[_Ends]]] = []
+        for site in sites:
+            crossed: defaultdict[Lane, list[_Ends]] = defaultdict(list)
             for rank, row in enumerate(grid):
-                for lane, times in ring_lanes(problem.path, row).items():
-                    self._hops[lane].append(((rank, rank), times))
+                for lane, times in ring_lanes(problem.path, row[site]).items():
+                    crossed[lane].append((rank, rank))
+                    self._hops[lane][rank, rank] += times
+            self._rings.append(crossed)
         self._loads: dict[tuple[Lane, int], _Loads] = {}
-        self._with_rings: dict[int, dict[_Loads, Lane]] = {}
+        self._with_rings: dict[tuple[int, int], dict[tuple[_Loads, tuple[_Ends, ...]], Lane]] = {}
 
     def of(self, replica: int) -> Network:
         """The network of a replica; equal for replicas that meet the others alike, but for names."""
         size = self._sizes[replica]
+        site = next(number for number, own in enumerate(self._sites) if replica < own.stop)
         passing: defaultdict[Lane, list[_Ends]] = defaultdict(list)
         for ends in self._pairs:
             for lane in self._way(replica, ends):
                 passing[lane].append(ends)
         slowest: dict[tuple[_Loads, tuple[_Ends, ...]], Lane] = {}
-        least: dict[_Loads, float] = {}
+        least: dict[tuple[_Loads, tuple[_Ends, ...]], float] = {}
         for lane, own in passing.items():
-            loads = self._loads_on(lane, size)
-            _keep_slower(slowest, (loads, tuple(own)), lane)
-            least[loads] = min(least.get(loads, math.inf), lane.bytes_per_s)
-        for loads, lane in self._ring_lanes(size).items():
-            if lane.bytes_per_s < least.get(loads, math.inf):
-                slowest[loads, ()] = lane
+            loads, rings = self._loads_on(lane, size), tuple(self._rings[site].get(lane, ()))
+            _keep_slower(slowest, (loads, (*own, *rings)), lane)
+            least[loads, rings] = min(least.get((loads, rings), math.inf), lane.bytes_per_s)
+        for key, lane in self._ring_lanes(site, size).items():
+            if lane.bytes_per_s < least.get(key, math.inf):
+                slowest[key] = lane
         wires: defaultdict[_Ends, dict[int, float]] = defaultdict(dict)
         elsewhere: defaultdict[_Ends, list[tuple[int, float]]] = defaultdict(list)
         for number, (loads, passed_by) in enumerate(slowest):
             for ends, load in loads:
-                if ends in passed_by or ends[0] == ends[1]:
+                if ends in passed_by:
                     wires[ends][number] = load
                 else:
                     elsewhere[ends].append((number, load))
 
-        def path(ends: _Ends, latency_s: float) -> Path:
+        def path(ends: _Ends, latency_s: float, overlap: Overlap = Overlap.FULL) -> Path:
             own = wires[ends]
-            return Path(tuple(own), latency_s, tuple(own.values()), tuple(elsewhere[ends]))
+            return Path(tuple(own), latency_s, overlap, tuple(own.values()), tuple(elsewhere[ends]))
 
-        latency = self._problem.cluster.latency
+        cluster = self._problem.cluster
+
+        def message_path(ends: _Ends) -> Path:
+            here, there = (self._grid[rank][replica] for rank in ends)
+            overlap = Overlap.least((cluster.overlap(here, there), self._most_overlap))
+            return path(ends, cluster.latency(here, there), overlap)
+
         return Network(
             tuple(Wire(lane.name, lane.bytes_per_s) for lane in slowest.values()),
-            {
-                ends: path(ends, latency(self._grid[ends[0]][replica], self._grid[ends[1]][replica]))
-                for ends in self._pairs
-            },
-            {rank: path((rank, rank), late_s) for rank, late_s in enumerate(self._ring_latencies_s)},
+            {ends: message_path(ends) for ends in self._pairs},
+            {rank: path((rank, rank), late_s) for rank, late_s in enumerate(self._ring_latencies_s[site])},
         )
 
     @cached_property
-    def _ring_latencies_s(self) -> list[float]:
-        if len(self._sizes) == 1:
-            return []
-        return [ring_latency_s(self._problem.cluster, row) for row in self._grid]
+    def _ring_latencies_s(self) -> list[list[float]]:
+        cluster = self._problem.cluster
+        return [[ring_latency_s(cluster, row[site]) for row in self._grid] for site in self._sites]
 
     def _way(self, replica: int, ends: _Ends) -> tuple[Lane, ...]:
         return self._problem.path(self._grid[ends[0]][replica], self._grid[ends[1]][replica])
@@ -165,17 +195,18 @@ class ReplicaNetworks:
             for (ends, other), count in self._crossing[lane].items():
                 own_bytes, bytes_there = (self._message_bytes[one][ends] for one in (size, other))
                 found[ends] += count * (min(bytes_there / own_bytes, 1.0) if own_bytes else 1.0)
-            self._loads[key] = (*sorted(found.items()), *self._hops.get(lane, ()))
+            rings = self._hops.get(lane, Counter[_Ends]())
+            self._loads[key] = (*sorted(found.items()), *sorted(rings.items()))
         return self._loads[key]
 
-    def _ring_lanes(self, size: int) -> dict[_Loads, Lane]:
-        """The slowest lane of all that a ring crosses and that are loaded alike."""
-        if size not in self._with_rings:
-            found: dict[_Loads, Lane] = {}
-            for lane in self._hops:
-                _keep_slower(found, self._loads_on(lane, size), lane)
-            self._with_rings[size] = found
-        return self._with_rings[size]
+    def _ring_lanes(self, site: int, size: int) -> dict[tuple[_Loads, tuple[_Ends, ...]], Lane]:
+        """The slowest lane of all that the same rings of a site cross and that are loaded alike."""
+        if (site, size) not in self._with_rings:
+            found: dict[tuple[_Loads, tuple[_Ends, ...]], Lane] = {}
+            for lane, rings in self._rings[site].items():
+                _keep_slower(found, (self._loads_on(lane, size), tuple(rings)), lane)
+            self._with_rings[site, size] = found
+        return self._with_rings[site, size]
 
 
 _Key = TypeVar("_Key")
@@ -188,9 +219,11 @@ def _keep_slower(book: dict[_Key, Lane], key: _Key, lane: Lane) -> None:
 
 
 def links_between(
-    problem: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int]
+    problem: PlanningProblem, grid: Sequence[Sequence[int]], rank_of_stage: Sequence[int], schedule: str
 ) -> list[RowLink]:
-    """The path after each stage, for the worst placed replica while all messages are in flight."""
+    """The path after each stage under a schedule, for the worst placed replica while all messages are in
+    flight.
+    """
     flows: Counter[str] = Counter()
     ways: list[list[tuple[int, int]]] = []
     for one, other in pairwise(rank_of_stage):
@@ -204,6 +237,9 @@ def links_between(
                 default=float("inf"),
             ),
             max((problem.cluster.latency(*pair) for pair in ends), default=0.0),
+            overlap=Overlap.least(
+                (problem.most_overlap(schedule), *(problem.cluster.overlap(*pair) for pair in ends))
+            ),
         )
         for ends in ways
     ]

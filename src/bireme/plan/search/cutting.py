@@ -98,16 +98,17 @@ def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) ->
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Replicas that are alike: their micro-batch, and the speed and memory of each rank."""
+    """Replicas that are alike: their micro-batch, and the speeds and memory of each rank."""
 
     size: int
     speeds: tuple[float, ...]
+    update_speeds: tuple[float, ...]
     limits: tuple[float, ...]
 
 
 def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
-    links = tuple(links_between(problem, grid, range(outline.num_ranks)))
+    links = tuple(links_between(problem, grid, range(outline.num_ranks), outline.schedule))
     schedule = _RECKONED_AS.get(outline.schedule, outline.schedule)
     num_microbatches = outline.num_microbatches
     if schedule == "zb-h1" and outline.num_ranks > DEEP:
@@ -125,8 +126,8 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     of_group = []
     for group in groups:
         seats = tuple(
-            DeviceSlot(f"rank {rank}", speed, limit)
-            for rank, (speed, limit) in enumerate(zip(group.speeds, group.limits, strict=True))
+            DeviceSlot(f"rank {rank}", *figures)
+            for rank, figures in enumerate(zip(group.speeds, group.limits, group.update_speeds, strict=True))
         )
         chain = problem.merged(group.size, outline.width, rule)
         of_group.append(loads_of(chain, DeviceRow(seats, links), setting))
@@ -148,6 +149,7 @@ def _groups(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[_Gro
             _Group(
                 size,
                 tuple(min(problem.speeds[row[place]] for place in places) for row in grid),
+                tuple(min(problem.resource_speeds[row[place]].memory for place in places) for row in grid),
                 tuple(min(problem.limits[row[place]] for place in places) for row in grid),
             )
         )

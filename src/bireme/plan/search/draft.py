@@ -8,6 +8,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.codec.description import BoundaryCodecs
 from bireme.errors import BiremeError
 from bireme.plan.plan import Paging, Plan
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.shapes import PARTS, Outline
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.gathering import gathered
@@ -63,6 +64,11 @@ class Draft:
     def stages(self, num_units: int) -> list[tuple[int, int]]:
         """The units from which and up to which each stage goes."""
         return list(pairwise((0, *self.cuts, num_units)))
+
+    def sites(self, request: PlanRequest) -> list[slice]:
+        """The replicas of each site."""
+        width = request.site_width(self.outline.width)
+        return [slice(first, first + width) for first in range(0, self.outline.width, width)]
 
     def shortened(self, least: int) -> tuple["Draft", "Draft"] | None:
         """The same with two smaller numbers of micro-batches, `least` or more and a period apart, that show

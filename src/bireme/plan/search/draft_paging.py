@@ -8,7 +8,6 @@ from operator import add
 
 from bireme.cluster.cluster import Cluster, tier_share
 from bireme.errors import BiremeError
-from bireme.plan.agreements import ring_share
 from bireme.plan.forecast import TierForecast
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging, Plan
@@ -26,6 +25,7 @@ from bireme.schedule.source import LONG
 from bireme.schedule.tiers import LARGE_PAGE_BYTES, SMALL_CHUNK_BYTES
 from bireme.simulate.copies import REPLICAS, TierLinks
 from bireme.simulate.costs import Costs
+from bireme.simulate.links import ring_share
 from bireme.sync.slices import part_sum_bytes
 from bireme.timeline.timeline import Timeline
 
@@ -217,7 +217,7 @@ class TiedGradients:
 
 @dataclass(frozen=True, slots=True)
 class _TiedRing:
-    """A sum of tied gradients over all devices of some ranks, which these stages wait for."""
+    """A sum of tied gradients over all devices of some ranks in a site, which these stages wait for."""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -241,14 +241,18 @@ def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> 
     found = []
     for ranks, own in of_ranks.items():
         num_bytes = sum(one.num_bytes for one in own)
-        devices = [device for rank in ranks for device in draft.grid[rank]]
         stages = sorted({stage for one in own for stage in one.stages})
+        rings = [
+            ring_over(problem, [device for rank in ranks for device in draft.grid[rank][site]], num_bytes)
+            for site in draft.sites(problem.request)
+        ]
+        width = problem.request.site_width(draft.outline.width)
         found.append(
             _TiedRing(
                 tuple(stages if len(ranks) > 1 else stages[:1]),
                 ranks,
-                ring_over(problem, devices, num_bytes),
-                ring_share(len(devices)) * num_bytes,
+                max(rings, key=lambda ring: ring.seconds),
+                ring_share(width * len(ranks)) * num_bytes,
             )
         )
     return found
@@ -294,7 +298,7 @@ def shared_costs(costs: Costs, request: PlanRequest, draft: Draft) -> Costs:
         update_s=tuple(one / sharers for one in costs.update_s),
         master_weights=costs.master_weights or is_apart,
         workspace_bytes=_with_sums(costs, draft, sharers),
-        part_sum_share=request.sums.part_share(sharers) * sharers / (sharers - 1),
+        part_sum_share=request.sums_within.part_share(sharers) * sharers / (sharers - 1),
     )
 
 
@@ -320,15 +324,16 @@ def _with_sums(costs: Costs, draft: Draft, sharers: int) -> tuple[float, ...]:
 
 
 def reduce_share(request: PlanRequest, width: int) -> float:
-    """What each replica sends on for the sum of gradients, for each byte of them."""
-    sums, sharers = request.sums, request.num_sharers(width)
-    return sums.part_share(sharers) if sharers > 1 else sums.hop_share(width)
+    """What each replica sends on for the sum of gradients in its site, for each byte of them."""
+    sums, sharers = request.sums_within, request.num_sharers(width)
+    return sums.part_share(sharers) if sharers > 1 else sums.hop_share(request.site_width(width))
 
 
 def sync_bytes(
     costs: Costs, request: PlanRequest, draft: Draft, num_units: int, *, before_update: bool = False
 ) -> tuple[float, ...]:
-    """What each replica sends on of every stage in a batch, for sums and for what it makes for the others.
+    """What each replica sends on within its site of every stage in a batch, for sums and for what it makes
+    for the others.
 
     With a shared optimizer that is its part of the weights, or under the FRESH rule for trial steps:
     gradients, and the weights that come of them. With `before_update` it is what an UPDATE waits for. Under
@@ -339,7 +344,7 @@ def sync_bytes(
     width = draft.outline.width
     if request.num_sharers(width) == 1:
         return tuple(
-            request.sums.hop_bytes(one, slice(*units), width)
+            request.sums_within.hop_bytes(one, slice(*units), request.site_width(width))
             for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
         )
     if before_update and draft.whole_weights:
@@ -386,7 +391,7 @@ def paging_of(
 
     Where no update can be made on the host, none is. Raises if the user asked for that.
     """
-    kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
+    kept_share = problem.kept_share(draft.outline.width)
     sizes = costs.sizes()
     if not draft.splits_backward:
         sizes = replace(sizes, waiting=(), halves=())
@@ -445,16 +450,19 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
     return (asked == "host",)
 
 
-def tier_forecasts(timeline: Timeline, rings: Sequence[_TiedRing] = ()) -> Iterator[TierForecast]:
+def tier_forecasts(
+    timeline: Timeline, rings: Sequence[_TiedRing] = (), between: Sequence[float] = ()
+) -> Iterator[TierForecast]:
     """Each tier of the ranks that page, and what ranks exchange with replicas that share their weights, with
-    those sums of tied gradients.
+    those sums of tied gradients, and the bytes that each rank sends `between` sites in a batch.
     """
     program = timeline.program
     waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
     for kept in timeline.memory:
         if program.num_sharers > 1:
             tied_bytes = sum(one.sent_bytes for one in rings if kept.rank in one.ranks)
-            yield from _shared(timeline, kept, waited_s[kept.rank], tied_bytes)
+            given_bytes = tied_bytes + (between[kept.rank] if between else 0.0)
+            yield from _shared(timeline, kept, waited_s[kept.rank], given_bytes)
         for number, tier in enumerate(kept.tiers):
             yield TierForecast(
                 rank=kept.rank,
@@ -467,9 +475,11 @@ def tier_forecasts(timeline: Timeline, rings: Sequence[_TiedRing] = ()) -> Itera
 
 
 def _shared(
-    timeline: Timeline, kept: Residency, waited_s: float, tied_bytes: float
+    timeline: Timeline, kept: Residency, waited_s: float, more_bytes: float
 ) -> Iterator[TierForecast]:
-    """What a rank gathers from the replicas that share its weights, and what it gives them."""
+    """What a rank gathers from the replicas that share its weights, and what it gives them: `more_bytes` in
+    addition to what the timeline has.
+    """
     moved = {
         copies.destination: sum(copies.num_bytes) / timeline.program.num_batches
         for one in timeline.paging
@@ -477,16 +487,20 @@ def _shared(
         for copies in one.copies
     }
     yield TierForecast(kept.rank, "device", None, kept.peak_bytes, moved.get("device", 0.0), waited_s)
-    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0) + tied_bytes)
+    yield TierForecast(kept.rank, REPLICAS, None, 0.0, moved.get(REPLICAS, 0.0) + more_bytes)
 
 
-def shared_tiers(timeline: Timeline, exchanged: Sequence[_Exchanged]) -> Iterator[TierForecast]:
-    """The same of ranks that share an optimizer: the new weights they get, and the gradients they give."""
+def shared_tiers(
+    timeline: Timeline, exchanged: Sequence[_Exchanged], between: Sequence[float]
+) -> Iterator[TierForecast]:
+    """The same of ranks that share an optimizer: the new weights they get, and the gradients they give in
+    their site and `between` sites.
+    """
     for kept in timeline.memory:
         own = [exchanged[stage] for stage in timeline.program.stages_of(kept.rank)]
         gathered, given = sum(one.weights for one in own), sum(one.gradients for one in own)
         yield TierForecast(kept.rank, "device", None, kept.peak_bytes, gathered)
-        yield TierForecast(kept.rank, REPLICAS, None, 0.0, given)
+        yield TierForecast(kept.rank, REPLICAS, None, 0.0, given + between[kept.rank])
 
 
 def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:

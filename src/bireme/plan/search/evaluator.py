@@ -15,12 +15,14 @@ from itertools import pairwise
 from math import ceil
 from operator import itemgetter
 
-from bireme.cluster.device import MOST_SENDS
+from bireme.cluster.device import MOST_SENDS, ResourceSeconds, Speeds
+from bireme.codec.sum_description import SumCost
 from bireme.plan.codec_costs import coded, sum_coding_s
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
-from bireme.plan.search.contention import ReplicaNetworks, busiest_lane
+from bireme.plan.search.assumptions import assumptions
+from bireme.plan.search.contention import HopBytes, ReplicaNetworks, busiest_lane, rings_s
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import (
     Tied,
@@ -62,13 +64,13 @@ class ReplicaWork:
         costs = self.costs
         return num_microbatches * (costs.forward_s[stage] + costs.backward_s[stage] + self.again_s[stage])
 
-    def busy_s(self, stage: int, num_microbatches: int, rule: Rule) -> float:
-        """For how long a batch keeps the stage busy, with what its end takes under an update rule."""
+    def busy_s(self, stage: int, num_microbatches: int, rule: Rule, speeds: Speeds) -> float:
+        """For how long a batch keeps the stage busy on a device, with what its end takes under a rule."""
         costs = self.costs
         end_s = costs.reduce_busy_s[stage] + costs.update_s[stage]
         if rule is Rule.FRESH:
             end_s += costs.trial_s[stage]
-        return self.passes_s(stage, num_microbatches) + end_s
+        return ResourceSeconds(self.passes_s(stage, num_microbatches), end_s).on(speeds)
 
     def sent_bytes(self, rank: int, rank_of_stage: Sequence[int]) -> float:
         """What the engine keeps of the messages that a rank sends to others: copies of the last ones, and
@@ -140,6 +142,11 @@ MOST_INSTRUCTIONS = 20_000
 _SLOWED = 2
 """Times as long as alone a sum may take beside messages."""
 
+_NUM_TRIPS = 3
+"""Messages there and back on the slowest way, before a round counts: to the coordinator that grants it, to
+the other members with the numbers that go along, and to the coordinator once the sum is made.
+"""
+
 _MOST_KEPT = 4096
 """Costs of partitions that are not worked out again."""
 
@@ -178,8 +185,9 @@ class PlanEvaluator:
         for replica, size in enumerate(outline.sizes):
             for stage, rank in enumerate(rank_of_stage):
                 device = draft.grid[rank][replica]
-                busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule)
-                device_s[device] = device_s.get(device, 0.0) + busy_s / problem.speeds[device]
+                speeds = problem.resource_speeds[device]
+                busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule, speeds)
+                device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._busiest_lane(draft, works)
         cores = _cores_needed(problem, device_s)
@@ -225,7 +233,7 @@ class PlanEvaluator:
         batch_s, slowest = max(of_replica, key=itemgetter(0))
         if shortened is not None:
             batch_s += self._more_s(draft, *shortened, batch_s)
-        batch_s = max(batch_s, floor.seconds)
+        batch_s = max(batch_s + self._waits_s(draft, batch_s), floor.seconds)
         penalty = problem.penalty(
             outline.schedule,
             outline.num_stages,
@@ -247,6 +255,7 @@ class PlanEvaluator:
             sum_penalty=problem.request.sum_penalty(outline.width, problem.profile.optimizer),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=self._tiers(draft, slowest),
+            assumptions=assumptions(problem, draft),
         )
 
     def _simulated(self, draft: Draft, program: Program, floor: _LowerBound) -> list[tuple[float, Timeline]]:
@@ -277,7 +286,7 @@ class PlanEvaluator:
             return 0
         one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
         pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
-        end_s = _SLOWED * one.seconds
+        end_s = _SLOWED * one.seconds + sum(self._syncs(draft)[0])
         return ceil(min(end_s / pace_s, outline.num_microbatches)) if pace_s else outline.num_microbatches
 
     def _more_s(self, draft: Draft, short: Draft, longer: Draft, longer_s: float) -> float:
@@ -293,11 +302,12 @@ class PlanEvaluator:
     def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
         """What ranks move between tiers, or between replicas that share."""
         request = self._problem.request
+        between = self._of_ranks(draft, self._round_bytes(draft))
         if draft.whole_weights or request.num_sharers(draft.outline.width) == 1:
             rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
-            return tuple(tier_forecasts(slowest, rings))
+            return tuple(tier_forecasts(slowest, rings, between))
         costs = self._work(draft, draft.outline.sizes[0]).costs
-        return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft)))
+        return tuple(shared_tiers(slowest, exchanged_bytes(costs, request, draft), between))
 
     def paging(
         self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
@@ -384,14 +394,16 @@ class PlanEvaluator:
                     devices=tuple(problem.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
-                        works[size].busy_s(stage, outline.num_microbatches, draft.rule)
-                        / problem.speeds[device]
+                        works[size].busy_s(
+                            stage, outline.num_microbatches, draft.rule, problem.resource_speeds[device]
+                        )
                         for size, device in zip(outline.sizes, row, strict=True)
                     ),
                     peak_bytes=peaks[tightest],
                     limit_bytes=limits[tightest],
                     device_peak_bytes=peaks,
                     device_limit_bytes=limits,
+                    process_bytes=problem.process_bytes[row[tightest]],
                 )
             )
         return found
@@ -406,6 +418,8 @@ class PlanEvaluator:
             reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
             rank_speed=tuple(problem.speeds[device] for device in devices),
+            update_speed=tuple(problem.resource_speeds[device].memory for device in devices),
+            host_speed=tuple(problem.resource_speeds[device].host for device in devices),
             engine=problem.engine,
         )
         self.num_instructions += program.num_instructions
@@ -421,7 +435,7 @@ class PlanEvaluator:
     def _likeness(self, draft: Draft, program: Program, replica: int, network: Network) -> object:
         """What is equal for replicas that run alike."""
         problem = self._problem
-        speeds = tuple(problem.speeds[row[replica]] for row in draft.grid)
+        speeds = tuple(problem.resource_speeds[row[replica]] for row in draft.grid)
         rates = tuple(wire.bytes_per_s for wire in network.wires)
         paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
@@ -430,7 +444,7 @@ class PlanEvaluator:
 
     def _work(self, draft: Draft, size: int) -> ReplicaWork:
         problem = self._problem
-        kept_share = problem.request.sums.kept_share if draft.outline.width > 1 else 0.0
+        kept_share = problem.kept_share(draft.outline.width)
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         shared = shared_key(problem.request, draft)
         passes = draft.recompute, bool(draft.num_sliced), draft.splits_backward
@@ -463,10 +477,15 @@ class PlanEvaluator:
         return self._tied.between(draft.stages(len(self._problem.profile.units)))
 
     def _syncs(self, draft: Draft) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The seconds in which each stage's gradients are encoded and decoded and its tied parameters are
-        summed, and the bytes of its other gradients.
+        """The seconds in which each stage's gradients are encoded and decoded, its tied parameters are summed
+        and sites sum with each other, and the bytes of its other gradients.
         """
         sync_s = self._coding_s(draft)
+        request, rank_of_stage = self._problem.request, draft.outline.rank_of_stage
+        if request.rounds is not None and not request.rounds.averages:
+            round_s = self._round_s(draft)
+            for stage, rank in enumerate(rank_of_stage):  # those of a rank follow one another
+                sync_s[stage] += round_s / rank_of_stage.count(rank)
         reduced = list(self._reduce_bytes(draft, before_update=True))
         share = reduce_share(self._problem.request, draft.outline.width)
         for one in tied_rings(self._problem, draft, self._tied_of(draft)):
@@ -476,17 +495,24 @@ class PlanEvaluator:
         return tuple(sync_s), tuple(reduced)
 
     def _coding_s(self, draft: Draft) -> list[float]:
-        """The seconds of the codec of sums, by stage, on the slowest of its devices."""
+        """The seconds of the codec of sums within a site, by stage."""
+        request, width = self._problem.request, self._problem.request.site_width(draft.outline.width)
+        if width == 1:
+            return [0.0] * draft.outline.num_stages
+        # Who gets parts decodes a part of each message, which together are one.
+        num_decoded = 1 if request.num_sharers(draft.outline.width) > 1 else width
+        return self._coded_s(draft, request.sums_within, num_decoded=num_decoded)
+
+    def _coded_s(self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0) -> list[float]:
+        """The seconds to encode this share of each stage's gradients, and to decode so many messages, on the
+        slowest of its devices.
+        """
         problem, outline = self._problem, draft.outline
-        if outline.width == 1:
-            return [0.0] * outline.num_stages
-        sums, costs = problem.request.sums, self._work(draft, outline.sizes[0]).costs
+        costs = self._work(draft, outline.sizes[0]).costs
         found = []
         for stage, units in enumerate(draft.stages(len(problem.profile.units))):
             apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
-            num_bytes = costs.gradient_bytes[stage] - apart
-            # Who gets parts decodes a part of each message, which together are one.
-            num_decoded = 1 if problem.request.num_sharers(outline.width) > 1 else outline.width
+            num_bytes = share * (costs.gradient_bytes[stage] - apart)
             coding_s = sum_coding_s(sums.codec, num_bytes, num_decoded, problem.profile.codecs)
             slowest = min(problem.speeds[device] for device in draft.grid[outline.rank_of_stage[stage]])
             found.append(coding_s / slowest)
@@ -499,10 +525,14 @@ class PlanEvaluator:
 
     def _busiest_lane(self, draft: Draft, works: Mapping[int, ReplicaWork]) -> tuple[str, float]:
         """The lane that needs longest for the bytes of a batch, and how long that is."""
-        outline, reduced = draft.outline, self._reduce_bytes(draft)
-        per_rank = [0.0] * outline.num_ranks
-        for stage, rank in enumerate(outline.rank_of_stage):
-            per_rank[rank] += reduced[stage]
+        outline = draft.outline
+        reduced = self._of_ranks(draft, self._reduce_bytes(draft))
+        rings = [
+            HopBytes(row[site], num_bytes)
+            for row, num_bytes in zip(draft.grid, reduced, strict=True)
+            for site in draft.sites(self._problem.request)
+        ]
+        rings += self._rounds(draft, self._round_bytes(draft))
         count = outline.num_microbatches
         of_size = {
             size: (
@@ -512,7 +542,7 @@ class PlanEvaluator:
             for size, work in works.items()
         }
         boundaries = [of_size[size] for size in outline.sizes]
-        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, per_rank)
+        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, rings)
 
     def _networks(self, draft: Draft) -> ReplicaNetworks:
         """The networks of a draft's replicas."""
@@ -525,4 +555,60 @@ class PlanEvaluator:
                     found[here, there] += costs.forward_bytes[boundary]
                     found[there, here] += costs.backward_bytes[boundary]
             message_bytes[size] = found
-        return ReplicaNetworks(self._problem, draft.grid, outline.sizes, message_bytes)
+        problem, sites = self._problem, draft.sites(self._problem.request)
+        most_overlap = problem.most_overlap(outline.schedule)
+        return ReplicaNetworks(problem, draft.grid, outline.sizes, message_bytes, sites, most_overlap)
+
+    # Rounds: what sites send each other in addition, or replicas that average weights.
+
+    def _round_bytes(self, draft: Draft) -> list[float]:
+        """What each replica sends of every stage in rounds, in the mean over batches."""
+        request = self._problem.request
+        share = request.round_share(draft.outline.width)
+        if request.rounds is None or not share:
+            return [0.0] * draft.outline.num_stages
+        costs = self._work(draft, draft.outline.sizes[0]).costs
+        found = [share / request.rounds.every * one for one in costs.gradient_bytes]
+        if not request.rounds.averages:  # of tied gradients each replica sends all it has
+            more = share * (request.site_width(draft.outline.width) - 1)
+            for tied in self._tied_of(draft):
+                for stage in tied.stages:
+                    found[stage] += more * tied.num_bytes
+        return found
+
+    def _of_ranks(self, draft: Draft, of_stages: Sequence[float]) -> list[float]:
+        found = [0.0] * draft.outline.num_ranks
+        for rank, num_bytes in zip(draft.outline.rank_of_stage, of_stages, strict=True):
+            found[rank] += num_bytes
+        return found
+
+    def _rounds(self, draft: Draft, of_stages: Sequence[float]) -> list[HopBytes]:
+        """The rings of all ranks, each with its like in the other sites, in which so much is sent."""
+        width = self._problem.request.site_width(draft.outline.width)
+        return [
+            HopBytes(row[member::width], num_bytes)
+            for row, num_bytes in zip(draft.grid, self._of_ranks(draft, of_stages), strict=True)
+            for member in range(width)
+        ]
+
+    def _round_s(self, draft: Draft) -> float:
+        """How long a round takes in which all ranks send what they have of a fragment."""
+        problem, width = self._problem, draft.outline.width
+        request = problem.request
+        if request.rounds is None or width == 1:
+            return 0.0
+        often = request.rounds.every / request.rounds.fragments
+        share, num_sites = request.coded_share(width), request.num_sites(width)
+        link_s = rings_s(problem, self._rounds(draft, [often * one for one in self._round_bytes(draft)]))
+        coding_s = self._of_ranks(
+            draft, self._coded_s(draft, request.sums, num_decoded=num_sites, share=share)
+        )
+        return link_s + max(coding_s) + _NUM_TRIPS * problem.longest_latency_s
+
+    def _waits_s(self, draft: Draft, batch_s: float) -> float:
+        """For how long replicas that average weights wait for rounds, in the mean over batches."""
+        rounds = self._problem.request.rounds
+        if rounds is None or not rounds.averages:
+            return 0.0
+        hidden_s = (rounds.lag + (draft.rule is not Rule.SYNCHRONOUS)) * batch_s
+        return rounds.fragments / rounds.every * max(self._round_s(draft) - hidden_s, 0.0)

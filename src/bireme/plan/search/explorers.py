@@ -135,8 +135,7 @@ class _Estimator:
         state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
         state += totals.workspace_bytes
         state -= (1 - 1 / sharers) * totals.optimizer_bytes / p
-        if outline.width > 1:
-            state += self._problem.request.sums.kept_share * totals.gradient_bytes / p
+        state += self._problem.kept_share(outline.width) * totals.gradient_bytes / p
         allowed = self._problem.request.recompute
         if allowed is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
             return False
@@ -150,7 +149,10 @@ class _Estimator:
         per_server = self._per_server
         # A server's card carries all that its devices send at once.
         message = totals.boundary_bytes + totals.returned_bytes
-        ring = self._problem.request.sums.hop_bytes(totals.gradient_bytes, slice(None), w) / p
+        request = self._problem.request
+        ring = request.sums_within.hop_bytes(totals.gradient_bytes, slice(None), request.site_width(w)) / p
+        if request.rounds is not None:
+            ring += request.round_share(w) / request.rounds.every * totals.gradient_bytes / p
         sharing = per_server if w > 1 else 1
         if p <= per_server:
             together = (
@@ -520,7 +522,8 @@ class HeuristicExplorer:
 
     def _ahead(self, draft: Draft) -> Iterator[Draft]:
         if draft.num_sliced is None and draft.outline.num_stages > 1:
-            links = links_between(self._problem, draft.grid, draft.outline.rank_of_stage)
+            outline = draft.outline
+            links = links_between(self._problem, draft.grid, outline.rank_of_stage, outline.schedule)
             if any(link.bytes_per_s < float("inf") or link.latency_s for link in links):
                 yield from (
                     replace(draft, lookahead=lookahead)

@@ -173,7 +173,8 @@ def all_grids(problem: PlanningProblem, outline: Outline, most: int) -> list[Gri
         if number > _MOST_ORDERS:
             return None
         pipelines = _dealt(order, outline)
-        key = min(_written(problem, exchange) for exchange in _exchanges(pipelines, outline.sizes))
+        sites = problem.request.site_width(outline.width)
+        key = min(_written(problem, exchange) for exchange in _exchanges(pipelines, outline.sizes, sites))
         found.setdefault(key, tuple(zip(*pipelines, strict=True)))
         if len(found) > most:
             return None
@@ -197,14 +198,18 @@ def _dealt(order: Sequence[int], outline: Outline) -> tuple[tuple[int, ...], ...
 
 
 def _exchanges(
-    pipelines: tuple[tuple[int, ...], ...], sizes: Sequence[int]
+    pipelines: tuple[tuple[int, ...], ...], sizes: Sequence[int], per_site: int
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """All ways to number the replicas, those of equal micro-batches among themselves."""
-    groups = [
-        [p for p, one in zip(pipelines, sizes, strict=True) if one == size] for size in dict.fromkeys(sizes)
-    ]
-    for chosen in product(*(permutations(group) for group in groups)):
-        yield tuple(pipeline for group in chosen for pipeline in group)
+    """All ways to number the replicas, those of equal micro-batches among themselves, and those of a site
+    together.
+    """
+    for order in permutations(range(len(sizes))):
+        sites = [
+            {one // per_site for one in order[first : first + per_site]}
+            for first in range(0, len(order), per_site)
+        ]
+        if all(len(site) == 1 for site in sites) and [sizes[one] for one in order] == [*sizes]:
+            yield tuple(pipelines[one] for one in order)
 
 
 def _written(problem: PlanningProblem, pipelines: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

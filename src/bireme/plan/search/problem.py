@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from bireme.capabilities import exclusion, refuse_excluded
-from bireme.cluster.cluster import Cluster, Lane
-from bireme.cluster.device import NO_ENGINE
+from bireme.cluster.cluster import Cluster, Lane, Overlap
+from bireme.cluster.device import NO_ENGINE, Device, namesake
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
@@ -37,19 +37,22 @@ class PlanningProblem:
         self.profile = profile
         self.cluster = cluster
         placed = cluster.devices()
-        if request.sums.is_on_host and any(device.device.kind != "cpu" for device in placed):
-            request = replace(request, sums=replace(request.sums, kept_share=0.0))
+        self._are_processors = all(device.device.kind == "cpu" for device in placed)
         if profile.optimizer == "muon" and not request.whole_bytes:
             # Without the model, no matrix is known to be smaller than all of its unit.
             request = replace(request, whole_bytes=max(unit.optimizer_bytes for unit in profile.units))
+        if profile.master_weights is not None:
+            request = replace(request, masters=profile.master_weights)
         self.request = request
         self.names = tuple(device.name for device in placed)
         self.speeds = tuple(device.device.speed for device in placed)
+        self.resource_speeds = tuple(device.device.speeds for device in placed)
         self.engine = profile.engine or NO_ENGINE
-        self.process_bytes = tuple(
-            self.engine.process_bytes if device.device.kind == "cpu" else 0 for device in placed
-        )
-        """What a process holds on each device before it has a tensor; `limits` are for the tensors."""
+        known = [_known_process_bytes(device.device, profile) for device in placed]
+        self.process_bytes = tuple(num_bytes or 0 for num_bytes in known)
+        """What a process holds on each device beside tensors; `limits` are for the tensors."""
+        self.unknown_processes = frozenset(place for place, one in enumerate(known) if one is None)
+        """The devices of which that is not known."""
         self.room = tuple(
             max(device.device.memory_bytes * request.memory_fraction - process, _LEAST_BYTES)
             for device, process in zip(placed, self.process_bytes, strict=True)
@@ -111,14 +114,14 @@ class PlanningProblem:
             return False
         fastest = max(self.speeds[device] for device in self.devices)
         forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest
-        return 2 * (depth - 1) * self._longest_latency_s <= forward_s
+        return 2 * (depth - 1) * self.longest_latency_s <= forward_s
 
     @cached_property
     def _shares_parameters(self) -> bool:
         return any(held.gradient_bytes for unit in self.profile.units for held in unit.tied)
 
     @cached_property
-    def _longest_latency_s(self) -> float:
+    def longest_latency_s(self) -> float:
         """No less than the latency between any two devices, by way of the first."""
         first, *others = self.devices
         return 2 * max((self.cluster.latency(first, other) for other in others), default=0.0)
@@ -146,11 +149,18 @@ class PlanningProblem:
             self._chains[micro_batch] = chain_of(self.profile, micro_batch)
         return self._chains[micro_batch]
 
+    def kept_share(self, width: int) -> float:
+        """What sums and averages keep on a device of so many replicas, for each byte of gradients. What they
+        keep on the host is on the device only if that is a processor.
+        """
+        on_host = self.request.kept_host_share(width) if self._are_processors else 0.0
+        return self.request.kept_share(width) + on_host
+
     def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS) -> Chain:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
         of the sums over so many replicas, and the part of the optimizer that each of these has under a rule.
         """
-        kept_share = self.request.sums.kept_share if width > 1 else 0.0
+        kept_share = self.kept_share(width)
         sharers = self.request.num_sharers(width)
         shares_newest = self.request.shares_newest(rule, width)
         key = micro_batch, kept_share, sharers, shares_newest
@@ -179,6 +189,10 @@ class PlanningProblem:
             asked = tuple(single.get(boundary, one) for boundary, one in enumerate(asked))
         far = (one != other for one, other in pairwise(rank_of_stage))
         return tuple(one if is_far else AS_IT_IS for one, is_far in zip(asked, far, strict=False))
+
+    def most_overlap(self, schedule: str) -> Overlap:
+        """How far messages overlap with work where the plan is run, whatever the links allow."""
+        return self.request.overlaps.get(schedule, Overlap.FULL)
 
     def path(self, source: int, destination: int) -> tuple[Lane, ...]:
         """The lanes between two devices."""
@@ -250,6 +264,18 @@ def check_numbers(request: PlanRequest, num_devices: int) -> None:
             f"Depth {depth} times width {width} needs {depth * width} devices, but {num_devices} may be "
             "used. Make one of them smaller."
         )
+
+
+def _known_process_bytes(device: Device, profile: Profile) -> int | None:
+    """What the cluster file gives, else what was measured on such a device, else that of a ready device of
+    its name. An emulated device stands for the tensors of another alone.
+    """
+    if device.process_bytes is not None or device.kind == "emulated":
+        return device.process_bytes or 0
+    if profile.engine is not None and profile.engine.process_bytes and profile.device_kind == device.kind:
+        return profile.engine.process_bytes
+    ready = namesake(device.name)
+    return None if ready is None else ready.process_bytes
 
 
 def _bounds(request: PlanRequest, num_units: int) -> tuple[int, ...]:

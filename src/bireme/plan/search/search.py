@@ -134,6 +134,7 @@ def _near_of(problem: PlanningProblem, outline: Outline, grid: Grid, misfit: Mis
                 busy_s=outline.num_microbatches * stage.busy_s,
                 peak_bytes=stage.peak_bytes + problem.process_bytes[row[0]],
                 limit_bytes=stage.limit_bytes + problem.process_bytes[row[0]],
+                process_bytes=problem.process_bytes[row[0]],
             )
             for stage, row in zip(misfit.nearest.stages, grid, strict=True)
         ),

@@ -115,7 +115,9 @@ class Outlines:
 
     def __iter__(self) -> Iterator[Outline]:
         request = self._problem.request
-        widths = (request.width,) if request.width else self._widths
+        # Whoever agrees by a coordinator goes on without those who die, which takes two at least.
+        least = 1 if request.rounds is None else 2
+        widths = [request.width] if request.width else [width for width in self._widths if width >= least]
         for width in widths:
             for sizes in self._sizes(width) if width % request.sites == 0 else ():
                 for m in self._counts(sum(sizes)):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import Coordinator, DroppedError
-from bireme.runtime.exchange.deals import Deals, heal_in
+from bireme.runtime.exchange.deals import Deals, heal_in, member_in
 from bireme.runtime.exchange.for_others import KEPT_BYTES, MOST_BEHIND, ForOthers, take_sum
 from bireme.runtime.exchange.groups import GroupJob, RankGroups
 from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, IncomingTensors, PeerConnections
@@ -43,7 +43,6 @@ from bireme.sync.coordinator.messages import (
     CoordinatorReply,
     Grant,
     Heal,
-    Member,
     RankId,
     Window,
 )
@@ -51,15 +50,6 @@ from bireme.sync.coordinator.state import HealTimes, LossTimes
 from bireme.sync.rounds.contribution import Contribution, Summed, sum_over
 from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp
 from bireme.sync.rounds.round_group import RoundGroup
-
-
-def _member_in(word: CoordinatorReply, replica: int) -> Member:
-    """A replica that lives. Raises `LineBroken` if it does not."""
-    found = next((one for one in word.members if one.replica == replica), None)
-    if found is None or not all(found.addresses):
-        raise LineBroken(replica, "it is no member any more")
-    return found
-
 
 LOOK_S = 0.5
 
@@ -109,9 +99,9 @@ class ExchangeAgent:
         self.for_others = ForOthers(
             own.replica, lambda: self.lines, self._changed, of_batches=of_batches, kept_bytes=kept_bytes
         )
-        self._groups = RankGroups(own, self.made, device, self._changed, self._say)
+        self.groups = RankGroups(own, self.made, device, self._changed, self._say)
         self._board = PeerConnections(own, self.for_others.answer, key=coordinator.key, timeout_s=timeout_s)
-        coordinator.on_word(self.poke)
+        coordinator.on_word(self._note_word)
 
     # The rank's thread.
 
@@ -125,7 +115,7 @@ class ExchangeAgent:
         with self._changed:
             for old, new in zip(self.lines, lines, strict=False):
                 new.begin(old.at.committed)
-            self.lines, self._groups.how = lines, group_how
+            self.lines, self.groups.how = lines, group_how
 
     def begin(
         self, window: Window | None = None, *, used: Sequence[int] = (), healed: int | None = None
@@ -146,7 +136,7 @@ class ExchangeAgent:
         """The next batches are of the window after the last mean; it has the places below `until`."""
         with self._changed:
             self.deals.enter(self.lines[-1].at.committed, until)
-            self._groups.is_drained = False
+            self.groups.is_drained = False
             for line in self.lines[:-1]:
                 line.offers.clear()
                 line.at = replace(line.at, ready=None)
@@ -167,11 +157,12 @@ class ExchangeAgent:
 
     def wait_until_gone(self, replica: int) -> None:
         """Wait until another replica is no member any more, or there is no telling."""
+
+        def is_gone(word: CoordinatorReply) -> bool:
+            return all(one.replica != replica for one in word.members)
+
         with suppress(Exception):
-            self.wait_for(
-                lambda word: all(one.replica != replica for one in word.members),
-                f"replica {replica} to leave",
-            )
+            self.wait_for(is_gone, f"replica {replica} to leave")
 
     def wait_until_used_by_all(self) -> None:
         """Wait until no replica needs a sum from this one, or there is no telling. Who has begun to heal from
@@ -180,9 +171,8 @@ class ExchangeAgent:
         used = [line.at.committed for line in self.lines]
 
         def is_over(word: CoordinatorReply) -> bool:
-            is_donor = any(heal.donor == self.own.replica for heal in word.heals)
-            is_past = is_donor and not self._of_batches
-            return is_past or all(map(lambda kept, own: kept >= own, word.kept, used))
+            is_donor = any(heal.donor == self.own.replica for heal in word.heals) and not self._of_batches
+            return is_donor or all(map(lambda kept, own: kept >= own, word.kept, used))
 
         with suppress(Exception):
             self.wait_for(is_over, "others to use the last mean")
@@ -205,14 +195,15 @@ class ExchangeAgent:
     def offer_batch(self, batch: int, offer: BatchOffer, like: Sequence[Tensor]) -> None:
         """Have the sum of a batch got, in flats like these; returns at once."""
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            self._check_usable(self.word)
             self.lines[0].like, self.lines[0].offers[batch] = like, offer
         self.poke()
 
     def wait_for_batch(self, offer: BatchOffer) -> SettledRound:
         """The sum of a batch, once it counts and all that follows from it in the agent's thread is done."""
-        self._wait(lambda: offer.settled is not None)
+        offer.is_done.wait()  # woken once and not by every word, which would take a processor's time
+        if offer.settled is None:
+            self._check_usable(self.word)
         assert offer.settled is not None, "it was waited for"
         return offer.settled
 
@@ -226,6 +217,7 @@ class ExchangeAgent:
             if not line.settled:
                 return None
             found = line.settled.popleft()
+            line.offers.pop(line.at.committed, None)
             line.use(found.commit)
         self._say()
         return found
@@ -235,25 +227,21 @@ class ExchangeAgent:
         batch are asked for in the same report.
         """
         self.deals.want(batch + 1)
-        self._groups.arrive(batch, make)
+        self.groups.arrive(batch, make)
         self.poke()
 
     def group(self, batch: int) -> GroupJob:
         """The group after a batch, once its mean counts."""
-        job = self._groups.job
+        job = self.groups.job
         assert job is not None, "it has arrived"
         assert job.batch == batch, "groups are taken in the order of arrivals"
         self._wait(job.is_done.is_set, f"a group after its batch {batch}")
         return job
 
-    def give_back(self, job: GroupJob) -> None:
-        """The mean of a group is used."""
-        self._groups.give_back(job)
-
     def drain(self) -> None:
         """This rank has no batch left in its window."""
         with self._changed:
-            self._groups.is_drained = True
+            self.groups.is_drained = True
         self._say()
 
     def due(self, batch: int) -> int | None:
@@ -277,7 +265,7 @@ class ExchangeAgent:
             if known is None or (known.donor, known.batch) != (heal.donor, heal.batch):
                 raise LineBroken(heal.donor, "it is the donor no more")
 
-        address = _member_in(self.word, heal.donor).addresses[self.own.stage]
+        address = member_in(self.word, heal.donor).addresses[self.own.stage]
         with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
             yield IncomingTensors(made, look, timeout_s=self._timeout_s)
 
@@ -332,7 +320,7 @@ class ExchangeAgent:
         return (
             any(self._settle_next(line, word) for line in lines)
             or any(self._make_next(line, word) for line in lines)
-            or (is_member and self._groups.step(word, self.lines[-1].at.committed if self.lines else 0))
+            or (is_member and self.groups.step(word, self.lines[-1].at.committed if self.lines else 0))
         )
 
     def _settle_next(self, line: RoundLine, word: CoordinatorReply) -> bool:
@@ -443,9 +431,9 @@ class ExchangeAgent:
         if isinstance(offer, BatchOffer):
             self._say()
             offer.after(settled)
-            with self._changed:
-                offer.settled = settled
-                self._changed.notify_all()
+            offer.settled = settled
+            del line.offers[commit.round]
+            offer.is_done.set()
         return True
 
     def made(
@@ -479,7 +467,7 @@ class ExchangeAgent:
                 replica: self._board.line(replica, member.life, member.addresses[self.own.stage], check)
                 for replica in attempt.members
                 if replica != self.own.replica
-                for member in [_member_in(attempt.word, replica)]
+                for member in [member_in(attempt.word, replica)]
             }
             group = RoundGroup(
                 self.own.replica,
@@ -514,7 +502,7 @@ class ExchangeAgent:
         result = line.buffers.take(line.like)
         self._tell_pulling(is_so=True)  # which may take longer than any timeout
         try:
-            address = _member_in(word, source).addresses[self.own.stage]
+            address = member_in(word, source).addresses[self.own.stage]
             name = line.number << PLACES | commit.round
             with self._board.ask(source, address, SUM, name, look) as made:
                 parcel = IncomingTensors(made, look, timeout_s=self._timeout_s)
@@ -533,8 +521,12 @@ class ExchangeAgent:
 
     # Any thread.
 
+    def _note_word(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def poke(self) -> None:
-        """Have the agent's thread look for its next step."""
+        """Have the agent's thread look for its next step, though there is no new word."""
         with self._changed:
             self._num_pokes += 1
             self._changed.notify_all()
@@ -549,7 +541,7 @@ class ExchangeAgent:
                     "healed": self._healed,
                 }
                 if window is not None:
-                    fields |= {"group": self._groups.at, "window": window, "means": deals.asked_to_end}
+                    fields |= {"group": self.groups.at, "window": window, "means": deals.asked_to_end}
                     fields |= {"waits": "" if self._is_pulling else self._waits}
             self._coordinator.say(address=self._board.address, **fields)
 
@@ -596,5 +588,8 @@ class ExchangeAgent:
         with self._changed:
             self._error = self._error or error
             self._is_closed = True
+            for offer in [one for line in self.lines for one in [*line.offers.values()]]:
+                if isinstance(offer, BatchOffer):
+                    offer.is_done.set()
             self._changed.notify_all()
         self.for_others.close()

@@ -526,7 +526,7 @@ class GroupAverages(Averages):
             for mean, start in zip(job.result.flats, self._start, strict=False):
                 mean.add_(start.flat)
         self._become(job.result.flats)
-        self.agent.give_back(job)
+        self.agent.groups.give_back(job)
 
     def meet(self, num_trained: int, numbers: tuple[float, ...]) -> Met:
         """All weights become their mean."""

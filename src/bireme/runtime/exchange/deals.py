@@ -4,7 +4,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from bireme.sync.coordinator.messages import CoordinatorReply, Deal, End, Heal, RankId, SamplePlaces, Window
+from bireme.sync.coordinator.messages import (
+    CoordinatorReply,
+    Deal,
+    End,
+    Heal,
+    Member,
+    RankId,
+    SamplePlaces,
+    Window,
+)
+from bireme.sync.rounds.peer_line import LineBroken
 
 _LEAST_KEPT = 64
 """Deals that are known of batches before the newest."""
@@ -15,6 +25,14 @@ _WaitFor = Callable[[Callable[[CoordinatorReply], bool], str], CoordinatorReply]
 def heal_in(word: CoordinatorReply, own: RankId) -> Heal | None:
     """Where a rank's replica gets its state from, if it is no member yet."""
     return next((one for one in word.heals if one.replica == own.replica), None)
+
+
+def member_in(word: CoordinatorReply, replica: int) -> Member:
+    """A replica that lives. Raises `LineBroken` if it does not."""
+    found = next((one for one in word.members if one.replica == replica), None)
+    if found is None or not all(found.addresses):
+        raise LineBroken(replica, "it is no member any more")
+    return found
 
 
 class Deals:

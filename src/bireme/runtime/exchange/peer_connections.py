@@ -27,7 +27,6 @@ from bireme.wire.connection import (
     Poller,
     frame_header,
     read_frame_header,
-    text_frame,
     wait_for,
 )
 from bireme.wire.listener import LISTEN_LOOK_S, Caller, Doorway, Listener, call
@@ -50,7 +49,7 @@ def send_tensors(
     timeout_s = made.gettimeout()
     assert timeout_s is not None, "a silent receiver must not hold up this thread for ever"
     connection = Connection(made, ahead_bytes=HEADER_BYTES)
-    connection.send(memoryview(text_frame(json.dumps(words).encode())))
+    connection.say(json.dumps(words).encode())
     for tensor in tensors:
         data = bytes_of(tensor.contiguous())
         connection.send(memoryview(frame_header(FrameKind.TENSOR, len(data))))
@@ -182,11 +181,6 @@ class PeerConnections:
             yield made
         finally:
             self._forget(made)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is no connection to any other rank."""
-        return not self._open
 
     def drop(self, replica: int) -> None:
         """Let go of the line to a replica, if there is one."""

@@ -6,7 +6,7 @@ Sums lie on the host, in memory that is used again once nobody needs what lies i
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -131,7 +131,7 @@ class BatchOffer(Offer):
     reports that it is ready, once `may_make` is set; `busy_s` gives the seconds that it kept the device busy.
     Without `make` the replica has no part in the batch. One that `is_joint` is made even if the batch counts
     already: other ranks take part. `how` adds contributions up, other than as they are. `after` is called in
-    the agent's thread with the sum, which is `settled` then.
+    the agent's thread with the sum, which is `settled` then. It `is_done` then, or if the agent ends.
     """
 
     busy_s: Callable[[], float] = lambda: 0.0
@@ -140,6 +140,7 @@ class BatchOffer(Offer):
     how: CodedFlats | None = None
     after: Callable[[SettledRound], None] = _nothing
     settled: SettledRound | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
 
 
 class RoundLine:
@@ -186,7 +187,6 @@ class RoundLine:
 
     def use(self, commit: Commit) -> None:
         """The rank uses the sum of one more round."""
-        self.offers.pop(self.at.committed, None)
         self.at = replace(
             self.at,
             committed=self.at.committed + 1,

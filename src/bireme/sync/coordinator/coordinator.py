@@ -20,21 +20,16 @@ from bireme.sync.coordinator.committing import (
     without_lost,
 )
 from bireme.sync.coordinator.groups import (
-    Back,
-    Came,
     Drained,
     GroupEvent,
-    GroupGone,
+    GroupMembers,
     GroupSummed,
-    GroupTick,
-    SettledGroup,
-    Unreached,
     groups_begun,
     groups_step,
     next_deadline_s,
 )
 from bireme.sync.coordinator.messages import TERM, CoordinatorReply, GroupReply, RankId, Report, joint
-from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool, SyncMode
+from bireme.sync.coordinator.samples import Began, CoordinatorSettings, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
     CoordinatorState,
     CoordinatorStep,
@@ -47,42 +42,23 @@ from bireme.sync.coordinator.windows import progress_of, with_trained
 
 # Groups of the coordinator: what ranks report as events of `groups.py`, and its replies as words.
 
-Lines = list[Began | Committed]
 
-
-def _with_groups(state: CoordinatorState, now_s: float, lines: Lines) -> CoordinatorState:
+def _with_groups(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the groups that the last reports of all members lead to."""
-    membership = state.membership
-    if not membership.is_installed:
-        return state
-    if state.groups is None:
-        groups = groups_begun(state.settings.groups, state.settings.num_formers, membership.replicas)
-        state = replace(state, groups=groups)
-    assert state.groups is not None, "it was just made"
-    there, now = state.groups.members, set(membership.replicas)
-    for replica in sorted(there - now):
-        state = _with_event(state, GroupGone(replica), now_s)
-        words = {key: word for key, word in state.group_words.items() if key[1] != replica}
-        state = replace(state, group_words=words, paces=state.paces.without(replica))
-    for replica in sorted(now - there):
-        state = _with_event(state, Came(replica), now_s)
-    for _, heard in sorted(membership.heard.items()):
-        state = _with_report(state, heard.report, now_s)
-    state = _with_event(state, GroupTick(), now_s)
-    return with_trained(state, state.settings.num_formers, lines)
+    members, settings = frozenset(state.membership.replicas), state.settings
+    groups = state.groups or groups_begun(settings.groups, settings.num_formers, members)
+    state, gone = replace(state, groups=groups), groups.members - members
+    if groups.members != members:
+        state = _with_event(state, GroupMembers(members), now_s)
+        words = {key: word for key, word in state.group_words.items() if key[1] not in gone}
+        state = replace(state, group_words=words, paces=state.paces.without(gone))
+    for _, heard in sorted(state.membership.heard.items()):
+        state = _with_group_of(state, heard.report, now_s)
+    return with_trained(_with_event(state, None, now_s))
 
 
-def _with_group_of(state: CoordinatorState, report: Report, now_s: float, lines: Lines) -> CoordinatorState:
-    """With the groups that the report of a rank leads to, where nothing else is left that would lead to any,
-    and no wait is over.
-    """
-    if state.groups is None:
-        return _with_groups(state, now_s, lines)
-    state = _with_report(state, report, now_s)
-    return with_trained(state, state.settings.num_formers, lines)
-
-
-def _with_report(state: CoordinatorState, report: Report, now_s: float) -> CoordinatorState:
+def _with_group_of(state: CoordinatorState, report: Report, now_s: float) -> CoordinatorState:
+    """With the groups that the report of a rank leads to."""
     stage, replica = state.settings.former_of(report.rank.stage), report.rank.replica
     of_replicas = state.settings.groups.of_replicas
     reports = state.membership.reports(report.rank.own_life) if of_replicas else [report]
@@ -90,58 +66,44 @@ def _with_report(state: CoordinatorState, report: Report, now_s: float) -> Coord
     is_known = all(one.epoch == state.membership.epoch for one in reports)
     if at is None or not is_known or replica not in state.membership.replicas:
         return state
-    if at.arrived is not None and _is_new(state, stage, replica, at.arrived):
+    assert state.groups is not None, "with_groups makes it"
+    if at.arrived is not None and not state.groups.has_come(stage, replica, at.arrived):
         state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
         arrived = state.paces.arrived(stage, replica, at.arrived, at.wait_s)
         state = _with_event(state, arrived, now_s)
     word = state.group_words.get((stage, replica))
-    assert state.groups is not None, "with_groups makes it"
+    assert state.groups is not None, "an event leaves it there"
     is_present = replica in state.groups.formers[stage].present
-    if (stage, at.summed) in state.groups.open:
-        assert at.summed is not None, "groups have numbers"
+    if at.summed is not None and (stage, at.summed) in state.groups.open:
         state = _with_event(state, GroupSummed(stage, replica, at.summed, at.attempt), now_s)
     elif at.summed is None and at.is_broken and word is not None:
-        state = _with_event(state, Unreached(stage, replica, word.number, at.attempt), now_s)
-    has_drained = at.is_drained and all(_is_of_window(state, one) for one in reports)
-    if has_drained and is_present:
-        state = replace(state, paces=state.paces.idle(stage, replica))
-        state = _with_event(state, Drained(stage, replica), now_s)
-    elif not (has_drained or is_present):
-        state = _with_event(state, Back(stage, replica), now_s)
+        broken = GroupSummed(stage, replica, word.number, at.attempt, is_broken=True)
+        state = _with_event(state, broken, now_s)
+    # What a rank said before the last mean over all replicas is of the window before.
+    windows = [one.window for one in reports if one.window is not None]
+    has_drained = at.is_drained and all(one.number >= state.lines[-1].committed for one in windows)
+    if has_drained == is_present:
+        if has_drained:
+            state = replace(state, paces=state.paces.idle(stage, replica))
+        state = _with_event(state, Drained(stage, replica, has_drained), now_s)
     return state
-
-
-def _is_of_window(state: CoordinatorState, report: Report) -> bool:
-    """Whether a rank says what it says of the present window, after the last mean over all replicas."""
-    return report.window is None or report.window.number >= state.lines[-1].committed
-
-
-def _is_new(state: CoordinatorState, stage: int, replica: int, batch: int) -> bool:
-    """Whether a replica was not at a stage with that batch before."""
-    assert state.groups is not None, "with_groups makes it"
-    return not state.groups.has_come(stage, replica, batch)
 
 
 def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> CoordinatorState:
     assert state.groups is not None, "with_groups makes it"
-    done = groups_step(state.groups, event, now_s)
-    if not done.replies:
-        return state if done.state is state.groups else replace(state, groups=done.state)
+    groups, new = groups_step(state.groups, event, now_s)
+    if not new:
+        return state if groups is state.groups else replace(state, groups=groups)
     words, trained = dict(state.group_words), dict(state.trained)
-    for reply in done.replies:
-        group = reply.group
+    for group in new:
+        reply = GroupReply(group.number, group.attempt, group.members, is_settled=group.is_settled)
+        # What a replica did alone goes with it if it dies.
+        is_shared = len(group.members) > 1 or len(groups.members) == 1
         for one in group.members:
-            words[group.stage, one.replica] = GroupReply(
-                group.number,
-                group.attempt,
-                group.members,
-                is_settled=isinstance(reply, SettledGroup),
-            )
-            # What a replica did alone goes with it if it dies.
-            is_shared = len(group.members) > 1 or len(done.state.members) == 1
-            if isinstance(reply, SettledGroup) and is_shared:
+            words[group.stage, one.replica] = reply
+            if group.is_settled and is_shared:
                 trained[one.replica, group.stage] = one.batch + 1
-    return replace(state, groups=done.state, group_words=words, trained=trained)
+    return replace(state, groups=groups, group_words=words, trained=trained)
 
 
 # Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
@@ -152,34 +114,28 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
 
 
 def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> CoordinatorState:
-    """With the time since when all wait; news starts it again."""
+    """With the time since when all wait, which news starts again, and the sentence that ends the run once
+    that is too long ago.
+    """
     if not state.settings.timeout_s or not _all_wait(state):
-        return state if state.still_s is None else replace(state, still_s=None)
-    return replace(state, still_s=now_s) if is_news or state.still_s is None else state
-
-
-def _still_until_s(state: CoordinatorState) -> float | None:
-    """When it counts as a standstill, if nothing happens before."""
-    return None if state.still_s is None else state.still_s + _limit_s(state)
-
-
-def standstill(state: CoordinatorState, now_s: float) -> str:
-    """The sentence that ends the run; empty as long as it need not end."""
-    until_s = _still_until_s(state)
-    if until_s is None or now_s < until_s:
-        return ""
+        return replace(state, still_s=None)
+    if is_news or state.still_s is None:
+        return replace(state, still_s=now_s)
+    if state.standstill or now_s < state.still_s + _still_limit_s(state):
+        return state
     waits: dict[str, list[str]] = {}
     for member in state.membership.members:
         for one in state.membership.reports(member.own_life):
             waits.setdefault(one.waits, []).append(f"rank {one.rank.stage} of replica {member.replica}")
     what = "; ".join(f"{' and '.join(ranks)} for {what}" for what, ranks in waits.items())
-    return (
-        f"All replicas wait for each other, and nothing has happened for {_limit_s(state):g} s: "
+    sentence = (
+        f"All replicas wait for each other, and nothing has happened for {_still_limit_s(state):g} s: "
         f"{what}. This is a bug in Bireme: please report it."
     )
+    return replace(state, standstill=sentence)
 
 
-def _limit_s(state: CoordinatorState) -> float:
+def _still_limit_s(state: CoordinatorState) -> float:
     return max(state.settings.timeout_s, state.settings.lease_s)
 
 
@@ -203,7 +159,7 @@ def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
     num_lines = {SyncMode.GROUPS: 1, SyncMode.DILOCO: settings.num_lines + 1}.get(
         settings.mode, settings.num_lines
     )
-    first = settings.first if settings.mode is SyncMode.QUORUM else 0
+    first = 0 if settings.averages else settings.first
     return CoordinatorState(
         settings,
         Membership(settings.num_stages, term * TERM),
@@ -218,23 +174,20 @@ def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
 
 def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep:
     """What follows from an event at that time."""
-    before, lines = state, list[Began | Committed]()
-    if isinstance(event, Report):
+    state = before = replace(state, ledger=())
+    if isinstance(event, Ended):
+        state = replace(state, membership=state.membership.with_over(event.life))
+    elif isinstance(event, Report):
         last = _last_of(state, event, now_s)
+        state = replace(state, membership=state.membership.with_report(event, now_s))
         if last is not None and replace(event, number=last.number) == last:  # it lives, and no more
-            state = replace(state, membership=state.membership.with_report(event, now_s))
             return CoordinatorStep(state, ((event.rank, word_for(state, event.rank)),))
         if last is not None and _is_of_groups(state, event, last):
-            state = replace(state, membership=state.membership.with_report(event, now_s))
-            state = with_deals(_with_group_of(state, event, now_s, lines), now_s)
-            return _told(before, state, event, now_s, lines, is_of_groups=True)
-        membership = state.membership.with_report(event, now_s)
-        if is_behind(state, event) and membership.is_installed:
-            membership = membership.without(event.rank.own_life)  # it can take no word from here
-        state = replace(state, membership=membership)
-    elif isinstance(event, Ended):
-        state = replace(state, membership=state.membership.with_over(event.life))
-    return _told(before, replace(_settled(state, now_s, lines), settled_s=now_s), event, now_s, lines)
+            state = with_trained(_with_group_of(state, event, now_s))
+            return _told(before, with_deals(state, now_s), event, now_s, is_of_groups=True)
+        if is_behind(state, event) and state.membership.is_installed:  # it can take no word from here
+            state = replace(state, membership=state.membership.without(event.rank.own_life))
+    return _told(before, replace(_settled(state, now_s), settled_s=now_s), event, now_s)
 
 
 def _told(
@@ -242,37 +195,30 @@ def _told(
     state: CoordinatorState,
     event: Event,
     now_s: float,
-    lines: list[Began | Committed],
     *,
     is_of_groups: bool = False,
 ) -> CoordinatorStep:
     """What has come of an event: whoever it is news for has a word. One of groups is none for everybody."""
     is_of_all = not is_of_groups and _of_all(state) != _of_all(before)
     is_news, told = is_of_all or _of_replicas(state) != _of_replicas(before), set[RankId]()
-    if is_of_all or (is_news and state.settings.mode is SyncMode.QUORUM):
+    if is_of_all or (is_news and state.is_quorum):
         told = {*before.membership.heard, *state.membership.heard}  # also whoever is let go
     elif is_news:
         told = _concerned(before, state)
     state = _with_stillness(state, now_s, is_news=is_news)
-    if not state.standstill and (found := standstill(state, now_s)):
-        state, is_news = replace(state, standstill=found), True
-        told = set(state.membership.heard)
+    if state.standstill != before.standstill:
+        is_news, told = True, set(state.membership.heard)
     if is_news:
         state = replace(state, number=state.number + 1)
     if isinstance(event, Report):
         told.add(event.rank)
     kept = None if state.heals else tuple(committed_rounds(state))  # then it is the same for all
     words = tuple((rank, word_for(state, rank, kept)) for rank in sorted(told))
-    return CoordinatorStep(state, words, tuple(lines), is_lasting=_is_lasting(before, state, lines))
-
-
-def _is_lasting(before: CoordinatorState, state: CoordinatorState, lines: list[Began | Committed]) -> bool:
-    """Whether lines must survive this machine, if it is the only one. Where replicas average weights the run
-    then goes on from a checkpoint, which is of a mean over all replicas.
-    """
-    if state.settings.mode is SyncMode.QUORUM or any(isinstance(one, Began) for one in lines):
-        return True
-    return state.lines[-1].committed > before.lines[-1].committed
+    # If this is the only machine, lines must survive it. Where replicas average weights the run then goes on
+    # from a checkpoint, which is of a mean over all replicas.
+    is_lasting = state.is_quorum or any(isinstance(one, Began) for one in state.ledger)
+    is_lasting |= state.lines[-1].committed > before.lines[-1].committed
+    return CoordinatorStep(state, words, is_lasting=is_lasting)
 
 
 def _is_of_groups(state: CoordinatorState, report: Report, last: Report) -> bool:
@@ -280,9 +226,7 @@ def _is_of_groups(state: CoordinatorState, report: Report, last: Report) -> bool
     which samples it wants. That is most of what is said in `groups`, and nothing else can follow from it.
     """
     membership = state.membership
-    if state.settings.mode is not SyncMode.GROUPS or not membership.is_installed:
-        return False
-    if membership.member(report.rank.own_life) is None:
+    if state.groups is None or not membership.is_installed or not membership.member(report.rank.own_life):
         return False
     return replace(report, number=last.number, group=last.group, wants=last.wants) == last
 
@@ -320,8 +264,8 @@ def wake_s(state: CoordinatorState, now_s: float) -> float:
         times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
-    if (until_s := _still_until_s(state)) is not None and not state.standstill:
-        times.append(until_s)
+    if state.still_s is not None and not state.standstill:
+        times.append(state.still_s + _still_limit_s(state))
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
         times.append(max(deadline_s, now_s))
@@ -361,21 +305,20 @@ def word_for(state: CoordinatorState, rank: RankId, kept: tuple[int, ...] | None
     )
 
 
-def _settled(state: CoordinatorState, now_s: float, lines: list[Began | Committed]) -> CoordinatorState:
+def _settled(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """The state from which nothing more follows now."""
     picture = _of_all(state), _of_replicas(state)
     while True:
         before = picture
-        state = with_beginning(state, now_s, lines)
-        state = without_lost(state, now_s)
+        state = without_lost(with_beginning(state, now_s), now_s)
         state = replace(state, membership=state.membership.installed())
         state = with_heals(state, now_s)
         if state.membership.is_installed:
             state = with_entries(state)
         if state.membership.is_installed:
             if state.settings.mode is SyncMode.GROUPS:
-                state = _with_groups(state, now_s, lines)
-            state = with_rounds(with_deals(state, now_s), now_s, lines)
+                state = _with_groups(state, now_s)
+            state = with_rounds(with_deals(state, now_s), now_s)
         state = with_sources(state)
         picture = _of_all(state), _of_replicas(state)
         if picture == before:
@@ -409,13 +352,12 @@ def _of_all(state: CoordinatorState) -> tuple[object, ...]:
     """What is news for everybody. Who has which rounds already is none in `quorum`. Where replicas average
     weights, members wait for it at the end of the run, whoever still heals.
     """
-    is_quorum = state.settings.mode is SyncMode.QUORUM
     return (
         state.membership.epoch,
         state.membership.members,
         state.membership.voters,
-        state.lines and tuple((line.committed, line.grant) for line in state.lines),
-        None if is_quorum else committed_rounds(state, donor=_NO_REPLICA),
+        tuple((line.committed, line.grant) for line in state.lines),
+        None if state.is_quorum else committed_rounds(state, donor=_NO_REPLICA),
         state.commits,
         state.heals,
         state.membership.dropped,

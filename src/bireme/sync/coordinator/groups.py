@@ -1,8 +1,8 @@
 """`groups`: which replicas average their weights, stage by stage, as they come (SDPipe).
 
-A pure state machine: `groups_step(state, event, now_s)` gives the next state and what became of it. Each
-stage has a former of its own, and groups of different stages need not be equal. The rules that tie stages
-together:
+A pure state machine: `groups_step(state, event, now_s)` gives the next state and the groups that formed or
+settled. Each stage has a former of its own, and groups of different stages need not be equal. The rules that
+tie stages together:
 
 * Only one stage forces a group at a time, the *owner*. Two stages could wait for each other's replicas.
 * A replica waits at its last stage with a batch before it waits with it at any other. Otherwise one stage
@@ -12,20 +12,18 @@ together:
   the mean over all replicas, which connects it anyway. Once that mean counts, all are waited for again.
 
 A group's mean counts once every member holds it. If a member dies before, the others make it again from the
-weights that they kept. Replicas come and go: who is gone counts nowhere.
-
-The coordinator feeds it with what ranks report, and the simulator with what its replicas do.
+weights that they kept. Replicas come and go: who is gone counts nowhere. The coordinator feeds this machine
+with what ranks report, and the simulator with what its replicas do.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
+from statistics import median
 
 from bireme.sync.coordinator.messages import GroupMember
 from bireme.sync.coordinator.samples import GroupSettings
-
-# What happens to groups, and what becomes of it: the events and replies of `groups.py`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,65 +43,42 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class GroupSummed:
-    """A rank holds the mean of an attempt of its group."""
+    """A rank holds the mean of an attempt of its group, or could not reach another rank in that attempt."""
 
     stage: int
     replica: int
     number: int
     attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unreached:
-    """An attempt of a group failed on a rank: it could not reach another one."""
-
-    stage: int
-    replica: int
-    number: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Came:
-    """A replica is a member from now on."""
-
-    replica: int
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A rank has no batch left before the next mean over all replicas: no group waits for it."""
+    """A rank has no batch left before the next mean over all replicas, so no group waits for it; or it had
+    none, and comes with batches again.
+    """
 
     stage: int
     replica: int
+    is_drained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
-    """A rank that had drained will come with batches again."""
+class GroupMembers:
+    """These replicas are the members from now on."""
 
-    stage: int
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupGone:
-    """A replica is dead, or has left."""
-
-    replica: int
+    replicas: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTick:
-    """Time has passed."""
-
-
-GroupEvent = Arrived | GroupSummed | Unreached | Came | Drained | Back | GroupGone | GroupTick
+GroupEvent = Arrived | GroupSummed | Drained | GroupMembers | None
+"""None: time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragingGroup:
-    """Replicas that average the weights of a stage; `summed` hold the mean of this attempt."""
+    """Replicas that average the weights of a stage, from those that they kept; `summed` hold the mean of this
+    attempt. Once all do the mean counts: the group `is_settled`.
+    """
 
     stage: int
     number: int
@@ -111,6 +86,7 @@ class AveragingGroup:
     attempt: int = 0
     is_forced: bool = False
     summed: frozenset[int] = frozenset()
+    is_settled: bool = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -118,18 +94,64 @@ class AveragingGroup:
         return tuple(one.replica for one in self.members)
 
 
+# How long replicas take from one batch to the next, as the coordinator sees them come, stage by stage.
+#
+# What an opener of a group waits for follows from it: a replica that is connected to few waits for about as
+# long as the others take for a batch, and one that is connected to most not much of that.
+
+_MEMORY = 0.8
+"""How much of the known seconds of a batch stays when another one was timed."""
+_MOST_WAIT = 0.1
+"""Of a batch of the others, for a replica that is connected to most of them."""
+_LEAST_S = 1e-6
+"""Of a batch."""
+
+
 @dataclass(frozen=True, slots=True)
-class Formed:
-    """All members of a group make its mean, from the weights that they kept."""
+class Paces:
+    """By stage and replica when it was last there, and its seconds from one batch to the next."""
 
-    group: AveragingGroup
+    last_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    batch_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
+    def with_arrival(self, stage: int, replica: int, now_s: float) -> "Paces":
+        """After a replica has come to a stage with its next batch."""
+        key, known = (stage, replica), self.batch_s
+        if key in self.last_s:
+            took_s = now_s - self.last_s[key]
+            known = known | {key: _MEMORY * known.get(key, took_s) + (1 - _MEMORY) * took_s}
+        return Paces(self.last_s | {key: now_s}, known)
 
-@dataclass(frozen=True, slots=True)
-class SettledGroup:
-    """All members hold the mean of their group: it counts, and they use it."""
+    def begun(self, replica: int, now_s: float) -> "Paces":
+        """After a replica was dealt a batch: if it was idle, the batch takes from now on. Its very first one
+        may take longer than any other, and is not timed.
+        """
+        idle = {key: now_s for key in self.batch_s if key[1] == replica and key not in self.last_s}
+        return Paces(self.last_s | idle, self.batch_s) if idle else self
 
-    group: AveragingGroup
+    def idle(self, stage: int, replica: int) -> "Paces":
+        """After a replica has come to a stage with the last batch that it has: until it is dealt another one,
+        no time is that of a batch.
+        """
+        key = stage, replica
+        return Paces({one: at_s for one, at_s in self.last_s.items() if one != key}, self.batch_s)
+
+    def without(self, replicas: Collection[int]) -> "Paces":
+        """After replicas have died."""
+        return Paces(
+            {key: at_s for key, at_s in self.last_s.items() if key[1] not in replicas},
+            {key: own_s for key, own_s in self.batch_s.items() if key[1] not in replicas},
+        )
+
+    def arrived(self, stage: int, replica: int, batch: int, wait_s: float) -> Arrived:
+        """What has happened where a replica comes to a stage that would wait for `wait_s` as opener."""
+        known = {key[1]: own_s for key, own_s in self.batch_s.items() if key[0] == stage}
+        own_s, others_s = known.get(replica), [own_s for one, own_s in known.items() if one != replica]
+        if not others_s:
+            return Arrived(stage, replica, batch, wait_s)
+        patient_s = median(others_s)
+        until_next = inf if own_s is None else sum(own_s / max(one, _LEAST_S) for one in known.values())
+        return Arrived(stage, replica, batch, min(wait_s, _MOST_WAIT * patient_s), patient_s, until_next)
 
 
 # Whether groups have joined all replicas: which can be reached from which over the pairs in one group.
@@ -319,13 +341,9 @@ class GroupState:
         latest = [one.batch for one in self.early if (one.stage, one.replica) == (stage, replica)]
         return batch <= max([self.formers[stage].latest.get(replica, -1), *latest])
 
-
-@dataclass(frozen=True, slots=True)
-class _GroupStep:
-    """What an event leads to."""
-
-    state: GroupState
-    replies: tuple[Formed | SettledGroup, ...] = ()
+    def with_former(self, stage: int, former: _Former) -> "GroupState":
+        """With another former of a stage."""
+        return replace(self, formers=(*self.formers[:stage], former, *self.formers[stage + 1 :]))
 
 
 def groups_begun(settings: GroupSettings, num_stages: int, members: Iterable[int]) -> GroupState:
@@ -335,37 +353,39 @@ def groups_begun(settings: GroupSettings, num_stages: int, members: Iterable[int
 
 
 def next_deadline_s(state: GroupState) -> float | None:
-    """When a `GroupTick` could change something, if nothing else happens before."""
+    """When time alone could change something, if nothing else happens before."""
     return min((one.deadline_s for one in state.formers if one.ready and not one.is_forced), default=None)
 
 
-def groups_step(state: GroupState, event: GroupEvent, now_s: float) -> _GroupStep:
-    """What follows from an event. One that says nothing new changes nothing."""
-    replies: list[Formed | SettledGroup] = []
+def groups_step(
+    state: GroupState, event: GroupEvent, now_s: float
+) -> tuple[GroupState, list[AveragingGroup]]:
+    """What follows from an event: the state, and each new attempt of a group and each that settled, in order.
+    An event that says nothing new changes nothing.
+    """
+    groups: list[AveragingGroup] = []
     match event:
         case Arrived():
             state = _arrived(state, event, now_s)
         case GroupSummed():
-            state = _summed(state, event, replies)
-        case Unreached():
-            state = _unreached(state, event, replies)
-        case Came():
-            formers = tuple(replace(one, present=one.present | {event.replica}) for one in state.formers)
-            state = replace(state, members=state.members | {event.replica}, formers=formers)
-        case GroupGone():
-            state = _gone(state, event.replica, replies)
+            state = _summed(state, event, groups)
+        case GroupMembers():
+            for replica in sorted(state.members - event.replicas):
+                state = _gone(state, replica, groups)
+            new = event.replicas - state.members
+            if new:
+                formers = tuple(replace(one, present=one.present | new) for one in state.formers)
+                state = replace(state, members=event.replicas, formers=formers)
         case Drained():
-            former = state.formers[event.stage].drained(event.replica, state.members)
-            state = _with_former(state, event.stage, former)
-        case Back():
             former = state.formers[event.stage]
-            former = replace(former, present=former.present | ({event.replica} & state.members))
-            state = _with_former(state, event.stage, former)
-        case GroupTick():
-            pass
+            if event.is_drained:
+                former = former.drained(event.replica, state.members)
+            else:
+                former = replace(former, present=former.present | ({event.replica} & state.members))
+            state = state.with_former(event.stage, former)
     for stage in range(len(state.formers)):
-        state = _closed_if_due(state, stage, now_s, replies)
-    return _GroupStep(state, tuple(replies))
+        state = _closed_if_due(state, stage, now_s, groups)
+    return state, groups
 
 
 def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
@@ -375,10 +395,9 @@ def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
         return state
     if event.stage != last and not state.has_come(last, event.replica, event.batch):
         return replace(state, early=(*state.early, event))
-    state = _waiting(state, event, now_s)
     followers = [one for one in state.early if one.replica == event.replica and one.batch <= event.batch]
     state = replace(state, early=tuple(one for one in state.early if one not in followers))
-    for one in followers:
+    for one in (event, *followers):
         state = _waiting(state, one, now_s)
     return state
 
@@ -398,83 +417,58 @@ def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
         members=state.members,
         may_force=state.owner is None and is_whole,
     )
-    state = _with_former(state, event.stage, former)
+    state = state.with_former(event.stage, former)
     return replace(state, owner=event.stage) if former.is_forced else state
 
 
-def _closed_if_due(
-    state: GroupState, stage: int, now_s: float, replies: list[Formed | SettledGroup]
-) -> GroupState:
+def _closed_if_due(state: GroupState, stage: int, now_s: float, groups: list[AveragingGroup]) -> GroupState:
     former = state.formers[stage]
     if not former.is_due(state.members & former.present, now_s):
         return state
-    groups = former.cut(len(state.members), state.settings)
-    was_forced = former.is_forced
-    former = former.closed(groups, len(state.members), state.settings)
-    state = _with_former(state, stage, former)
-    if was_forced:
+    cut = former.cut(len(state.members), state.settings)
+    state = state.with_former(stage, former.closed(cut, len(state.members), state.settings))
+    if former.is_forced:
         state = replace(state, owner=None)
-    for members in groups:
-        state = _formed(state, stage, members, replies, is_forced=was_forced)
+    for members in cut:
+        group = AveragingGroup(stage, state.num_groups, members, is_forced=former.is_forced)
+        groups.append(group)
+        state = _settled_or_open(replace(state, num_groups=state.num_groups + 1), group, groups)
     return state
 
 
-def _formed(
-    state: GroupState,
-    stage: int,
-    members: tuple[GroupMember, ...],
-    replies: list[Formed | SettledGroup],
-    *,
-    is_forced: bool,
-) -> GroupState:
-    group = AveragingGroup(stage, state.num_groups, members, is_forced=is_forced)
-    replies.append(Formed(group))
-    state = replace(state, num_groups=state.num_groups + 1)
-    return _settled_or_open(state, group, replies)
-
-
-def _settled_or_open(
-    state: GroupState, group: AveragingGroup, replies: list[Formed | SettledGroup]
-) -> GroupState:
+def _settled_or_open(state: GroupState, group: AveragingGroup, groups: list[AveragingGroup]) -> GroupState:
     """A group counts once all of it hold the mean; one alone has nothing to average."""
     key = (group.stage, group.number)
     if len(group.members) > 1 and group.summed < frozenset(group.replicas):
         return replace(state, open=state.open | {key: group})
     if group.members:
-        replies.append(SettledGroup(group))
+        groups.append(replace(group, is_settled=True))
     return replace(state, open={one: each for one, each in state.open.items() if one != key})
 
 
-def _summed(state: GroupState, event: GroupSummed, replies: list[Formed | SettledGroup]) -> GroupState:
+def _summed(state: GroupState, event: GroupSummed, groups: list[AveragingGroup]) -> GroupState:
     group = state.open.get((event.stage, event.number))
     if group is None or group.attempt != event.attempt or event.replica not in group.replicas:
         return state
-    return _settled_or_open(state, replace(group, summed=group.summed | {event.replica}), replies)
-
-
-def _unreached(state: GroupState, event: Unreached, replies: list[Formed | SettledGroup]) -> GroupState:
-    group = state.open.get((event.stage, event.number))
-    if group is None or group.attempt != event.attempt or event.replica not in group.replicas:
-        return state
-    return _again(state, group, group.members, replies)
+    if event.is_broken:
+        return _again(state, group, group.members, groups)
+    return _settled_or_open(state, replace(group, summed=group.summed | {event.replica}), groups)
 
 
 def _again(
     state: GroupState,
     group: AveragingGroup,
     members: tuple[GroupMember, ...],
-    replies: list[Formed | SettledGroup],
+    groups: list[AveragingGroup],
 ) -> GroupState:
     """The next attempt of a group."""
     group = replace(group, members=members, attempt=group.attempt + 1, summed=frozenset())
     if members:
-        replies.append(Formed(group))
-    return _settled_or_open(state, group, replies)
+        groups.append(group)
+    return _settled_or_open(state, group, groups)
 
 
-def _gone(state: GroupState, replica: int, replies: list[Formed | SettledGroup]) -> GroupState:
-    if replica not in state.members:
-        return state
+def _gone(state: GroupState, replica: int, groups: list[AveragingGroup]) -> GroupState:
     forced = [stage for stage, one in enumerate(state.formers) if one.is_forced]
     state = replace(
         state,
@@ -487,11 +481,5 @@ def _gone(state: GroupState, replica: int, replies: list[Formed | SettledGroup])
     for group in list(state.open.values()):
         if replica in group.replicas:
             members = tuple(one for one in group.members if one.replica != replica)
-            state = _again(state, group, members, replies)
+            state = _again(state, group, members, groups)
     return state
-
-
-def _with_former(state: GroupState, stage: int, former: _Former) -> GroupState:
-    formers = list(state.formers)
-    formers[stage] = former
-    return replace(state, formers=tuple(formers))

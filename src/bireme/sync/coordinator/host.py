@@ -9,13 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_gone
+from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_start
 from bireme.sync.coordinator.coordinator import begun, is_behind, wake_s, word_for
 from bireme.sync.coordinator.coordinator import step as coordinator_step
 from bireme.sync.coordinator.groups import groups_begun
 from bireme.sync.coordinator.messages import (
     TERM,
-    Absence,
     Commit,
     CoordinatorReply,
     GroupMember,
@@ -37,7 +36,6 @@ from bireme.sync.coordinator.state import (
     heard_replicas,
     is_summed,
 )
-from bireme.sync.coordinator.windows import with_own_batches
 
 # Groups where a coordinator takes up after another: from what ranks wait for, and which means they hold.
 #
@@ -198,38 +196,22 @@ def taken_up(
         # What was dealt to a replica that was to be dropped, but calls, is not known any more.
         left = {one.own_life for one in newest.members}
         callers = [one for one in callers if one.own_life in left]
-    state = replace(
-        _state(settings, there, last, term * TERM),
-        commits=_commits(last, held, [each.report for each in heard.values()]),
-    )
-    if settings.averages:
-        state = with_own_batches(state, last, newest, {one.replica for one in callers})
+    state = _state(settings, there, last, newest, {one.replica for one in callers}, term * TERM)
+    state = replace(state, commits=_commits(last, held, [each.report for each in heard.values()]))
     # What the other one wrote after its last word that anyone heard is undone by the first line.
-    first = state.lines[0].committed if settings.mode is SyncMode.QUORUM else settings.first
+    first = settings.first if settings.averages else state.lines[0].committed
     epoch = term * TERM + 1
-    lines: list[Began | Committed] = [
-        Began(epoch, first, settings.num_samples, state.pool.fresh, state.pool.open, settings.mode_in_ledger)
-    ]
+    state = with_start(state, epoch, first)
     state = replace(state, membership=replace(state.membership, epoch=epoch))
-    state = _with_summed(state, [one.own_life for one in callers], lines)
+    state = _with_summed(state, [one.own_life for one in callers])
     if settings.mode is SyncMode.GROUPS:
         state = _with_known_groups(state, [one.own_life for one in callers])
     if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
-    pool = state.pool
-    for replica in {replica for replica, _ in pool.deals} - {one.replica for one in callers}:
-        pool = pool.with_returned(replica)
+    state = state.with_returned({one for one, _ in state.pool.deals} - {one.replica for one in callers})
     started = replace(state.membership, epoch=epoch - 1).begun(callers)
-    state = replace(state, gone=newest.gone)
-    for one in last.members:
-        if one in callers:
-            continue
-        why = Absence.ENDED
-        if not started.is_over(one.own_life):
-            # It may have samples that nobody here knows of.
-            started, why = started.without(one.own_life), Absence.SILENT
-        state = with_gone(state, one, why)
-    return CoordinatorStep(replace(state, membership=started, pool=pool, after=last.place), (), tuple(lines))
+    lost = [one for one in last.members if one not in callers]
+    return CoordinatorStep(replace(state, gone=newest.gone, after=last.place).with_dropped(started, lost))
 
 
 def _fresh(
@@ -249,23 +231,40 @@ def _fresh(
 
 
 def _state(
-    settings: CoordinatorSettings, membership: Membership, last: CoordinatorReply, first_attempt: int
+    settings: CoordinatorSettings,
+    membership: Membership,
+    last: CoordinatorReply,
+    newest: CoordinatorReply,
+    replicas: Collection[int],
+    first_attempt: int,
 ) -> CoordinatorState:
-    """What the last word says, as a state."""
-    fresh = begun(settings)
-    lines = []
-    for line, committed in zip(fresh.lines, last.committed, strict=True):
+    """What words say, as a state: what counted by the `last` word of an epoch in which anything may count.
+    Where these replicas train batches of their own, what was dealt and who heals is by the `newest` word.
+    """
+    state = replace(begun(settings), membership=membership)
+    for line, committed in zip(state.lines, last.committed, strict=True):
         grant = next((one for one in last.grants if one.line == line.number), None)
-        lines.append(replace(line, committed=committed, grant=grant, first_attempt=first_attempt))
+        line = replace(line, committed=committed, grant=grant, first_attempt=first_attempt)  # noqa: PLW2901
+        state = state.with_line(line)
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
-    dealt = max((one.batch + 1 for one in last.deals), default=0)
-    committed = max(last.committed, default=0) if settings.mode is SyncMode.QUORUM else 0
+    if not settings.averages:
+        dealt = max([settings.first, *last.committed, *(batch + 1 for _, batch in deals)])
+        return replace(state, pool=Pool(last.fresh, last.waiting, deals), dealt=dealt)
+    own = {key: samples for key, samples in deals.items() if key[0] in replicas}
+    told = own | {(one.replica, one.batch): one.samples for one in newest.deals}
     return replace(
-        fresh,
-        membership=membership,
-        lines=tuple(lines),
-        pool=Pool(last.fresh, last.waiting, deals),
-        dealt=max(dealt, committed, settings.first),
+        state,
+        heals=tuple(one for one in newest.heals if one.donor in replicas),
+        pool=Pool(newest.fresh, newest.waiting, told),
+        ends=tuple(one for one in newest.ends if one.replica in replicas),
+        dealt_to={one.replica: one.dealt for one in newest.progress if one.replica in replicas},
+        trained={
+            (one.replica, part): batch
+            for one in last.progress
+            if one.replica in replicas
+            for part, batch in enumerate(one.trained)
+            if batch
+        },
     )
 
 
@@ -285,17 +284,15 @@ def _commits(
     return tuple(found[key] for key in sorted(found))
 
 
-def _with_summed(
-    state: CoordinatorState, callers: list[Incarnation], lines: list[Began | Committed]
-) -> CoordinatorState:
+def _with_summed(state: CoordinatorState, callers: list[Incarnation]) -> CoordinatorState:
     """With the rounds that may have been committed as committed, and the others not granted."""
     for line in state.lines:
         grant = line.grant
         parts = {one.replica for one in grant.parts} if grant is not None else set()
         there = [state.membership.reports(one) for one in callers if one.replica in parts]
         if grant is not None and there and all(is_summed(grant, one) for one in there):
-            state = with_commit(state, grant, lines)
-    return replace(state, lines=tuple(one.with_epoch() for one in state.lines))
+            state = with_commit(state, grant)
+    return state.without_grants()
 
 
 _LATENESS = 0.5

@@ -1,10 +1,8 @@
-"""What ranks say to the coordinator and what it answers: a `Report` and a `CoordinatorReply`. A launcher says
-a `Notice`, and is answered too.
+"""A rank sends a `Report`, a launcher a `Notice`, and the coordinator a `CoordinatorReply`, here a *word*.
 
-Both say all that holds now, not what has changed. So a later one replaces an earlier one, a lost one is made
-good by the next, and one that comes twice or late changes nothing. A rank reports whenever something has
-changed, and as often as its lease wants it; the coordinator answers every report, and sends a new word to all
-whose word has changed.
+Each message has everything that holds now, not what has changed. So the next one makes a lost one good, and
+one that comes twice or late changes nothing. A rank reports every change, and often enough for its lease; the
+coordinator answers every report, and sends a new word to all ranks whose word has changed.
 
     rank                                  coordinator
      │  Report: I am replica 1, stage 0        │
@@ -20,16 +18,15 @@ whose word has changed.
      │  Word: 7 is committed                   │
      │ ◀────────────────────────────────────── │
 
-**Epochs.** A membership epoch is one number. Its high part is the *term* of its coordinator: one that takes
-up after another begins at a later multiple of `TERM`. What carries an older epoch changes nothing.
+**Epochs.** The high part of a membership epoch is the *term* of its coordinator: one that takes up after
+another begins at a later multiple of `TERM`. A message with an older epoch changes nothing.
 
-**Rounds.** In `quorum` a round is the sum of the gradients of a batch, and there is one line of rounds. In
-`diloco` each fragment has a line of its own, and a round is the mean of its drift. Rounds of a line are
-numbered from 0 without gaps. `committed` is how many of them are committed, so it is the number of the next.
+**Rounds.** In `quorum` there is one line of rounds: the sums of gradients, batch by batch. In `diloco` each
+fragment has a line: the means of its drift. Rounds of a line are numbered from 0 without gaps; `committed` of
+them count, so that is the number of the next.
 
 **Windows.** In `groups` and `diloco` replicas train batches of their own until the places of a window are
-dealt. Then they drain, and all of them make one mean: a round of the last line, which all members have a part
-in. The number of that round is the number of the window.
+dealt. Then they drain and make one mean, a round of the last line with the number of the window.
 """
 
 from collections.abc import Hashable, Sequence
@@ -47,36 +44,38 @@ TERM = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class RankId:
-    """A rank: its replica, which start of that replica it is of, counted from 0, and its place in it.
+class Incarnation:
+    """One start of a replica, counted from 0. What an earlier one says changes nothing."""
 
-    A replica that was started again has the next life. What an earlier life says changes nothing.
-    """
+    replica: int
+    life: int
+
+
+class _OfIncarnation:
+    """What is of one start of a replica."""
+
+    __slots__ = ()
+    replica: int
+    life: int
+
+    @property
+    def own_life(self) -> Incarnation:
+        """The start of the replica."""
+        return Incarnation(self.replica, self.life)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankId(_OfIncarnation):
+    """A rank: its replica, which start of that replica it is of, and its place in it."""
 
     replica: int
     life: int
     stage: int
 
-    @property
-    def own_life(self) -> "Incarnation":
-        """The start of the replica that it is of."""
-        return Incarnation(self.replica, self.life)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Incarnation:
-    """One start of a replica."""
-
-    replica: int
-    life: int
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class SamplePlaces:
-    """Samples by their places in the order of the run: from `begin` up to but without `end`.
-
-    With n samples the place p is of the pass p // n over the data, as in `bireme.train.data.placing`.
-    """
+    """Samples by their places in the order of the run (`bireme.train.data.placing`), without `end` itself."""
 
     begin: int
     end: int
@@ -100,15 +99,14 @@ class RoundPart:
 
 @dataclass(frozen=True, slots=True)
 class RoundAt:
-    """Where a rank is in a line of rounds.
+    """Where a rank is in a line of rounds: it has the results of `committed` rounds.
 
-    It has `committed` rounds: it has the results of all of them, and has heard that they count. `ready` is
-    the round whose contribution it has kept, `summed` the one whose sum it holds, made in `attempt`. `lost`
-    are replicas that it could not reach in that attempt, or as the source of a committed sum. `last` is the
-    committed round that it took last, without sources. `busy_s` are the seconds that its device was busy with
-    the contribution. In `diloco` it says of its contribution how many samples it is of, and that the first
-    `trained` batches are in it or in earlier ones. It `is_due` if the rank waits for the round even if no
-    replica has samples in it.
+    It has kept its contribution to the round `ready`, and holds the sum of the round `summed` as of
+    `attempt`. `lost` are replicas that it could not reach in that attempt, or as the source of a committed
+    sum. `last` is the committed round that it took last, without sources. Its device was busy with the
+    contribution for `busy_s`. In `diloco` the contribution is of `num_samples`, and the first `trained`
+    batches are in it or in earlier ones. It `is_due` if the rank waits for the round even if no replica has
+    samples in it.
     """
 
     committed: int = 0
@@ -125,12 +123,9 @@ class RoundAt:
 
 @dataclass(frozen=True, slots=True)
 class GroupAt:
-    """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`.
-
-    `wait_s` is how long it would wait for others, if it opens the group. `summed` is the group
-    that it holds the mean of, made in `attempt`; `is_broken` says that it could not reach another member in
-    that attempt. One that `is_drained` has no batch left in its window. `last` is the settled group that it
-    took last.
+    """Where a rank is in `groups`: it waits to average its weights after the batch `arrived`, as opener for
+    `wait_s`. It holds the mean of the group `summed` as of `attempt`, in which it could not reach a member if
+    it `is_broken`. If it `is_drained`, it has no batch left in its window. It took the settled group `last`.
     """
 
     arrived: int | None = None
@@ -175,14 +170,12 @@ class Window:
 class Report:
     """All that a rank has to say. `number` grows with each report of this rank.
 
-    `epoch` is the most recent that it knows, 0 if none; `address` is where other ranks of its stage reach it.
-    It wants the samples of all batches below `wants`. `rounds` has one entry for each line. One that heals
-    has loaded the snapshot after `healed` batches. It is in a `window`, and has asked for the first `means`
-    windows to end (`groups` and `diloco`). `waits` says what it waits for, once nothing has come for a while.
-    One that `is_leaving` will say no more. One that `is_empty` was started after rounds counted: it has no
-    weights that the run could go on from, and can only heal.
-    `known` is there until the coordinator that it talks to has given it a word: a coordinator that takes up
-    needs no more than this from a majority of the members.
+    It knows the `epoch` (0: none), and other ranks of its stage reach it at `address`. It wants the samples
+    of all batches below `wants`. `rounds` has one entry for each line. A rank that heals has loaded the
+    snapshot after `healed` batches. In `groups` and `diloco` it is in a `window`, and has asked for the first
+    `means` windows to end. `waits` names what it waits for, once nothing has come for a while. A rank that
+    `is_leaving` will say no more; one that `is_empty` was started after rounds counted, and can only heal. A
+    coordinator that takes up needs `known` of a majority; it is sent until the coordinator has answered.
     """
 
     rank: RankId
@@ -200,11 +193,15 @@ class Report:
     is_empty: bool = False
     known: "Known | None" = None
 
+    def at(self, line: int) -> RoundAt:
+        """Where the rank is in a line of rounds."""
+        return self.rounds[line] if line < len(self.rounds) else RoundAt()
+
 
 @dataclass(frozen=True, slots=True)
 class HostStart:
-    """The incarnation of a replica over several hosts that the host can start its ranks of, or has started.
-    No rank of an earlier incarnation runs there. `store` is the address of the host's store for such ranks.
+    """The incarnation of a replica over several hosts that a host can start, or has started its ranks of. No
+    rank of an earlier one runs there. `store` is the address of the host's store for such ranks.
     """
 
     host: int
@@ -215,7 +212,8 @@ class HostStart:
 @dataclass(frozen=True, slots=True)
 class Notice:
     """What the launcher of a host says: these starts of its replicas are over for certain, and it `starts`
-    its ranks of replicas over several hosts.
+    its ranks of replicas over several hosts. The answer, also of a host that does not coordinate, has the
+    newest starts of all hosts that were heard there.
     """
 
     ended: tuple[Incarnation, ...]
@@ -226,16 +224,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class HostStarts:
-    """The newest starts of all hosts that this coordinator hears of. Also a coordinator that does not
-    coordinate answers the launchers of such hosts with it.
-    """
-
-    starts: tuple[HostStart, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(_OfIncarnation):
     """A replica that lives: `addresses` are those of its ranks, stage by stage. It trains the batches from
     `first` on.
     """
@@ -244,11 +233,6 @@ class Member:
     life: int
     addresses: tuple[str, ...]
     first: int = 0
-
-    @property
-    def own_life(self) -> Incarnation:
-        """The start of the replica that is the member."""
-        return Incarnation(self.replica, self.life)
 
 
 class Absence(StrEnum):
@@ -263,9 +247,9 @@ class Absence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """A life of a replica that is no member any more. The run had done that many `step`s by then: committed
-    in `quorum`, else dealt. The first rank of the replica was at `address`.
+class Gone(_OfIncarnation):
+    """A life of a replica that is no member any more, after `step` steps of the run: committed in `quorum`,
+    else dealt. The first rank of the replica was at `address`.
     """
 
     replica: int
@@ -274,18 +258,11 @@ class Gone:
     why: Absence
     address: str = ""
 
-    @property
-    def own_life(self) -> Incarnation:
-        """The start of the replica that was the member."""
-        return Incarnation(self.replica, self.life)
-
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A round that runs now: every stage makes the sum over `parts`, from the kept contributions.
-
-    A later attempt of a round replaces the earlier one; in a later term attempts go on from that term's
-    multiple of `TERM`. Nobody uses the sum before it is committed.
+    """A round that runs now: every stage makes the sum over `parts`, which is used once it is committed. A
+    later attempt replaces an earlier one; in a later term attempts go on from that term's multiple of `TERM`.
     """
 
     line: int
@@ -352,11 +329,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """`replica` gets a snapshot of every stage from `donor`: weights and optimizer after `batch` updates.
-
-    It also gets the sums of all rounds from `batch` on, and takes them as soon as it has the snapshot. Once
-    it has nearly caught up, it trains the batches from `first` on, and is a member in the epoch that begins
-    there. One whose donor changes starts again. `addresses` are those of its ranks.
+    """`replica` gets a snapshot of every stage from `donor`, after `batch` updates, and the sums of all
+    rounds from `batch` on. Once it has nearly caught up, it trains the batches from `first` on, and is a
+    member in the epoch that begins there. With another donor it starts again. `addresses` are those of its
+    ranks.
     """
 
     replica: int
@@ -376,9 +352,8 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class GroupReply:
-    """The group of a rank's last arrival. The members are the same, in the same order, for all of them.
-
-    Everyone makes the plain mean over `members` from the kept weights, and uses it once it `is_settled`.
+    """The group of a rank's last arrival. Each of the `members`, in the same order for all, makes the plain
+    mean of the kept weights, and uses it once it `is_settled`.
     """
 
     number: int
@@ -392,17 +367,16 @@ class CoordinatorReply:
     """All that holds, told to a rank. `number` grows with everything that changes in a term.
 
     `committed` rounds of each line count; `commits` are the first of them that the rank has not said it has.
-    All members have the sums of the rounds of each line below `kept`, so nobody need keep these. `deals` are
-    the samples in batches that are not committed, of all replicas; `waiting` were dealt and lost, and are
-    dealt again first, and from the place `fresh` on none have been dealt. `ends` are those of the replicas'
-    last windows, `progress` says where they are. `voters` are sets of replicas: of each set enough must know
-    the epoch before it `is_installed`, and nothing is granted or committed before. A coordinator that took up
-    did so from the word with the epoch and the number that `after` says. `gone` lists the last life of each
-    replica that ceased to be a member.
+    Nobody need keep the sums of rounds below `kept`: all members have them. `deals` are the samples in
+    batches that are not committed, of all replicas; `waiting` were dealt and lost, and are dealt again first;
+    from the place `fresh` on none have been dealt. `ends` are those of the last windows of replicas,
+    `progress` is where these are. Of each set of `voters` enough must know the epoch before it
+    `is_installed`, and nothing is granted or committed before. A coordinator took up from the word at the
+    place `after`. `gone` has the last life of each replica that ceased to be a member.
 
-    `group` is of the rank's own last arrival. Where all members wait for each other for ever, `standstill`
-    says who waits for what: they end. A rank that `is_dropped` is of a life that is over: it ends, for its
-    replica to begin the next one. The run `is_lost` if rounds count and nobody is left who has their weights.
+    `group` is of the rank's own last arrival. If all members wait for each other for ever, they end for the
+    reason in `standstill`. A rank that `is_dropped` ends, for its replica to begin its next life. The run
+    `is_lost` if rounds count and no replica is left that has their weights.
     """
 
     epoch: int
@@ -448,10 +422,8 @@ class Known:
         return self.offered or self.held
 
     def with_word(self, word: CoordinatorReply) -> "Known | None":
-        """With one more word; None if the rank must not take it.
-
-        It is late, or of a coordinator that others have replaced, or of one that took up without knowing what
-        this rank was told.
+        """With one more word; None if the rank must not take it: it is late, or of a coordinator that others
+        have replaced, or of one that took up without knowing what this rank was told.
         """
         if self.last is not None and word.place <= self.last.place:
             return None
@@ -463,10 +435,10 @@ class Known:
 
 # Messages between ranks and the coordinator as lines of JSON.
 
-Message = TypeVar("Message", Report, Notice, HostStarts, CoordinatorReply)
+Message = TypeVar("Message", Report, Notice, CoordinatorReply)
 
 
-def encode(message: Report | Notice | HostStarts | CoordinatorReply) -> bytes:
+def encode(message: Report | Notice | CoordinatorReply) -> bytes:
     """A message as one line of JSON, without its end. Fields that hold their default are left out."""
     return _adapter(cast("Hashable", type(message))).dump_json(message, exclude_defaults=True)
 
@@ -480,6 +452,11 @@ def decode(kind: type[Message], line: bytes) -> Message:
             f"A line between a rank and the coordinator is no {kind.__name__}: "
             f"{error.errors()[0]['msg']}. Use one version of Bireme on all machines."
         ) from None
+
+
+def is_notice(line: bytes) -> bool:
+    """Whether a line is a `Notice`, which both sides send besides what they mostly send."""
+    return line.startswith(b'{"ended"')
 
 
 @cache

@@ -51,8 +51,8 @@ class CoordinatorSettings:
 
     A batch has `batch_size` samples whatever the members are; `limits` are the fewest and the most that each
     replica can train of it. A replica that was not heard of for `lease_s` is dropped. A round may go on
-    without some replicas once `quorum` contributions are ready (0: more than half of the members) and no
-    other has come for `grace_s`. The run begins at the batch `first`, with the samples `waiting` and those
+    without some replicas once more than half of the members are ready and no other has come for `grace_s`.
+    The run begins at the batch `first`, with the samples `waiting` and those
     from the place `fresh` on. A pass over the data has `num_samples`, 0 if it has no end. A run in which all
     replicas wait for each other ends after `timeout_s`, and not before `lease_s`, if `timeout_s` is not 0.
     Where replicas train batches of their own, shares of a window that are `is_equal` do not follow speeds.
@@ -65,7 +65,6 @@ class CoordinatorSettings:
     limits: ShareLimits
     lease_s: float = 10.0
     grace_s: float = 1.0
-    quorum: int = 0
     num_lines: int = 1
     first: int = 0
     fresh: int = 0
@@ -241,7 +240,9 @@ class Dealing:
         """After a batch in which each of these replicas trained so many samples, and was busy for so long."""
         if min(seconds.values(), default=0.0) <= 0:
             return self._recovered(counts)
-        paces = self.paces | {one: seconds[one] / count for one, count in counts.items() if count}
+        paces = self.paces
+        if len(counts) > 1:  # a replica alone has larger micro-batches: its pace compares with no other one
+            paces = paces | {one: seconds[one] / count for one, count in counts.items() if count}
         late = {one: slowness for one, slowness in self.late.items() if one not in counts}
         if self.balance is None or seconds.keys() != set(self.replicas) or counts != self.counts(batch):
             return replace(self, paces=paces, late=late)

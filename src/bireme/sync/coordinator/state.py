@@ -2,10 +2,8 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
-from statistics import median
 
-from bireme.sync.coordinator.groups import Arrived, GroupState
+from bireme.sync.coordinator.groups import GroupState, Paces
 from bireme.sync.coordinator.messages import (
     Absence,
     Commit,
@@ -23,66 +21,6 @@ from bireme.sync.coordinator.messages import (
     RoundPart,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool
-
-# How long replicas take from one batch to the next, as the coordinator sees them come, stage by stage.
-#
-# What an opener of a group waits for follows from it: a replica that is connected to few waits for about as
-# long as the others take for a batch, and one that is connected to most not much of that.
-
-_MEMORY = 0.8
-"""How much of the known seconds of a batch stays when another one was timed."""
-_MOST_WAIT = 0.1
-"""Of a batch of the others, for a replica that is connected to most of them."""
-_LEAST_S = 1e-6
-"""Of a batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Paces:
-    """By stage and replica when it was last there, and its seconds from one batch to the next."""
-
-    last_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    batch_s: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def with_arrival(self, stage: int, replica: int, now_s: float) -> "Paces":
-        """After a replica has come to a stage with its next batch."""
-        key, known = (stage, replica), self.batch_s
-        if key in self.last_s:
-            took_s = now_s - self.last_s[key]
-            known = known | {key: _MEMORY * known.get(key, took_s) + (1 - _MEMORY) * took_s}
-        return Paces(self.last_s | {key: now_s}, known)
-
-    def begun(self, replica: int, now_s: float) -> "Paces":
-        """After a replica was dealt a batch: if it was idle, the batch takes from now on. Its very first one
-        may take longer than any other, and is not timed.
-        """
-        idle = {key: now_s for key in self.batch_s if key[1] == replica and key not in self.last_s}
-        return Paces(self.last_s | idle, self.batch_s) if idle else self
-
-    def idle(self, stage: int, replica: int) -> "Paces":
-        """After a replica has come to a stage with the last batch that it has: until it is dealt another one,
-        no time is that of a batch.
-        """
-        key = stage, replica
-        return Paces({one: at_s for one, at_s in self.last_s.items() if one != key}, self.batch_s)
-
-    def without(self, replica: int) -> "Paces":
-        """After a replica has died."""
-        return Paces(
-            {key: at_s for key, at_s in self.last_s.items() if key[1] != replica},
-            {key: own_s for key, own_s in self.batch_s.items() if key[1] != replica},
-        )
-
-    def arrived(self, stage: int, replica: int, batch: int, wait_s: float) -> Arrived:
-        """What has happened where a replica comes to a stage that would wait for `wait_s` as opener."""
-        known = {key[1]: own_s for key, own_s in self.batch_s.items() if key[0] == stage}
-        own_s, others_s = known.get(replica), [own_s for one, own_s in known.items() if one != replica]
-        if not others_s:
-            return Arrived(stage, replica, batch, wait_s)
-        patient_s = median(others_s)
-        until_next = inf if own_s is None else sum(own_s / max(one, _LEAST_S) for one in known.values())
-        return Arrived(stage, replica, batch, min(wait_s, _MOST_WAIT * patient_s), patient_s, until_next)
-
 
 # Who is a member: leases, epochs, and how many must know an epoch before anything counts in it.
 #
@@ -394,45 +332,26 @@ class RoundSequence:
     since_s: float = 0.0
     broken_s: float = 0.0
 
-    def with_ready(self, ready: Collection[int], now_s: float) -> "RoundSequence":
-        """With those who are ready now."""
-        found = frozenset(ready)
-        return self if found == self.ready else replace(self, ready=found, since_s=now_s)
-
-    def granted(self, parts: tuple[RoundPart, ...], attempts: int) -> "RoundSequence":
-        """With an attempt at the present round, which has at least that number within its term."""
-        number = max(self.attempts, attempts)
-        grant = Grant(self.number, self.committed, self.first_attempt + number, parts)
-        return replace(self, grant=grant, attempts=number + 1)
-
     def after_commit(self) -> "RoundSequence":
         """Ready for the next round."""
         return replace(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
 
-    def with_epoch(self) -> "RoundSequence":
-        """In another epoch: what was granted in the one before is off."""
-        return replace(self, grant=None)
-
-    def broken(self, now_s: float) -> "RoundSequence":
-        """After an attempt in which a rank could not reach another."""
-        return replace(self, grant=None, broken_s=now_s)
-
 
 def is_ready(line: RoundSequence, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica have kept their contribution to the present round."""
-    places = [_at(one, line.number) for one in reports]
+    places = [one.at(line.number) for one in reports]
     return bool(places) and all(one.ready == line.committed == one.committed for one in places)
 
 
 def is_summed(grant: Grant, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica hold the sum of the attempt that is granted."""
-    places = [_at(one, grant.line) for one in reports]
+    places = [one.at(grant.line) for one in reports]
     return bool(places) and all(one.summed == grant.round and one.attempt == grant.attempt for one in places)
 
 
 def is_broken(grant: Grant, reports: Collection[Report]) -> bool:
     """Whether a rank could not reach another in the attempt that is granted."""
-    places = [_at(one, grant.line) for one in reports]
+    places = [one.at(grant.line) for one in reports]
     return any(one.lost and one.ready == grant.round and one.attempt == grant.attempt for one in places)
 
 
@@ -451,18 +370,18 @@ def next_grant(
     replica waits for those that are `silent`, once the quorum is ready. `attempts` is greater than the number
     of any attempt at the present round of another line: ranks ignore what is older than the last attempt.
     """
-    line = line.with_ready(ready, now_s)
+    if line.ready != ready.keys():
+        line = replace(line, ready=frozenset(ready), since_s=now_s)
     if not ready:
         return line
     missing = set(contributors) - ready.keys()
     is_over = missing <= set(silent) or now_s >= line.since_s + grace_s
     if missing and not (len(ready) >= quorum and is_over):
         return line
-    return line.granted(tuple(RoundPart(replica, num) for replica, num in sorted(ready.items())), attempts)
-
-
-def _at(report: Report, line: int) -> RoundAt:
-    return report.rounds[line] if line < len(report.rounds) else RoundAt()
+    number = max(line.attempts, attempts)
+    parts = tuple(RoundPart(replica, num) for replica, num in sorted(ready.items()))
+    grant = Grant(line.number, line.committed, line.first_attempt + number, parts)
+    return replace(line, grant=grant, attempts=number + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,20 +436,105 @@ class CoordinatorState:
     standstill: str = ""
     """Why the run ends, once that has been so for too long."""
 
+    ledger: tuple[Began | Committed, ...] = ()
+    """Lines for the ledger that the last event has led to."""
+
+    @property
+    def is_quorum(self) -> bool:
+        """Whether all replicas train the same batches."""
+        return not self.settings.averages
+
     @property
     def contributors(self) -> tuple[int, ...]:
         """The replicas that train the next batch that is dealt."""
         entering = [one.replica for one in self.heals if one.first is not None and one.first <= self.dealt]
         return tuple(sorted([*self.membership.replicas, *entering]))
 
+    def reports(self, replica: int) -> list[Report]:
+        """The last reports of all ranks of a replica that were heard."""
+        heard = self.membership.heard
+        return [each.report for rank, each in heard.items() if rank.replica == replica]
+
+    def places(self, replica: int, line: int) -> list[RoundAt]:
+        """Where the ranks of a replica are in a line of rounds."""
+        return [one.at(line) for one in self.reports(replica)]
+
+    def is_of_means(self, line: RoundSequence) -> bool:
+        """Whether the rounds of a line are the means over all replicas, which need every member."""
+        return not self.is_quorum and line.number == len(self.lines) - 1
+
+    def with_line(self, line: RoundSequence) -> "CoordinatorState":
+        """With another state of a line of rounds."""
+        return replace(self, lines=tuple(line if one.number == line.number else one for one in self.lines))
+
+    def in_epoch(self, membership: Membership, members: Collection[Member]) -> "CoordinatorState":
+        """In the next epoch, with these members: what was granted in the one before is off."""
+        return replace(self.without_grants(), membership=membership.begun(members))
+
+    def without_grants(self) -> "CoordinatorState":
+        """With nothing granted."""
+        return replace(self, lines=tuple(replace(one, grant=None) for one in self.lines))
+
+    def first_undealt(self, replica: int) -> int:
+        """The first of its own batches that was not dealt to a replica."""
+        return self.dealt_to.get(replica, self.settings.first)
+
+    def last_end(self, replica: int) -> End | None:
+        """The end of the last window in which a replica has no batch left."""
+        return next((one for one in self.ends if one.replica == replica), None)
+
+    def has_ended(self, replica: int, window: int) -> bool:
+        """Whether a replica has no batch left in a window."""
+        last = self.last_end(replica)
+        return last is not None and last.window == window
+
+    def with_counted(self, batch: int, attempt: int, replicas: tuple[int, ...]) -> "CoordinatorState":
+        """After the samples of these replicas in a batch were committed."""
+        pool = self.pool
+        samples = tuple(pool.deals.get((one, batch), ()) for one in replicas)
+        for one in replicas:
+            pool = pool.without_deal(one, batch)
+        line = Committed(
+            self.membership.epoch, batch, attempt, replicas, samples, pool.fresh, pool.open, pool.returned
+        )
+        return replace(self, pool=pool, ledger=(*self.ledger, line))
+
+    def with_dropped(
+        self, membership: Membership, lost: Iterable[Member], leaving: Collection[Member] = ()
+    ) -> "CoordinatorState":
+        """With members among those that are gone, and this membership. Lives that may go on somewhere are
+        dropped: they may have samples that nobody here knows of.
+        """
+        gone = {one.replica: one for one in self.gone}
+        step = self.lines[0].committed if self.is_quorum else self.pool.fresh // self.settings.batch_size
+        for one in lost:
+            why = Absence.LEFT if one in leaving else Absence.ENDED
+            if not membership.is_over(one.own_life):
+                membership, why = membership.without(one.own_life), Absence.SILENT
+            gone.pop(one.replica, None)
+            gone[one.replica] = Gone(one.replica, one.life, step, why, next(iter(one.addresses), ""))
+        return replace(self, membership=membership, gone=tuple(gone.values()))
+
+    def with_returned(self, replicas: Iterable[int]) -> "CoordinatorState":
+        """After all that was dealt to replicas has come back."""
+        pool = self.pool
+        for one in replicas:
+            pool = pool.with_returned(one)
+        return replace(self, pool=pool)
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStep:
     """What an event leads to: words for ranks, and lines for the ledger, which come before the words. Lines
-    that are `is_lasting` must be on the disk by then, with all before them, and not only written.
+    that are `is_lasting` must be on the disk by then, with all before them, and not only written. One that
+    `resigns` closes all connections.
     """
 
     state: CoordinatorState
     words: tuple[tuple[RankId, CoordinatorReply], ...] = ()
-    lines: tuple[Began | Committed, ...] = ()
     is_lasting: bool = True
+
+    @property
+    def lines(self) -> tuple[Began | Committed, ...]:
+        """The lines for the ledger."""
+        return self.state.ledger

@@ -8,13 +8,13 @@ ends there, and they take what is left. A sample counts once it is in weights th
 of the model: stages in `groups`, fragments in `diloco`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from math import inf
 
-from bireme.sync.coordinator.messages import CoordinatorReply, End, Progress, Report, Window
-from bireme.sync.coordinator.samples import Began, Committed, Dealing, Pool, SyncMode
+from bireme.sync.coordinator.messages import End, Progress, Report, Window
+from bireme.sync.coordinator.samples import Dealing, SyncMode
 from bireme.sync.coordinator.state import CoordinatorState
 
 # Who trains the last batches of a window, where replicas train batches of their own.
@@ -68,11 +68,11 @@ def with_own_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
 
 
 def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> CoordinatorState:
-    reports = [one.report for rank, one in state.membership.heard.items() if rank.replica == replica]
+    reports = state.reports(replica)
     wants = max((one.wants for one in reports), default=0)
     window = _window(reports)
-    batch = first = state.dealt_to.get(replica, state.settings.first)
-    if batch >= wants or any((one.replica, one.window) == (replica, window.number) for one in state.ends):
+    batch = first = state.first_undealt(replica)
+    if batch >= wants or state.has_ended(replica, window.number):
         return state
     dealing = state.dealing.among(state.membership.replicas, batch)
     pool, ends, until = state.pool, state.ends, _until(state, window)
@@ -102,23 +102,21 @@ def _has_equal_share(
     """Whether the batches of a replica below that one are as many as the run's own in the window, and the
     others still train all that is left in theirs.
     """
+    settings = state.settings
 
     def num_missing(one: int, dealt: int) -> int:
         """How many batches that replica lacks in the window, to which those below `dealt` were dealt."""
-        last = next((end for end in state.ends if end.replica == one), None)
+        last = state.last_end(one)
         if last is not None and last.window == window.number:
             return 0
-        begun, fresh = (
-            (state.settings.first, state.settings.fresh) if last is None else (last.batch, last.until)
-        )
-        return max(-(-(window.until - fresh) // state.settings.batch_size) - (dealt - begun), 0)
+        begun, fresh = (settings.first, settings.fresh) if last is None else (last.batch, last.until)
+        return max(-(-(window.until - fresh) // settings.batch_size) - (dealt - begun), 0)
 
     if window is _NO_END or num_missing(replica, batch):
         return False
     counts = dealing.counts(batch)
     others = (one for one in state.membership.replicas if one != replica)
-    dealt_to, first = state.dealt_to, state.settings.first
-    return left <= sum(num_missing(one, dealt_to.get(one, first)) * counts[one] for one in others)
+    return left <= sum(num_missing(one, state.first_undealt(one)) * counts[one] for one in others)
 
 
 def _would_end_last(
@@ -133,17 +131,15 @@ def _would_end_last(
     """Whether a replica would end that batch after the others have trained all that is left. Each has a batch
     of each window, so that it is known how long it takes.
     """
-    own = _trainer(state, dealing, replica, batch, now_s)
-    begun = next((one.batch for one in state.ends if one.replica == replica), state.settings.first)
-    if own is None or batch == begun:
+    own, last = _trainer(state, dealing, replica, batch, now_s), state.last_end(replica)
+    if own is None or batch == (state.settings.first if last is None else last.batch):
         return False
     others = []
     for other in state.membership.replicas:
-        found = _trainer(state, dealing, other, state.dealt_to.get(other, state.settings.first), now_s)
-        if other == replica or found is None:
-            continue
-        has_ended = any((one.replica, one.window) == (other, window.number) for one in state.ends)
-        others.append(replace(found, batch_s=inf) if has_ended else found)
+        found = _trainer(state, dealing, other, state.first_undealt(other), now_s)
+        if other != replica and found is not None:
+            has_ended = state.has_ended(other, window.number)
+            others.append(replace(found, batch_s=inf) if has_ended else found)
     end_s = own.free_s + own.batch_s
     return done_without(others, left, end_s) < end_s
 
@@ -210,48 +206,17 @@ def progress_of(state: CoordinatorState) -> tuple[Progress, ...]:
     return tuple(
         Progress(
             replica,
-            state.dealt_to.get(replica, state.settings.first),
+            state.first_undealt(replica),
             tuple(state.trained.get((replica, part), 0) for part in parts),
         )
         for replica in state.membership.replicas
     )
 
 
-def with_own_batches(
-    state: CoordinatorState, last: CoordinatorReply, newest: CoordinatorReply, replicas: Collection[int]
-) -> CoordinatorState:
-    """With what was dealt to these replicas, and who heals from them, by the `newest` word that is known, and
-    what counted by the `last` one of an epoch in which anything may count.
-    """
-    deals = [one for one in last.deals if one.replica in replicas]
-    told = {(one.replica, one.batch): one.samples for one in (*deals, *newest.deals)}
-    own = [one for one in newest.progress if one.replica in replicas]
-    return replace(
-        state,
-        heals=tuple(one for one in newest.heals if one.donor in replicas),
-        pool=Pool(newest.fresh, newest.waiting, told),
-        ends=tuple(one for one in newest.ends if one.replica in replicas),
-        dealt_to={one.replica: one.dealt for one in own},
-        trained={
-            (one.replica, part): batch
-            for one in last.progress
-            if one.replica in replicas
-            for part, batch in enumerate(one.trained)
-            if batch
-        },
-    )
-
-
-def with_trained(state: CoordinatorState, num_parts: int, lines: list[Began | Committed]) -> CoordinatorState:
-    """With the samples of each replica that count, as `trained` says of each of so many parts."""
-    pool = state.pool
+def with_trained(state: CoordinatorState) -> CoordinatorState:
+    """With the samples of each replica that count, as `trained` says of each part."""
+    parts = range(num_parts_of(state))
     for replica, batch in sorted(state.pool.deals):
-        known = [state.trained.get((replica, part), 0) for part in range(num_parts)]
-        if batch < min(known):
-            samples = (pool.deals[replica, batch],)
-            pool = pool.without_deal(replica, batch)
-            epoch = state.membership.epoch
-            lines.append(
-                Committed(epoch, batch, 0, (replica,), samples, pool.fresh, pool.open, pool.returned)
-            )
-    return state if pool is state.pool else replace(state, pool=pool)
+        if batch < min(state.trained.get((replica, part), 0) for part in parts):
+            state = state.with_counted(batch, 0, (replica,))
+    return state

@@ -16,7 +16,7 @@ from bireme.codec.sum_description import DENSE
 from bireme.sync.coded import CodedSums
 from bireme.sync.components import HostStream, labelled, merge_components
 from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes
-from bireme.sync.group import Group
+from bireme.sync.group import SharingGroup
 from bireme.sync.rounds.digest import NO_DIGEST, Digest, check_same
 from bireme.sync.rounds.round_group import RoundGroup, bytes_of, scaled
 from bireme.sync.slices import SLICE_BYTES
@@ -81,7 +81,12 @@ class CodedFlats:
         self.streams: Mapping[str, HostStream] = {}
 
     def sum(
-        self, group: Group, own: Contribution, into: Sequence[Tensor], factors: Sequence[float], sender: int
+        self,
+        group: SharingGroup,
+        own: Contribution,
+        into: Sequence[Tensor],
+        factors: Sequence[float],
+        sender: int,
     ) -> tuple[bytes, Mapping[str, Tensor]]:
         """Write the sum over a group; gives which tensors any member has, the bases and the components."""
         names = [*self._views.slots]

@@ -12,7 +12,6 @@ from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bireme.runtime import stores
 from bireme.train.checkpoint.manifest import FileEntry
 
 POLL_S = 0.02
@@ -80,8 +79,7 @@ class CheckpointAgreement:
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
-        # Whoever else uses the same connection may wait on it for as long as it likes.
-        self._store = stores.second_connection(store) if isinstance(store, stores.Store) else store
+        self._store = store
         self._given_up = threading.Event()
         self._old: list[str] = []
         """Keys of verdicts, which all ranks have read once all have told of a later checkpoint."""

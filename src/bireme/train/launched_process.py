@@ -7,30 +7,29 @@ run file and the folder of the run is relied on.
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
-from bireme.balance import SlowStage
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_text, read_cluster
-from bireme.cluster.machine import host_name, num_cores
+from bireme.cluster.machine import host_name
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
+from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
-from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.quorum.site import Site
+from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
-from bireme.runtime.world import World
+from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.disk_room import check_room
+from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
     host_orders,
@@ -40,10 +39,10 @@ from bireme.train.host_launcher import (
     under_way,
     wait_for_launcher,
 )
-from bireme.train.launching import DONE, FinishedRun, finish
+from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
-from bireme.train.outcome import LinkBytes, Outcome, RankOutcome
+from bireme.train.outcome import Outcome
 from bireme.train.prepare import PreparedRun
 from bireme.train.private_census import (
     Census,
@@ -54,9 +53,9 @@ from bireme.train.private_census import (
     plain_census,
     write_census,
 )
-from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import (
+    ORDERS,
     Announcements,
     Environment,
     Orders,
@@ -72,9 +71,6 @@ from bireme.train.worker import train_rank
 
 _USER_ERROR, _NO_PROGRESS = 2, 3
 """Exit statuses of a run that cannot begin, and of one that reached its restart limit."""
-
-_FAILED_FIRST_S = 1.0
-"""A rank that ends because of another one ends so much later, for launchers blame the first."""
 
 SEEN_S = 30.0
 """How long a file may take to be seen on another machine: shared folders are late."""
@@ -97,32 +93,27 @@ def join(
     environment = Environment.of(os.environ)
     if sentence := how_it_ended_before(environment, run_file, sets):
         if environment.has_own_output:
-            _tell(sentence)
+            tell(sentence)
         return None
     if (back := under_way(environment, run_file, sets)) is not None:
         return _on_host(*back, environment.rank, None)
     let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
-    store = rendezvous(environment)
-    joined = _Joined(environment, store, anyway=anyway)
     try:
-        return joined.go(run_file, sets, show)
-    except RankFailed as failure:
-        _tell(f"rank {joined.place} ends. {failure if failure.rank == joined.place else failure.line}")
-        time.sleep(_FAILED_FIRST_S)
-        raise SystemExit(1) from None
+        return _Joined(environment, rendezvous(environment), anyway=anyway).go(run_file, sets, show)
     except dist.DistError as error:  # its text goes on with frames of C++
         first_line = str(error).splitlines()[0]
-        _tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
+        tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
         raise SystemExit(1) from None
 
 
 def _on_host(
-    orders: Orders, site: Site | None, rank: int, prepared: PreparedRun | None
+    orders: Orders, host: LaunchHost | None, rank: int, prepared: PreparedRun | None
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
-    if site is not None:
-        return train_on_host(orders, site, prepared)
-    wait_for_launcher(orders, rank)
+    assert orders.hosts is not None, "replicas may die"
+    if host is not None:
+        return train_on_host(orders, orders.hosts, host, prepared)
+    wait_for_launcher(orders.hosts, rank)
     return None
 
 
@@ -141,6 +132,14 @@ class _Joined:
 
     def go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
         """Prepare together, train, part."""
+        try:
+            return self._go(run_file, sets, show)
+        except RankFailed as failure:
+            tell(f"rank {self.place} ends. {failure if failure.rank == self.place else failure.line}")
+            time.sleep(FAILED_FIRST_S)
+            raise SystemExit(1) from None
+
+    def _go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
         rank, size = self._environment.rank, self._environment.size
         with World(PrefixStore("prepare", self._store), rank=rank, size=size):
             nodes = nodes_of(self._members())
@@ -151,30 +150,29 @@ class _Joined:
                 self._follow(nodes)
             status, told = self._talk.hear("status"), self._talk.hear("orders")
             if status and rank and self._environment.has_own_output:
-                _tell(self._talk.hear("complaint"))
+                tell(self._talk.hear("complaint"))
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            site = None
-            if not status and told is not None and told["hosts"] is not None:
-                site = meet_hosts(Orders(**told), rank, self._talk)
+            host, orders = None, None if told is None else ORDERS.validate_python(told)
+            if not status and orders is not None and orders.hosts is not None:
+                host = meet_hosts(orders, orders.hosts, rank, self._talk)
         if status:
             raise SystemExit(status)
-        if told is None:
+        if orders is None:
             return None
-        orders = Orders(**told)
         if orders.hosts is not None:
-            return _on_host(orders, site, rank, None if led is None else led.prepared)
+            return _on_host(orders, host, rank, None if led is None else led.prepared)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
             self._talk.count_in("parted")
             return None
-        outcomes = [_outcome(self._talk.hear(f"outcome/{place}")) for place in range(len(orders.places))]
+        outcomes = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
-        return finish(led.prepared, led.folder, outcomes)
+        return finish(led.prepared, led.folder, TypeAdapter(list[Outcome]).validate_python(outcomes))
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment
@@ -190,18 +188,17 @@ class _Joined:
         talk, led, status, complaint = self._talk, None, 0, ""
         try:
             asked = load_asked(run_file, sets)
-            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), _tell)
+            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
                 orders = _orders(led, nodes)
-                talk.say("orders", asdict(orders))
+                talk.say("orders", ORDERS.dump_python(orders, mode="json"))
                 self._take(orders, nodes)
-                self._hear_complaints()
-                led = self._gather_census(led)
+                led = self._hear_all(led)
         except BiremeError as error:
             complaint = str(error)
-            _tell(complaint)
+            tell(complaint)
             status = _NO_PROGRESS if isinstance(error, RestartLimitError) else _USER_ERROR
         for name in ("device", "orders"):
             if not talk.is_said(name):
@@ -212,22 +209,18 @@ class _Joined:
         talk.say("status", status)
         return None if status else led
 
-    def _gather_census(self, led: RunSetup) -> RunSetup:
-        """What all owners have said of their private samples, which then all are told."""
-        told = [self._talk.hear(f"census/{rank}") for rank in range(self._environment.size)]
-        census = census_from({server: one for own in told for server, one in own.items()})
+    def _hear_all(self, led: RunSetup) -> RunSetup:
+        """Wait until all are ready. Raises the first complaint; else all learn the private samples of all."""
+        told = [self._talk.hear(f"ready/{rank}") for rank in range(self._environment.size)]
+        for complaint in filter(None, (own["complaint"] for own in told)):
+            raise BiremeError(complaint)
+        census = census_from({server: one for own in told for server, one in own["census"].items()})
         if led.checkpoint is not None:
-            check_same_census(load_census(led.folder.private), census, str(led.folder.path), _tell)
+            check_same_census(load_census(led.folder.private), census, str(led.folder.path), tell)
         write_census(led.folder.private, census)
         led.folder.record()
         self._talk.say("census", plain_census(census))
         return replace(led, prepared=replace(led.prepared, census=census))
-
-    def _hear_complaints(self) -> None:
-        """Wait until all are ready; what the first of those who are not says is the run's mistake."""
-        told = [self._talk.hear(f"ready/{rank}") for rank in range(self._environment.size)]
-        for complaint in filter(None, told):
-            raise BiremeError(complaint)
 
     def _servers(self, nodes: dict[str, list[LaunchedProcess]]) -> Callable[[str, list[int]], list[str]]:
         """Asks all machines for so many devices of a kind, and gives their texts in the order of nodes."""
@@ -265,7 +258,7 @@ class _Joined:
         self._say_server(asked["device"], asked["counts"], nodes)
         told = self._talk.hear("orders")
         if told is not None:
-            self._take(Orders(**told), nodes)
+            self._take(ORDERS.validate_python(told), nodes)
 
     def _take(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
@@ -275,14 +268,14 @@ class _Joined:
             census, complaint = self._census(orders, nodes), ""
         except BiremeError as error:
             complaint = f"On {host_name()}: {error}"
-        self._talk.say(f"census/{self._environment.rank}", plain_census(census))
-        self._talk.say(f"ready/{self._environment.rank}", complaint)
+        ready = {"complaint": complaint, "census": plain_census(census)}
+        self._talk.say(f"ready/{self._environment.rank}", ready)
 
     def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
         rank = self._environment.rank
         here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
-        folder = RunFolder(Path(orders.folder))
+        folder = orders.folder
         run = folder.load_run()
         if rank != here[0] or not run.data.private:
             return {}
@@ -293,7 +286,7 @@ class _Joined:
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
     def _check(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
-        folder = RunFolder(Path(orders.folder))
+        folder = orders.folder
         if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
                 f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
@@ -311,11 +304,7 @@ class _Joined:
         if rank not in orders.places:
             self._wait_for(size, Board(store, size))
             return
-        threads = orders.threads
-        if threads is None and orders.device == "cpu":
-            threads = max(1, num_cores() // num_local)
         place = self.place = orders.places.index(rank)
-        checkpoint = None if orders.checkpoint is None else Path(orders.checkpoint)
         with World(
             store,
             rank=place,
@@ -325,17 +314,8 @@ class _Joined:
             backend=orders.backend,
             device=orders.device,
         ) as world:
-            passed_over = tuple(map(Path, orders.passed_over))
             census = census_from(self._talk.hear("census"))
-            start = RunStart(
-                Path(orders.folder),
-                checkpoint,
-                threads,
-                place == 0,
-                orders.words,
-                passed_over,
-                census=census,
-            )
+            start = orders.start_of(num_local, is_shown=place == 0, census=census)
             outcome = train_rank(world, start)
             if outcome.reason not in DONE:
                 # All is saved. Who asked for the end asks more than once, and may kill who has not ended.
@@ -357,31 +337,13 @@ class _Joined:
 def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> Orders:
     hosts = {one.rank: host for host, members in enumerate(nodes.values()) for one in members}
     hosts_of_ranks = [host for _, host in sorted(hosts.items())]
+    machines = led.prepared.machines
     return Orders(
-        folder=str(led.folder.path),
-        digest=digest_of(led.folder),
-        checkpoint=None if led.checkpoint is None else str(led.checkpoint.folder),
-        passed_over=[] if led.checkpoint is None else [str(path) for path in led.checkpoint.passed_over],
-        places=led.places,
-        backend="nccl" if led.prepared.machines.backend == "nccl" else "gloo",
-        device=led.prepared.machines.device,
-        threads=led.threads,
-        timeout_s=led.prepared.run.cluster.timeout_s,
-        words=led.words,
-        hosts=host_orders(led, hosts_of_ranks) if led.prepared.run.sync.is_coordinated else None,
+        run_start(led.prepared, led.folder, led.checkpoint, led.threads),
+        digest_of(led.folder),
+        led.places,
+        machines.backend,
+        machines.device,
+        led.prepared.run.cluster.timeout_s,
+        host_orders(led, hosts_of_ranks) if led.prepared.run.sync.is_coordinated else None,
     )
-
-
-def _outcome(told: dict[str, Any]) -> Outcome:
-    own, slow = RankOutcome(**told["own"]), told["slow"]
-    own = replace(
-        own,
-        links=tuple(LinkBytes(**link) for link in told["own"]["links"]),
-        tiers=tuple(TierMoves(**tier) for tier in told["own"]["tiers"]),
-    )
-    found = replace(Outcome(**told), own=own, warnings=tuple(told["warnings"]))
-    return found if slow is None else replace(found, slow=SlowStage(**slow))
-
-
-def _tell(sentence: str) -> None:
-    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)

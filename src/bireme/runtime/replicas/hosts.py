@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bireme.runtime.board import RunFailed
-from bireme.runtime.coordinator_client import Address, Observer, coordinating
+from bireme.runtime.coordinator_client import BEAT_S, Address, Observer, coordinating
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, HostStart, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings, SyncMode
@@ -19,6 +19,8 @@ LOOK_S = 1.0
 """How often a host that hears of no coordinator looks into the run's folder."""
 MOST_ALONE_S = 1800.0
 """How long a host waits for the others."""
+_UNHEARD_S = 4 * BEAT_S
+"""A host that has not answered for so long cannot be reached now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class ReplicaPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class LaunchHost:
     """The host `number` of a run, and the `parts` of replicas that are started there. `hosts` are where the
     coordinators of all hosts listen; callers know the `token`. Its `coordinator` has been started. The run
     began at `began_s`, by the clock of this machine (`time.monotonic`); the first lives here have the number
@@ -80,27 +82,37 @@ class Site:
         return coordinating(word, self.hosts) == self.number
 
 
-class Starts:
+class StartProposals:
     """When a replica with ranks on several hosts starts here: once the launchers of all its hosts agree. They
     hear of each other through `observer`. `store` is the address of this host's store for ranks.
     """
 
     def __init__(
-        self, site: Site, observer: Observer, store: str, lease_s: float, tell: Callable[[str], None]
+        self, here: LaunchHost, observer: Observer, store: str, lease_s: float, tell: Callable[[str], None]
     ) -> None:
-        self._site, self._observer, self._store = site, observer, store
+        self._here, self._observer, self._store = here, observer, store
         self._lease_s, self._tell = lease_s, tell
         self._proposed_s: dict[int, float] = {}
         """When each replica began to wait for its hosts; those of which that was reported are absent."""
 
     def propose(self, incarnation: Incarnation) -> None:
         """Say that this host can start its ranks of an incarnation, and runs no ranks of an earlier one."""
-        self._observer.say_start(HostStart(self._site.number, incarnation, self._store))
+        self._observer.say_start(HostStart(self._here.number, incarnation, self._store))
         self._proposed_s[incarnation.replica] = time.monotonic()
 
     def agreement(self, part: ReplicaPart) -> StartAgreement:
         """What the hosts of a replica propose now."""
         return start_agreement(part.replica, part.hosts, self._observer.starts(self._lease_s))
+
+    def unheard(self, part: ReplicaPart) -> list[int]:
+        """The other hosts of a replica that do not answer this host. Their proposals may come by way of a
+        third host, but ranks that were started now could not reach each other.
+        """
+        return [host for host in self.others(part) if self._observer.unheard_s(host) > _UNHEARD_S]
+
+    def others(self, part: ReplicaPart) -> list[int]:
+        """The other hosts of a replica."""
+        return [host for host in part.hosts if host != self._here.number]
 
     def tell_missing(self, part: ReplicaPart, missing: Sequence[int]) -> None:
         """Report once which hosts a replica waits for, when it has waited for a lease."""
@@ -109,16 +121,17 @@ class Starts:
             return
         del self._proposed_s[part.replica]
         self._tell(
-            f"Replica {part.replica} waits for {self.addresses(missing)}: start bireme train there again, in "
-            "the same way as before. The replica starts once all of its hosts are there."
+            f"Replica {part.replica} waits for {self.addresses(missing)}. If bireme train has ended there, "
+            "start it again in the same way as before; if not, restore the connection. The replica starts "
+            "once all of its hosts reach each other."
         )
 
     def addresses(self, hosts: Sequence[int]) -> str:
         """The addresses of hosts, for people."""
-        return " and ".join(f"host {number} ({self._site.hosts[number][0]})" for number in hosts)
+        return " and ".join(f"host {number} ({self._here.hosts[number][0]})" for number in hosts)
 
 
-class Contact:
+class HostContact:
     """What the launcher of a host says and does about the other hosts, by what its `observer` hears.
 
     A host that is cut off cannot know whether the others go on, so its replicas wait. It finds the end of the
@@ -127,10 +140,10 @@ class Contact:
     """
 
     def __init__(
-        self, site: Site, observer: Observer, settings: CoordinatorSettings, tell: Callable[[str], None]
+        self, here: LaunchHost, observer: Observer, settings: CoordinatorSettings, tell: Callable[[str], None]
     ) -> None:
         self.observer = observer
-        self._site, self._lease_s, self._tell = site, settings.lease_s, tell
+        self._here, self._lease_s, self._tell = here, settings.lease_s, tell
         self._changes = Changes(settings.batch_size, is_quorum=settings.mode is SyncMode.QUORUM)
         self._noted: CoordinatorReply | None = None
         self._is_silence_told = False
@@ -143,7 +156,7 @@ class Contact:
             return
         self._noted = word
         for change in self._changes.in_word(word):
-            if change.replica in {part.replica for part in self._site.parts}:
+            if change.replica in {part.replica for part in self._here.parts}:
                 continue  # the launcher has seen that by itself
             if change.why is None:
                 self._tell(f"{change.text}.")
@@ -168,35 +181,35 @@ class Contact:
         if is_asked_to_stop:
             raise RunFailed(
                 f"This host was asked to stop while no coordinator of the run answered, for {silent_s:.0f} s "
-                f"({self._site.others}). So it ends without the others and without saving: if they go on, "
+                f"({self._here.others}). So it ends without the others and without saving: if they go on, "
                 "they have all that counts; if not, bireme resume goes on from the newest checkpoint."
             )
         if now_s < self._looked_s + LOOK_S:
             return False
         self._looked_s = now_s
-        if self._site.how_it_ended():
+        if self._here.how_it_ended():
             return True
         self._check_patience(silent_s)
         if not self._is_silence_told:
             self._is_silence_told = True
             self._tell(
                 f"No coordinator of the run has answered this host for {silent_s:.0f} s: it is cut off from "
-                f"{self._site.others}, or these are gone. Its replicas wait, and go on with the others when "
+                f"{self._here.others}, or these are gone. Its replicas wait, and go on with the others when "
                 "they can be reached again; an interrupt ends this host."
             )
         return False
 
     def _check_patience(self, silent_s: float) -> None:
-        others = [number for number in range(len(self._site.hosts)) if number != self._site.number]
+        others = [number for number in range(len(self._here.hosts)) if number != self._here.number]
         if all(self.observer.refused_s(number) > self._lease_s for number in others):
             raise RunFailed(
-                f"The bireme train of all other hosts ({self._site.others}) has ended, and the run's folder "
+                f"The bireme train of all other hosts ({self._here.others}) has ended, and the run's folder "
                 "does not say that the run has. Their output may say why. Start bireme train on all hosts "
                 "again: the run resumes from its newest checkpoint."
             )
         if silent_s > MOST_ALONE_S:
             raise RunFailed(
                 f"No coordinator of the run has answered this host for {silent_s / 60:.0f} minutes "
-                f"({self._site.others}). If the others go on, start bireme train here again once they can be "
+                f"({self._here.others}). If the others go on, start bireme train here again once they can be "
                 "reached; if not, start it on all hosts, and the run resumes from its newest checkpoint."
             )

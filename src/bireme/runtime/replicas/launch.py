@@ -4,11 +4,16 @@ A rank's death ends its replica, which is started again as long as another one g
 it needs. Each crew has a store of its own, in names, so that the ranks of a replica know only each other. A
 mistake of the user ends all where a first start meets it, as do a failure of the run itself and the death of
 the last replica. A sample that cannot be read ends its replica; if it fails again, the run ends.
+
+    waits for its other hosts ──▶ runs ──▶ ends ──▶ its processes are gone ──▶ the run ends, or
+              ▲                                                                the next life
+              └───────────────────────────────────────────────────────────────────┘
+
+A life that has ended, here or on another host, stays ended whatever is heard later: all know it.
 """
 
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,19 +26,17 @@ from bireme.errors import BiremeError, SampleError
 from bireme.runtime.board import Board, Failure, FailureKind, RunFailed
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
-from bireme.runtime.launch import LOCALHOST, Crew, RankSetup, RemoteBoard, pickled, preload_own
-from bireme.runtime.quorum.ledger_tail import AveragingTail, LedgerTail
-from bireme.runtime.quorum.site import Contact, ReplicaPart, Site, Starts
+from bireme.runtime.launch import LOCALHOST, Crew, Launcher, RankSetup, pickled, preload_own
+from bireme.runtime.replicas.hosts import HostContact, LaunchHost, ReplicaPart, StartProposals
+from bireme.runtime.replicas.ledger_tail import AveragingTail, LedgerTail
 from bireme.sync.coordinator.messages import Absence, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings
-from bireme.sync.coordinator.starts import StartAgreement
 from bireme.wire.listener import new_key, own_address
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
 
 
-LOOK_S = 0.1
 _MOST_IN_VAIN = 3
 """Lives of a replica in a row that end before they have trained, or of what is told as a mistake; then it is
 not started again.
@@ -80,39 +83,30 @@ def launch_replicas(
     threads_per_process: int | None = None,
     backend: "Backend" = "gloo",
     device: str | None = None,
-    site: Site | None = None,
+    host: LaunchHost | None = None,
 ) -> _Launched:
     """Run `function(world, order, *args)` in new processes for each replica, until one replica is done.
 
     `world` is of the replica's own ranks. `tell` is given a sentence for each death and each return. Raises
-    what `launch` does where no replica is left to go on, and `RunFailed` where none could. With a `site`
+    what `launch` does where no replica is left to go on, and `RunFailed` where none could. With a `host`
     there are other hosts, whose launchers do the same with the other replicas. Its coordinator is closed.
     """
-    from bireme.runtime.stores import PrefixStore, open_store
+    from bireme.runtime.stores import PrefixStore, serve_store
 
     preload_own(function)
-    here = site or _only_site(settings, ledger)
+    here = host or _only_host(settings, ledger)
     reached_at = own_address() if here.spans else LOCALHOST
-    store = open_store(reached_at, 0, serve=True, timeout_s=timeout_s)
-    tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
+    store = serve_store(reached_at, key=here.token, timeout_s=timeout_s)
     observer = None if here.is_alone else Observer(here.hosts, here.token)
-    own_store = f"{own_address()}:{store.port}"
 
-    def has_begun() -> bool:
-        committed = () if observer is None else observer.word.committed
-        if here.first_life and not committed:
-            return True  # the others went on without this host
-        first = 0 if settings.averages else settings.first
-        return tail.num_rounds > 0 or max(committed, default=0) > first
-
-    def crew_of(part: ReplicaPart, life: Incarnation, address: str) -> Crew:
+    def crew_of(part: ReplicaPart, life: Incarnation, store_of_rank_0: str, *, is_empty: bool) -> Crew:
         own = ReplicaOrder(
-            life, here.hosts, here.token, settings.lease_s, here.began_s, has_begun(), settings.first
+            life, here.hosts, here.token, settings.lease_s, here.began_s, is_empty, settings.first
         )
         has_store = here.number == part.hosts[0]
-        host, _, port = ("", "", store.port) if has_store else address.rpartition(":")
+        address, _, port = ("", "", store.port) if has_store else store_of_rank_0.rpartition(":")
         order = RankSetup(
-            host=host or LOCALHOST,
+            host=address or LOCALHOST,
             port=int(port),
             num_processes=settings.num_stages,
             timeout_s=timeout_s,
@@ -125,136 +119,87 @@ def launch_replicas(
             first_local=sum(len(one.ranks) for one in here.parts[: here.parts.index(part)]),
             first_rank=life.replica * settings.num_stages,
         )
+        call = pickled(function, (own, *args))
+        if not has_store:
+            return Crew(order, call)
         own_part = PrefixStore(order.prefix, store)
-        board = Board(own_part, settings.num_stages) if has_store else RemoteBoard(order)
-        return Crew(order, pickled(function, (own, *args)), board, own_part if has_store else None)
+        return Crew(order, call, Board(own_part, settings.num_stages), own_part)
 
-    starts = None if observer is None else Starts(here, observer, own_store, settings.lease_s, tell)
-    replicas = [_Replica(part, crew_of, here.first_life, starts) for part in here.parts]
     try:
-        if observer is not None:
-            for one in replicas if here.first_life else ():
-                observer.ended(one.life)  # and those before it
-            observer.start()
-        for one in replicas:
-            one.begin()
-        contact = None if observer is None else Contact(here, observer, settings, tell)
-        return _Supervision(
-            replicas, here, contact, tail, tell, has_begun, starts, settings.num_stages
-        ).results()
+        with Launcher() as launcher:
+            tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
+            run = _Supervision(launcher, here, settings, crew_of, observer, tail, tell)
+            return run.results(f"{own_address()}:{store.port}")
     finally:
-        for one in replicas:
-            one.give_up()
-        for one in replicas:
-            one.join()
         if observer is not None:
             observer.close()
         here.coordinator.close()
 
 
-def _only_site(settings: CoordinatorSettings, ledger: Path) -> Site:
+def _only_host(settings: CoordinatorSettings, ledger: Path) -> LaunchHost:
     """This host, if it has all replicas."""
     key, address = new_key(), own_address()
     coordinator = CoordinatorProcess(CoordinatorOrder(settings, 0, 1, key, ledger, address, begins=True))
     coordinator.start()
     ranks = tuple(range(settings.num_stages))
     parts = tuple(ReplicaPart(replica, ranks, (0,)) for replica in range(settings.num_replicas))
-    return Site(0, coordinator, ((address, coordinator.port),), key, parts, time.monotonic())
+    return LaunchHost(0, coordinator, ((address, coordinator.port),), key, parts, time.monotonic())
 
 
 class _Replica:
-    """The ranks of a replica on this host, in all its lives; the thread of each ends with its crew. If other
-    hosts have ranks too, `starts` says when a life starts.
-    """
+    """The ranks of a replica on this host, in all its lives."""
 
-    def __init__(
-        self,
-        part: ReplicaPart,
-        crew_of: Callable[[ReplicaPart, Incarnation, str], Crew],
-        first_life: int,
-        starts: Starts | None,
-    ) -> None:
+    def __init__(self, part: ReplicaPart, first_life: int) -> None:
         self.part, self.number = part, part.replica
         self.life = Incarnation(part.replica, first_life - 1)
-        self.num_in_vain = 0
-        self.was_member = self.is_told = False
-        """Whether it has trained in this life, and whether the others know that this life is over."""
+        self.crew: Crew | None = None
+        """The processes of this life; None while it waits for its other hosts."""
+        self.has_ended = False
+        """Whether this life is over, here or on another host, and the others know."""
+        self.was_member = False
+        """Whether it has trained in this life."""
         self.first_round = 0
         """How many batches counted when it began to train."""
+        self.num_in_vain = 0
+        self.is_left_out = False
+        """Whether it is not started again."""
         self.died_s: float | None = None
         """When it died, until it is back."""
-        self.is_over = False
-        """Whether it is not started again."""
         self.alone_s: float | None = None
         """Since when another host of this life is gone."""
-        self.crew: Crew | None = None
-        """None while it waits for its other hosts."""
-        self._crew_of, self._starts = crew_of, starts
         self._request: signal.Signals | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
-    def begin(self, least: int = 0) -> None:
-        """Begin the next life, of that number at least; if other hosts have ranks too, once all are there."""
+    def next_life(self, least: int = 0) -> None:
+        """Be in the next life, of that number at least, without processes yet."""
         self.life = Incarnation(self.number, max(self.life.life + 1, least))
-        self.was_member = self.is_told = False
-        self._request = self._request if self.crew is None else self.crew.request
-        self.crew = self._thread = self.alone_s = None
-        if self.part.is_whole or self._starts is None:
-            self.start("")
-        else:
-            self._starts.propose(self.life)
+        self._request, self.crew = self.request, None
+        self.has_ended = self.was_member = False
+        self.alone_s = None
 
-    def start(self, store: str) -> None:
-        """Start the processes of this life; `store` is the address of the store that other hosts have."""
-        self.crew = self._crew_of(self.part, self.life, store)
-        self.crew.request = self._request  # the life before was asked to stop, and could not
-        name = f"bireme replica {self.number}"
-        self._thread = threading.Thread(target=self._run, args=(self.crew,), name=name, daemon=True)
-        self._thread.start()
+    @property
+    def request(self) -> signal.Signals | None:
+        """The signal by which its processes were asked to stop. A life that was asked and could not passes it
+        on to the next one.
+        """
+        return self._request if self.crew is None else self.crew.request
 
     @property
     def lives(self) -> bool:
         """Whether its processes are there."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.crew is not None and not self.crew.is_over
+
+    @property
+    def cause(self) -> Failure | None:
+        """Why its life ended, if that is for something that happened to a rank."""
+        return None if self.crew is None else self.crew.cause
 
     @property
     def results(self) -> list[Any] | None:
         """What its ranks returned, if they have come to their end."""
-        if self.lives or self.crew is None or self.crew.cause is not None:
+        if self.lives or self.crew is None or self.cause is not None:
             return None
         found = self.crew.results()
         return None if found is None else [pickle.loads(one) for one in found]
-
-    @property
-    def cause(self) -> Failure | None:
-        """Why its life ended, if it ended so."""
-        if self._error is not None:
-            raise self._error
-        return None if self.lives or self.crew is None else self.crew.cause
-
-    @property
-    def is_asked_to_stop(self) -> bool:
-        """Whether its processes were asked to stop."""
-        return (self._request if self.crew is None else self.crew.request) is not None
-
-    def give_up(self) -> None:
-        """End its processes."""
-        if self.crew is not None:
-            self.crew.is_given_up = True
-
-    def join(self) -> None:
-        """Wait until there is no process of it."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self, crew: Crew) -> None:
-        try:
-            with crew:
-                crew.start()
-                crew.supervise()
-        except BaseException as error:
-            self._error = error
 
 
 class _Supervision:
@@ -262,27 +207,37 @@ class _Supervision:
 
     def __init__(
         self,
-        replicas: list[_Replica],
-        site: Site,
-        contact: Contact | None,
+        launcher: Launcher,
+        here: LaunchHost,
+        settings: CoordinatorSettings,
+        crew_of: Callable[..., Crew],
+        observer: Observer | None,
         tail: LedgerTail,
         tell: Callable[[str], None],
-        has_begun: Callable[[], bool],
-        starts: Starts | None,
-        num_stages: int,
     ) -> None:
-        self._starts, self._num_stages = starts, num_stages
-        self._replicas, self._site, self._tail, self._tell = replicas, site, tail, tell
-        self._coordinator = site.coordinator
-        self._contact, self._has_begun = contact, has_begun
-        self._observer = None if contact is None else contact.observer
+        self._launcher, self._here, self._settings = launcher, here, settings
+        self._crew_of, self._observer, self._tail, self._tell = crew_of, observer, tail, tell
+        self._coordinator = here.coordinator
+        self._replicas = [_Replica(part, here.first_life) for part in here.parts]
+        self._contact: HostContact | None = None
+        self._proposals: StartProposals | None = None
         self._failed: dict[str, int] = {}
         """The samples that replicas failed with, and which replica that was."""
 
-    def results(self) -> _Launched:
+    def results(self, store: str) -> _Launched:
         """What the replicas have come to, once one is done and the others that train have ended. It is
-        nothing where none of this host trained when the run ended on the others.
+        nothing where none of this host trained when the run ended on the others. `store` is the address of
+        this host's store for ranks.
         """
+        if self._observer is not None:
+            self._contact = HostContact(self._here, self._observer, self._settings, self._tell)
+            lease_s = self._settings.lease_s
+            self._proposals = StartProposals(self._here, self._observer, store, lease_s, self._tell)
+            for one in self._replicas if self._here.first_life else ():
+                self._observer.ended(one.life)  # and those before it
+            self._observer.start()
+        for one in self._replicas:
+            self._begin(one)
         while True:
             self._tend_coordinator()
             self._note_members()
@@ -291,9 +246,16 @@ class _Supervision:
                 self._tail.read()
                 return _Launched(self._done(), self._tail)
             for one in self._replicas:
-                self._meet_hosts(one)
-                self._note_death(one)
-            time.sleep(LOOK_S)
+                self._tend(one)
+            self._launcher.look()
+
+    def _has_begun(self) -> bool:
+        """Whether something has been committed, so that who is started has to get it from another replica."""
+        committed = () if self._observer is None else self._observer.word.committed
+        if self._here.first_life and not committed:
+            return True  # the others went on without this host
+        first = 0 if self._settings.averages else self._settings.first
+        return self._tail.num_rounds > 0 or max(committed, default=0) > first
 
     def _tend_coordinator(self) -> None:
         """Start it again if something is wrong with it, and say who counts no more."""
@@ -301,7 +263,7 @@ class _Supervision:
             return
         self._coordinator.start_again()
         for one in self._replicas:
-            if one.is_told:
+            if one.has_ended:
                 self._coordinator.ended(one.life)
         self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
 
@@ -320,74 +282,11 @@ class _Supervision:
         if self._contact is None:
             return False
         self._contact.note_word()
-        return self._contact.has_ended(is_asked_to_stop=any(one.is_asked_to_stop for one in self._replicas))
+        return self._contact.has_ended(is_asked_to_stop=any(one.request for one in self._replicas))
 
     def _done(self) -> list[list[Any]]:
         """What the ranks of those replicas returned that have come to their end."""
         return [found for one in self._replicas if (found := one.results) is not None]
-
-    def _meet_hosts(self, one: _Replica) -> None:
-        """Do what the launchers of a replica's hosts agree on: start its ranks here, or end them, because the
-        life is over on another host. A launcher that is gone has taken its ranks along.
-        """
-        if self._starts is None or one.part.is_whole or one.is_over:
-            return
-        found = self._starts.agreement(one.part)
-        is_over = found.number > one.life.life
-        if one.crew is None:
-            if is_over:
-                one.begin(found.number)
-            elif found.missing:
-                self._starts.tell_missing(one.part, found.missing)
-            else:
-                one.start(found.store)
-            return
-        if not found.missing:
-            one.alone_s = None
-        one.alone_s = one.alone_s or (time.monotonic() if found.missing else None)
-        is_alone = one.alone_s is not None and time.monotonic() > one.alone_s + _ABSENT_S
-        if not (is_over or is_alone) or one.results is not None:
-            return
-        self._tell_end(one)
-        if one.lives:
-            one.give_up()
-        elif one.cause is None:
-            self._after_end_elsewhere(one, found)
-
-    def _after_end_elsewhere(self, one: _Replica, found: StartAgreement) -> None:
-        """What follows from the end of a replica's life on another host."""
-        assert self._starts is not None, "the replica has other hosts"
-        others = [host for host in one.part.hosts if host != self._site.number]
-        what = f"Replica {one.number} ended on {self._starts.addresses(found.missing or others)}."
-        if self._has_begun() and not self._others(one):
-            raise RunFailed(
-                f"{what} No replica is left that has the weights. Start bireme train on all hosts again: the "
-                "run resumes from its newest checkpoint."
-            )
-        one.died_s = one.died_s or time.monotonic()
-        self._tell(f"{what} It starts again once all of its hosts are there.")
-        self._tail.read()  # as in `_after_death`
-        one.begin(found.number)
-
-    def _note_death(self, one: _Replica) -> None:
-        """See whether a replica has died: the others learn of it at once, and it begins again once all of its
-        processes are gone.
-        """
-        if one.is_over or one.crew is None:
-            return
-        if one.crew.cause is not None:
-            self._tell_end(one)
-        if not one.lives and one.cause is not None:
-            self._after_death(one, one.cause)
-
-    def _tell_end(self, one: _Replica) -> None:
-        """Tell all coordinators, once, that the life of a replica is over."""
-        if one.is_told:
-            return
-        one.is_told = True
-        self._coordinator.ended(one.life)
-        if self._observer is not None:
-            self._observer.ended(one.life)
 
     def _note_members(self) -> None:
         """Notice who has a part in rounds, and say who is back."""
@@ -399,25 +298,86 @@ class _Supervision:
                     away_s, one.died_s = time.monotonic() - one.died_s, None
                     self._tell(f"Replica {one.number} is back after {away_s:.1f} s.")
 
-    def _after_death(self, one: _Replica, cause: Failure) -> None:
-        """What follows from a replica's death: it begins again, or nothing goes on."""
-        self._check_samples(one, cause)
-        others = self._others(one)
-        # What stops one that was started again, as a full disk there, need not stop the others.
-        is_mistake = cause.blame is FailureKind.USER and not cause.samples
-        is_of_all = cause.blame in (FailureKind.INTERRUPT, FailureKind.RUN)
-        has_ended = is_of_all or (self._has_begun() and not others)
-        if has_ended or (is_mistake and not one.life.life):
-            raise cause.to_starter() from None
+    def _tend(self, one: _Replica) -> None:
+        """Start the processes of a replica once its hosts agree. If its life ends, tell the others at once;
+        once its processes are gone, do what follows.
+        """
+        if one.is_left_out:
+            return
+        if one.crew is None:
+            self._meet_hosts(one)
+            return
+        is_over_there = self._has_ended_there(one)
+        if one.cause is not None or is_over_there:
+            self._tell_end(one)
+        if is_over_there:
+            rank = next(rank for rank in range(self._settings.num_stages) if rank not in one.part.ranks)
+            one.crew.end(Failure.told("its host has ended or cannot be reached.", rank, None))
+        if one.has_ended and not one.lives:
+            self._after_end(one)
+
+    def _begin(self, one: _Replica, least: int = 0) -> None:
+        """Begin the next life of a replica, of that number at least: now, or once its hosts agree."""
+        one.next_life(least)
+        if self._proposals is None or one.part.is_whole:
+            self._start(one, "")
+        else:
+            self._proposals.propose(one.life)
+
+    def _start(self, one: _Replica, store: str) -> None:
+        """Start the processes of a life; `store` is the address of the store of its rank 0."""
+        request = one.request
+        one.crew = self._crew_of(one.part, one.life, store, is_empty=self._has_begun())
+        one.crew.request = request
+        self._launcher.start(one.crew)
+
+    def _meet_hosts(self, one: _Replica) -> None:
+        """Start the ranks of a replica here if the launchers of all its hosts agree, and can be reached."""
+        assert self._proposals is not None, "a replica that waits has other hosts"
+        found = self._proposals.agreement(one.part)
+        if found.number > one.life.life:
+            self._begin(one, found.number)
+        elif missing := found.missing or self._proposals.unheard(one.part):
+            self._proposals.tell_missing(one.part, missing)
+        else:
+            self._start(one, found.store)
+
+    def _has_ended_there(self, one: _Replica) -> bool:
+        """Whether this life of a replica is over on another host. A launcher that is gone has taken its ranks
+        along.
+        """
+        if self._proposals is None or one.part.is_whole:
+            return False
+        found, now_s = self._proposals.agreement(one.part), time.monotonic()
+        one.alone_s = (one.alone_s or now_s) if found.missing else None
+        is_alone = one.alone_s is not None and now_s > one.alone_s + _ABSENT_S
+        return found.number > one.life.life or is_alone
+
+    def _tell_end(self, one: _Replica) -> None:
+        """Tell all coordinators, once, that the life of a replica is over."""
+        if one.has_ended:
+            return
+        one.has_ended = True
+        self._coordinator.ended(one.life)
+        if self._observer is not None:
+            self._observer.ended(one.life)
+
+    def _after_end(self, one: _Replica) -> None:
+        """What follows from the end of a replica's life: it begins again, or nothing goes on."""
+        cause, others = one.cause, self._others(one)
+        what = f"Replica {one.number} ended"
+        if cause is not None:
+            self._check_samples(one, cause)
+            what += f": rank {one.number * self._settings.num_stages + cause.rank}, {cause.summary}"
+        elif self._proposals is not None:
+            what += f" on {self._proposals.addresses(self._proposals.others(one.part))}."
+        if self._has_begun() and not others:
+            raise _without_weights(what) if cause is None else cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
-        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + _LEAST_ROUNDS
-        one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
-        rank = one.number * self._num_stages + cause.rank
-        what = f"Replica {one.number} ended: rank {rank}, {cause.summary}"
+        if cause is not None:
+            self._count_death(one, cause)
         if one.num_in_vain >= _MOST_IN_VAIN:
-            one.is_over = True
-            if all(other.is_over for other in self._replicas):
-                raise cause.to_starter() from None
+            one.is_left_out = True
             self._tell(f"{what} It has ended {_MOST_IN_VAIN} times in a row and is not started again.")
             return
         left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
@@ -425,7 +385,18 @@ class _Supervision:
         when = "" if one.part.is_whole else " once all of its hosts are there"
         self._tell(f"{what} {rest}; replica {one.number} starts again{when}.")
         self._tail.read()  # what counted before this life does not say that it trains
-        one.begin()
+        self._begin(one)
+
+    def _count_death(self, one: _Replica, cause: Failure) -> None:
+        """Count deaths in vain. Raises if this one ends the run: its next life could do nothing else."""
+        # What stops one that was started again, as a full disk there, need not stop the others.
+        is_mistake = cause.blame is FailureKind.USER and not cause.samples
+        is_of_all = cause.blame in (FailureKind.INTERRUPT, FailureKind.RUN)
+        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + _LEAST_ROUNDS
+        one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
+        is_last = all(other.is_left_out for other in self._replicas if other is not one)
+        if is_of_all or (is_mistake and not one.life.life) or (one.num_in_vain >= _MOST_IN_VAIN and is_last):
+            raise cause.to_starter() from None
 
     def _check_samples(self, one: _Replica, cause: Failure) -> None:
         """Raise if a replica here failed with one of these samples before: the data is at fault then."""
@@ -454,8 +425,8 @@ class _Supervision:
         """
         are_done = bool(self._done())
         for one in self._replicas:
-            if not one.was_member or not are_done:
-                one.give_up()
+            if one.crew is not None and not (one.was_member and are_done):
+                one.crew.end()
         ends_s = time.monotonic() + _PARTING_S
         with suppress(BiremeError):
             while self._is_needed() and time.monotonic() < ends_s:
@@ -463,7 +434,7 @@ class _Supervision:
                     if not one.lives:
                         self._tell_end(one)
                 self._tend_coordinator()
-                time.sleep(LOOK_S)
+                self._launcher.look()
 
     def _is_needed(self) -> bool:
         """Whether a replica of this host has not ended yet, or another host may need the coordinator here
@@ -471,8 +442,15 @@ class _Supervision:
         """
         if any(one.lives for one in self._replicas):
             return True
-        if self._observer is None or not self._site.coordinates(word := self._observer.word):
+        if self._observer is None or not self._here.coordinates(word := self._observer.word):
             return False
         if word.is_lost:
             time.sleep(2 * BEAT_S)  # for all to hear of it
         return not word.is_lost
+
+
+def _without_weights(what: str) -> RunFailed:
+    return RunFailed(
+        f"{what} No replica is left that has the weights. Start bireme train on all hosts again: the run "
+        "resumes from its newest checkpoint."
+    )
