@@ -1,14 +1,20 @@
-"""How long the search takes, and what it makes of the published models.
+"""How long the search takes, what it makes of the published models, whether constraints find faster plans,
+and what a sum over replicas costs after many micro-batches.
 
     python benchmarks/search.py [--quick] [--json]
 
 Processor time of one process. The profile is of GPTs from arithmetic; its state is scaled so that what forces
 a deep pipeline can be compared with what does not.
+
+Six servers of one device each on 1 Gbit/s train a GPT of 355M with 512 samples a batch; what is asked of a
+plan may only make it slower. Two replicas of two stages sum gradients for 1.0 s after the pipeline has
+drained, however many micro-batches came before.
 """
 
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.common.verdicts import at_most
 from benchmarks.made_up.models import profile_of
-from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, p3_16xlarge, profile_of_model
+from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, GPT_355M, p3_16xlarge, profile_of_model
 from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.plan.forecast import Answer
+from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import find_plan
+from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
 
 GIB = 2**30
@@ -85,9 +92,9 @@ def cases() -> list[Case]:
     ]
 
 
-def row_of(case: Case) -> dict[str, Any]:
+def row_of(case: Case, **constraints: Any) -> dict[str, Any]:
     begin = time.process_time()
-    answer = find_plan(case.profile, case.cluster, PlanRequest(case.batch_size))
+    answer = find_plan(case.profile, case.cluster, PlanRequest(case.batch_size, **constraints))
     spent_s = time.process_time() - begin
     if not isinstance(answer, Answer):
         return {"case": case.name, "processor_s": spent_s, "best_plan": str(answer)}
@@ -99,8 +106,57 @@ def row_of(case: Case) -> dict[str, Any]:
         "processor_s": spent_s,
         "best_plan": f"{plan.schedule}, {depth} deep, {plan.width} wide, micro-batches of {sizes}",
         "samples_per_s": forecast.samples_per_s,
+        "cost_s_per_sample": forecast.cost_s_per_sample,
         "how": answer.origin.how,
     }
+
+
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "--no-lookahead": {"lookahead": False},
+    "--width 1": {"width": 1},
+    "--depth 6": {"depth": 6},
+    "--synchronous": {"synchronous": True},
+    "--schedule 1f1b --depth 3": {"schedule": "1f1b", "depth": 3},
+}
+
+
+def alone(count: int, device: Device, bytes_per_s: float) -> Cluster:
+    """Servers of one device each."""
+    card = (Card("eth0", (0,), Link(bytes_per_s, 0.0)),)
+    return Cluster(tuple(Server(f"server{number}", (device,), cards=card) for number in range(count)))
+
+
+def constrained_rows(names: Sequence[str]) -> list[dict[str, Any]]:
+    """What the search finds with each constraint."""
+    cluster = alone(6, Device("gpu", "cuda", 24 * GIB, speed=0.15), 0.117e9)
+    profile = profile_of_model(GPT_355M)
+    few_sizes = tuple(replace(unit, costs=unit.costs[:4]) for unit in profile.units)
+    rows = []
+    for name in names:
+        case = Case(name, replace(profile, units=few_sizes), cluster, 512)
+        rows.append(row_of(case, **CONSTRAINTS[name]))
+    return rows
+
+
+def sum_row(num_microbatches: int) -> dict[str, Any]:
+    """What a sum costs that takes 1.0 s when it is alone on its links."""
+    cluster = alone(4, Device("any", "emulated", 2**40), 1e8)
+    profile = profile_of([0.01] * 2, [0.02] * 2, parameter_bytes=[10**8] * 2, boundary_bytes=[10**6, 0])
+    names = [placed.name for placed in cluster.devices()]
+
+    def batch_s(width: int) -> float:
+        plan = Plan(
+            cuts=(1,),
+            num_microbatches=num_microbatches,
+            schedule="1f1b",
+            width=width,
+            micro_batch_sizes=(1,) * width,
+            devices=(tuple(names[:width]), tuple(names[2 : 2 + width])),
+        )
+        return forecast_of(plan, profile, cluster, PlanRequest(width * num_microbatches)).batch_s
+
+    return {"micro_batches": num_microbatches, "sum_s": batch_s(2) - batch_s(1)}
 
 
 def measure(asked: Namespace) -> Findings:
@@ -111,7 +167,17 @@ def measure(asked: Namespace) -> Findings:
         for case, row in zip(chosen, rows, strict=True)
         if case.most_s is not None
     ]
-    return Findings([Section("find_plan", rows)], verdicts)
+    constrained = constrained_rows(list(CONSTRAINTS)[: 2 if asked.quick else None])
+    free, *others = (row["cost_s_per_sample"] for row in constrained)
+    verdicts.append(
+        at_most("cost without constraints, as a share of the least with one", free / min(others), 1)
+    )
+    sums = [sum_row(count) for count in (25, 50, 100, 200)]
+    verdicts.append(
+        at_most("seconds of a sum that takes 1.0 s alone", max(row["sum_s"] for row in sums), 1.02)
+    )
+    sections = [Section("find_plan", rows), Section("Constraints", constrained), Section("Sums", sums)]
+    return Findings(sections, verdicts)
 
 
 if __name__ == "__main__":

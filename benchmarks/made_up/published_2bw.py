@@ -16,7 +16,7 @@ from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 
-__all__ = ["GPT_1_3B", "GPT_2_2B", "Model", "p3_16xlarge", "profile_of_model"]
+__all__ = ["GPT_1_3B", "GPT_2_2B", "GPT_355M", "Model", "p3_16xlarge", "profile_of_model"]
 
 TOKENS, WORDS = 512, 50_304
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -39,6 +39,7 @@ class Model:
         return 12 * self.layers * self.width**2 + WORDS * self.width
 
 
+GPT_355M = Model("GPT 355M", 24, 1024, 16)
 GPT_1_3B = Model("GPT 1.3B", 24, 2048, 16)
 GPT_2_2B = Model("GPT 2.2B", 32, 2304, 32)
 

@@ -5,6 +5,7 @@ says that a message or a sum has. A message sets out when it is sent and its rec
 CUDA devices and in the simulator.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,11 @@ def wiring_of(cluster: Cluster, plan: Plan, devices: Sequence[Sequence[int]]) ->
         if replica == 0:
             for rank, path in network.sync_paths.items():
                 sums[rank] = len(channels)
+                # A ring that crosses a lane several times is as slow as a lane of its own.
+                own = (len(bytes_per_s),)
+                bytes_per_s.append(1 / network.seconds(path, 1.0) if path.wires else math.inf)
                 lanes = lanes_of(network, path.wires)
-                channels.append(Channel(lanes, path.latency_s, plan.width, plan.width))
+                channels.append(Channel(lanes + own, path.latency_s, plan.width, plan.width))
     return Wiring(tuple(bytes_per_s), tuple(channels), messages, sums)
 
 

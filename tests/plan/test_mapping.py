@@ -13,7 +13,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.contention import HopBytes, LaneTraffic
+from bireme.plan.search.contention import HopBytes, busiest_lane
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.mapping import all_grids, exchanged, promising_grids
 from bireme.plan.search.problem import PlanningProblem
@@ -109,14 +109,12 @@ def test_exchanges_leave_alike_devices_where_they_are() -> None:
 def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
     problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
-    apart = LaneTraffic.of(problem, ((0, 1), (2, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], [])
-    name, seconds = apart.slowest()
-    assert (name, seconds) == ("b/net out", 20 / 1e9)
-    assert apart.share(0, "a/net out") == 0.5
-    rings = [HopBytes((0, 2), 7.0)]
-    together = LaneTraffic.of(problem, ((0, 2), (1, 3)), (0, 1), [[10.0, 0.0], [10.0, 0.0]], rings)
-    assert together.share(0, "a/bus out") == 1.0
-    assert together.at(0, cluster.path(0, 2)[1])[1] == 7.0
+    boundaries = [([10.0], [10.0])] * 2
+    each_server_a_stage = busiest_lane(problem, ((0, 1), (2, 3)), (0, 1), boundaries, [])
+    assert each_server_a_stage == ("b/net out", 20 / 1e9)
+    name, seconds = busiest_lane(problem, ((0, 2), (1, 3)), (0, 1), boundaries, [HopBytes((0, 2), 70.0)])
+    assert name == "b/bus out"
+    assert seconds == pytest.approx((20 + 70) / 1e9)
 
 
 def best(cluster: Cluster, request: PlanRequest) -> Answer:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bireme.cluster.cluster import Cluster, Lane, Overlap
@@ -60,9 +60,11 @@ def cluster_network(
         )
         for a, b in sorted(pairs_that_talk(program))
     }
-    sync_paths = {
-        rank: _ring(cluster, sorted(set(ring)), rank, wires) for rank, ring in (replicas or {}).items()
-    }
+    sync_paths = {}
+    for rank, ring in (replicas or {}).items():
+        lanes = ring_lanes(cluster.path, ring)
+        loads = tuple(map(float, lanes.values()))
+        sync_paths[rank] = Path(wires.of(tuple(lanes)), ring_latency_s(cluster, ring), loads=loads)
     return Network(tuple(wires.wires), paths, sync_paths)
 
 
@@ -76,21 +78,20 @@ class _Wires:
     def of(self, lanes: Sequence[Lane]) -> tuple[int, ...]:
         for lane in lanes:
             if lane.name not in self._number:
-                self._number[lane.name] = self.add(Wire(lane.name, lane.bytes_per_s))
+                self._number[lane.name] = len(self.wires)
+                self.wires.append(Wire(lane.name, lane.bytes_per_s))
         return tuple(self._number[lane.name] for lane in lanes)
 
-    def add(self, wire: Wire) -> int:
-        self.wires.append(wire)
-        return len(self.wires) - 1
+
+def ring_lanes(path: Callable[[int, int], Sequence[Lane]], devices: Sequence[int]) -> Counter[Lane]:
+    """How often a ring over these devices crosses each lane; it goes in the order of their numbers."""
+    return Counter(lane for hop in hops(sorted(set(devices))) for lane in path(*hop))
 
 
-def _ring(cluster: Cluster, ring: Sequence[int], rank: int, wires: _Wires) -> Path:
-    """All that a ring crosses, and a wire of its own as slow as the lane that the ring crosses most often."""
-    crossed = Counter(lane for a, b in hops(ring) for lane in cluster.path(a, b))
-    slowest = min((lane.bytes_per_s / times for lane, times in crossed.items()), default=math.inf)
-    own = wires.add(Wire(f"ring of rank {rank}", slowest))
-    latency_s = 2 * (len(ring) - 1) * max((cluster.latency(a, b) for a, b in hops(ring)), default=0.0)
-    return Path((own, *wires.of(tuple(crossed))), latency_s)
+def ring_latency_s(cluster: Cluster, devices: Sequence[int]) -> float:
+    """How late a sum over these devices is, whatever its bytes."""
+    ring = sorted(set(devices))
+    return 2 * (len(ring) - 1) * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
 
 
 _SLOWEST = 1e-3

@@ -6,11 +6,15 @@ card that serves all ranks of a server is a wire on all their paths.
 
 Messages of one pair of ranks go one after the other. Messages of different pairs that meet on a wire share
 it fairly: rates are max-min fair, worked out again whenever a message begins or ends.
+
+A message can stand for several that are under way at the same time: it then has a load of more than one on a
+wire, and may load wires that it does not pass itself. So the messages of one pipeline show what those of its
+replicas take from each other, as long as the replicas are in step.
 """
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,11 +39,20 @@ class Wire:
 class Path:
     """The wires a message passes, by their number, the seconds it is late on top, and which end computes
     meanwhile.
+
+    `loads` are how many messages at its rate each of these wires carries, one unless given; `elsewhere` are
+    the wires that only messages like it pass, and how many.
     """
 
     wires: tuple[int, ...]
     latency_s: float = 0.0
     overlap: Overlap = Overlap.FULL
+    loads: tuple[float, ...] = ()
+    elsewhere: tuple[tuple[int, float], ...] = ()
+
+    def loaded(self) -> list[tuple[int, float]]:
+        """The wires that it passes, with its load on each."""
+        return list(zip(self.wires, self.loads or (1.0,) * len(self.wires), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ class Network:
 
     def seconds(self, path: Path, num_bytes: float) -> float:
         """How long so many bytes keep the path's slowest wire busy when nobody shares it."""
-        slowest = min((self.wires[wire].bytes_per_s for wire in path.wires), default=math.inf)
+        slowest = min((self.wires[wire].bytes_per_s / load for wire, load in path.loaded()), default=math.inf)
         return num_bytes / slowest
 
     @property
@@ -122,16 +135,18 @@ class Network:
         """Whether any wire lies on more than one path."""
         seen: set[int] = set()
         for path in (*self.paths.values(), *self.sync_paths.values()):
-            for wire in path.wires:
-                if wire in seen:
-                    return True
-                seen.add(wire)
+            wires = {*path.wires, *(wire for wire, _ in path.elsewhere)}
+            if wires & seen:
+                return True
+            seen |= wires
         return False
 
 
 @dataclass(slots=True)
 class _Flow:
     path: Path
+    loads: list[tuple[int, float]]
+    """On all wires, those elsewhere among them."""
     left_bytes: float
     rate: float = 0.0
     since_s: float = 0.0
@@ -147,8 +162,8 @@ class Traffic:
 
     def begin(self, flow: int, path: Path, num_bytes: float, now_s: float) -> dict[int, float]:
         """A message sets out; returns the new ends of all messages whose end changes, its own included."""
-        self.flows[flow] = _Flow(path, num_bytes, since_s=now_s)
-        for wire in path.wires:
+        self.flows[flow] = _Flow(path, [*path.loaded(), *path.elsewhere], num_bytes, since_s=now_s)
+        for wire, _ in self.flows[flow].loads:
             self.on_wire[wire].add(flow)
         return self._share(self._neighbors({flow}), now_s)
 
@@ -156,7 +171,7 @@ class Traffic:
         """A message is through; returns the new ends of those it made way for."""
         touched = self._neighbors({flow})
         touched.discard(flow)
-        for wire in self.flows.pop(flow).path.wires:
+        for wire, _ in self.flows.pop(flow).loads:
             self.on_wire[wire].discard(flow)
         return self._share(touched, now_s)
 
@@ -164,38 +179,42 @@ class Traffic:
         """All messages that share wires with these, directly or through others."""
         found, todo = set(flows), list(flows)
         while todo:
-            for wire in self.flows[todo.pop()].path.wires:
+            for wire, _ in self.flows[todo.pop()].loads:
                 new = self.on_wire[wire] - found
                 found |= new
                 todo.extend(new)
         return found
 
     def _share(self, flows: set[int], now_s: float) -> dict[int, float]:
-        """Fill the wires fairly: the scarcest wire settles the rate of those on it, then the next."""
+        """Fill the wires fairly: the scarcest wire settles the rate of those that pass it, then the next."""
+        room: dict[int, float] = {}
+        load: defaultdict[int, float] = defaultdict(float)
+        num_passing: Counter[int] = Counter()
         for number in flows:
             flow = self.flows[number]
             flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
             flow.since_s = now_s
+            flow.rate = math.inf
+            num_passing.update(flow.path.wires)
+            for wire, own in flow.loads:
+                room[wire] = self.network.wires[wire].bytes_per_s
+                load[wire] += own
         unsettled = set(flows)
-        room = {
-            wire: self.network.wires[wire].bytes_per_s
-            for number in flows
-            for wire in self.flows[number].path.wires
-        }
-        while unsettled:
-            waiting = {wire: len(self.on_wire[wire] & unsettled) for wire in room}
-            shares = {wire: room[wire] / count for wire, count in waiting.items() if count}
-            if not shares:
-                for number in unsettled:
-                    self.flows[number].rate = math.inf
-                break
-            scarcest = min(shares, key=lambda wire: (shares[wire], wire))
-            rate = shares[scarcest]
+        while num_passing:
+            rate, scarcest = min((room[wire] / load[wire], wire) for wire in num_passing)
             for number in self.on_wire[scarcest] & unsettled:
-                self.flows[number].rate = rate
+                flow = self.flows[number]
+                if scarcest not in flow.path.wires:
+                    continue
+                flow.rate = rate
                 unsettled.discard(number)
-                for wire in self.flows[number].path.wires:
-                    room[wire] = max(room[wire] - rate, 0.0) if rate < math.inf else math.inf
+                for wire, own in flow.loads:
+                    load[wire] -= own
+                    room[wire] = max(room[wire] - rate * own, 0.0) if rate < math.inf else math.inf
+                for wire in flow.path.wires:
+                    num_passing[wire] -= 1
+                    if not num_passing[wire]:
+                        del num_passing[wire]
         return {number: self._end_s(self.flows[number], now_s) for number in sorted(flows)}
 
     @staticmethod

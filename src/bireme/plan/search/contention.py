@@ -1,17 +1,23 @@
-"""Who meets whom on the links: the bytes of a batch on every lane, and the time they take there.
+"""Who meets whom on the links: the bytes of a batch on every lane, and what is under way at the same time.
 
-A mapping is first judged by that alone: no lane can be done sooner than all its bytes at its full rate.
+A mapping is first judged by its bytes alone: no lane can be done sooner than all its bytes at its full rate.
+Replicas that are simulated one by one then meet on wires that carry the messages of all.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from bireme.cluster.cluster import Lane, Overlap
 from bireme.plan.partition.loads import RowLink
+from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
-from bireme.simulate.links import hops, ring_share
+from bireme.simulate.links import ring_lanes, ring_latency_s, ring_share
+from bireme.simulate.network import Network, Path, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +43,8 @@ class HopBytes:
 
     def on_lanes(self, problem: PlanningProblem) -> Iterator[tuple[Lane, float]]:
         """The lanes of its hops, in the order of the devices' numbers, and the bytes there."""
-        for hop in hops(sorted(set(self.devices))):
-            for lane in problem.path(*hop):
-                yield lane, self.num_bytes
-
-    def late_s(self, problem: PlanningProblem) -> float:
-        """The latency of the way around."""
-        ring = sorted(set(self.devices))
-        slowest_s = max((problem.cluster.latency(*hop) for hop in hops(ring)), default=0.0)
-        return 2 * (len(ring) - 1) * slowest_s
+        for lane, times in ring_lanes(problem.path, self.devices).items():
+            yield lane, times * self.num_bytes
 
 
 def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
@@ -55,79 +54,168 @@ def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
         for lane, num_bytes in ring.on_lanes(problem):
             crossed[lane] += num_bytes
     slowest_s = max((num_bytes / lane.bytes_per_s for lane, num_bytes in crossed.items()), default=0.0)
-    return slowest_s + max((ring.late_s(problem) for ring in rings), default=0.0)
+    return slowest_s + max((ring_latency_s(problem.cluster, ring.devices) for ring in rings), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneTraffic:
-    """The bytes of a batch per lane: of each replica's messages, and of the gradient rings of all."""
+def busiest_lane(
+    problem: PlanningProblem,
+    grid: Grid,
+    rank_of_stage: Sequence[int],
+    boundary_bytes: Sequence[tuple[Sequence[float], Sequence[float]]],
+    rings: Sequence[HopBytes],
+) -> tuple[str, float]:
+    """The lane that needs longest for its bytes, and how long that is.
 
-    messages: tuple[Mapping[Lane, float], ...]
-    all_messages: Mapping[str, float]
-    rings: Mapping[Lane, float]
-    ring_bytes: Mapping[str, float]
-    own_bytes: tuple[Mapping[str, float], ...]
+    `boundary_bytes` are those that cross each boundary of each replica forth and back.
+    """
+    total: defaultdict[Lane, float] = defaultdict(float)
+    for replica, (forth, back) in enumerate(boundary_bytes):
+        for boundary, (one, other) in enumerate(pairwise(rank_of_stage)):
+            here, there = grid[one][replica], grid[other][replica]
+            for lane in problem.path(here, there):
+                total[lane] += forth[boundary]
+            for lane in problem.path(there, here):
+                total[lane] += back[boundary]
+    for ring in rings:
+        for lane, num_bytes in ring.on_lanes(problem):
+            total[lane] += num_bytes
+    seconds = {lane.name: num_bytes / lane.bytes_per_s for lane, num_bytes in total.items()}
+    name = max(seconds, key=lambda lane: (seconds[lane], lane), default="")
+    return name, seconds.get(name, 0.0)
 
-    @staticmethod
-    def of(
+
+_Ends = tuple[int, int]
+"""The ranks at both ends of a message; a rank twice stands for its ring."""
+
+_Loads = tuple[tuple[_Ends, float], ...]
+"""How many messages between two ranks, or hops of a ring, cross a lane at the same time."""
+
+
+class ReplicaNetworks:
+    """The network of each replica of a grid, with the messages of the others, which are taken to be in step.
+
+    Replicas in step send each message at the same time, so that of one stands for those of all: it has the
+    load of all on the lanes that it passes, and loads the lanes of the others where a ring meets them.
+    `message_bytes` are those of a micro-batch between two ranks, by its size: a message that is smaller than
+    ours is on a lane for a part of the time. Gradients are summed in a ring within each of the `sites`. No
+    message overlaps with more than `most_overlap`.
+
+    Lanes that are loaded alike are one wire, the slowest of them.
+    """
+
+    def __init__(
+        self,
         problem: PlanningProblem,
-        grid: Sequence[Sequence[int]],
-        rank_of_stage: Sequence[int],
-        boundary_bytes: Sequence[Sequence[float]],
-        rings: Sequence[HopBytes],
-        returned_bytes: Sequence[Sequence[float]] | None = None,
-    ) -> "LaneTraffic":
-        """Of a grid; `boundary_bytes` are those after each stage of each replica, `returned_bytes` those of
-        the gradients that come back, as much unless given. `rings` are those of a batch.
-        """
-        messages: list[dict[Lane, float]] = []
-        for replica, boundaries in enumerate(
-            zip(boundary_bytes, returned_bytes or boundary_bytes, strict=True)
-        ):
-            own: defaultdict[Lane, float] = defaultdict(float)
-            for stage in range(len(rank_of_stage) - 1):
-                here, there = (grid[rank_of_stage[place]][replica] for place in (stage, stage + 1))
-                for of_stages, ends in zip(boundaries, ((here, there), (there, here)), strict=True):
-                    for lane in problem.path(*ends):
-                        own[lane] += of_stages[stage]
-            messages.append(own)
-        of_rings: defaultdict[Lane, float] = defaultdict(float)
-        for ring in rings:
-            for lane, num_bytes in ring.on_lanes(problem):
-                of_rings[lane] += num_bytes
-        total: defaultdict[str, float] = defaultdict(float)
-        for one in messages:
-            for lane, num_bytes in one.items():
-                total[lane.name] += num_bytes
-        return LaneTraffic(
-            tuple(messages),
-            total,
-            of_rings,
-            {lane.name: num_bytes for lane, num_bytes in of_rings.items()},
-            tuple({lane.name: num_bytes for lane, num_bytes in own.items()} for own in messages),
+        grid: Grid,
+        sizes: Sequence[int],
+        message_bytes: Mapping[int, Mapping[_Ends, float]],
+        sites: Sequence[slice],
+        most_overlap: Overlap,
+    ) -> None:
+        self._problem = problem
+        self._grid = grid
+        self._sizes = sizes
+        self._message_bytes = message_bytes
+        self._pairs = sorted(message_bytes[sizes[0]])
+        self._crossing: defaultdict[Lane, Counter[tuple[_Ends, int]]] = defaultdict(Counter)
+        for replica, size in enumerate(sizes):
+            for ends in self._pairs:
+                for lane in self._way(replica, ends):
+                    self._crossing[lane][ends, size] += 1
+        self._most_overlap = most_overlap
+        self._sites = sites
+        self._hops: defaultdict[Lane, Counter[_Ends]] = defaultdict(Counter)
+        self._rings: list[defaultdict[Lane, list[_Ends]]] = []
+        for site in sites:
+            crossed: defaultdict[Lane, list[_Ends]] = defaultdict(list)
+            for rank, row in enumerate(grid):
+                for lane, times in ring_lanes(problem.path, row[site]).items():
+                    crossed[lane].append((rank, rank))
+                    self._hops[lane][rank, rank] += times
+            self._rings.append(crossed)
+        self._loads: dict[tuple[Lane, int], _Loads] = {}
+        self._with_rings: dict[tuple[int, int], dict[tuple[_Loads, tuple[_Ends, ...]], Lane]] = {}
+
+    def of(self, replica: int) -> Network:
+        """The network of a replica; equal for replicas that meet the others alike, but for names."""
+        size = self._sizes[replica]
+        site = next(number for number, own in enumerate(self._sites) if replica < own.stop)
+        passing: defaultdict[Lane, list[_Ends]] = defaultdict(list)
+        for ends in self._pairs:
+            for lane in self._way(replica, ends):
+                passing[lane].append(ends)
+        slowest: dict[tuple[_Loads, tuple[_Ends, ...]], Lane] = {}
+        least: dict[tuple[_Loads, tuple[_Ends, ...]], float] = {}
+        for lane, own in passing.items():
+            loads, rings = self._loads_on(lane, size), tuple(self._rings[site].get(lane, ()))
+            _keep_slower(slowest, (loads, (*own, *rings)), lane)
+            least[loads, rings] = min(least.get((loads, rings), math.inf), lane.bytes_per_s)
+        for key, lane in self._ring_lanes(site, size).items():
+            if lane.bytes_per_s < least.get(key, math.inf):
+                slowest[key] = lane
+        wires: defaultdict[_Ends, dict[int, float]] = defaultdict(dict)
+        elsewhere: defaultdict[_Ends, list[tuple[int, float]]] = defaultdict(list)
+        for number, (loads, passed_by) in enumerate(slowest):
+            for ends, load in loads:
+                if ends in passed_by:
+                    wires[ends][number] = load
+                else:
+                    elsewhere[ends].append((number, load))
+
+        def path(ends: _Ends, latency_s: float, overlap: Overlap = Overlap.FULL) -> Path:
+            own = wires[ends]
+            return Path(tuple(own), latency_s, overlap, tuple(own.values()), tuple(elsewhere[ends]))
+
+        cluster = self._problem.cluster
+
+        def message_path(ends: _Ends) -> Path:
+            here, there = (self._grid[rank][replica] for rank in ends)
+            overlap = Overlap.least((cluster.overlap(here, there), self._most_overlap))
+            return path(ends, cluster.latency(here, there), overlap)
+
+        return Network(
+            tuple(Wire(lane.name, lane.bytes_per_s) for lane in slowest.values()),
+            {ends: message_path(ends) for ends in self._pairs},
+            {rank: path((rank, rank), late_s) for rank, late_s in enumerate(self._ring_latencies_s[site])},
         )
 
-    def share(self, replica: int, lane: str) -> float:
-        """The part of a lane that a replica and the rings get: all of it where no other replica is on it."""
-        rest = self.all_messages.get(lane, 0.0) - self.own_bytes[replica].get(lane, 0.0)
-        if rest <= 0:
-            return 1.0
-        own = self.own_bytes[replica].get(lane, 0.0) + self.ring_bytes.get(lane, 0.0)
-        return own / (own + rest) if own else 1.0
+    @cached_property
+    def _ring_latencies_s(self) -> list[list[float]]:
+        cluster = self._problem.cluster
+        return [[ring_latency_s(cluster, row[site]) for row in self._grid] for site in self._sites]
 
-    def at(self, replica: int, lane: Lane) -> tuple[float, float]:
-        """What a replica has of a lane, and the bytes of rings there."""
-        return lane.bytes_per_s * self.share(replica, lane.name), self.ring_bytes.get(lane.name, 0.0)
+    def _way(self, replica: int, ends: _Ends) -> tuple[Lane, ...]:
+        return self._problem.path(self._grid[ends[0]][replica], self._grid[ends[1]][replica])
 
-    def slowest(self) -> tuple[str, float]:
-        """The lane that needs longest for its bytes, and how long that is."""
-        sums: defaultdict[Lane, float] = defaultdict(float)
-        for one in (*self.messages, self.rings):
-            for lane, num_bytes in one.items():
-                sums[lane] += num_bytes
-        seconds = {lane.name: num_bytes / lane.bytes_per_s for lane, num_bytes in sums.items()}
-        name = max(seconds, key=lambda lane: (seconds[lane], lane), default="")
-        return name, seconds.get(name, 0.0)
+    def _loads_on(self, lane: Lane, size: int) -> _Loads:
+        """The loads of a lane in the eyes of a replica with micro-batches of a size."""
+        key = lane, size
+        if key not in self._loads:
+            found: defaultdict[_Ends, float] = defaultdict(float)
+            for (ends, other), count in self._crossing[lane].items():
+                own_bytes, bytes_there = (self._message_bytes[one][ends] for one in (size, other))
+                found[ends] += count * (min(bytes_there / own_bytes, 1.0) if own_bytes else 1.0)
+            rings = self._hops.get(lane, Counter[_Ends]())
+            self._loads[key] = (*sorted(found.items()), *sorted(rings.items()))
+        return self._loads[key]
+
+    def _ring_lanes(self, site: int, size: int) -> dict[tuple[_Loads, tuple[_Ends, ...]], Lane]:
+        """The slowest lane of all that the same rings of a site cross and that are loaded alike."""
+        if (site, size) not in self._with_rings:
+            found: dict[tuple[_Loads, tuple[_Ends, ...]], Lane] = {}
+            for lane, rings in self._rings[site].items():
+                _keep_slower(found, (self._loads_on(lane, size), tuple(rings)), lane)
+            self._with_rings[site, size] = found
+        return self._with_rings[site, size]
+
+
+_Key = TypeVar("_Key")
+
+
+def _keep_slower(book: dict[_Key, Lane], key: _Key, lane: Lane) -> None:
+    known = book.get(key)
+    if known is None or lane.bytes_per_s < known.bytes_per_s:
+        book[key] = lane
 
 
 def links_between(

@@ -18,8 +18,14 @@ from bireme.schedule.source import WRITTEN_OUT
 Grid = tuple[tuple[int, ...], ...]
 """The device of each replica of each rank: `grid[rank][replica]`."""
 
-MOST_PASSES = 512
-"""Forwards of a batch, over all stages; with more, what a micro-batch more takes is added up."""
+_SETTLED = 2
+"""Times as many micro-batches as there are stages: after so many, each more takes as long as the last."""
+
+_FEWEST = 8
+"""Micro-batches that show what updates do before the end of a batch."""
+
+_MOST_PASSES = 512
+"""Forwards that are simulated to let a plan settle, over all stages; deeper plans are simulated for less."""
 
 _DRAINING, _FLOWING = 2, 4
 """Batches of the window that is looked at; in its middle the pipeline has come to its pace, and all that is
@@ -64,19 +70,24 @@ class Draft:
         width = request.site_width(self.outline.width)
         return [slice(first, first + width) for first in range(0, self.outline.width, width)]
 
-    def shortened(self) -> "Draft":
-        """The same with fewer micro-batches where there are many: as many as show all it does."""
-        outline = self.outline
-        shows_all = outline.num_ranks * (2 if outline.stages_per_rank > 1 else 1) + self.lookahead
-        shows_all = max(shows_all, outline.num_stages // outline.stages_per_rank, self.num_sliced or 0, 1)
-        if (
-            outline.num_stages * outline.num_microbatches <= MOST_PASSES
-            or outline.num_microbatches <= shows_all
-            or self.paging is not None
-            or self.whole_weights
-        ):
-            return self
-        return replace(self, outline=replace(outline, num_microbatches=shows_all))
+    def shortened(self, least: int) -> tuple["Draft", "Draft"] | None:
+        """The same with two smaller numbers of micro-batches, `least` or more and a period apart, that show
+        all it does and what a period takes; None where it has too few for that to be less to simulate.
+        """
+        outline, ranks = self.outline, self.outline.num_ranks
+        if self.paging is not None or self.whole_weights:
+            return None
+        stages = ranks * (2 if outline.stages_per_rank > 1 else 1)
+        times = _SETTLED if outline.num_stages * _SETTLED * stages <= _MOST_PASSES else 1
+        shows_all = max(times * stages + self.lookahead, self.num_sliced or 0, _FEWEST, least)
+        one = -(-shows_all // ranks) * ranks
+        other = one + times * ranks
+        if one + other >= outline.num_microbatches:
+            return None
+        short, longer = (
+            replace(self, outline=replace(outline, num_microbatches=count)) for count in (one, other)
+        )
+        return short, longer
 
     def program(self, *, is_brief: bool = False) -> Program:
         """What one replica does in a few batches; with `is_brief` in very few, where it pages."""

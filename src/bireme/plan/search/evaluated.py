@@ -1,5 +1,6 @@
 """What a search has evaluated: the best of every kind and shape, and how many plans."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -231,13 +232,20 @@ class EvaluatedDrafts:
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
         best = self._of_kind.get(PlanKind.of(outline))
-        if best is None:
-            return True
+        return best is None or self.least_cost(outline, least_batch_s) < best.cost * (1 - _SLACK)
+
+    def could_be_best(self, outline: Outline, least_batch_s: float) -> bool:
+        """Whether it could be the best of all."""
+        least = min((one.cost for one in self._of_kind.values()), default=math.inf)
+        return self.least_cost(outline, least_batch_s) < least * (1 - _SLACK)
+
+    def least_cost(self, outline: Outline, least_batch_s: float) -> float:
+        """The cost at the least of a plan whose batch takes that at the least."""
         penalty = self._problem.penalty(
             outline.schedule, outline.num_stages, outline.num_microbatches, outline.width
         )
         least_s = penalty * least_batch_s / outline.batch_size
-        return least_s * self._problem.least_power(outline.num_devices) < best.cost * (1 - _SLACK)
+        return least_s * self._problem.least_power(outline.num_devices)
 
     def evaluated(self, draft: Draft) -> EvaluatedDraft:
         """What the plan evaluator says; the best are remembered."""

@@ -1,10 +1,9 @@
 """The plan evaluator: predicts seconds and bytes of a plan on its devices with the simulator.
 
 Each replica is simulated on its own devices, on the cluster's links, with the gradient rings it takes part
-in. Replicas meet on links: what a replica gets of a lane is its part of all the bytes that go over it. For
-equal replicas in step that is exact, as their messages are under way at the same time; for others it is our
-approximation. A batch is that of the slowest replica, and never shorter than what the busiest device or lane
-needs for its bytes alone.
+in. Replicas meet on links: each message counts with those of the other replicas, which are taken to be under
+way at the same time. For equal replicas that is exact; for others it is our approximation. A batch is that
+of the slowest replica, and never shorter than what the busiest device or lane needs for its bytes alone.
 
 Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
@@ -13,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
+from operator import itemgetter
 
 from bireme.cluster.device import MOST_SENDS, ResourceSeconds, Speeds
 from bireme.codec.sum_description import SumCost
@@ -21,7 +22,7 @@ from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_wa
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
 from bireme.plan.search.assumptions import assumptions
-from bireme.plan.search.contention import HopBytes, LaneTraffic, rings_s
+from bireme.plan.search.contention import HopBytes, ReplicaNetworks, busiest_lane, rings_s
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import (
     Tied,
@@ -43,8 +44,7 @@ from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.simulate.copies import REPLICAS
 from bireme.simulate.costs import Costs
-from bireme.simulate.links import cluster_network
-from bireme.simulate.network import Processors
+from bireme.simulate.network import Network, Processors
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
@@ -138,6 +138,9 @@ def _processors_of(
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
 
+_SLOWED = 2
+"""Times as long as alone a sum may take beside messages."""
+
 _NUM_TRIPS = 3
 """Messages there and back on the slowest way, before a round counts: to the coordinator that grants it, to
 the other members with the numbers that go along, and to the coordinator once the sum is made.
@@ -185,7 +188,7 @@ class PlanEvaluator:
                 busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule, speeds)
                 device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
-        slowest_lane, lane_s = self._traffic(draft, rank_of_stage).slowest()
+        slowest_lane, lane_s = self._busiest_lane(draft, works)
         cores = _cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
@@ -221,26 +224,15 @@ class PlanEvaluator:
         batches only, and what its tiers move is not that of a long run.
         """
         problem, outline = self._problem, draft.outline
-        short = draft.shortened()
         floor = self.floor(draft)
-        program = short.program(is_brief=is_brief)
-        traffic = self._traffic(short, program.rank_of_stage)
-        timelines: dict[object, Timeline] = {}
-        of_size: dict[int, Timeline] = {}
-        for replica in self._slowest_first(short, floor):
-            size = outline.sizes[replica]
-            if size in of_size and len(timelines) * program.num_instructions > MOST_INSTRUCTIONS:
-                continue  # bytes are the same for all of a size, and one that is slower has been looked at
-            key = self._likeness(short, program, replica, traffic)
-            if key not in timelines:
-                timelines[key] = self._simulate(short, program, replica, traffic)
-            of_size.setdefault(size, timelines[key])
-        of_replica = [of_size[size] for size in outline.sizes]
-        batch_s = max(timeline.steady_batch_s for timeline in timelines.values())
-        if short is not draft:
-            batch_s += floor.seconds - self.floor(short).seconds
+        shortened = draft.shortened(self._fewest(draft, floor))
+        seen = draft if shortened is None else shortened[1]
+        program = seen.program(is_brief=is_brief)
+        of_replica = self._simulated(seen, program, floor)
+        batch_s, slowest = max(of_replica, key=itemgetter(0))
+        if shortened is not None:
+            batch_s += self._more_s(draft, *shortened, batch_s)
         batch_s = max(batch_s + self._waits_s(draft, batch_s), floor.seconds)
-        slowest = max(timelines.values(), key=lambda timeline: timeline.steady_batch_s)
         penalty = problem.penalty(
             outline.schedule,
             outline.num_stages,
@@ -256,7 +248,7 @@ class PlanEvaluator:
             penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
-            stages=tuple(self._stages(draft, program, of_replica)),
+            stages=tuple(self._stages(draft, program, [timeline for _, timeline in of_replica])),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             sum_penalty=problem.request.sum_penalty(outline.width, problem.profile.optimizer),
@@ -264,6 +256,47 @@ class PlanEvaluator:
             tiers=self._tiers(draft, slowest),
             assumptions=assumptions(problem, draft),
         )
+
+    def _simulated(self, draft: Draft, program: Program, floor: _LowerBound) -> list[tuple[float, Timeline]]:
+        """What each replica does and the seconds of a batch; of those that run alike one is simulated.
+
+        If the plan is large, of all replicas with micro-batches of a size the one with the busiest device
+        stands for all.
+        """
+        networks = self._networks(draft)
+        known: dict[object, tuple[float, Timeline]] = {}
+        of_size: dict[int, tuple[float, Timeline]] = {}
+        for replica in self._slowest_first(draft, floor):
+            size = draft.outline.sizes[replica]
+            if size in of_size and len(known) * program.num_instructions > MOST_INSTRUCTIONS:
+                continue
+            network = networks.of(replica)
+            key = self._likeness(draft, program, replica, network)
+            if key not in known:
+                timeline = self._simulate(draft, program, replica, network)
+                known[key] = timeline.steady_batch_s, timeline
+            of_size[size] = max(of_size.get(size, known[key]), known[key], key=itemgetter(0))
+        return [of_size[size] for size in draft.outline.sizes]
+
+    def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
+        """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
+        outline = draft.outline
+        if draft.rule is Rule.SYNCHRONOUS or outline.width == 1 or outline.num_microbatches == 1:
+            return 0
+        one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
+        pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
+        end_s = _SLOWED * one.seconds + sum(self._syncs(draft)[0])
+        return ceil(min(end_s / pace_s, outline.num_microbatches)) if pace_s else outline.num_microbatches
+
+    def _more_s(self, draft: Draft, short: Draft, longer: Draft, longer_s: float) -> float:
+        """What the micro-batches take that a draft has in addition to a shorter one: each as much as those
+        between two shorter ones, and no less than the busiest device or lane needs.
+        """
+        short_s = max(seconds for seconds, _ in self._simulated(short, short.program(), self.floor(draft)))
+        count = draft.outline.num_microbatches - longer.outline.num_microbatches
+        period = longer.outline.num_microbatches - short.outline.num_microbatches
+        least_s = self._floor(draft).seconds - self._floor(longer).seconds
+        return max(count / period * (longer_s - short_s), least_s)
 
     def _tiers(self, draft: Draft, slowest: Timeline) -> tuple[TierForecast, ...]:
         """What ranks move between tiers, or between replicas that share."""
@@ -328,7 +361,7 @@ class PlanEvaluator:
     def timeline(self, draft: Draft, program: Program) -> Timeline:
         """What the slowest replica of a draft does in the window of a program of its plan."""
         replica = self._slowest_first(draft, self.floor(draft))[0]
-        return self._simulate(draft, program, replica, self._traffic(draft, program.rank_of_stage))
+        return self._simulate(draft, program, replica, self._networks(draft).of(replica))
 
     def _slowest_first(self, draft: Draft, floor: _LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
@@ -382,20 +415,9 @@ class PlanEvaluator:
             )
         return found
 
-    def _simulate(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> Timeline:
+    def _simulate(self, draft: Draft, program: Program, replica: int, network: Network) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
-        site = draft.sites(problem.request)[replica // problem.request.site_width(draft.outline.width)]
-        replicas = {rank: row[site] for rank, row in enumerate(draft.grid)}
-        most_overlap = problem.most_overlap(draft.outline.schedule)
-        network = cluster_network(
-            problem.cluster, program, devices, replicas=replicas, most_overlap=most_overlap
-        )
-        wires = (
-            replace(wire, bytes_per_s=wire.bytes_per_s * traffic.share(replica, wire.name))
-            for wire in network.wires
-        )
-        shared = replace(network, wires=tuple(wires))
         costs = self._work(draft, draft.outline.sizes[replica]).costs
         sync_s, reduce_bytes = self._syncs(draft)
         costs = replace(
@@ -411,37 +433,21 @@ class PlanEvaluator:
         return simulate(
             program,
             costs,
-            shared,
+            network,
             agree=True,
             processors=_processors_of(problem, draft.grid, replica),
             tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
         )
 
-    def _likeness(self, draft: Draft, program: Program, replica: int, traffic: LaneTraffic) -> object:
+    def _likeness(self, draft: Draft, program: Program, replica: int, network: Network) -> object:
         """What is equal for replicas that run alike."""
         problem = self._problem
-        devices = [row[replica] for row in draft.grid]
-        names: dict[str, int] = {}
-        ways = []
-        for a, b in pairwise(program.rank_of_stage):
-            for ends in ((devices[a], devices[b]), (devices[b], devices[a])):
-                lanes = problem.path(*ends)
-                ways.append(
-                    (
-                        problem.cluster.latency(*ends),
-                        problem.cluster.overlap(*ends),
-                        tuple(
-                            (names.setdefault(lane.name, len(names)), *traffic.at(replica, lane))
-                            for lane in lanes
-                        ),
-                    )
-                )
-        speeds = tuple(problem.resource_speeds[device] for device in devices)
+        speeds = tuple(problem.resource_speeds[row[replica]] for row in draft.grid)
+        rates = tuple(wire.bytes_per_s for wire in network.wires)
+        paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
         cores = _processors_of(problem, draft.grid, replica)
-        width = problem.request.site_width(draft.outline.width)
-        site = replica // width if width > 1 else 0
-        return draft.outline.sizes[replica], speeds, tuple(ways), cores, wires, site
+        return draft.outline.sizes[replica], speeds, rates, paths, cores, wires
 
     def _work(self, draft: Draft, size: int) -> ReplicaWork:
         problem = self._problem
@@ -524,9 +530,9 @@ class PlanEvaluator:
         costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
-    def _traffic(self, draft: Draft, rank_of_stage: Sequence[int]) -> LaneTraffic:
-        costs = [self._work(draft, size).costs for size in draft.outline.sizes]
-        count = draft.outline.num_microbatches
+    def _busiest_lane(self, draft: Draft, works: Mapping[int, ReplicaWork]) -> tuple[str, float]:
+        """The lane that needs longest for the bytes of a batch, and how long that is."""
+        outline = draft.outline
         reduced = self._of_ranks(draft, self._reduce_bytes(draft))
         rings = [
             HopBytes(row[site], num_bytes)
@@ -534,14 +540,31 @@ class PlanEvaluator:
             for site in draft.sites(self._problem.request)
         ]
         rings += self._rounds(draft, self._round_bytes(draft))
-        return LaneTraffic.of(
-            self._problem,
-            draft.grid,
-            rank_of_stage,
-            [[count * one for one in own.forward_bytes] for own in costs],
-            rings,
-            [[count * one for one in own.backward_bytes] for own in costs],
-        )
+        count = outline.num_microbatches
+        of_size = {
+            size: (
+                [count * one for one in work.costs.forward_bytes],
+                [count * one for one in work.costs.backward_bytes],
+            )
+            for size, work in works.items()
+        }
+        boundaries = [of_size[size] for size in outline.sizes]
+        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, rings)
+
+    def _networks(self, draft: Draft) -> ReplicaNetworks:
+        """The networks of a draft's replicas."""
+        outline = draft.outline
+        message_bytes: dict[int, Mapping[tuple[int, int], float]] = {}
+        for size in set(outline.sizes):
+            costs, found = self._work(draft, size).costs, defaultdict[tuple[int, int], float](float)
+            for boundary, (here, there) in enumerate(pairwise(outline.rank_of_stage)):
+                if here != there:
+                    found[here, there] += costs.forward_bytes[boundary]
+                    found[there, here] += costs.backward_bytes[boundary]
+            message_bytes[size] = found
+        problem, sites = self._problem, draft.sites(self._problem.request)
+        most_overlap = problem.most_overlap(outline.schedule)
+        return ReplicaNetworks(problem, draft.grid, outline.sizes, message_bytes, sites, most_overlap)
 
     # Rounds: what sites send each other in addition, or replicas that average weights.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from bireme.plan.forecast import PlanKind
 from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_request import AUTO
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.cutting import all_drafts, num_cuts_and_sets, promising_drafts
 from bireme.plan.search.draft import Draft, Grid
@@ -211,7 +212,7 @@ _MOST_PLANS = 6_000
 _MOST_DEVICES = 8
 """Of clusters whose mappings may all be gone through."""
 
-MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 40_000, 8_000
+MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 20_000, 8_000
 """To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
 
 _BRIEF_INSTRUCTIONS = 20_000
@@ -220,7 +221,7 @@ _BRIEF_INSTRUCTIONS = 20_000
 _MOST_GRIDS = 24
 """Mappings of a shape that are compared by their links."""
 
-_FEW, _MOST_SHARE = 16, 4.0
+_FEW, _MOST_SHARE = 16, 8.0
 """Devices; with more, fewer things are tried, and with fewer more, up to so many times as many."""
 
 _MOST_EXCHANGED, MOST_EXCHANGES = 32, 60
@@ -255,16 +256,27 @@ class Explorer(Protocol):
         """Judge what these shapes have to offer."""
 
 
-def few_enough(problem: PlanningProblem, shapes: Sequence[Outline]) -> bool:
-    """Whether all plans can be gone through."""
+def few_enough(problem: PlanningProblem) -> bool:
+    """Whether all plans can be gone through, those that the request excludes among them: so no constraint
+    makes a search find more.
+    """
     if len(problem.devices) > _MOST_DEVICES:
         return False
+    free = replace(
+        problem.request,
+        schedule=AUTO,
+        depth=None,
+        width=None,
+        micro_batch=None,
+        synchronous=False,
+        lookahead=True,
+    )
+    if free != problem.request:
+        problem = PlanningProblem(problem.profile, problem.cluster, free)
     num_plans = 0
     grids: dict[tuple[int, tuple[int, ...]], int] = {}
-    for outline in shapes:
-        each = num_cuts_and_sets(problem, outline) * len(
-            list(_variants(outline, runs_ahead=problem.request.lookahead))
-        )
+    for outline in Outlines(problem):
+        each = num_cuts_and_sets(problem, outline) * sum(1 for _ in _variants(outline, runs_ahead=True))
         num_plans += each
         if num_plans > _MOST_PLANS:
             return False
@@ -366,46 +378,56 @@ class HeuristicExplorer:
         self.how = ""
 
     def explore(self, shapes: Sequence[Outline]) -> None:
-        """Cut the best looking shapes of every kind, simulate what promises most, and walk on from there."""
+        """Cut the best looking shapes of every kind, simulate what promises most, and walk on from there.
+
+        What is found in a shape does not depend on the other shapes. So a search in some of these shapes
+        finds nothing better, unless one of the limits on what is tried was reached.
+        """
         ledger = self._ledger
-        drafts: dict[PlanKind, list[tuple[float, int, Draft]]] = {}
-        num_shapes = 0
+        rough: list[tuple[bool, float, int, list[Draft]]] = []
         kinds = self._ranked(shapes)
-        for place, (kind, ranked) in enumerate(kinds.items()):
+        most = max(_LEAST_SHAPES, round(MOST_SHAPES * self._share))
+        for place, ranked in enumerate(kinds.values()):
             ledger.progress(0.4 * place / len(kinds))
-            most = max(_LEAST_SHAPES, round(MOST_SHAPES * self._share))
-            found: list[tuple[float, int, Draft]] = []
+            of_kind: list[tuple[float, int, list[Draft]]] = []
             for number, outline in enumerate(ranked[:_MOST_FRUITLESS]):
-                if number >= most and found:
+                if number >= most and of_kind:
                     break
-                num_shapes += 1
-                for draft in self._drafts(outline):
-                    floor_s = ledger.evaluator.least_s(draft)
-                    found.append((self._estimator.rough_cost(draft, floor_s), len(found), draft))
-            drafts[kind] = sorted(found, key=lambda one: one[:2])
-        for of_kind in drafts.values():
-            # The best of every kind is shown with the best of all, so each is simulated.
-            for place, (_, _, draft) in enumerate(of_kind):
-                del of_kind[: place + 1]
-                if self._evaluate(draft).fits:
-                    break
-        ledger.progress(0.6)
-        rest = sorted((one for of_kind in drafts.values() for one in of_kind), key=lambda one: one[0])
-        for _, _, draft in rest:
-            if ledger.evaluator.num_instructions > self._most_instructions:
-                break
-            if ledger.could_win(draft.outline, ledger.evaluator.least_s(draft)):
-                self._evaluate(draft)
+                drafts = list(self._drafts(outline))
+                if drafts:
+                    cost = min(self._rough_cost(draft) for draft in drafts)
+                    of_kind.append((cost, len(rough) + number, drafts))
+            rough += [(place > 0, *one) for place, one in enumerate(sorted(of_kind, key=itemgetter(0, 1)))]
+        found: list[EvaluatedDraft] = []
+        for _, _, _, drafts in sorted(rough, key=itemgetter(0, 1, 2)):
+            outline = drafts[0].outline
+            # The best of every kind is shown with the best of all, so each kind is simulated.
+            is_known = PlanKind.of(outline) in {PlanKind.of(one.draft.outline) for one in ledger.all_best()}
+            if is_known and ledger.evaluator.num_instructions > self._most_instructions:
+                continue
+            if ledger.could_win(outline, self._outlines.least_s(outline)):
+                best = self._best_of(iter(drafts))
                 # Where links are slow, what a shape is worth shows only when its stages run ahead.
-                self._best_of(self._ahead(draft))
-        ledger.progress(0.8)
-        for evaluated in ledger.all_best():
-            self._walk(evaluated)
+                found += [] if best is None else [best, self._run_ahead(best)]
+        ledger.progress(0.7)
+        best_of_kinds = {one.draft for one in ledger.all_best()}
+        walked: set[Outline] = set()
+        for start in sorted(found, key=lambda one: (one.draft not in best_of_kinds, one.cost)):
+            outline = start.draft.outline
+            is_promising = start.draft in best_of_kinds or ledger.could_be_best(
+                outline, self._outlines.least_s(outline)
+            )
+            if outline not in walked and is_promising:
+                walked.add(outline)
+                self._walk(next(one for one in found if one.draft.outline == outline))
         ledger.progress(1.0)
         self.how = (
-            f"{num_shapes:,} of {len(shapes):,} shapes tried, {ledger.num_evaluated:,} plans simulated; the "
+            f"{len(rough):,} of {len(shapes):,} shapes tried, {ledger.num_evaluated:,} plans simulated; the "
             "others looked slower"
         )
+
+    def _rough_cost(self, draft: Draft) -> float:
+        return self._estimator.rough_cost(draft, self._ledger.evaluator.least_s(draft))
 
     def _ranked(self, shapes: Sequence[Outline]) -> dict[PlanKind, list[Outline]]:
         """The shapes of each kind, the best looking first."""
@@ -449,25 +471,48 @@ class HeuristicExplorer:
         return [grids[place] for _, place in sorted(scored)[:_MOST_CUT]]
 
     def _walk(self, evaluated: EvaluatedDraft) -> None:
-        """From neighbor to neighbor as long as that is better: slices, lookahead, devices, cuts."""
-        best, is_better = evaluated, True
-        while is_better:
-            is_better = False
-            for more in (self._sliced, self._ahead, self._exchanged, self._recut):
-                found = self._best_of(more(best.draft))
-                if found is not None and found.cost * _AS_GOOD < best.cost:
-                    best, is_better = found, True
+        """From neighbor to neighbor as long as that is better: slices, devices, cuts, and then lookahead."""
+        best = evaluated
+        for may_run_ahead in (False, True):
+            is_better = True
+            while is_better:
+                before = best.cost
+                for more in (self._sliced, self._exchanged, self._recut):
+                    found = self._best_of(more(best.draft), best)
+                    if found is not None and found.cost * _AS_GOOD < best.cost:
+                        best = found
+                if may_run_ahead:
+                    best = self._run_ahead(best)
+                is_better = best.cost < before
 
-    def _best_of(self, drafts: Iterator[Draft]) -> EvaluatedDraft | None:
-        """The best that fits, of as many as may still be simulated."""
-        ledger, best = self._ledger, None
+    def _best_of(self, drafts: Iterator[Draft], best: EvaluatedDraft | None = None) -> EvaluatedDraft | None:
+        """The best of a plan and others of its shape that fits, of as many as may still be simulated."""
+        ledger = self._ledger
         for draft in drafts:
-            if ledger.evaluator.num_instructions > 2 * self._most_instructions:
+            if best is not None and (
+                ledger.evaluator.num_instructions > 2 * self._most_instructions
+                or ledger.least_cost(draft.outline, ledger.evaluator.least_s(draft)) >= best.cost
+            ):
+                continue
+            found = self._evaluate(draft)
+            if found.fits and (best is None or found.cost < best.cost):
+                best = found
+        return best
+
+    def _run_ahead(self, best: EvaluatedDraft) -> EvaluatedDraft:
+        """The plan with the lookahead from which on more makes it no faster."""
+        num_worse = 0
+        for draft in self._ahead(best.draft):
+            if (
+                num_worse > 1
+                or self._ledger.evaluator.num_instructions > 2 * self._most_instructions
+                or self._ledger.least_cost(draft.outline, self._ledger.evaluator.least_s(draft)) >= best.cost
+            ):
                 break
-            if ledger.could_win(draft.outline, ledger.evaluator.least_s(draft)):
-                found = self._evaluate(draft)
-                if found.fits and (best is None or found.cost < best.cost):
-                    best = found
+            found = self._evaluate(draft)
+            is_better = found.fits and found.cost * _AS_GOOD < best.cost
+            num_worse = 0 if is_better else num_worse + 1
+            best = found if is_better else best
         return best
 
     def _sliced(self, draft: Draft) -> Iterator[Draft]:
@@ -483,7 +528,7 @@ class HeuristicExplorer:
                 yield from (
                     replace(draft, lookahead=lookahead)
                     for _, lookahead in _variants(draft.outline, runs_ahead=self._problem.request.lookahead)
-                    if lookahead in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+                    if lookahead > draft.lookahead and lookahead in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
                 )
 
     def _exchanged(self, draft: Draft) -> Iterator[Draft]:

@@ -502,7 +502,7 @@ def _found(
         raise BiremeError(homeless)
     ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress)
     explorer: Explorer
-    if not is_tight and few_enough(problem, shapes):
+    if not is_tight and few_enough(problem):
         explorer = ExhaustiveExplorer(problem, outlines, ledger, is_brief=is_brief)
     else:
         explorer = HeuristicExplorer(problem, outlines, ledger)
