@@ -22,7 +22,14 @@ from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_wa
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
 from bireme.plan.search.assumptions import assumptions
-from bireme.plan.search.contention import HopBytes, ReplicaNetworks, busiest_lane, rings_s
+from bireme.plan.search.contention import (
+    HopBytes,
+    ReplicaNetworks,
+    busiest_lane,
+    cores_needed,
+    processors_of,
+    rings_s,
+)
 from bireme.plan.search.draft import Draft
 from bireme.plan.search.draft_paging import (
     Tied,
@@ -44,7 +51,7 @@ from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.simulate.copies import REPLICAS
 from bireme.simulate.costs import Costs
-from bireme.simulate.network import Network, Processors
+from bireme.simulate.network import Network
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
@@ -91,48 +98,6 @@ class ReplicaWork:
     def kept_bytes(self, stage: int, draft: Draft) -> float:
         """What the stage keeps of a micro-batch that waits for its backward."""
         return (self.costs.input_bytes if stage in draft.recompute else self.costs.stash_bytes)[stage]
-
-
-# Who shares a processor: devices of one server that want more cores than it has.
-#
-# A replica is simulated on its part of the cores, which is that of its threads among all that compute there.
-
-
-def _cores_needed(problem: PlanningProblem, device_s: Mapping[int, float]) -> list[tuple[float, str]]:
-    """For how long a batch keeps the cores of each server busy that its devices share, and their name."""
-    work_s: defaultdict[int, float] = defaultdict(float)
-    for device, seconds in device_s.items():
-        work_s[problem.servers[device]] += problem.threads[device] * seconds
-    servers = problem.cluster.servers
-    return [
-        (seconds / servers[place].num_cores, f"the cores of {servers[place].name}")
-        for place, seconds in work_s.items()
-        if servers[place].num_cores
-    ]
-
-
-def _processors_of(
-    problem: PlanningProblem, grid: Sequence[Sequence[int]], replica: int
-) -> Processors | None:
-    """The cores that the ranks of a replica share, machines in the order in which ranks come to them.
-
-    None where every rank has its own.
-    """
-    wanted: defaultdict[int, int] = defaultdict(int)
-    for device in (device for row in grid for device in row):
-        wanted[problem.servers[device]] += problem.threads[device]
-    own = [row[replica] for row in grid]
-    # An accelerator computes on nobody's cores: it counts as a machine of its own.
-    machines = [problem.servers[device] if problem.threads[device] else -1 - device for device in own]
-    threads = [max(1, problem.threads[device]) for device in own]
-    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
-    cores = []
-    for machine in numbers:
-        here = sum(count for count, one in zip(threads, machines, strict=True) if one == machine)
-        has = problem.cluster.servers[machine].num_cores if machine >= 0 else 0
-        cores.append(here * min(1.0, has / wanted[machine]) if has else float(here))
-    found = Processors(tuple(cores), tuple(numbers[machine] for machine in machines), tuple(threads))
-    return found if found.is_shared() else None
 
 
 MOST_INSTRUCTIONS = 20_000
@@ -189,7 +154,7 @@ class PlanEvaluator:
                 device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._busiest_lane(draft, works)
-        cores = _cores_needed(problem, device_s)
+        cores = cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
         return _LowerBound(most_s, bottleneck, device_s)
@@ -435,7 +400,7 @@ class PlanEvaluator:
             costs,
             network,
             agree=True,
-            processors=_processors_of(problem, draft.grid, replica),
+            processors=processors_of(problem, draft.grid, replica),
             tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
         )
 
@@ -446,7 +411,7 @@ class PlanEvaluator:
         rates = tuple(wire.bytes_per_s for wire in network.wires)
         paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
-        cores = _processors_of(problem, draft.grid, replica)
+        cores = processors_of(problem, draft.grid, replica)
         return draft.outline.sizes[replica], speeds, rates, paths, cores, wires
 
     def _work(self, draft: Draft, size: int) -> ReplicaWork:
