@@ -1,32 +1,25 @@
-"""Some pairs of capabilities as whole runs, by the keys that `bireme capabilities` gives."""
+"""Pairs of capabilities as whole runs, by the keys that `bireme capabilities` gives."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from bireme.capabilities import CAPABILITIES, exclusion, pairs
 from tests.support.command import bireme
 from tests.support.training import settings
 
 pytestmark = pytest.mark.slow
 
+TOGETHER = [
+    f"{one.name} {other.name}"
+    for one, other in pairs(CAPABILITIES.values())
+    if exclusion(one.name, other.name) is None
+]
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "names",
-    [
-        "zbv tied",
-        "quorum private-data",
-        "quorum shard-optimizer",
-        "quorum shard-weights",
-        "groups mixture",
-        "diloco stream",
-        "shard-weights boundary-codec",
-        "sum-codec principal",
-        "offloading lora",
-        "2bw compile",
-    ],
-)
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("names", TOGETHER)
 def test_a_run_with_both_ends_well(names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(bireme(capsys, "capabilities", *names.split(), "--json").out)
     (pair,) = document["pairs"]
