@@ -204,8 +204,7 @@ def verdicts(faulty: Lived, calm: Lived) -> Iterator[Verdict]:
         yield exactly(f"{run.name}: hosts that ended with status 0", run.statuses.count(0), len(run.statuses))
         yield exactly(f"{run.name}: the ledger has each sample once", run.is_whole, True)
     yield exactly("all replicas trained again after each fault", len(faulty.faults), 2)
-    off = abs(faulty.eval_loss / calm.eval_loss - 1)
-    yield at_most("loss, difference from the run without faults", off, MOST_LOSS)
+    yield at_most("loss, more than without faults", faulty.eval_loss / calm.eval_loss - 1, MOST_LOSS)
     found = faulty.throughput()
     yield at_least("throughput of all replicas, of predicted", found["of_predicted"], LEAST_THROUGHPUT)
     if "alone_of_predicted" in found:
