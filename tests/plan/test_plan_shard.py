@@ -38,11 +38,11 @@ def profile_of_much() -> Profile:
     )
 
 
-def cluster(memory_bytes: int = 2**30) -> Cluster:
+def cluster(memory_bytes: int = 2**30, num_servers: int = WIDTH) -> Cluster:
     """Machines with a device each, and slow links."""
     device = Device("small", "cuda", memory_bytes=memory_bytes)
     card = Card("card", (0,), Link(SLOW, 0.0))
-    return Cluster(tuple(Server(f"s{place}", (device,), cards=(card,)) for place in range(WIDTH)))
+    return Cluster(tuple(Server(f"s{place}", (device,), cards=(card,)) for place in range(num_servers)))
 
 
 def forecast(shard: str, schedule: str = "1f1b") -> Forecast:
@@ -157,6 +157,16 @@ def test_gradients_that_stages_share_are_predicted_to_be_summed_once_a_batch() -
     assert less == pytest.approx((2 * 4 - 2) * (WIDTH - 1) / WIDTH * num_bytes)
     assert found.tiers[0].predicted_bytes_moved == without.tiers[0].predicted_bytes_moved
     assert found.batch_s < without.batch_s
+
+
+def test_stages_that_delay_updates_share_weights() -> None:
+    """How few micro-batches would show all was asked of a batch of one, which they cannot have."""
+    request = PlanRequest(
+        batch_size=8 * WIDTH, schedule="2bw", width=WIDTH, depth=2, micro_batch=1, shard="weights"
+    )
+    found = find_plan(tiny_profile(), cluster(num_servers=2 * WIDTH), request)
+    assert isinstance(found, Answer)
+    assert found.best.plan.whole_weights
 
 
 def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path: Path) -> None:

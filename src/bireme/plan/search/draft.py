@@ -70,12 +70,19 @@ class Draft:
         width = request.site_width(self.outline.width)
         return [slice(first, first + width) for first in range(0, self.outline.width, width)]
 
+    @property
+    def may_be_shortened(self) -> bool:
+        """Whether fewer micro-batches can show all it does: not where tensors come and go, as more of these
+        may be under way in a longer batch.
+        """
+        return self.paging is None and not self.whole_weights
+
     def shortened(self, least: int) -> tuple["Draft", "Draft"] | None:
         """The same with two smaller numbers of micro-batches, `least` or more and a period apart, that show
         all it does and what a period takes; None where it has too few for that to be less to simulate.
         """
         outline, ranks = self.outline, self.outline.num_ranks
-        if self.paging is not None or self.whole_weights:
+        if not self.may_be_shortened:
             return None
         stages = ranks * (2 if outline.stages_per_rank > 1 else 1)
         times = _SETTLED if outline.num_stages * _SETTLED * stages <= _MOST_PASSES else 1

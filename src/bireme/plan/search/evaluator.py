@@ -246,7 +246,9 @@ class PlanEvaluator:
     def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
         """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
         outline = draft.outline
-        if draft.rule is Rule.SYNCHRONOUS or outline.width == 1 or outline.num_microbatches == 1:
+        if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or outline.width == 1:
+            return 0
+        if outline.num_microbatches == 1:
             return 0
         one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
         pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
