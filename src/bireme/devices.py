@@ -165,7 +165,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def process_bytes(device: torch.device) -> int:
     """What is in use on an accelerator beside the memory that torch holds for this process: its context,
-    kernels and communicators, and all that other programs hold there. 0 where nobody can tell.
+    kernels and communicators, and all that other programs hold there. 0 where the driver does not say.
     """
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):  # as of mps

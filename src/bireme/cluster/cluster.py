@@ -40,7 +40,7 @@ class Overlap(StrEnum):
     """Who computes while a message crosses a link."""
 
     NONE = "none"
-    """Nobody: both ends wait for each other and for the message, as at a rendezvous."""
+    """No work goes on at either end: both wait for each other and for the message, as at a rendezvous."""
     RECEIVER = "receiver"
     """The sender: the receiver waits."""
     FULL = "full"

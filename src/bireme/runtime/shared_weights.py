@@ -20,7 +20,7 @@ from bireme.runtime.parameter_groups import (
 )
 from bireme.runtime.stepper import Home, Stepper, StepShare
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
-from bireme.sync.coded import DenseSums, GradientSums
+from bireme.sync.coded import DenseSums, GradientSummation
 from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
@@ -43,7 +43,7 @@ class Sharers:
         """What this replica has sent the others in training so far of weights that it makes or keeps."""
         self.summed = SentBytes()
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
-        self.how: GradientSums = DenseSums(in_parts=True)
+        self.how: GradientSummation = DenseSums(in_parts=True)
         """How gradients are summed."""
         self._group: SharingGroup | None = None
         self._sums: SharingGroup | None = None
@@ -66,7 +66,7 @@ class Sharers:
         group: SharingGroup,
         sums: SharingGroup | None,
         device: torch.device,
-        how: GradientSums | None = None,
+        how: GradientSummation | None = None,
     ) -> None:
         """From now on the members can reach each other."""
         self._group, self._sums, self._worker = group, sums, ThreadMover(device)

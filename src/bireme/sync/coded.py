@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_description import DENSE, SumCodec, SumKind
-from bireme.sync.coded_messages import Gathered, Parted, Piece, coder_of
+from bireme.sync.coded_messages import GatheredMessages, Parted, Piece, coder_of
 from bireme.sync.exchange import (
     BatchGradients,
     SentBytes,
@@ -31,7 +31,7 @@ from bireme.sync.group import Group, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES
 
 
-class GradientSums(Protocol):
+class GradientSummation(Protocol):
     """How gradients are summed over a group: whole on all members, or each piece where its owner is; as they
     are, or through a codec.
     """
@@ -87,7 +87,7 @@ class DenseSums:
         """Nothing is kept."""
 
 
-def sums_through(codec: SumCodec, *, in_parts: bool) -> GradientSums:
+def sums_through(codec: SumCodec, *, in_parts: bool) -> GradientSummation:
     """How a run sums its gradients."""
     if codec == DENSE:
         return DenseSums(in_parts=in_parts)
@@ -179,7 +179,7 @@ class CodedSums:
         sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
         if coder is not None and left:
             own = [_piece_of(name, coded[name], kept[name], f"{batch} {number}") for name in left]
-            Gathered(group, coder, factors, sent).sum([own], slice_bytes)
+            GatheredMessages(group, coder, factors, sent).sum([own], slice_bytes)
 
     @property
     def common(self) -> dict[str, Tensor]:

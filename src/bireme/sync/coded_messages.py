@@ -168,7 +168,7 @@ def _next(waiting: deque[Piece], most_bytes: int) -> list[Piece]:
     return found
 
 
-class Gathered(_Messages):
+class GatheredMessages(_Messages):
     """All members own all pieces."""
 
     def __init__(self, group: Group, coder: Coder, factors: Sequence[float], sent: SentBytes) -> None:

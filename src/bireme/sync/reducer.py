@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.sync.coded import DenseSums, GradientSums
+from bireme.sync.coded import DenseSums, GradientSummation
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
     BatchGradients,
@@ -221,7 +221,7 @@ class GroupReducer(Reducer):
         counted: Collection[str] | None = None,
         in_background: bool = True,
         device: torch.device | None = None,
-        sums: GradientSums | None = None,
+        sums: GradientSummation | None = None,
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         super().__init__(control, counted, device)
