@@ -102,7 +102,7 @@ def moved(verb: str, option: str, words: Sequence[str]) -> str | None:
     asked = f"{option} {value}".strip()
     entry = known.get(asked, known[option])
     if entry.startswith("--"):
-        return f"`{asked}` is now the option {entry}: bireme {verb} RUN.toml {entry}"
+        return f"`{asked}` is now the option {entry}."
     key, equals, own = entry.partition("=")
     setting = shlex.quote(f"{key}={own if equals else value or '…'}")
     return f"`{option}` is now the key {key}: bireme {verb} RUN.toml --set {setting}"
