@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,11 @@ def run_to_end(
 
 def _train_with_others(run_file: Path | None, sets: Sequence[str], *, anyway: bool, as_json: bool) -> None:
     """Join the run as one of torchrun's processes."""
+    from bireme.train.folder import load_asked
+
+    with suppress(BiremeError):  # rank 0 says what is wrong
+        if load_asked(run_file, sets).sync.is_coordinated:
+            begin()  # this process starts the ranks of its host
     from bireme.train.launched_process import join
 
     finished = join(run_file, sets, partial(show_prepared, as_json=as_json), anyway=anyway)
