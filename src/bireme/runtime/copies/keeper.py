@@ -1,0 +1,424 @@
+"""The keeper of a host: a process that holds second copies of the state of a run, and outlives its ranks.
+
+    host 0                                     host 1
+    rank ── keep ──▶ keeper ──── hold ───────▶ keeper ◀── keep ── rank
+                     holds 0 and 2             holds 1 and 0
+
+A rank gives each version of its shard to the keeper of its own host, which takes no longer than a copy in
+memory. That keeper codes the version as differences, keeps them, and sends them on to the keeper of the next
+host, in the background. It answers the rank once both have the version whole. So the keepers of any host and
+of the one after it together have what the ranks of both held. A run with one host has one keeper.
+"""
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+from bireme.errors import BiremeError
+from bireme.runtime.copies.versions import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    CopyVersion,
+    ShardCopies,
+    ShardVersion,
+    digest_of,
+    newest_common,
+    whole_message,
+)
+from bireme.runtime.exchange.for_others import HEAL_SHARE
+from bireme.runtime.processes import Process, start_process
+from bireme.wire.connection import (
+    HEADER_BYTES,
+    Connection,
+    FrameKind,
+    Poller,
+    frame_header,
+    read_frame_header,
+    wait_for,
+)
+from bireme.wire.listener import LISTEN_LOOK_S, Caller, Doorway, Listener, call, new_key
+
+_MOST_WORDS_BYTES = 1 << 28
+_MOST_MESSAGE_BYTES = CHUNK_BYTES + 64
+_LEAST_PRIORITY = 19
+"""For `os.nice`: a keeper uses the cores when nothing else does."""
+_FILLER = 1
+"""The priority of packets that the kernel sends when there are no others (TC_PRIO_FILLER)."""
+_CALL_S, _AGAIN_S = 5.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperAddress:
+    """Where a keeper listens, and the key that it asks for."""
+
+    address: str
+    key: str
+
+
+class KeeperTalk:
+    """Texts and chunks on a connection to a keeper. Raises an `OSError` if nothing moves for the timeout."""
+
+    def __init__(self, made: socket.socket, timeout_s: float) -> None:
+        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
+        self._timeout_s = timeout_s
+
+    def say(self, words: Mapping[str, Any]) -> None:
+        """Send a text."""
+        self._connection.say(json.dumps(words).encode())
+        self._connection.flush(self._timeout_s)
+
+    def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
+        """The next text. Raises a `BiremeError` if it says what went wrong at the other end."""
+        text = self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES), limit_s or self._timeout_s)
+        found: dict[str, Any] = json.loads(text)
+        if "error" in found:
+            raise BiremeError(found["error"])
+        return found
+
+    def send(self, *views: bytes | memoryview) -> int:
+        """Send a frame of bytes; returns how many these are."""
+        num_bytes = sum(map(len, views))
+        header = frame_header(FrameKind.TENSOR, num_bytes)
+        self._connection.send(memoryview(header), *(memoryview(one) for one in views))
+        self._connection.flush(self._timeout_s)
+        return num_bytes
+
+    def take(self) -> bytes:
+        """The next frame of bytes."""
+        found = bytearray()
+
+        def place(header: bytes) -> memoryview:
+            num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
+            if num_bytes > _MOST_MESSAGE_BYTES:
+                raise ConnectionError(f"a chunk of {num_bytes} bytes was announced")
+            found.extend(bytes(num_bytes))
+            return memoryview(found)
+
+        self._come(lambda: self._connection.next_frame(place), self._timeout_s)
+        return bytes(found)
+
+    def _come(self, read: Callable[[], bytes | None], limit_s: float) -> bytes:
+        began_s = time.monotonic()
+        while (found := read()) is None:
+            ends_s = max(self._connection.came_s, began_s) + limit_s
+            if not wait_for(self._connection, select.POLLIN, ends_s - time.monotonic()):
+                raise TimeoutError(f"nothing has come for {limit_s:g} s")
+        return found
+
+
+@contextmanager
+def talk_to(keeper: KeeperAddress, timeout_s: float, *, is_background: bool = False) -> Iterator[KeeperTalk]:
+    """A connection to a keeper; one in the background yields to all others of the host."""
+    made = call(keeper.address, keeper.key, b"", min(_CALL_S, timeout_s))
+    with made:
+        if is_background and hasattr(socket, "SO_PRIORITY"):
+            with suppress(OSError):
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _FILLER)
+        yield KeeperTalk(made, timeout_s)
+
+
+# What keepers hold, as those see it that start a run from copies.
+
+
+@dataclass(frozen=True, slots=True)
+class KeptShard:
+    """One whole version of one shard at a keeper, with the words that describe its tensors."""
+
+    shard: int
+    version: CopyVersion
+    words: Mapping[str, Any]
+    num_bytes: int
+    digests: tuple[bytes, ...]
+    keeper: KeeperAddress
+
+    def request(self, first: int, end: int) -> dict[str, Any]:
+        """The text that asks the keeper for the chunks from `first` on, without `end` itself."""
+        own = {"shard": self.shard, "start": self.version.start, "step": self.version.step}
+        return {"do": "read", **own, "first": first, "end": end}
+
+    def checked(self, index: int, chunk: bytes) -> bytes:
+        """A chunk that came. Raises a `BiremeError` if it does not have its digest."""
+        if digest_of(chunk) != self.digests[index]:
+            raise BiremeError(f"Chunk {index} of shard {self.shard} is not as it was copied.")
+        return chunk
+
+
+def shards_at(keepers: Sequence[KeeperAddress], timeout_s: float, *, checks: bool) -> tuple[KeptShard, ...]:
+    """All whole versions at these keepers; those that do not answer have none. With `checks` each keeper
+    leaves out a version of which a byte has changed in its memory.
+    """
+    found: list[KeptShard] = []
+    for keeper in keepers:
+        with suppress(OSError, BiremeError), talk_to(keeper, timeout_s) as talk:
+            talk.say({"do": "list", "checks": checks})
+            for one in talk.hear(limit_s=max(timeout_s, 600.0) if checks else None)["shards"]:
+                digests = tuple(map(bytes.fromhex, one["digests"]))
+                version = CopyVersion(one["start"], one["step"])
+                found.append(KeptShard(one["shard"], version, one["words"], one["bytes"], digests, keeper))
+    return tuple(found)
+
+
+NUM_SHARDS = "num_shards"
+"""In the words of a shard: how many shards its version has."""
+
+
+def newest_of(shards: Sequence[KeptShard]) -> dict[int, list[KeptShard]]:
+    """The newest version that is whole in every shard: for each shard where it is. Empty if there is none."""
+    counts = {one.version: int(one.words[NUM_SHARDS]) for one in shards}
+    newest = newest_common([{one.shard: [one.version]} for one in shards], counts)
+    found: dict[int, list[KeptShard]] = {}
+    for one in shards:
+        if one.version == newest:
+            found.setdefault(one.shard, []).append(one)
+    return found
+
+
+# The keeper itself: one thread listens, and each connection has a thread.
+
+
+class _Pace:
+    """Bounds how fast a keeper sends: to so many bytes a second, or to a share of the link's time."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock, self._free_s = threading.Lock(), 0.0
+
+    def wait(self, num_bytes: int, took_s: float) -> None:
+        """Wait after so many bytes, which it took so long to send."""
+        if self._bytes_per_s is None:
+            time.sleep(took_s * (1.0 / HEAL_SHARE - 1.0))
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s = max(self._free_s, now_s - took_s) + num_bytes / self._bytes_per_s
+            left_s = self._free_s - now_s
+        time.sleep(max(left_s, 0.0))
+
+
+class _Held:
+    """The copies of one shard, and the lock of the thread that uses them."""
+
+    def __init__(self) -> None:
+        self.copies, self.lock = ShardCopies(), threading.Lock()
+
+
+class Keeper:
+    """Holds copies, and serves them at `address` until it is closed. `follower` is the keeper of the next
+    host, which gets a copy of what the ranks of this host give.
+    """
+
+    def __init__(self, *, bytes_per_s: float | None, timeout_s: float) -> None:
+        doorway = Doorway()
+        self.address = KeeperAddress(doorway.address, new_key())
+        self.follower: KeeperAddress | None = None
+        self._timeout_s, self._pace = timeout_s, _Pace(bytes_per_s)
+        self._held: dict[int, _Held] = {}
+        self._lock = threading.Lock()
+        self._poller = Poller()
+        self._listener = Listener(self.address.key, doorway.sockets, self._poller, self._take)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._listen, name="bireme keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._is_closing = True
+        self._poller.ring()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        while not self._is_closing:
+            self._poller.wait(LISTEN_LOOK_S)
+            self._listener.sweep()
+        self._listener.close()
+        self._poller.close()
+
+    def _take(self, caller: Caller) -> None:
+        threading.Thread(target=self._serve, args=(caller.socket,), name="bireme copies", daemon=True).start()
+
+    def _serve(self, made: socket.socket) -> None:
+        talk = KeeperTalk(made, self._timeout_s)
+        with made, suppress(OSError):
+            try:
+                asked = talk.hear()
+                act = {"keep": self._keep, "hold": self._hold, "list": self._list, "read": self._read}
+                act[asked["do"]](talk, asked)
+            except BiremeError as error:
+                talk.say({"error": str(error)})
+
+    def _of(self, shard: int) -> _Held:
+        with self._lock:
+            return self._held.setdefault(shard, _Held())
+
+    def _keep(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        """Take a version from a rank of this host, and send it on."""
+        held = self._of(asked["shard"])
+        with held.lock:
+            coming = _begin(held.copies, asked)
+        talk.say({"begins": True})
+        for index in range(len(coming.messages)):
+            chunk = talk.take()
+            with held.lock:
+                held.copies.code(coming, index, chunk)
+        with held.lock:
+            held.copies.finish(coming)
+        talk.say({"taken": True})
+        talk.say({"sent_bytes": self._sent_on(talk, held, coming, asked)})
+
+    def _sent_on(self, talk: KeeperTalk, held: _Held, own: ShardVersion, asked: dict[str, Any]) -> int:
+        """Send a version on until the next keeper has it, and tell the rank of trouble; returns the bytes.
+        Without a next keeper there is nothing to send.
+        """
+        trouble = ""
+        while (follower := self.follower) is not None:
+            try:
+                return self._send_on(held, own, follower, asked)
+            except (OSError, BiremeError) as error:
+                host = follower.address.partition(" ")[0]
+                if str(error) != trouble:
+                    trouble = str(error)
+                    talk.say({"trouble": f"The keeper on {host} does not take a second copy: {trouble}"})
+            with held.lock:
+                if held.copies.find(own.version) is not own:
+                    raise BiremeError(f"The second copy after step {own.version.step} was replaced.")
+            time.sleep(_AGAIN_S)
+        return 0
+
+    def _send_on(self, held: _Held, own: ShardVersion, follower: KeeperAddress, asked: dict[str, Any]) -> int:
+        """Send a version that is whole here to the next keeper, in differences if that one has the version
+        before too; returns the bytes.
+        """
+        before, sent = own.before, 0
+        with talk_to(follower, self._timeout_s, is_background=True) as talk:
+            talk.say({**asked, "do": "hold"})
+            there = talk.hear()["before"]
+            is_same = before is not None and there == [before.start, before.step]
+            for index in range(len(own.messages)):
+                with held.lock:
+                    message = own.messages[index]
+                    if message is None or not is_same:
+                        message = whole_message(held.copies.chunk(own.version, index))
+                began_s = time.monotonic()
+                num_bytes = talk.send(own.digests[index], message)
+                self._pace.wait(num_bytes, time.monotonic() - began_s)
+                sent += num_bytes
+            talk.hear()
+        return sent
+
+    def _hold(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        """Take a version from the keeper of another host."""
+        held = self._of(asked["shard"])
+        with held.lock:
+            coming = _begin(held.copies, asked)
+        before = coming.before
+        talk.say({"before": None if before is None else [before.start, before.step]})
+        for index in range(len(coming.messages)):
+            message = talk.take()
+            with held.lock:
+                held.copies.put(coming, index, message[:DIGEST_BYTES], message[DIGEST_BYTES:])
+        with held.lock:
+            held.copies.finish(coming)
+        talk.say({"held": True})
+
+    def _list(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        found = []
+        for shard, held in sorted(self._held.items()):
+            with held.lock:
+                found += [
+                    {
+                        "shard": shard,
+                        "start": one.version.start,
+                        "step": one.version.step,
+                        "words": one.words,
+                        "bytes": one.num_bytes,
+                        "digests": [digest.hex() for digest in one.digests],
+                    }
+                    for one in held.copies.versions
+                    if not asked["checks"] or held.copies.is_intact(one.version)
+                ]
+        talk.say({"shards": found})
+
+    def _read(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        """Send chunks of a whole version, as they are."""
+        held, version = self._of(asked["shard"]), _version(asked)
+        for index in range(asked["first"], asked["end"]):
+            with held.lock:
+                chunk = held.copies.chunk(version, index)
+            talk.send(chunk)
+
+
+def _version(asked: Mapping[str, Any]) -> CopyVersion:
+    return CopyVersion(asked["start"], asked["step"])
+
+
+def _begin(copies: ShardCopies, asked: Mapping[str, Any]) -> ShardVersion:
+    settled = None if asked["settled"] is None else CopyVersion(*asked["settled"])
+    return copies.begin(
+        _version(asked), asked["words"], asked["bytes"], began=asked["began"], settled=settled
+    )
+
+
+# The keeper as a process of its own. It ends with the process that started it.
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperSettings:
+    """How a keeper sends: at most so many bytes a second, None for a share of the link's time."""
+
+    bytes_per_s: float | None
+    timeout_s: float
+
+
+class KeeperProcess:
+    """The keeper of this host, in a process that was started here."""
+
+    def __init__(self, settings: KeeperSettings) -> None:
+        self._settings = settings
+        self._process: Process | None = None
+        self._talk: Pipe | None = None
+        self._address: KeeperAddress | None = None
+
+    def started(self) -> KeeperAddress:
+        """Where it listens. It is started if it does not run: then it holds nothing."""
+        if self._process is None or self._process.status is not None or self._address is None:
+            self.close()
+            self._process, self._talk = start_process("bireme keeper", _serve_copies, self._settings)
+            try:
+                self._address = self._talk.recv()
+            except EOFError:
+                raise BiremeError("The keeper of second copies has ended; its output may say why.") from None
+        return self._address
+
+    def follow(self, follower: KeeperAddress | None) -> None:
+        """Send copies to that keeper from now on."""
+        if self._talk is not None:
+            with suppress(OSError):
+                self._talk.send(follower)
+
+    def close(self) -> None:
+        """End it, and all that it holds."""
+        if self._talk is not None:
+            self._talk.close()
+        if self._process is not None:
+            self._process.close()
+        self._process = self._talk = self._address = None
+
+
+def _serve_copies(talk: Pipe, settings: KeeperSettings) -> None:
+    """Serve until the starter hangs up. It says which keeper is the follower."""
+    with suppress(OSError):
+        os.nice(_LEAST_PRIORITY)
+    keeper = Keeper(bytes_per_s=settings.bytes_per_s, timeout_s=settings.timeout_s)
+    talk.send(keeper.address)
+    with suppress(EOFError, OSError):
+        while True:
+            keeper.follower = talk.recv()
+    keeper.close()
