@@ -48,6 +48,17 @@ def bytes_of(text: str, option: str) -> int:
     return round(float(found[1]) * _UNITS[found[2].lower()])
 
 
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)/s", re.IGNORECASE)
+
+
+def bytes_per_s_of(text: str, option: str) -> float:
+    """The bytes a second in a text such as `50Mbit/s` or `6MB/s`; `option` is who says it."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise BiremeError(f"{option} is {text!r}; write a rate above 0 as 50Mbit/s or 6MB/s.")
+    return float(found[1]) * _UNITS[found[2].lower()] / (8 if found[3].lower() == "bit" else 1)
+
+
 def bytes_text(num_bytes: float) -> str:
     """Such as `1.50 GiB` or `286 MiB`, to three digits."""
     size = float(num_bytes)

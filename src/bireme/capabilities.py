@@ -177,6 +177,14 @@ _ALL = (
         {},
     ),
     Capability(
+        "copies",
+        "Second copies of the state in another process, from which a run goes on",
+        "second copies",
+        {"memory.copies": 1},
+        _is("memory.copies", 1),
+        {},
+    ),
+    Capability(
         "recompute",
         "Activation checkpointing",
         "activations",

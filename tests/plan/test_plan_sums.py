@@ -10,7 +10,7 @@ from rich.console import Console
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.codec.description import CodecRate
-from bireme.codec.sum_description import SiteRounds, SumCost, parse_sum_codec, sum_cost
+from bireme.codec.sum_description import DENSE_SUMS, SiteRounds, SumCost, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
@@ -21,6 +21,7 @@ from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
 from bireme.train.link_codecs import rounds_of, sums_of_profile
+from bireme.train.plan_search import plan_request_of
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme
 from tests.support.hand_plans import tiny_profile
@@ -42,10 +43,11 @@ def forecast(
     kind: Literal["cpu", "cuda"] = "cuda",
     rates: tuple[CodecRate, ...] = (),
     rounds: SiteRounds | None = None,
+    copied_share: float = 0.0,
 ) -> Forecast:
     devices = tuple(device.name for device in cluster(kind).devices())
     plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(devices,))
-    request = PlanRequest(batch_size=8, sums=cost(codec), rounds=rounds)
+    request = PlanRequest(batch_size=8, sums=cost(codec), rounds=rounds, copied_share=copied_share)
     return forecast_of(plan, replace(tiny_profile(), codecs=rates), cluster(kind), request)
 
 
@@ -149,6 +151,19 @@ def test_the_sums_that_replicas_which_may_die_keep_are_counted_where_they_lie(
     assert more_bytes == pytest.approx(num_copies * gradients)
     run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}})
     assert rounds_of(run, gpt(2)) == SiteRounds()
+
+
+@pytest.mark.parametrize(("kind", "num_copies"), [("cpu", 1), ("cuda", 0)])
+def test_second_copies_are_counted_where_they_lie(kind: Literal["cpu", "cuda"], num_copies: int) -> None:
+    """Two versions of weights and two moments, on this host and on the next one."""
+    gradients = sum(unit.gradient_bytes for unit in tiny_profile().units)
+    run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}, "plan": {"width": 1}})
+    share = plan_request_of(run, DENSE_SUMS, gpt(2)).copied_share
+    assert share == 2 * 2 * 3
+    plain, copied = (forecast("none", kind=kind, copied_share=one) for one in (0.0, share))
+    assert copied.batch_s == plain.batch_s
+    more_bytes = copied.stages[0].peak_bytes - plain.stages[0].peak_bytes
+    assert more_bytes == pytest.approx(num_copies * share * gradients)
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

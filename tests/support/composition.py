@@ -5,6 +5,7 @@ is as small as a model with all that can be: a table, layers, and a head that ma
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import isfinite
@@ -41,6 +42,7 @@ from tests.support.engine_parity import Setting, Trained, assert_equal, note_tra
 from tests.support.mortal_replicas import Replicas
 from tests.support.oracles import Update
 from tests.support.paged import paged, sizes_of
+from tests.support.second_copies import all_copied
 from tests.support.small_models import CONTEXT, VOCAB, Batch, Model, captured, num_tokens, token_batches
 from tests.support.strict_mover import StrictMover
 from tests.support.thread_transport import ThreadFabric
@@ -152,13 +154,14 @@ class Composition:
     def check(self) -> None:
         """Train three batches, and compare with one process as far as numbers can be equal."""
         torch.set_num_threads(1)
-        match self._of_axis("how replicas agree"):
-            case "quorum":
-                self._check_quorum()
-            case "groups" | "diloco":
-                self._check_averages()
-            case _:
-                self._check_allreduce()
+        with all_copied() if "copies" in self.names else nullcontext():
+            match self._of_axis("how replicas agree"):
+                case "quorum":
+                    self._check_quorum()
+                case "groups" | "diloco":
+                    self._check_averages()
+                case _:
+                    self._check_allreduce()
 
     def _check_allreduce(self) -> None:
         plan = self.setting.plan

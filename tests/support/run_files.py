@@ -64,6 +64,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "memory.device": AMOUNTS,
     "memory.host": AMOUNTS,
     "memory.disk_bytes": AMOUNTS,
+    "memory.copies": st.sampled_from([0, 1]),
+    "memory.copy_rate": st.sampled_from(["50Mbit/s", "6MB/s", "1.5 Gbit/s"]),
     "links.codec": CODECS | st.just("auto"),
     "links.boundaries": st.lists(
         st.fixed_dictionaries({"boundary": st.sampled_from(["0-1", "1-2"]), "forward": CODECS}),

@@ -33,7 +33,9 @@ def _ended(
     """
     left, starts, newest = list(ends), list[int](), [0]
 
-    def run(_prepared: object, _folder: object, checkpoint: Any, **_more: object) -> list[str]:
+    def run(
+        _prepared: object, _folder: object, checkpoint: Any, *_more: object, **_words: object
+    ) -> list[str]:
         starts.append(launching._step_of(checkpoint))
         error, newest[0] = left.pop(0)
         if error is not None:
@@ -44,7 +46,9 @@ def _ended(
     monkeypatch.setattr(
         launching,
         "newest_good",
-        lambda _path: SimpleNamespace(manifest=SimpleNamespace(step=newest[0])) if newest[0] else None,
+        lambda _path: (
+            SimpleNamespace(manifest=SimpleNamespace(step=newest[0]), copies=None) if newest[0] else None
+        ),
     )
     prepared: Any = SimpleNamespace(run=SimpleNamespace(checkpoint=SimpleNamespace(folder="checkpoints")))
     try:

@@ -18,6 +18,7 @@ from bireme.runtime.stores import HashStore, Store
 from bireme.train.machines import LaunchedProcess, cluster_of, nodes_of, places_in, ranks_on
 from bireme.train.rendezvous import Environment, _answer, _call_all
 from tests.support.once import made_once
+from tests.support.patience import patience_s
 from tests.support.torchrun_runs import paced_run, torchrun_train
 from tests.support.training import losses, metrics, settings, steps_of_checkpoints
 
@@ -178,12 +179,12 @@ def test_those_who_are_alive_find_together_past_what_the_dead_have_left() -> Non
 def found_together(store: Store, size: int) -> str:
     words: list[str] = []
     others = [
-        threading.Thread(target=lambda rank=rank: words.append(_answer(store, rank)))
+        threading.Thread(target=lambda rank=rank: words.append(_answer(store, rank, patience_s())))
         for rank in range(1, size)
     ]
     for other in others:
         other.start()
-    words.append(_call_all(store, size))
+    words.append(_call_all(store, size, patience_s()))
     for other in others:
         other.join()
     assert len(words) == size

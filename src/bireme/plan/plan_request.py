@@ -163,7 +163,8 @@ class PlanRequest:
     the gradients. Of what an optimizer keeps of one parameter that it steps whole, `whole_bytes` are the
     most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each: within a
     site they sum gradients in every batch and may share. Between sites, or between replicas that average
-    weights, there are `rounds`. `masters` says whether the optimizer has a float32 copy of the weights that
+    weights, there are `rounds`. Second copies keep `copied_share` bytes on hosts for each byte of a stage's
+    gradients. `masters` says whether the optimizer has a float32 copy of the weights that
     it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
     messages overlap with work in the framework that will run the plan; fully where it says nothing.
     """
@@ -196,6 +197,7 @@ class PlanRequest:
     whole_bytes: int = 0
     sites: int = 1
     rounds: SiteRounds | None = None
+    copied_share: float = 0.0
     masters: bool | None = None
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)
 
@@ -283,10 +285,12 @@ class PlanRequest:
         return 0.0 if is_on_host or self.site_width(width) == 1 else self.sums.kept_share
 
     def kept_host_share(self, width: int) -> float:
-        """What a rank keeps on its host for rounds and their codecs, for each byte of gradients."""
+        """What a rank keeps on its host for rounds and their codecs, and for second copies, for each byte of
+        gradients.
+        """
         if self.rounds is None or width == 1:
-            return 0.0
-        return (self.sums.kept_share + self.rounds.kept_share) / self._parts(width)
+            return self.copied_share
+        return self.copied_share + (self.sums.kept_share + self.rounds.kept_share) / self._parts(width)
 
     def more_of_an_owner(self, sharers: int, num_bytes: float, rule: Rule) -> float:
         """What one of so many replicas has at most beyond an equal part of a stage's optimizer, which is so

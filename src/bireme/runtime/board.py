@@ -46,6 +46,10 @@ class RunFailed(Exception):  # noqa: N818 (it is an event: the error is in its t
     """A run cannot go on, and that is no mistake of the user: the text says why."""
 
 
+class WeightsLost(RunFailed):
+    """No replica is left that has the weights."""
+
+
 class RankFailed(RunFailed):
     """A rank of the run failed, and all others were ended because of it.
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -25,9 +25,11 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan_file import load_plan
 from bireme.report.terminal import progress_bar, tell
-from bireme.runtime.board import RankFailed, RunFailed
+from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
+from bireme.runtime.copies.copier import CopyOrders
+from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.train.export import has_ended
 from bireme.train.finishing import FinishedRun, finish
@@ -52,6 +54,7 @@ from bireme.train.rendezvous import (
     let_gloo_use_the_way_to,
     until,
 )
+from bireme.train.run_copies import HostKeeper
 from bireme.train.run_file import RunFile
 from bireme.wire.listener import own_address
 
@@ -87,12 +90,15 @@ def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> HostOrders:
     settings = replica_settings(led.prepared, led.folder, led.checkpoint)
     parts = parts_of_hosts(led.places, led.nodes, settings.num_stages)
     token = secrets.token_hex(_TOKEN_BYTES)
-    return HostOrders(settings, token, tuple(map(tuple, parts)), tuple(hosts_of_ranks))
+    return HostOrders(settings, token, tuple(map(tuple, parts)), tuple(hosts_of_ranks), led.copies)
 
 
-def meet_hosts(orders: Orders, own: HostOrders, rank: int, talk: Announcements) -> LaunchHost | None:
-    """Start the coordinator of this host, and learn where those of the others listen. None if this process is
-    not the launcher of its host.
+def meet_hosts(
+    orders: Orders, own: HostOrders, rank: int, talk: Announcements, keeper: HostKeeper
+) -> LaunchHost | None:
+    """Start the coordinator of this host, and learn where those of the others listen; likewise the keeper of
+    second copies, which sends them to that of the next host. None if this process is not the launcher of its
+    host.
     """
     folder, number = orders.folder, own.hosts_of_ranks[rank]
     if rank != own.launcher(number):
@@ -102,6 +108,10 @@ def meet_hosts(orders: Orders, own: HostOrders, rank: int, talk: Announcements) 
     talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
     heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.parts))]
     hosts = tuple((str(address), int(port)) for address, port in heard)
+    if own.copies:
+        talk.say(f"keeper/{number}", asdict(keeper.started(folder.load_run())))
+        follower = talk.hear(f"keeper/{(number + 1) % len(hosts)}") if len(hosts) > 1 else None
+        keeper.follow(None if follower is None else KeeperAddress(**follower))
     if number == 0:
         _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
     return _launch_host(own, number, folder, coordinator, hosts)
@@ -118,9 +128,13 @@ def under_way(
     orders = None if found is None else found.orders.hosts
     if found is None or found.reason or orders is None:
         return None
-    if len(orders.hosts_of_ranks) != environment.size or not _answers(found.hosts, orders.token):
+    if len(orders.hosts_of_ranks) != environment.size:
         return None
     number = orders.hosts_of_ranks[environment.rank]
+    # The only replica was lost with this host, and goes on from second copies once all hosts have met.
+    is_lost = bool(orders.copies and orders.parts[number]) and orders.settings.num_replicas == 1
+    if is_lost or not _answers(found.hosts, orders.token):
+        return None
     if environment.rank != orders.launcher(number):
         return found.orders, None
     _hold_host(orders, number)
@@ -228,12 +242,22 @@ def _begun_before(
     return None if folder is None or not run.sync.is_coordinated else (run, folder)
 
 
+class RunLostError(Exception):
+    """All replicas have ended, and there may be second copies from which the run goes on."""
+
+
 def train_on_host(
-    orders: Orders, own: HostOrders, host: LaunchHost, prepared: PreparedRun | None
+    orders: Orders, own: HostOrders, host: LaunchHost, prepared: PreparedRun | None, keeper: HostKeeper
 ) -> FinishedRun | None:
-    """Train the replicas of this host. If one of them leads at the end, write down what came of the run."""
+    """Train the replicas of this host. If one of them leads at the end, write down what came of the run.
+    Raises a `RunLostError` if all replicas are lost and the run has second copies.
+    """
     folder, run = orders.folder, orders.folder.load_run()
     start = orders.start_of(host.num_ranks, is_shown=True, census={})
+    # A host that comes back while the run goes on has no keeper that the others know.
+    if own.copies and keeper.address is not None:
+        start = replace(start, copying=CopyOrders(keeper.address, own.copies, own.settings.first))
+        start = replace(start, copies=start.copies and start.copies.nearest(keeper.address))
     devices = load_plan(folder.plan).plan.devices
     names = [devices[rank][part.replica] for part in host.parts for rank in part.ranks if devices]
     gpus = gpus_here(names, read_cluster(folder.cluster), orders.device)
@@ -241,8 +265,9 @@ def train_on_host(
     own_environment = dict.fromkeys(_OF_THE_LAUNCHER) | {VISIBLE: gpus, "BIREME_ADDRESS": own_address()}
     if not host.spans:
         own_environment[NAMED] = None
+    came: list[int] = []
     try:
-        with signals_passed_on(), environment(own_environment):
+        with signals_passed_on() as came, environment(own_environment):
             if host.spans:
                 let_gloo_use_the_way_to(own_address())
             outcomes = launch_here(
@@ -257,7 +282,9 @@ def train_on_host(
             )
     except RunFailed as failure:
         tell(str(failure))
-        if isinstance(failure, RankFailed):
+        if own.copies and not came:
+            raise RunLostError from None
+        if isinstance(failure, RankFailed | WeightsLost):
             tell(_WAY_ON)
         raise SystemExit(1) from None
     if outcomes is None and not until(lambda: bool(host.how_it_ended()), _END_S):
@@ -331,7 +358,11 @@ def _answers(hosts: Sequence[Address], token: str) -> bool:
     """Whether one of them coordinates a run that has members."""
     observer = Observer(hosts, token)
     observer.start()
+
+    def is_known() -> bool:
+        return bool(observer.word.members) or all(map(observer.refused_s, range(len(hosts))))
+
     try:
-        return until(lambda: bool(observer.word.members), _ASK_S) and not observer.word.is_lost
+        return until(is_known, _ASK_S) and bool(observer.word.members) and not observer.word.is_lost
     finally:
         observer.close()

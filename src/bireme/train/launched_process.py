@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,13 +26,15 @@ from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
-from bireme.runtime.replicas.hosts import LaunchHost
+from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
+    RunLostError,
     host_orders,
     how_it_ended_before,
     meet_hosts,
@@ -65,6 +68,7 @@ from bireme.train.rendezvous import (
     until,
 )
 from bireme.train.resume_checks import check_files_here
+from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import data_of
 from bireme.train.stops import RestartLimitError
 from bireme.train.worker import train_rank
@@ -76,6 +80,7 @@ SEEN_S = 30.0
 """How long a file may take to be seen on another machine: shared folders are late."""
 
 _PARTING_S = 30.0
+_AGAIN_S = 1.0
 
 Show = Callable[[PreparedRun, RunFolder], None]
 
@@ -95,24 +100,48 @@ def join(
         if environment.has_own_output:
             tell(sentence)
         return None
-    if (back := under_way(environment, run_file, sets)) is not None:
-        return _on_host(*back, environment.rank, None)
-    let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
-    try:
-        return _Joined(environment, rendezvous(environment), anyway=anyway).go(run_file, sets, show)
-    except dist.DistError as error:  # its text goes on with frames of C++
-        first_line = str(error).splitlines()[0]
-        tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
-        raise SystemExit(1) from None
+    with HostKeeper() as keeper:
+        ends_s = None
+        if (back := under_way(environment, run_file, sets)) is not None:
+            with suppress(RunLostError):
+                return _on_host(*back, environment.rank, None, keeper)
+            ends_s = _lost()
+        let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
+        while True:
+            try:
+                store = rendezvous(environment) if ends_s is None else rendezvous(environment, MOST_ALONE_S)
+                return _Joined(environment, store, keeper, anyway=anyway).go(run_file, sets, show)
+            except RunLostError:
+                ends_s = _lost()
+            except dist.DistError as error:  # its text goes on with frames of C++
+                if ends_s is not None and time.monotonic() < ends_s:
+                    time.sleep(_AGAIN_S)  # the first host may be one that is to be started again
+                    continue
+                first_line = str(error).splitlines()[0]
+                tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
+                raise SystemExit(1) from None
+
+
+def _lost() -> float:
+    """Say how the run goes on; until when it may (`time.monotonic`)."""
+    tell(
+        "The run goes on from its second copies, or from its newest checkpoint, once all of its hosts are "
+        "there. If bireme train has ended on a host, start it there again in the same way as before."
+    )
+    return time.monotonic() + MOST_ALONE_S
 
 
 def _on_host(
-    orders: Orders, host: LaunchHost | None, rank: int, prepared: PreparedRun | None
+    orders: Orders,
+    host: LaunchHost | None,
+    rank: int,
+    prepared: PreparedRun | None,
+    keeper: HostKeeper,
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
     assert orders.hosts is not None, "replicas may die"
     if host is not None:
-        return train_on_host(orders, orders.hosts, host, prepared)
+        return train_on_host(orders, orders.hosts, host, prepared, keeper)
     wait_for_launcher(orders.hosts, rank)
     return None
 
@@ -123,8 +152,9 @@ class _Joined:
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
     """
 
-    def __init__(self, environment: Environment, store: Store, *, anyway: bool) -> None:
+    def __init__(self, environment: Environment, store: Store, keeper: HostKeeper, *, anyway: bool) -> None:
         self.place = environment.rank
+        self._keeper = keeper
         self._anyway = anyway
         self._environment = environment
         self._store = store
@@ -156,13 +186,13 @@ class _Joined:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             host, orders = None, None if told is None else ORDERS.validate_python(told)
             if not status and orders is not None and orders.hosts is not None:
-                host = meet_hosts(orders, orders.hosts, rank, self._talk)
+                host = meet_hosts(orders, orders.hosts, rank, self._talk, self._keeper)
         if status:
             raise SystemExit(status)
         if orders is None:
             return None
         if orders.hosts is not None:
-            return _on_host(orders, host, rank, None if led is None else led.prepared)
+            return _on_host(orders, host, rank, None if led is None else led.prepared, self._keeper)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
@@ -179,6 +209,8 @@ class _Joined:
         has_cuda = own.local_rank < num_accelerators()
         member = LaunchedProcess(own.rank, own.node or host_name(), host_name(), has_cuda, num_accelerators())
         self._talk.say(f"member/{own.rank}", asdict(member))
+        address = self._keeper.address
+        self._talk.say(f"kept/{own.rank}", None if address is None else asdict(address))
         return [LaunchedProcess(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
 
     def _lead(
@@ -188,7 +220,9 @@ class _Joined:
         talk, led, status, complaint = self._talk, None, 0, ""
         try:
             asked = load_asked(run_file, sets)
-            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell)
+            kept = [self._talk.hear(f"kept/{rank}") for rank in range(self._environment.size)]
+            keepers = [KeeperAddress(**one) for one in kept if one is not None]
+            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell, keepers)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)

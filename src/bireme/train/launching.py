@@ -24,7 +24,7 @@ from bireme.plan.plan_file import planned_units, saved_plan
 from bireme.plan.search.search import timeline_of
 from bireme.report.page.recorded import write_recorded
 from bireme.report.terminal import tell
-from bireme.runtime.board import RankFailed, RunFailed
+from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.runtime.layout import layout_of
 from bireme.runtime.replicas.hosts import LaunchHost
@@ -49,6 +49,7 @@ from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.resume_checks import left_at
+from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import learns
 from bireme.train.run_file import RunFile
 from bireme.train.shares import share_limits, slowed
@@ -108,30 +109,40 @@ def start(
 
     One that ends because a stage has become slow goes on with a new plan, once. One that fails goes on from
     its newest checkpoint, unless so many `restarts` in a row have reached no new one: then the failure is
-    raised. By default there are `_USUAL_RESTARTS` if replicas may die, and none otherwise.
+    raised. By default there are `_USUAL_RESTARTS` if replicas may die or there are second copies, and none
+    otherwise.
     """
+    has_copies = prepared.run.has_copies(prepared.plan.plan.width)
     if restarts is None:
-        restarts = _USUAL_RESTARTS if prepared.run.sync.is_coordinated else 0
-    outcomes = _run_through(prepared, folder, checkpoint, is_shown=is_shown, restarts=restarts)
-    if first_of(outcomes).reason == REPLAN:
-        if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
-            prepared = replace(prepared, run=with_batch_of(prepared.run, folder.load_run()))
-        prepared = replace(_replanned(prepared, first_of(outcomes)), initial=None)
-        newest = newest_good(folder.checkpoints(prepared.run))
-        write_prepared(prepared, folder, newest)
-        outcomes = _run(prepared, folder, newest, is_shown=is_shown, may_replan=False)
+        restarts = _USUAL_RESTARTS if prepared.run.sync.is_coordinated or has_copies else 0
+    with HostKeeper() as host:
+        keeper = host if has_copies else None
+        outcomes = _run_through(prepared, folder, checkpoint, keeper, is_shown=is_shown, restarts=restarts)
+        if first_of(outcomes).reason == REPLAN:
+            if chooses_batch(prepared.run):  # its ranks have, and the folder remembers
+                prepared = replace(prepared, run=with_batch_of(prepared.run, folder.load_run()))
+            prepared = replace(_replanned(prepared, first_of(outcomes)), initial=None)
+            newest = newest_good(folder.checkpoints(prepared.run))
+            write_prepared(prepared, folder, newest)
+            outcomes = _run(prepared, folder, newest, keeper, is_shown=is_shown, may_replan=False)
     return finish(prepared, folder, outcomes)
 
 
 def _run_through(
-    prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None, *, is_shown: bool, restarts: int
+    prepared: PreparedRun,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    keeper: HostKeeper | None = None,
+    *,
+    is_shown: bool,
+    restarts: int,
 ) -> list[Outcome]:
     """What the ranks of a run come to, after as many restarts as it takes and may take."""
     num_in_vain = 0
     while True:
         step, num_ledger_bytes = _step_of(checkpoint), _size_of(folder.ledger)
         try:
-            return _run(prepared, folder, checkpoint, is_shown=is_shown, may_replan=True)
+            return _run(prepared, folder, checkpoint, keeper, is_shown=is_shown, may_replan=True)
         except (BiremeError, RunFailed) as failure:
             # A user's mistake shows before anything is trained, and would only show again; so would a sample.
             is_mistake = isinstance(failure, BiremeError) and _size_of(folder.ledger) == num_ledger_bytes
@@ -139,6 +150,8 @@ def _run_through(
                 raise
             with suppress(BiremeError):  # if all checkpoints are damaged, the failure says more
                 checkpoint = newest_good(folder.checkpoints(prepared.run))
+            if keeper is not None:
+                checkpoint = keeper.newer(checkpoint, prepared.run)
             num_in_vain = 0 if _step_of(checkpoint) > step else num_in_vain
             if num_in_vain >= restarts:
                 raise
@@ -146,6 +159,7 @@ def _run_through(
             count_start(folder, _step_of(checkpoint))
             why = failure.line if isinstance(failure, RankFailed) else str(failure)
             at = f"after step {_step_of(checkpoint)}" if checkpoint else "from its beginning"
+            at += ", from second copies" if checkpoint and checkpoint.copies else ""
             count = f"restart {num_in_vain} of at most {restarts} in a row without a new checkpoint"
             tell(f"{why} The run continues {at} ({count}).")
 
@@ -163,6 +177,7 @@ def _run(
     prepared: PreparedRun,
     folder: RunFolder,
     checkpoint: Checkpoint | None,
+    keeper: HostKeeper | None,
     *,
     is_shown: bool,
     may_replan: bool,
@@ -172,6 +187,8 @@ def _run(
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     begin = run_start(prepared, folder, checkpoint, machines.threads)
     begin = replace(begin, is_shown=is_shown, may_replan=may_replan, census=prepared.census)
+    if keeper is not None:
+        begin = replace(begin, copying=keeper.orders(prepared.run, _step_of(checkpoint)))
     names = [row[replica] for replica in range(plan.width) for row in plan.devices]
     gpus = gpus_here(names, machines.cluster, machines.device)
     with signals_passed_on(), environment({VISIBLE: gpus}):
@@ -213,14 +230,16 @@ def run_start(
     after which step updates are delayed.
     """
     resumed = None if checkpoint is None else checkpoint.manifest
+    copies = None if checkpoint is None else checkpoint.copies
     return RunStart(
         folder.path,
-        None if checkpoint is None else checkpoint.folder,
+        None if checkpoint is None or copies is not None else checkpoint.folder,
         threads,
         is_shown=False,
         words=first_words(prepared),
         passed_over=() if checkpoint is None else checkpoint.passed_over,
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed),
+        copies=copies,
     )
 
 
@@ -283,7 +302,7 @@ def launch_here(
 ) -> list[Outcome] | None:
     """What the ranks of a replica of this host come to, of one that leads at the end if its rank 0 is here;
     nothing if the rank 0 of each is elsewhere. None if no replica here has come to the end. Without a `host`
-    all replicas are here.
+    all replicas are here. Raises `WeightsLost` if all replicas were lost on other hosts.
     """
     launched = launch_replicas(
         train_replica,
@@ -297,6 +316,8 @@ def launch_here(
         device=device,
         host=host,
     )
+    if not launched.results and launched.is_lost:
+        raise WeightsLost("All replicas have ended on other hosts.")
     if not launched.results:
         return None
     found = [outcomes for outcomes in launched.results if outcomes]
@@ -349,19 +370,21 @@ def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 @contextmanager
-def signals_passed_on() -> Iterator[None]:
-    """Pass signals to the ranks as a request to stop. The second interrupt ends everything.
+def signals_passed_on() -> Iterator[list[int]]:
+    """Pass signals to the ranks as a request to stop. The second interrupt ends everything. Gives the list of
+    the signals that have come.
 
     Processes that are started inside hold such requests back until they can take them, for this thread holds
     them back and they inherit that; another one is there to take them here.
     """
-    interrupts = 0
+    interrupts, came = 0, list[int]()
     over = threading.Event()
     taker = threading.Thread(target=over.wait, name="bireme signals", daemon=True)
     taker.start()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
+        came.append(number)
         if number == signal.SIGINT:
             interrupts += 1
             if interrupts > 1:
@@ -376,7 +399,7 @@ def signals_passed_on() -> Iterator[None]:
     before = {number: signal.signal(number, pass_on) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
     try:
-        yield
+        yield came
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         over.set()

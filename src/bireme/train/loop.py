@@ -36,6 +36,7 @@ from bireme.train.private_census import ReadableData
 from bireme.train.recorded_batches import RECORDED, has_room, recorded_first
 from bireme.train.replica import AveragingReplica, LeaderWriter, Replica
 from bireme.train.run_checkpoints import RunCheckpoints, Tally, Tell
+from bireme.train.run_copies import RunCopies
 from bireme.train.run_file import RunFile
 from bireme.train.shares import ReplicaNotes
 from bireme.train.stops import Reason, Stops
@@ -188,7 +189,7 @@ class Loop:
     The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
     the weights in `not_saved`. `notes` are warnings about the data; `home` is what this rank reads in the
     place of `data.training` where some is private. `member` is its replica where replicas may die. Where they
-    average weights, they meet at the end of each window.
+    average weights, they meet at the end of each window. `copies` are the second copies of the state.
     """
 
     def __init__(
@@ -211,8 +212,10 @@ class Loop:
         replicas: ReplicaNotes | None = None,
         home: ReadableData | None = None,
         member: Replica | AveragingReplica | None = None,
+        copies: RunCopies | None = None,
     ) -> None:
         self.run, self.pipeline, self.data = run, pipeline, data
+        self._copies = copies
         self.tell, self.memory = tell, memory
         self.stops, self._control = stops, control
         self.timeline: Timeline | None = None
@@ -387,6 +390,8 @@ class Loop:
 
     def _train(self, batches: Iterator[PartlyRead], *, records: bool = False) -> None:
         votes = self.stops.vote if self._member is None else self._member.votes(self.stops)
+        if self._copies is not None and self._averaging is None:
+            votes = self._copies.votes(votes)
         results = self.pipeline.train(batches, record=records, votes=votes)
         for number, result in enumerate(results):
             self._note(result, is_first=number == 0)
@@ -405,6 +410,10 @@ class Loop:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
             self._save()
+        if self._copies is not None and replica.leads:
+            ready = self.pipeline.gather([float(self._copies.is_ready)])
+            if all(row[0] for row in ready):
+                self._checkpoints.copy(self._copies, self.pipeline, self.step, ignored=0)
 
     def _tell_recoveries(self, healed: Mapping[int, HealTimes], step: int) -> None:
         for one in () if self._member is None else self._member.recoveries(healed, step):
@@ -446,6 +455,9 @@ class Loop:
         self._tally.add(result, num_samples, is_first=is_first)
         if not is_first and self._control is not None:
             self._control.note_batch()
+        if self._copies is not None and self._copies.is_due(result.batch, result.votes):
+            ignored = result.batch + self.pipeline.read_ahead
+            self._checkpoints.copy(self._copies, self.pipeline, step, ignored=ignored)
         warning = self._replicas.note(result, self.pipeline.plan.source)
         if warning is not None:
             self.warn(warning, step)
@@ -478,7 +490,10 @@ class Loop:
             step,
             **self._tally.line(result, batch),
             memory_bytes=self._rank_bytes(self.memory.peak_bytes()),
+            **({} if self._copies is None else {"copy_age": self._copies.age(step)}),
         )
+        if self._copies is not None and (trouble := self._copies.trouble()):
+            self.warn(trouble, step)
 
     def _save(self) -> None:
         self._checkpoints.save(self.pipeline, self.step)
@@ -533,9 +548,11 @@ class Loop:
                 self._sum_bytes.gathered + self.pipeline.sum_bytes.gathered,
                 self.step - self._first_step,
                 0 if self._member is None else self._member.kept_bytes,
+                0 if self._copies is None else self._copies.sent_bytes,
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
             placement=None if self._home is None else self._home.placement,
+            copied_step=None if self._copies is None else self._copies.step,
             leads=self._member is None or (self._member.leads and self._checkpoints.has_led),
         )

@@ -108,6 +108,8 @@ class RankOutcome:
     gathered_bytes: int = 0
     num_batches: int = 0
     kept_bytes: int = 0
+    copied_bytes: int = 0
+    """Sent to other hosts for second copies of the rank's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ class Outcome:
     step of the newest one. The figures of the last evaluation are None where they mean nothing;
     `eval_loss_through_codecs` also where boundaries have no codecs. A run that ended to be planned again says
     which stage is slow. `placement` is what an epoch takes of private and public samples, None where all are
-    public. `leads` says whether the rank's replica speaks for the run.
+    public. `copied_step` is that of the newest second copy, None if there is none. `leads` says whether the
+    rank's replica speaks for the run.
     """
 
     steps: int
@@ -151,6 +154,7 @@ class Outcome:
     slow: SlowStage | None = None
     placement: dict[str, Any] | None = None
     sync: SyncFigures | None = None
+    copied_step: int | None = None
     leads: bool = True
 
 

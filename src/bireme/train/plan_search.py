@@ -14,8 +14,9 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import Goal, PlanRequest, TierLimits, pins_of, ranges_of
 from bireme.plan.search.search import find_plan
-from bireme.profile.optimizers import whole_bytes
+from bireme.profile.optimizers import moments_share, whole_bytes
 from bireme.profile.profile import Profile
+from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.link_codecs import rounds_of
@@ -151,7 +152,23 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanReq
         whole_bytes=0 if graph is None else whole_bytes(graph.parameters, run.training.optimizer),
         sites=run.sync.sites or 1,
         rounds=rounds_of(run, graph),
+        copied_share=_copied_share(run, graph),
     )
+
+
+def _copied_share(run: RunFile, graph: Graph | None) -> float:
+    """What second copies keep on hosts for each byte of gradients: at most two versions of the weights and of
+    what the optimizer remembers, here and on the next host.
+    """
+    if graph is None or not run.has_copies(run.plan.width or 0):
+        return 0.0
+    num_hosts = 2 if run.sync.is_coordinated else 1
+    num_weights = (2 if run.model.dtype == "bfloat16" else 1) * (2 if run.plan.schedule in _DELAYED else 1)
+    return 2 * num_hosts * (num_weights + moments_share(graph.parameters, run.training.optimizer))
+
+
+_DELAYED = [name for name, one in SCHEDULES.items() if one.rule is not Rule.SYNCHRONOUS]
+"""The schedules whose state has the weights before the newest too."""
 
 
 def _tier_limits(memory: Memory, *, compiles: bool) -> TierLimits | None:

@@ -153,10 +153,11 @@ def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
 def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
     """Refuse a plan, as one from a file may be, that does not go with what the run asks for."""
     mode, program = run.sync.mode, plan.by_program
-    if mode != "allreduce" and plan.width < 2:
+    if mode != "allreduce" and plan.width < 2 and (mode != "quorum" or run.memory.copies == 0):
+        copies = "" if mode != "quorum" else ", or leave out memory.copies = 0"
         raise BiremeError(
             f'sync.mode is "{mode}", but the plan has one replica, so none is left if it dies. Set '
-            'plan.width to 2 or more, or use sync.mode = "allreduce".'
+            f'plan.width to 2 or more, or use sync.mode = "allreduce"{copies}.'
         )
     if run.sync.sites is not None:
         check_sites(run.sync.sites, plan.width)

@@ -7,6 +7,7 @@ from typing import Any
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
 from bireme.profile.profile import Profile, load_profile
+from bireme.runtime.copies.copier import CopyOrders, CopySource
 from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.world import World
 from bireme.train.data.prepare import RunData
@@ -23,9 +24,10 @@ class RunStart:
     """Which run, from which checkpoint if any, and what else the processes need beyond what its folder says.
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
-    damaged checkpoints after the one to resume from. With `may_replan` whoever started the run makes a new
-    plan for it if it ends to that end. `census` counts the private samples of all servers. Updates are
-    delayed after `first_delayed_step`.
+    damaged checkpoints after the one to resume from. If there are `copies` the run goes on from these instead
+    of a checkpoint; `copying` says where ranks give second copies. With `may_replan` whoever started the run
+    makes a new plan for it if it ends to that end. `census` counts the private samples of all servers.
+    Updates are delayed after `first_delayed_step`.
     """
 
     folder: Path
@@ -37,6 +39,13 @@ class RunStart:
     may_replan: bool = False
     census: Census = field(default_factory=dict)
     first_delayed_step: int = 0
+    copies: CopySource | None = None
+    copying: CopyOrders | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a state that it had before."""
+        return self.checkpoint is not None or self.copies is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import write_plan
 from bireme.report.terminal import progress_bar
+from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.export import has_ended
@@ -30,6 +31,7 @@ from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_pre
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
+from bireme.train.run_copies import newer_of, start_name
 from bireme.train.run_file import RunFile
 from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
@@ -143,7 +145,8 @@ class RunSetup:
 
     `places[p]` is the rank that takes place p of the plan; `threads` are those of each process that were
     asked for. Where replicas may die, `nodes` are the processes that the
-    launchers of all hosts will start, and ranks are theirs.
+    launchers of all hosts will start, and ranks are theirs. If the run has second copies, `copies` is the
+    name of this start in them.
     """
 
     prepared: PreparedRun
@@ -152,6 +155,7 @@ class RunSetup:
     places: list[int]
     threads: int | None
     nodes: Nodes
+    copies: str = ""
 
     @property
     def step(self) -> int:
@@ -165,11 +169,14 @@ def set_up_run(
     nodes: Nodes,
     ask_servers: Callable[[str, list[int]], list[str]],
     tell: Callable[[str], None],
+    keepers: Sequence[KeeperAddress] = (),
 ) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
+    `keepers` hold second copies of an earlier start.
     """
+    started = nodes
     if asked.sync.is_coordinated:
         check_launchers(nodes, asked.sync.mode)
         nodes = processes_of(asked, nodes)
@@ -178,15 +185,18 @@ def set_up_run(
     if begun is not None:
         begun.restore(tell)
         check_finds_checkpoints(named, begun)
-    checkpoint = None if begun is None else newest_good(begun.checkpoints(named), on_bad=tell)
+    checkpoint, number = None, 0
     if begun is not None:
+        checkpoint = newest_good(begun.checkpoints(named), on_bad=tell)
+        checkpoint, number = newer_of(checkpoint, keepers, named)
         at = 0 if checkpoint is None else checkpoint.manifest.step
         if has_ended(named, begun, at):
             tell(f"{begun.path} has finished its {named.training.steps} steps. To train further, set more.")
             return None
         check_rate(named, begun, at, tell)
         _check_progress(begun, at)
-        tell(f"{begun.path} resumes after step {at} of {named.training.steps}.")
+        source = "" if checkpoint is None or checkpoint.copies is None else ", from second copies"
+        tell(f"{begun.path} resumes after step {at} of {named.training.steps}{source}.")
     device = _device(named, nodes)
     counts = [len(members) for members in nodes.values()]
     cluster = _cluster(named, nodes, device, ask_servers(device, counts), tell)
@@ -211,7 +221,30 @@ def set_up_run(
         tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
-    return RunSetup(prepared, folder, checkpoint, places, threads, nodes)
+    copies = start_name(number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
+    return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies)
+
+
+def has_copies(run: RunFile, width: int, started: Nodes) -> bool:
+    """Whether a run that something like torchrun has started has second copies. `started` are its processes.
+
+    Raises a `BiremeError` if the run asks for copies that it cannot have.
+    """
+    copies, mode = run.memory.copies, run.sync.mode
+    most = max(map(len, started.values()))
+    if copies and not run.sync.is_coordinated:
+        raise BiremeError(
+            f'memory.copies is {copies}, but sync.mode is "{mode}", in which a launcher such as torchrun '
+            "starts the ranks and ends all processes of a host with one of them, and its copies too. Set "
+            'sync.mode = "quorum", which has one replica go on as well, or leave out memory.copies.'
+        )
+    if run.has_copies(width) and most > 1:
+        raise BiremeError(
+            f"The state of this run has a second copy (memory.copies), but {most} processes were started on "
+            "one host. Start one process on each host (torchrun --nproc-per-node 1): it starts the ranks and "
+            "keeps the copies."
+        )
+    return run.has_copies(width)
 
 
 def _check_progress(begun: RunFolder, step: int) -> None:

@@ -81,13 +81,15 @@ def _address_of(card: str, any_socket: socket.socket) -> str | None:
 @dataclass(frozen=True, slots=True)
 class HostOrders:
     """What rank 0 tells the launchers of all hosts: the settings of coordinators, the parts of replicas of
-    each host, and the host of each process that was started.
+    each host, and the host of each process that was started. If ranks have second copies, `copies` is the
+    name of this start of the run in them.
     """
 
     settings: CoordinatorSettings
     token: str
     parts: tuple[tuple[ReplicaPart, ...], ...]
     hosts_of_ranks: tuple[int, ...]
+    copies: str = ""
 
     def launcher(self, host: int) -> int:
         """The rank of the process that is the launcher of a host: the first there."""
@@ -183,15 +185,16 @@ class Environment:
         )
 
 
-def rendezvous(environment: Environment) -> Store:
+def rendezvous(environment: Environment, limit_s: float = _FIND_S) -> Store:
     """A part of the launcher's store that the processes alive now share with each other alone.
 
-    Returns once all have come. From then on this process ends when its agent does, if it has one.
+    Returns once all have come, within that time. From then on this process ends when its agent does, if it
+    has one.
     """
     rank = environment.rank
-    store = store_of_starter(rank, _FIND_S)
+    store = store_of_starter(rank, limit_s)
     lookup = PrefixStore("bireme-rendezvous", store)
-    word = _answer(lookup, rank) if rank else _call_all(lookup, environment.size)
+    word = _answer(lookup, rank, limit_s) if rank else _call_all(lookup, environment.size, limit_s)
     return part_of(store, f"bireme-{word}", rank, timeout_s=_FIND_S)
 
 
@@ -233,14 +236,14 @@ def until(predicate: Callable[[], bool], limit_s: float | None = None) -> bool:
     return True
 
 
-def _call_all(store: Store, size: int) -> str:
+def _call_all(store: Store, size: int, limit_s: float) -> str:
     """Rank 0's part: give a word to every process that answers to it.
 
     A number of restarts cannot be that word: every machine's agent counts its own. A process of an earlier
     start has left its name here, but it does not answer any more; who does is alive.
     """
     word = secrets.token_hex(8)
-    missing, end_s = set(range(1, size)), time.monotonic() + _FIND_S
+    missing, end_s = set(range(1, size)), time.monotonic() + limit_s
     told: dict[int, str] = {}
     while missing:
         for rank in sorted(missing):
@@ -255,18 +258,18 @@ def _call_all(store: Store, size: int) -> str:
         if missing and time.monotonic() > end_s:
             ranks = ", ".join(map(str, sorted(missing)[:8]))
             raise BiremeError(
-                f"Of {size} processes these did not appear within {_FIND_S:g} s: {ranks}. Start as many as "
+                f"Of {size} processes these did not appear within {limit_s:g} s: {ranks}. Start as many as "
                 "WORLD_SIZE says, and make sure that they can reach each other."
             )
         time.sleep(LOOK_S if missing else 0.0)
     return word
 
 
-def _answer(store: Store, rank: int) -> str:
+def _answer(store: Store, rank: int, limit_s: float) -> str:
     name = secrets.token_hex(8)
     store.set(f"here/{rank}", name)
-    if not until(lambda: store.check([f"word/{name}"]), _FIND_S):
-        raise BiremeError(f"Rank {rank} waited {_FIND_S:g} s for rank 0, which did not appear.")
+    if not until(lambda: store.check([f"word/{name}"]), limit_s):
+        raise BiremeError(f"Rank {rank} waited {limit_s:g} s for rank 0, which did not appear.")
     word = store.get(f"word/{name}").decode()
     store.set(f"heard/{word}/{name}", "")
     return word

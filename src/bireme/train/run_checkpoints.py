@@ -12,10 +12,12 @@ from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.train.checkpoint.manifest import SHARES, CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.replica import LeaderWriter, MortalReplica
+from bireme.train.run_copies import RunCopies
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
 
@@ -195,15 +197,24 @@ class RunCheckpoints:
             self._writer.close()
             return
         begin_s = perf_counter()
-        snapshot = replace(pipeline.snapshot(but=self._not_saved), num_trained=step)
-        extra = dict(self.meta.extra)
-        if snapshot.shares is not None:
-            extra[SHARES] = dict(snapshot.shares)
-        meta = replace(self.meta, next_batch=snapshot.num_trained, extra=extra)
+        snapshot, meta = self._taken(pipeline, step)
         self._snapshot_bytes = sum(tensor.nbytes for tensor in snapshot.tensors.values())
         self._writer.save(snapshot, meta, copied_s=perf_counter() - begin_s)
         if not self._run.checkpoint.background:
             self._writer.wait()
+
+    def copy(self, copies: RunCopies, pipeline: Pipeline, step: int, *, ignored: int) -> None:
+        """Begin a second copy of the pipeline as it is after so many steps."""
+        begin_s = perf_counter()
+        snapshot, meta = self._taken(pipeline, step)
+        copies.begin(snapshot, meta, copied_s=perf_counter() - begin_s, ignored=ignored)
+
+    def _taken(self, pipeline: Pipeline, step: int) -> tuple[Snapshot, CheckpointMeta]:
+        snapshot = replace(pipeline.snapshot(but=self._not_saved), num_trained=step)
+        extra = dict(self.meta.extra)
+        if snapshot.shares is not None:
+            extra[SHARES] = dict(snapshot.shares)
+        return snapshot, replace(self.meta, next_batch=snapshot.num_trained, extra=extra)
 
     def finish(self, pipeline: Pipeline, step: int) -> None:
         """Wait until all is written. Save what the replica that led was asked to save last, if it died

@@ -20,7 +20,7 @@ from threading import Lock
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
-from bireme.bounds import bytes_text, seconds_text
+from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
@@ -75,6 +75,9 @@ class _Screen:
         known = [bytes_text(one) for one in values["memory_bytes"] if one]
         if known:
             parts.append(f"memory {' + '.join(known)}")
+        if "copy_age" in values:
+            age = values["copy_age"]
+            parts.append("no second copy yet" if age is None else f"copy {counted(age, 'batch')} old")
         done = step - self._begin_step
         if done and step < self._num_steps:
             left_s = (monotonic() - self._begin_s) / done * (self._num_steps - step)

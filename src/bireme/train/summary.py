@@ -208,6 +208,14 @@ class _MembershipSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class _CopySummary:
+    """The newest second copy: its step, None if none was whole, and what all ranks sent to other hosts."""
+
+    step: int | None
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _LinkSummary:
     """A boundary between two stages: its codecs in the middle of the run, and the bytes of all its messages
     in both directions, without a codec and as they were sent.
@@ -286,6 +294,8 @@ class RunSummary:
     """What an epoch takes of them and of public ones; both are in the document where there are any."""
     tiers: tuple[_TierSummary, ...] | None = None
     """In the document where anything may be paged; empty if all has fitted."""
+    second_copy: _CopySummary | None = None
+    """In the document where the run has second copies."""
     joules_per_sample: float | None = None
     """By the watts of the devices, in the document where they are known."""
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -302,6 +312,8 @@ class RunSummary:
             del found["tiers"]
         if self.sync.shared is None:
             del found["sync"]["shared"]
+        if self.second_copy is None:
+            del found["second_copy"]
         if self.joules_per_sample is None:
             del found["joules_per_sample"]
         return found
@@ -358,9 +370,16 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
         placement=own.placement,
         tiers=_tiers(outcomes) if prepared.run.memory.is_on or saved.plan.paging else None,
+        second_copy=_second_copy(prepared, outcomes),
         joules_per_sample=_joules(prepared, own),
         kept=gradient_document(prepared.run, prepared.graph),
     )
+
+
+def _second_copy(prepared: PreparedRun, outcomes: list[Outcome]) -> _CopySummary | None:
+    if not prepared.run.has_copies(prepared.plan.plan.width):
+        return None
+    return _CopySummary(first_of(outcomes).copied_step, sum(one.own.copied_bytes for one in outcomes))
 
 
 def _log(folder: RunFolder) -> Metrics | None:

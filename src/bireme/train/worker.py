@@ -22,6 +22,7 @@ from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
+from bireme.runtime.copies.copier import Copier
 from bireme.runtime.exchange.for_others import KEPT_BYTES
 from bireme.runtime.layout import Weights
 from bireme.runtime.measuring.batch_end import replica_times
@@ -49,6 +50,7 @@ from bireme.train.rank_part import RankPart, RunStart
 from bireme.train.rates import rate_factor
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter, Replica
 from bireme.train.resume_checks import DataIdentity, data_identity, load_identity, run_conditions
+from bireme.train.run_copies import RunCopies, checkpoint_of
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.training import Training
@@ -130,7 +132,7 @@ def _weights(part: RankPart, graph: Graph) -> Weights:
     """
     if not part.model.is_made:
         return part.model.weights(graph)
-    if part.start.checkpoint is not None or (part.order is not None and part.order.is_empty):
+    if part.start.resumes or (part.order is not None and part.order.is_empty):
         return placeholders(graph)
     return part.model.weights(graph, kept=part.folder.initial)
 
@@ -202,7 +204,7 @@ def train_replica(world: World, order: ReplicaOrder, start: RunStart) -> Outcome
     if order.life.life:
         RunFolder(start.folder).check_recorded()
     if order.is_empty:
-        start = replace(start, checkpoint=None, passed_over=())
+        start = replace(start, checkpoint=None, copies=None, passed_over=())
     return train_rank(world, start, order)
 
 
@@ -216,8 +218,8 @@ def train_rank(world: World, start: RunStart, order: ReplicaOrder | None = None)
     with (stops := _stops(run, world, order)).listening():
         model = RunModel.of(run, run.plan.micro_batch or 1)
         data = data_of(run, model)
-        if start.checkpoint is not None:
-            step = open_checkpoint(start.checkpoint).manifest.step
+        if (resumed := _checkpoint(start)) is not None:
+            step = resumed.manifest.step
             find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
         with MemoryUsed(world.device) as memory:
             return _trained(RankPart(world, start, folder, run, model, data, order=order), memory, stops)
@@ -275,6 +277,8 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
 
     writer: CheckpointWriter | LeaderWriter
     if part.member is None:
+        if part.start.copies is not None:  # which are no checkpoint in the folder
+            checkpoint = None if world.rank else newest_good(folder.checkpoints(run))
         writer = open_writer(checkpoint, world.store)
     else:
         writer = LeaderWriter(
@@ -307,6 +311,7 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
             ),
             home=part.home,
             member=part.member,
+            copies=_copies(part),
         )
         del pipeline  # the loop may have another one later, and no room for two
         if isinstance(part.member, Replica):
@@ -376,6 +381,15 @@ def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | 
     )
 
 
+def _copies(part: RankPart) -> RunCopies | None:
+    """The second copies of this rank, if the run has any."""
+    if part.start.copying is None:
+        return None
+    world, member = part.world, part.member
+    copier = Copier(part.start.copying, world.rank, world.size, world.timeout_s)
+    return RunCopies(copier, world.size, lambda: member is None or member.leads)
+
+
 def _log(part: RankPart) -> RunLog | LeaderLog:
     def make() -> RunLog:
         return RunLog(part.folder, part.run, part.start.words, is_shown=part.start.is_shown)
@@ -420,6 +434,8 @@ def _control(part: RankPart) -> Control | None:
 
 def _checkpoint(start: RunStart) -> Checkpoint | None:
     """What the run goes on from, which was found whole before any process started."""
+    if start.copies is not None:
+        return checkpoint_of(start.copies)
     if start.checkpoint is None:
         return None
     return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over)

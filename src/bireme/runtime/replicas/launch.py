@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError, SampleError
-from bireme.runtime.board import Board, Failure, FailureKind, RunFailed
+from bireme.runtime.board import Board, Failure, FailureKind, RunFailed, WeightsLost
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.launch import LOCALHOST, Crew, Launcher, RankSetup, pickled, preload_own
@@ -67,10 +67,13 @@ class ReplicaOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """What the ranks of each replica returned that came to its end, and what the ledger says."""
+    """What the ranks of each replica returned that came to its end, and what the ledger says. The run
+    `is_lost` if its replicas ended before they had done all their batches, as far as is known here.
+    """
 
     results: list[list[Any]]
     ledger: LedgerTail
+    is_lost: bool = False
 
 
 def launch_replicas(
@@ -244,7 +247,7 @@ class _Supervision:
             if self._done() or self._is_over_elsewhere or self._has_ended_unheard():
                 self._part()
                 self._tail.read()
-                return _Launched(self._done(), self._tail)
+                return _Launched(self._done(), self._tail, self._is_lost)
             for one in self._replicas:
                 self._tend(one)
             self._launcher.look()
@@ -274,6 +277,13 @@ class _Supervision:
             return False
         dropped = {one.own_life for one in word.gone if one.why is Absence.SILENT}
         return not any(one.lives and one.was_member and one.life not in dropped for one in self._replicas)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether all replicas have ended, and none of them because it had done all its batches."""
+        if self._observer is None or not (word := self._observer.word).is_lost:
+            return False
+        return all(one.why is not Absence.LEFT for one in word.gone)
 
     def _has_ended_unheard(self) -> bool:
         """Whether the run has ended while this host was cut off. Raises a `RunFailed` where this host is to
@@ -450,7 +460,4 @@ class _Supervision:
 
 
 def _without_weights(what: str) -> RunFailed:
-    return RunFailed(
-        f"{what} No replica is left that has the weights. Start bireme train on all hosts again: the run "
-        "resumes from its newest checkpoint."
-    )
+    return WeightsLost(f"{what} No replica is left that has the weights.")

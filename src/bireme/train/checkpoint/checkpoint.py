@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 
 from bireme.errors import BiremeError
+from bireme.runtime.copies.copier import CopySource
 from bireme.runtime.snapshot import Snapshot, joined
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import SHARES, FileEntry, Manifest, RecordEntry, read_manifest
@@ -161,16 +162,21 @@ _MOST_THREADS = 8
 class Checkpoint:
     """One checkpoint, of which only the manifest was read.
 
-    `passed_over` are newer ones that were found damaged on the way to it.
+    `passed_over` are newer ones that were found damaged on the way to it. One with `copies` has no files: it
+    is in the memory of keepers.
     """
 
     folder: Path
     manifest: Manifest
     passed_over: tuple[Path, ...] = ()
+    copies: CopySource | None = None
 
     def snapshot(self) -> Snapshot:
-        """What all ranks held, by name; a tensor is read from its file whenever it is asked for."""
-        tensors = joined(SavedTensors(self.folder, self.manifest.files))
+        """The state of all ranks, by name. A tensor is read from its file or its keeper when it is used."""
+        saved = (
+            SavedTensors(self.folder, self.manifest.files) if self.copies is None else self.copies.tensors()
+        )
+        tensors = joined(saved)
         shares = self.manifest.extra.get(SHARES)
         known = shares if isinstance(shares, dict) else None
         return Snapshot(self.manifest.step, self.manifest.clip_scale, tensors, known)

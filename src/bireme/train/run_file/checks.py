@@ -30,6 +30,11 @@ def check_memory(tables: Tables) -> None:
     """Refuse keys of `[memory]` that contradict each other or other tables."""
     check_paging(tables.memory, tables.plan)
     _check_updates(tables)
+    if tables.memory.copies == 0 and tables.memory.copy_rate is not None:
+        raise BiremeError(
+            f'memory.copy_rate is "{tables.memory.copy_rate}", but memory.copies is 0, so nothing is copied. '
+            "Leave out memory.copy_rate, or set memory.copies = 1."
+        )
     shard, sync = tables.memory.shard, tables.sync
     if shard != "none" and sync.is_coordinated and sync.sites is None:
         raise BiremeError(
@@ -41,7 +46,7 @@ def check_memory(tables: Tables) -> None:
 def check_paging(memory: Memory, plan: Planning) -> None:
     """Refuse keys of paging that contradict each other or the plan's file."""
     usual = Memory()
-    paging = [name for name in Memory.model_fields if name != "shard"]
+    paging = [name for name in Memory.model_fields if name not in ("shard", "copies", "copy_rate")]
     given = [name for name in paging if getattr(memory, name) != getattr(usual, name)]
     if plan.file is not None:
         more = [name for name in given if name != "disk"]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bireme.balance import Policy
-from bireme.bounds import bytes_of
+from bireme.bounds import bytes_of, bytes_per_s_of
 from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.errors import BiremeError
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
@@ -80,6 +80,14 @@ def _amount(value: str) -> str:
 Amount = Annotated[str, BeforeValidator(_as_text), AfterValidator(_amount)]
 
 
+def _rate(value: str) -> str:
+    try:
+        bytes_per_s_of(value, "it")
+    except BiremeError:
+        raise ValueError('a rate above 0, such as "50Mbit/s" or "6MB/s"') from None
+    return value.strip()
+
+
 class Memory(Table):
     """`[memory]`."""
 
@@ -131,6 +139,25 @@ class Memory(Table):
         "gradients too (weights), which are then gathered where they are used",
         examples=["optimizer"],
     )
+    copies: Annotated[int, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Second copies of each stage's weights and optimizer state, in the memory of another "
+        "process, which is on another machine if the run has several. After a loss the run goes on from them "
+        "instead of the last checkpoint. By default 1 with quorum and one replica, whose state no other "
+        "replica has; else 0",
+        examples=[1],
+    )
+    copy_rate: Annotated[str, AfterValidator(_rate)] | None = Field(
+        default=None,
+        description="Most that each machine sends for second copies, such as 50Mbit/s; by default a quarter "
+        "of the time of a link",
+        examples=["50Mbit/s"],
+    )
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """The most bytes a second for second copies; None bounds their share of a link's time instead."""
+        return None if self.copy_rate is None else bytes_per_s_of(self.copy_rate, "memory.copy_rate")
 
     @property
     def is_on(self) -> bool:

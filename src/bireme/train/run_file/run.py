@@ -161,6 +161,13 @@ class RunFile(Tables):
         check_together(self)
         return self
 
+    def has_copies(self, width: int) -> bool:
+        """Whether a run of so many replicas has second copies. By default it has them if its replica may die,
+        and no other replica has its state.
+        """
+        copies = self.memory.copies
+        return bool(copies) if copies is not None else self.sync.mode == "quorum" and width == 1
+
 
 def load_run_file(path: Path | None = None, sets: Sequence[str] = ()) -> RunFile:
     """The run file at `path`, or an empty one, with each `table.key=value` of `sets` in its place.
