@@ -1,6 +1,10 @@
 """Processes of `bireme train` are killed at every place of a batch, one after the other; the run continues.
 
-    python benchmarks/kills.py [--quick] [--json]
+    python benchmarks/kills.py [--quick] [--json] [--section NAME]
+
+`--section` measures a part alone: `walks`, which the rest of this text is about, or `last-copy`
+(`killing/last_copy.py`): a host with the only first copy of a stage is killed, and the run goes on from its
+second copies.
 
 With `sync.mode = "quorum"` and two and three replicas of two stages. A rank kills itself (SIGKILL), or stops
 (SIGSTOP) until its lease has been over for long, right before some instruction of a batch: in turns on each
@@ -18,8 +22,8 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_most, exactly
 from benchmarks.killing.injector import SAVING
+from benchmarks.killing.last_copy import last_copy_rows, last_copy_verdicts
 from benchmarks.killing.mortal_run import Ended, MortalRun, losses_of_one_process, mortal_run
 from bireme.documents import read_json_lines
 from bireme.sync.coordinator.ledger_check import check_ledger
@@ -175,9 +180,9 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
         yield at_most(f"{walk}: leases from a kill to the next batch, median", leases, MOST_LEASES)
 
 
-def measure(asked: Namespace) -> Findings:
+def walks(is_quick: bool) -> Findings:
     rows, kills, recovered = [], [], list[dict[str, Any]]()
-    for walk in QUICK if asked.quick else WALKS:
+    for walk in QUICK if is_quick else WALKS:
         with (
             TemporaryDirectory() as folder,
             mortal_run(Path(folder), walk.replicas, 2, walk.schedule, lease_s=LEASE_S, pace_s=PACE_S) as run,
@@ -195,5 +200,27 @@ def measure(asked: Namespace) -> Findings:
     return Findings(sections, list(verdicts(rows)))
 
 
+def last_copy(is_quick: bool) -> Findings:
+    rows = last_copy_rows(is_quick)
+    return Findings([Section("The only first copy of a stage is lost", rows)], [*last_copy_verdicts(rows)])
+
+
+SECTIONS: dict[str, Callable[[bool], Findings]] = {"walks": walks, "last-copy": last_copy}
+
+
+def measure(asked: Namespace) -> Findings:
+    found = [SECTIONS[name](asked.quick) for name in asked.section or SECTIONS]
+    return Findings(
+        [section for one in found for section in one.sections],
+        [verdict for one in found for verdict in one.verdicts],
+    )
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--section", action="append", choices=list(SECTIONS), help="measure this part alone; repeatable"
+    )
+
+
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="three kills in one run")
+    benchmark(__doc__, measure, quick="three kills in one run, and one host", options=options)

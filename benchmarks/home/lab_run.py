@@ -41,12 +41,12 @@ END_S = 120.0
 """For all launchers to end once the first one has."""
 _POLL_S = 0.02
 
-_CLUSTER = """format = 1
+CLUSTER = """format = 1
 
 [switch]
 latency_s = 1e-4
 """
-_SERVER = """
+SERVER = """
 [[server]]
 name = "host-{number}"
 
@@ -313,10 +313,10 @@ def lab_run(folder: Path, steps: int, plan: str, *, is_paced: bool) -> Iterator[
     """A run on all hosts, whose `[plan]` is the text `plan`. No process of it is left."""
     folder.mkdir(parents=True)
     servers = (
-        _SERVER.format(number=number, devices=devices, speed=speed, bytes_per_s=MEGABITS_PER_S * 1e6 / 8)
+        SERVER.format(number=number, devices=devices, speed=speed, bytes_per_s=MEGABITS_PER_S * 1e6 / 8)
         for number, (devices, speed) in enumerate(zip(DEVICES, SPEEDS, strict=True))
     )
-    (folder / "cluster.toml").write_text(_CLUSTER + "".join(servers))
+    (folder / "cluster.toml").write_text(CLUSTER + "".join(servers))
     text = _RUN.format(
         module=MODULE,
         steps=steps,
@@ -332,7 +332,7 @@ def lab_run(folder: Path, steps: int, plan: str, *, is_paced: bool) -> Iterator[
         except NoHosts as reason:
             log(f"The hosts share the loopback: {reason}.")
             hosts = ()
-        lab = Lab(folder, hosts, _free_port(), is_paced)
+        lab = Lab(folder, hosts, free_port(), is_paced)
         launchers: list[Launcher] = []
         run: LabRun | None = None
         try:
@@ -344,7 +344,8 @@ def lab_run(folder: Path, steps: int, plan: str, *, is_paced: bool) -> Iterator[
                 launcher.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
     with socket.create_server(("127.0.0.1", 0)) as made:
         port: int = made.getsockname()[1]
     return port
