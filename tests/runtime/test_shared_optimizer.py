@@ -240,7 +240,7 @@ def assert_gathered(found: Sequence[Seen], plain: Sequence[Seen], plan: Plan) ->
             stage: plain[place].memory[number].banks_bytes // program.banks[stage]
             for number, stage in enumerate(program.stages_of(place))
         }
-        steps = [step for step in program.tracks[place] if step.kind is Kind.GATHER]
+        steps = [step for step in program.tracks[place] if step.kind is Kind.FETCH]
         gathered = sum(whole[step.stage] for step in steps)
         frozen = {
             stage: plain[place].memory[number].frozen_bytes
@@ -248,10 +248,10 @@ def assert_gathered(found: Sequence[Seen], plain: Sequence[Seen], plan: Plan) ->
         }
         num_whole = dict.fromkeys(frozen, 0)
         for step in program.tracks[place]:
-            if step.kind is Kind.GATHER:
+            if step.kind is Kind.FETCH:
                 gathered += 0 if num_whole[step.stage] else frozen[step.stage]
                 num_whole[step.stage] += 1
-            elif step.kind is Kind.RELEASE:
+            elif step.kind is Kind.EVICT:
                 num_whole[step.stage] -= 1
         gathered *= plan.width - 1
         assert sum(one.gathered for one in own) == gathered > 0

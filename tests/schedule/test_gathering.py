@@ -11,7 +11,7 @@ from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.gathering import gathered, times_a_batch
-from bireme.schedule.instruction import COMPUTE, SHARING, Kind
+from bireme.schedule.instruction import COMPUTE, SHARING, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import resident
 from bireme.simulate.costs import Costs
@@ -35,6 +35,10 @@ def plain(schedule: str, parts: int, num_batches: int = 3, sweep: int = 1) -> Pr
     )
 
 
+def shares(step: Instruction) -> bool:
+    return step.kind in SHARING or step.moves_whole
+
+
 def only_weights(num_stages: int) -> Sizes:
     each, nothing = (WHOLE,) * num_stages, (0.0,) * num_stages
     return Sizes(each, each, nothing, nothing, nothing, nothing, nothing)
@@ -47,11 +51,11 @@ def test_the_passes_stay_and_no_more_is_whole_than_was_asked_for(schedule: str) 
         program = gathered(before, SHARERS, most)
         assert check(program).ok
         for track, was in zip(program.tracks, before.tracks, strict=True):
-            assert [step for step in track if step.kind not in SHARING] == [*was]
+            assert [step for step in track if not shares(step)] == [*was]
         for rank, track in enumerate(program.tracks):
             whole = most_whole = 0
             for step in track:
-                whole += (step.kind is Kind.GATHER) - (step.kind is Kind.RELEASE)
+                whole += step.moves_whole and (step.kind is Kind.FETCH) - (step.kind is Kind.EVICT)
                 most_whole = max(most_whole, whole)
             assert most_whole <= most
             sets = 2 if schedule == "2bw" else 1
@@ -68,7 +72,7 @@ def test_weights_of_the_next_pass_travel_while_one_runs() -> None:
         posted = {
             (step.stage, step.version): place
             for place, step in reversed([*enumerate(track)])
-            if step.kind is Kind.GATHER
+            if step.kind is Kind.FETCH
         }
         used = [place for place, step in enumerate(track) if step.kind in COMPUTE and step.stage == 1]
         between = [step.kind for step in track[posted[1, 0] : used[0]]]
@@ -100,7 +104,7 @@ def test_several_passes_in_a_row_share_the_time_between_sums_and_the_next_weight
     for track in program.tracks:
         weights, gradients, most = 0, set[tuple[int, int]](), 0
         for step in track:
-            weights += (step.kind is Kind.GATHER) - (step.kind is Kind.RELEASE)
+            weights += step.moves_whole and (step.kind is Kind.FETCH) - (step.kind is Kind.EVICT)
             if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 gradients.add((step.stage, step.batch))
             elif step.kind is Kind.COLLECT:
@@ -111,12 +115,12 @@ def test_several_passes_in_a_row_share_the_time_between_sums_and_the_next_weight
         first = kinds.index(Kind.SCATTER)
         end = kinds.index(Kind.COLLECT)
         assert len([kind for kind in kinds[first:end] if kind in COMPUTE]) == 2
-        assert kinds[end + 1] is Kind.GATHER
+        assert kinds[end + 1] is Kind.FETCH
 
 
 def test_sweeps_save_gathers_and_sums() -> None:
     each, together = (gathered(plain("1f1b", 3, sweep=sweep), SHARERS, 1) for sweep in (1, 4))
-    for kind in (Kind.GATHER, Kind.SCATTER):
+    for kind in (Kind.FETCH, Kind.SCATTER):
         often, seldom = (times_a_batch(program, kind)[1] for program in (each, together))
         assert seldom < often
     assert times_a_batch(together, Kind.SCATTER) == (1.0,) * 6
@@ -125,8 +129,8 @@ def test_sweeps_save_gathers_and_sums() -> None:
 def test_the_checker_finds_whatever_is_left_out() -> None:
     program = gathered(plain("2bw", 2), SHARERS, 2)
     track = [*program.tracks[1]]
-    places = [place for place, step in enumerate(track) if step.kind in SHARING]
-    assert {track[place].kind for place in places} == SHARING
+    places = [place for place, step in enumerate(track) if shares(step)]
+    assert {track[place].kind for place in places} == {*SHARING, Kind.FETCH, Kind.EVICT}
     for place in places[:: max(len(places) // 12, 1)]:
         less = Track(tuple(track[:place] + track[place + 1 :]))
         wrong = check(replace(program, tracks=(program.tracks[0], less)))

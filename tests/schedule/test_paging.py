@@ -18,7 +18,7 @@ from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 from bireme.schedule.gathering import gathered
-from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
+from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.paging import page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.residency import chunk_of, resident
@@ -57,7 +57,9 @@ def peak(program: Program, of: Sizes) -> float:
 
 
 def without_paging(program: Program) -> list[list[Instruction]]:
-    return [[step for step in track if step.kind not in PAGING] for track in program.tracks]
+    return [
+        [step for step in track if (step.kind not in PAGING or step.moves_whole)] for track in program.tracks
+    ]
 
 
 def copies_of(program: Program) -> list[int]:
@@ -337,10 +339,12 @@ class Machine:
         self.truth: dict[Chunk, Value] = {chunk: ("begin", chunk) for chunk in tiers.begin}
         self.under_way: set[Chunk] = set()
         self.summed: set[Chunk] = set()
+        self.whole: dict[tuple[int, int], bool] = {}
 
     def run(self) -> None:
         for index, step in enumerate(self.program.tracks[self.rank]):
-            if step.page is not None:
+            self._share(step)
+            if step.page is not None and not step.moves_whole:
                 self._copy(step)
             used = [
                 (use, chunk)
@@ -369,10 +373,31 @@ class Machine:
                     del self.truth[chunk]
                     for memory in self.memory:
                         memory.pop(chunk, None)
+        if self.whole:
+            raise HarmError("weights are whole after the window")
         for chunk, value in self.truth.items():
             lasts = chunk.item in (Item.OPTIMIZER, Item.FROZEN)
             if lasts and value not in (memory.get(chunk) for memory in self.memory):
                 raise HarmError("what outlives the window is lost")
+
+    def _share(self, step: Instruction) -> None:
+        weights = step.stage, step.version or 0
+        if step.moves_whole:
+            if (weights in self.whole) == (step.kind is Kind.FETCH):
+                raise HarmError(f"{step} has nothing to do")
+            if step.kind is Kind.FETCH:
+                self.whole[weights] = False
+            elif not self.whole.pop(weights):
+                raise HarmError(f"{step} comes before the weights are used")
+        elif step.kind in COMPUTE and self.program.num_sharers > 1:
+            if weights not in self.whole:
+                raise HarmError(f"{step} has no whole weights")
+            self.whole[weights] = True
+        elif step.kind is Kind.UPDATE:
+            banks = self.program.banks[step.stage]
+            of_stage = [version for stage, version in self.whole if stage == step.stage]
+            if any((version - weights[1]) % banks == 0 for version in of_stage):
+                raise HarmError(f"{step} leaves whole weights out of date")
 
     def _copy(self, step: Instruction) -> None:
         assert step.page is not None
@@ -421,7 +446,9 @@ def mutated(program: Program) -> Iterator[Program]:
                 [*steps[:index], *steps[index + 1 :]],
                 [*steps[:index], *steps[index + 1 : index + 2], step, *steps[index + 2 :]],
                 [*steps[:index], step, *steps[index:]],
-                [*steps[:index], uncopied, *steps[index + 1 :]] if step.kind is Kind.EVICT else steps,
+                [*steps[:index], uncopied, *steps[index + 1 :]]
+                if step.kind is Kind.EVICT and not step.moves_whole
+                else steps,
             ):
                 tracks = list(program.tracks)
                 tracks[rank] = Track(tuple(changed), versions_per_batch=track.versions_per_batch)

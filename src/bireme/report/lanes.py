@@ -273,7 +273,7 @@ class Lanes:
             step = rank.track[index]
             if end_s > start_s:
                 left, width = self._span(start_s, end_s)
-                shade = Kind.FORWARD if step.kind in (Kind.FETCH, Kind.GATHER) else Kind.BACKWARD
+                shade = Kind.FORWARD if step.kind is Kind.FETCH else Kind.BACKWARD
                 title = f"{moved_item(step)} of stage {step.stage}, {num_bytes:,.0f} bytes"
                 yield Rect(left, y, width, _LINK, palette.fill(step.batch, shade), role="copy", title=title)
 

@@ -20,7 +20,6 @@ from bireme.codec.lowrank import Product
 from bireme.codec.sum_description import GradientForm
 from bireme.memory.arena import Slots
 from bireme.model.units import LinearMap
-from bireme.runtime.gathered_weights import FrozenParts, GatheredWeights
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory, StageMemory
 from bireme.runtime.parameter_groups import (
@@ -33,7 +32,7 @@ from bireme.runtime.parameter_groups import (
     step_dtype_of,
 )
 from bireme.runtime.principal import most_piece_elements, principal_of, step_all
-from bireme.runtime.shared_weights import SharedWeights, Sharers
+from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, Sharers, frozen_parts
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.instruction import Item
@@ -87,6 +86,11 @@ class _BankContents:
         """What gathers the weights, where each replica keeps a part of them."""
         return self.shared if isinstance(self.shared, GatheredWeights) else None
 
+    def arrive(self, version: int) -> None:
+        """Wait until a version is whole here, if other replicas make or keep a part of it."""
+        if self.shared is not None:
+            self.shared.arrive(version)
+
     @property
     def living(self) -> tuple[int, ...]:
         """The versions that there are to compute with, oldest first."""
@@ -134,8 +138,7 @@ class _BankContents:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
         that share the optimizer must have settled.
         """
-        if self.shared is not None:
-            self.shared.arrive(self._newest_version)
+        self.arrive(self._newest_version)
         if not self._is_fresh or self.shared is not None:
             return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
@@ -249,7 +252,7 @@ class WeightBanks(_BankContents):
             given,
             factory,
             {name: (self._dtypes[name], name in summed_apart) for name in given},
-            memory.optimizer(),
+            memory.allocator(Item.OPTIMIZER),
             None if sharers is None else sharers.membership,
         )
         self._trials = Trials(self._stepper)
@@ -282,10 +285,10 @@ class WeightBanks(_BankContents):
         }
         self.shared = None
         if sharers is not None and gathers:
-            frozen_parts = FrozenParts(sharers, frozen, memory)
-            self._frozen = frozen_parts.views
+            parts_of_frozen = frozen_parts(sharers, frozen, memory)
+            self._frozen = {name: view for one in parts_of_frozen for name, view in one.leaves[0].items()}
             self.shared = GatheredWeights(
-                sharers, self._stepper, self._trials, self._stores, num_banks, frozen_parts
+                sharers, self._stepper, self._trials, self._stores, num_banks, parts_of_frozen
             )
         else:
             self._frozen = memory.frozen(frozen)
@@ -525,10 +528,10 @@ class WeightBanks(_BankContents):
                     store.put(bank, given)
             self._close(living)
         if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
-            if self.gathered is not None:
-                self.gathered.frozen.put(frozen)
-            else:
-                with self._memory.opened(Item.FROZEN):
+            with self._memory.opened(Item.FROZEN):
+                if self.gathered is not None:
+                    self.gathered.put_frozen(frozen)
+                else:
                     copy_by_name(frozen, self._frozen)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
@@ -551,7 +554,7 @@ class WeightBanks(_BankContents):
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
         frozen_bytes = sum(tensor.nbytes for tensor in self._frozen.values())
         if self.gathered is not None:
-            frozen_bytes = self.gathered.frozen.num_bytes
+            frozen_bytes = self.gathered.frozen_bytes
         principal = self.gradients.principal
         settled_bytes = piece_bytes = 0
         if principal is not None:
@@ -582,8 +585,7 @@ class WeightBanks(_BankContents):
         bank = version % len(self._lives)
         if self._held[bank]:
             raise BankInUse(self._stage, self._lives[bank], version, self._held[bank])
-        if self.shared is not None:
-            self.shared.arrive(bank)
+        self.arrive(bank)
         self._lives[bank] = None
         return bank
 

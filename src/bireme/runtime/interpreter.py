@@ -14,7 +14,6 @@ from torch import Tensor
 from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.runtime.balancer import Stopwatch
 from bireme.runtime.exchange.averages import Averages
-from bireme.runtime.gathered_weights import GatheredWeights
 from bireme.runtime.gathering import Moment, Recorder
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
@@ -80,23 +79,19 @@ class Interpreter:
         }
         self._evaluates = dict(self._actions)
         """The same actions, for stages that train nothing, and so page and share nothing."""
-        if any(stage.banks.gathered is not None for stage in stages.values()):
+        if any(stage.banks.shared is not None for stage in stages.values()):
             for kind in COMPUTE:
-                self._actions[kind] = self._when_gathered(self._actions[kind])
+                self._actions[kind] = self._when_whole(self._actions[kind])
             self._actions |= {
-                Kind.GATHER: self._gather,
-                Kind.RELEASE: self._let_go,
                 Kind.SCATTER: lambda step: stages[step.stage].begin_sums(step.batch),
                 Kind.COLLECT: updates.collect,
             }
-        elif any(stage.banks.shared is not None for stage in stages.values()):
-            self._actions[Kind.FORWARD] = self._forward_when_whole
         if averages is not None:
             self._actions |= {Kind.AVERAGE_START: averages.start, Kind.AVERAGE_END: averages.end}
         if paging is not None:
             for kind in self._actions.keys() & {*COMPUTE, *_USE_CHUNKS}:
                 self._actions[kind] = paging.around(self._actions[kind], self._begin)
-            self._actions |= {Kind.FETCH: paging.move, Kind.EVICT: self._evict(paging)}
+        self._actions |= dict.fromkeys((Kind.FETCH, Kind.EVICT), self._move(paging))
 
     def run(
         self,
@@ -141,52 +136,41 @@ class Interpreter:
         sends = self._forwards[step.stage].forward(_place_of(step), step.version, micro_batch, received)
         self._stage_messages.put(step, sends)
 
-    def _forward_when_whole(self, step: Instruction) -> None:
-        """The same on weights that other replicas make a part of."""
-        shared = self._stages[step.stage].banks.shared
-        assert step.version is not None
-        if shared is not None:
-            shared.arrive(step.version)
-        self._forward(step)
-
-    def _evict(self, paging: RankPaging) -> Callable[[Instruction], None]:
-        """An EVICT, of weights that other replicas make a part of once that is there."""
+    def _when_whole(self, action: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
+        """A pass on weights that other replicas make or keep a part of."""
 
         def run(step: Instruction) -> None:
-            shared = self._stages[step.stage].banks.shared
-            is_of_weights = step.page is not None and step.page.item is Item.WEIGHTS
-            if is_of_weights and shared is not None and not isinstance(shared, GatheredWeights):
-                assert step.version is not None, "weights have a version"
-                shared.arrive(step.version)
-            paging.move(step)
-
-        return run
-
-    def _when_gathered(self, action: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
-        """A pass on weights that are on their way from the replicas that share them."""
-
-        def run(step: Instruction) -> None:
-            gathered, version = self._gathered(step)
-            gathered.arrive(version)
+            self._stages[step.stage].banks.arrive(step.version or 0)
             self._began = self._now()
             action(step)
 
         return run
 
-    def _gather(self, step: Instruction) -> None:
-        gathered, version = self._gathered(step)
-        gathered.take(version)
+    def _move(self, paging: RankPaging | None) -> Callable[[Instruction], None]:
+        """A FETCH or EVICT: of a chunk between two tiers, or of whole weights from the replicas."""
+        move_whole = self._move_whole if paging is None else paging.around(self._move_whole, self._begin)
 
-    def _let_go(self, step: Instruction) -> None:
-        gathered, version = self._gathered(step)
-        gathered.let_go(version)
+        def run(step: Instruction) -> None:
+            if step.moves_whole:
+                move_whole(step)
+                return
+            assert paging is not None, "a rank whose chunks move offloads"
+            assert step.page is not None, "FETCH and EVICT have a page"
+            banks = self._stages[step.stage].banks
+            if step.kind is Kind.EVICT and step.page.item is Item.WEIGHTS and banks.gathered is None:
+                banks.arrive(step.version or 0)  # other replicas may have made parts of them
+            paging.move(step)
 
-    def _gathered(self, step: Instruction) -> tuple[GatheredWeights, int]:
-        """What gathers the weights that an instruction is about, and their version."""
+        return run
+
+    def _move_whole(self, step: Instruction) -> None:
         gathered = self._stages[step.stage].banks.gathered
         assert gathered is not None, "replicas share the weights"
-        assert step.version is not None, "it is about a version"
-        return gathered, step.version
+        assert step.version is not None, "weights have a version"
+        if step.kind is Kind.FETCH:
+            gathered.take(step.version)
+        else:
+            gathered.let_go(step.version)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._stage_messages.take(step)

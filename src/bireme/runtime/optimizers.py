@@ -47,12 +47,8 @@ class StageMemory:
     has_master = False
     """Whether weights must be made from a master copy, because the version before may be elsewhere."""
 
-    def bank(self, _number: int) -> ArenaAllocator:
-        """For the weights of a bank."""
-        return PLAIN
-
-    def optimizer(self) -> ArenaAllocator:
-        """For what an optimizer steps and remembers, besides banks."""
+    def allocator(self, _item: Item, _number: int = 0) -> ArenaAllocator:
+        """For an item that is there for good: a bank of weights, an optimizer's state, or frozen weights."""
         return PLAIN
 
     def gradients(self) -> ArenaAllocator:
@@ -62,10 +58,6 @@ class StageMemory:
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Weights that do not learn, where they stay; maybe copies."""
         return weights
-
-    def frozen_parts(self) -> ArenaAllocator:
-        """For one replica's parts of weights that do not learn."""
-        return PLAIN
 
     def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
         """`reserve` is to be asked for the memory of a batch's `gradients` when the first is about to come

@@ -191,7 +191,7 @@ class ParameterGroupWeights:
 
     With a `part` only that is stepped here, and only that is kept apart. With `keeps_part` there is no more
     of the banks either, but while one is taken. Without a part, `averaged` may be the one that is averaged
-    with other replicas from here.
+    with other replicas from here. Frozen weights, whose `item` says so, have one bank and never a gradient.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class ParameterGroupWeights:
         part: ParameterGroupPart | None = None,
         keeps_part: bool = False,
         averaged: ParameterGroupPart | None = None,
+        item: Item = Item.WEIGHTS,
     ) -> None:
         self.part = part
         self.averaged = averaged
@@ -217,12 +218,15 @@ class ParameterGroupWeights:
             [LentArena(parameter_group.slots, dtype, device) for _ in range(num_banks)]
             if keeps_part
             else [
-                Arena(parameter_group.slots, dtype, device, memory.bank(number))
+                Arena(parameter_group.slots, dtype, device, memory.allocator(item, number))
                 for number in range(num_banks)
             ]
         )
         self._parts = (
-            [Arena(part.own.slots, dtype, device, memory.bank(number)) for number in range(num_banks)]
+            [
+                Arena(part.own.slots, dtype, device, memory.allocator(item, number))
+                for number in range(num_banks)
+            ]
             if keeps_part and part is not None
             else None
         )
@@ -232,18 +236,22 @@ class ParameterGroupWeights:
                 (part.own if part else parameter_group).slots,
                 parameter_group.dtype,
                 device,
-                memory.optimizer(),
+                memory.allocator(Item.OPTIMIZER),
             )
             if is_apart or dtype != parameter_group.dtype
             else None
         )
-        if memory.has_master and self.apart is None:
+        if memory.has_master and self.apart is None and item is Item.WEIGHTS:
             raise BiremeError(
                 "The plan offloads weights that are made from a master copy, as bfloat16 ones are, and these "
                 f"are of {dtype} and have none. Make a new plan, for the type that the model trains in."
             )
-        self.leaves = [_leaves(bank, parameter_group.dtype) for bank in self.banks]
-        with memory.opened(Item.WEIGHTS):
+        self.leaves: list[Tensors] = (
+            [_leaves(bank, parameter_group.dtype) for bank in self.banks]
+            if item is Item.WEIGHTS
+            else [bank.views for bank in self.banks]
+        )
+        with memory.opened(item):
             self.put(0, given)
         if self.apart is not None:
             with memory.opened(Item.OPTIMIZER):
@@ -266,7 +274,8 @@ class ParameterGroupWeights:
             self._put_into(self.banks[bank], weights)
             return
         for name, piece in self.pieces(bank).items():
-            piece.copy_(self.part.piece(name, weights[name]))
+            if name in weights:
+                piece.copy_(self.part.piece(name, weights[name]))
 
     def _put_into(self, bank: Arena, weights: Tensors) -> None:
         """Take over copies of weights, or of this replica's pieces of them; others may be missing then."""

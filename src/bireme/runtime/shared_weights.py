@@ -1,6 +1,9 @@
-"""The weights of a stage whose optimizer replicas share: each makes its parts and gets the others'."""
+"""What the replicas of a stage share: the optimizer, of which each keeps and steps its parts, or the weights
+and gradients too, which are whole only while the stage computes.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, zip_longest
 
@@ -8,18 +11,22 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError, closest
-from bireme.memory.arena import Arena, ArenaAllocator, LentArena, Slots
+from bireme.memory.arena import Arena, ArenaAllocator, LentArena
 from bireme.memory.system_memory import give_back_heap
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
+from bireme.runtime.optimizers import StageMemory
 from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 from bireme.runtime.parameter_groups import (
     ParameterGroupPart,
     ParameterGroupWeights,
     Tensors,
+    parameter_groups_of,
+    part_of,
 )
 from bireme.runtime.stepper import Home, Stepper, StepShare
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
+from bireme.schedule.instruction import Item
 from bireme.sync.coded import DenseSums, GradientSummation
 from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of
 from bireme.sync.group import Pending, SharingGroup
@@ -370,8 +377,11 @@ class SharedWeights:
 
     def gather(self, bank: int, *, trains: bool = True) -> None:
         """Begin to send this replica's parts of a bank, and to get the others'. Take part with the others."""
-        self._arriving[bank] = self._sharers.gather(
-            ((store.to_gather(bank, trains=trains), _parts(store)) for store in self._stores), trains=trains
+        self._arriving[bank] = self._gathered(self._stores, bank, trains=trains)
+
+    def _gathered(self, stores: Sequence[ParameterGroupWeights], bank: int, *, trains: bool) -> list[Pending]:
+        return self._sharers.gather(
+            ((store.to_gather(bank, trains=trains), _parts(store)) for store in stores), trains=trains
         )
 
     def make_whole(self, bank: int) -> None:
@@ -449,19 +459,145 @@ class SharedWeights:
         found: dict[str, Tensor] = {}
         for store, own in owned:
             assert store.part is not None, "the stores of shared weights have parts"
-            found |= whole_copy(self._sharers, store.banks[0].slots, store.part, own)
+            whole = Arena(store.banks[0].slots, own.dtype, own.device)
+            store.part.of(whole.flat).copy_(own)
+            for pending in self._sharers.gather([(whole.flat, store.part.parts)], trains=False):
+                pending.wait()
+            found |= whole.views
         return found
 
 
-def whole_copy(sharers: Sharers, slots: Slots, part: ParameterGroupPart, own: Tensor) -> Tensors:
-    """Copies of what lies in these slots, of which this is the part that this replica has; take part with
-    the others.
+def frozen_parts(sharers: Sharers, weights: Tensors, memory: StageMemory) -> list[ParameterGroupWeights]:
+    """This replica's parts of the weights of a stage that do not learn, in one bank each."""
+    dtypes = {name: one.dtype for name, one in weights.items()}
+    return [
+        ParameterGroupWeights(
+            group,
+            weights,
+            dtypes,
+            1,
+            memory,
+            is_apart=False,
+            part=part_of(group, sharers.member, sharers.num_members),
+            keeps_part=True,
+            item=Item.FROZEN,
+        )
+        for group in parameter_groups_of(weights, dict.fromkeys(weights, 0))
+    ]
+
+
+class GatheredWeights(SharedWeights):
+    """As `SharedWeights`, but each replica keeps its part only, also of the `frozen` weights. FETCH gathers a
+    version from all replicas, and the frozen weights with the first; EVICT gives their memory back.
     """
-    whole = Arena(slots, own.dtype, own.device)
-    part.of(whole.flat).copy_(own)
-    for pending in sharers.gather([(whole.flat, part.parts)], trains=False):
-        pending.wait()
-    return whole.views
+
+    def __init__(
+        self,
+        sharers: Sharers,
+        stepper: Stepper,
+        trials: Trials,
+        stores: Sequence[ParameterGroupWeights],
+        num_banks: int,
+        frozen: Sequence[ParameterGroupWeights],
+    ) -> None:
+        super().__init__(sharers, stepper, trials, stores, num_banks)
+        self._frozen = frozen
+        self._num_taken = 0
+        self._frozen_arriving: list[Pending] = []
+        for store in frozen:
+            assert store.part is not None, "each replica has a part"
+            self.part_of = {**self.part_of, **dict.fromkeys(store.part.pieces, store.part)}
+            self.shapes |= {name: slot.shape for name, slot in store.banks[0].slots.items()}
+
+    @property
+    def sharers(self) -> Sharers:
+        """The replicas that have the other parts."""
+        return self._sharers
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of frozen weights that are there for good."""
+        return sum(store.num_bank_bytes for store in self._frozen)
+
+    def put_frozen(self, weights: Tensors) -> None:
+        """Take over copies of this replica's pieces of some frozen weights, given whole."""
+        for store in self._frozen:
+            store.put(0, weights)
+
+    def made(self, bank: int) -> None:
+        """This replica has its part of a version; no pass needs the whole yet."""
+
+    def make_whole(self, bank: int) -> None:
+        """No pass needs the whole of a bank yet."""
+
+    def take(self, version: int, *, trains: bool = True) -> None:
+        """Begin to gather a version. Take part with the others."""
+        bank = version % len(self._arriving)
+        if not self._num_taken:
+            for store in self._frozen:
+                store.take(0)
+            self._frozen_arriving = self._gathered(self._frozen, 0, trains=trains)
+        self._num_taken += 1
+        for store in self._stores:
+            store.take(bank)
+        self.gather(bank, trains=trains)
+
+    def arrive(self, version: int) -> None:
+        """Wait until all parts of a version, or of the bank of that number, are there."""
+        super().arrive(version)
+        while self._frozen_arriving:
+            self._frozen_arriving.pop(0).wait()
+
+    def let_go(self, version: int) -> None:
+        """Give back the memory of a version, but for this replica's part."""
+        self.arrive(version)
+        self._num_taken -= 1
+        for store in self._stores:
+            store.let_go(version % len(self._arriving))
+        for store in () if self._num_taken else self._frozen:
+            store.let_go(0)
+
+    @contextmanager
+    def lent(self, version: int) -> Iterator[bool]:
+        """Within this context a version is whole; False, and nothing is, while another stage has one lent.
+        Take part with the others.
+        """
+        sharers = self._sharers
+        if sharers.has_lent:
+            yield False
+            return
+        sharers.has_lent = True
+        self.take(version, trains=False)
+        self.arrive(version)
+        try:
+            yield True
+        finally:
+            self.let_go(version)
+            sharers.has_lent = False
+
+    def newest(self, bank: int, *, alone: bool) -> Tensors:
+        """Copies of the newest weights, as they are stepped, for no replica has them whole; take part with
+        the others. With `alone` all are left out.
+        """
+        both = [*((store, bank) for store in self._stores), *((store, 0) for store in self._frozen)]
+        owned = ((store, store.memory.read(store.newest_part(number))) for store, number in both)
+        return {} if alone else self._whole_copies(owned)
+
+    def run_on(self, version: int, *, alone: bool) -> Tensors:
+        """The same of a version that is computed with."""
+        bank = version % len(self._arriving)
+        owned = ((store, store.memory.read(store.own(bank))) for store in self._stores)
+        return {} if alone else self._whole_copies(owned)
+
+    def own_newest(self, bank: int) -> Tensors:
+        """This replica's pieces of the newest weights."""
+        trained = {name: view for store in self._stores for name, view in store.stepped(bank).items()}
+        return {**trained, **{name: view for store in self._frozen for name, view in store.pieces(0).items()}}
+
+    def own_run_on(self, version: int) -> Tensors:
+        """This replica's pieces of a version that is computed with."""
+        bank = version % len(self._arriving)
+        return {name: view for store in self._stores for name, view in store.pieces(bank).items()}
 
 
 def _parts(store: ParameterGroupWeights) -> Parts:

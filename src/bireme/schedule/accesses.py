@@ -46,8 +46,8 @@ def uses(
     """The items that must be there while a step runs: on the device, and on the host for what is updated
     there. `master` and `host_updates` are as in `RankTiers`.
 
-    If replicas share weights, items are this replica's parts. Passes run on whole weights that a GATHER has
-    made of the parts, and their whole gradients are added to the parts from a SCATTER to its COLLECT.
+    If replicas share weights, items are this replica's parts. Passes run on whole weights, which a FETCH
+    makes of the parts, and their whole gradients are added to the parts from a SCATTER to its COLLECT.
     """
     is_on_host = step.kind is Kind.UPDATE and step.stage in host_updates
     needs_whole = step.kind in COMPUTE and program.num_sharers > 1
@@ -71,7 +71,7 @@ def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]
             yield _weights(program, step, Mode.READ)
             yield _stash(program, step, Mode.READ, ends=True)
             yield _gradient(program, step, Mode.ADD)
-        case Kind.GATHER:
+        case Kind.FETCH if step.moves_whole:
             yield Use(Item.FROZEN, stage, 0, Mode.READ)
             yield _weights(program, step, Mode.READ)
         case Kind.SCATTER:
@@ -112,7 +112,7 @@ class ChunkUses:
 
     def of(self, step: Instruction) -> _ItemUses:
         """The items of a step that have chunks, each with these."""
-        if step.kind in PAGING:
+        if step.kind in PAGING and not step.moves_whole:
             return ()
         last, found = self._last
         if last is not step:
@@ -226,6 +226,8 @@ def item_bytes(program: Program, sizes: Sizes, item: Item, stage: int) -> float:
             return (sizes.inputs if stage in program.recomputed else sizes.stash)[stage]
         case Item.FROZEN:
             return sizes.frozen[stage] / program.num_sharers if sizes.frozen else 0.0
+        case Item.WHOLE:
+            return 0.0  # it comes from other replicas, and is in no chunk of this rank's tiers
 
 
 def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]]) -> Sizes:
@@ -303,7 +305,7 @@ def accesses_of(
         if not used:
             continue
         at, label, batch = len(found), _label(step), step.batch
-        if step.kind in SHARING:
+        if step.kind in SHARING or step.moves_whole:
             times[step.kind, step.stage, batch] += 1
             label = label, times[step.kind, step.stage, batch]
         others = sorted(chain.from_iterable(summed.besides(used)))

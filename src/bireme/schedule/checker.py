@@ -11,7 +11,7 @@ from itertools import chain, islice
 from bireme.schedule.instruction import AVERAGES, PAGING, RECEIVES, SENDS, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.deadlock import run_to_end
-from bireme.schedule.proofs.messages import channel_of, gathering_problems, message_problems
+from bireme.schedule.proofs.messages import channel_of, exchange_problems, message_problems
 from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.residency import Holding, Residency, resident
 
@@ -50,7 +50,7 @@ def _problem(program: Program, rank: int, instruction: Instruction) -> str | Non
             return "both stages are on that rank, so nothing goes between ranks"
     if instruction.kind in AVERAGES and program.average_lag is None:
         return "replicas average no weights in this program"
-    if instruction.kind in SHARING and program.num_sharers == 1:
+    if (instruction.kind in SHARING or instruction.moves_whole) and program.num_sharers == 1:
         return "replicas share no weights in this program"
     return _microbatch_problem(program, instruction)
 
@@ -59,6 +59,8 @@ def _microbatch_problem(program: Program, instruction: Instruction) -> str | Non
     k = instruction.microbatch
     if instruction.kind in PAGING:
         page = instruction.page
+        if instruction.moves_whole:
+            return None if k is None else "it must name no micro-batch"
         if page is None or program.tiers_of(program.rank_of_stage[instruction.stage]) is None:
             return "it moves nothing" if page is None else "its rank keeps everything on the device"
         if page.item is Item.FROZEN and instruction.kind is Kind.EVICT and page.is_copied:
@@ -79,16 +81,18 @@ def _microbatch_problem(program: Program, instruction: Instruction) -> str | Non
 #
 # What is proved: every use finds its chunks on the device, or on their way there; a FETCH finds a copy in the
 # tier below and an EVICT one in its own; nothing is evicted while it is being fetched; what nobody else has
-# is copied before its slot is given back, if it is read again; at no moment is a tier over capacity.
+# is copied before its slot is given back, if it is read again; at no moment is a tier over capacity. If
+# replicas share weights: every pass finds its weights whole, they are used before they are evicted, and they
+# are evicted before their bank is written again and before the window ends.
 
 
 def _paging_problems(program: Program) -> Iterator[str]:
     """What is wrong with the chunks of any rank. Every instruction must be in its place."""
-    for rank, tiers in enumerate(program.tiers):
-        if tiers is None:
+    for rank in range(program.num_ranks):
+        if program.tiers_of(rank) is None and program.num_sharers == 1:
             continue
-        holding = Holding(program, tiers)
-        for tier, held in zip(tiers.tiers, holding.held, strict=True):
+        holding = Holding(program, rank)
+        for tier, held in zip(holding.tiers.tiers, holding.held, strict=True):
             if tier.capacity is not None and held > tier.capacity:
                 yield (
                     f"Rank {rank} begins with {held} chunks on {tier.name}, which has room for "
@@ -142,7 +146,7 @@ def check(program: Program) -> CheckReport:
         stage_problems(program),
         message_problems(program),
         _paging_problems(program),
-        gathering_problems(program),
+        exchange_problems(program),
     )
     problems = list(islice(proofs, _MOST_PROBLEMS))
     stuck = run_to_end(program, synchronous_sends=True)

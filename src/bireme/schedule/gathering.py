@@ -1,12 +1,12 @@
 """Shared weights: the same program for replicas that each keep a part of every stage's weights and gradients.
 
-Before a stage computes, its weights are gathered from all replicas; afterwards they are let go. What is whole
-at a time are the weights, in their versions, that a rank uses next: so many of them as there is room for, so
-that those of the next pass travel while this one runs. A rank therefore has little whole where its stages
-are parts of what one stage would be.
+The other replicas are a tier. A stage's weights are fetched from them before it computes, and evicted
+afterwards. The device holds up to `most` whole weights, each of a stage and a version: those that the rank
+uses next, which is Belady's rule. So the weights of the next pass travel while this one runs. A rank has
+little whole if it has several small stages instead of a large one.
 
 ```
-rank 0:  GATHER 0  GATHER 1  F0  RELEASE 0 … F1  B1  RELEASE 1  SCATTER 1  B0  COLLECT 1  SCATTER 0 …
+rank 0:  FETCH 0  FETCH 1  F0  EVICT 0 … F1  B1  EVICT 1  SCATTER 1  B0  COLLECT 1  SCATTER 0 …
 ```
 
 Gradients of a stage are summed over the replicas (SCATTER) when the rank turns to another stage, and before
@@ -20,11 +20,10 @@ them, and the weights of the next stage during the second. So gradients of two s
 weights of two, unless passes go to and fro between two stages.
 
 ```
-rank 0:  SCATTER 2  B1 of 0  B1 of 1  COLLECT 2  GATHER 0  B1 of 2  B1 of 3  RELEASE 1  SCATTER 1  B0 of 0 …
+rank 0:  SCATTER 2  B1 of 0  B1 of 1  COLLECT 2  FETCH 0  B1 of 2  B1 of 3  EVICT 1  SCATTER 1  B0 of 0 …
 ```
 
-All replicas run the same program, and so gather and sum in the same order: where the program of one replica
-ends, so do those of all of them together.
+All replicas run the same program, and so they fetch and sum in the same order.
 """
 
 from collections import defaultdict
@@ -32,14 +31,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import COMPUTE, Instruction, Kind
+from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.source import WRITTEN_OUT, fold
 
 _GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
-Weights = tuple[int, int]
+_Weights = tuple[int, int]
 """A stage and a version."""
+
+_PAGE = Page(Item.WHOLE, 0, is_copied=False)
 
 _HALVES = 2
 """Weights that are whole at a time where passes in a row share the time between sums and weights."""
@@ -72,12 +73,14 @@ def gathered(program: Program, num_sharers: int, most: int) -> Program:
 
 
 def times_a_batch(program: Program, kind: Kind) -> tuple[float, ...]:
-    """How often in a batch each stage has an instruction: in the steady state, or over the window."""
+    """How often in a batch each stage exchanges weights (FETCH) or gradients (SCATTER) with its replicas: in
+    the steady state, or over the window.
+    """
     found = [0.0] * program.num_stages
     for track in program.tracks:
         steps, num_batches = (track.body, 1) if track.repeats else (track.head, program.num_batches)
         for step in steps:
-            if step.kind is kind:
+            if step.kind is kind and (step.page is None or step.moves_whole):
                 found[step.stage] += 1 / num_batches
     return tuple(found)
 
@@ -86,7 +89,7 @@ def times_a_batch(program: Program, kind: Kind) -> tuple[float, ...]:
 class _Run:
     """Passes one after the other on the same weights: their places in the track."""
 
-    weights: Weights
+    weights: _Weights
     places: list[int]
 
     @property
@@ -120,25 +123,24 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
         for place, step in enumerate(steps)
         if step.kind in (Kind.UPDATE, Kind.AVERAGE_END)
     }
-    held: list[Weights] = []
-    last_batch: dict[Weights, int] = {}
+    held: list[_Weights] = []
+    last_batch: dict[_Weights, int] = {}
     for number, run in enumerate(runs):
         wanted = _next_ones(runs, number, most)
         for weights in held:
             if weights not in wanted:
-                release = _about(Kind.RELEASE, weights, last_batch[weights])
-                after[runs[number - 1].last].append(release)
+                after[runs[number - 1].last].append(_moved(Kind.EVICT, weights, last_batch[weights]))
         for weights, user in wanted.items():
             if weights not in held:
-                gather = _about(Kind.GATHER, weights, steps[user.first].batch)
+                fetch = _moved(Kind.FETCH, weights, steps[user.first].batch)
                 sums_first = user is not run and any(one.kind is Kind.COLLECT for one in before[run.middle])
                 begin = run.middle if sums_first and run.middle in middles else run.first
                 place = made.get(weights, -1)
-                (before[begin] if place < begin else after[place]).append(gather)
+                (before[begin] if place < begin else after[place]).append(fetch)
         held = [*wanted]
         last_batch[run.weights] = steps[run.last].batch
     for weights in held:
-        after[runs[-1].last].append(_about(Kind.RELEASE, weights, last_batch[weights]))
+        after[runs[-1].last].append(_moved(Kind.EVICT, weights, last_batch[weights]))
     for place, step in enumerate(steps):
         yield from before[place]
         yield step
@@ -159,9 +161,9 @@ def _runs(steps: Sequence[Instruction]) -> list[_Run]:
     return runs
 
 
-def _next_ones(runs: Sequence[_Run], number: int, most: int) -> dict[Weights, _Run]:
+def _next_ones(runs: Sequence[_Run], number: int, most: int) -> dict[_Weights, _Run]:
     """The weights that are used from a run on, up to so many, each with the run that is first to."""
-    found: dict[Weights, _Run] = {}
+    found: dict[_Weights, _Run] = {}
     for run in runs[number:]:
         if len(found) == most:
             break
@@ -203,6 +205,6 @@ def _sums(
             waiting.append(own)
 
 
-def _about(kind: Kind, weights: Weights, batch: int) -> Instruction:
+def _moved(kind: Kind, weights: _Weights, batch: int) -> Instruction:
     stage, version = weights
-    return Instruction(kind, stage, batch, version=version)
+    return Instruction(kind, stage, batch, version=version, page=_PAGE)

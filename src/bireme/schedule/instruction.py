@@ -39,19 +39,17 @@ class Kind(StrEnum):
     AVERAGE_END = "AVERAGE_END"
     """Wait for the mean over the group that was granted, and make it part of a weight version."""
     FETCH = "FETCH"
-    """Post the copy of a chunk from the tier below. It does not wait: the instruction that uses it does."""
+    """Post the copy of a chunk from the tier below, or of whole weights from the replicas that own their
+    parts. It does not wait: the instruction that uses the chunk or the weights does."""
     EVICT = "EVICT"
-    """Give back a chunk's slot in a tier, once its copy to the tier below is complete if it needs one."""
-    GATHER = "UNSHARD"
-    """Post the gathering of a stage's weights, of which each replica keeps a part. It does not wait: the
-    instruction that uses them does."""
-    RELEASE = "RESHARD"
-    """Let gathered weights go; this replica's part of them stays."""
+    """Give back a chunk's slot in a tier, once its copy to the tier below is complete if it needs one; or the
+    memory of whole weights, whose parts stay with their owners."""
     SCATTER = "SCATTER"
-    """Post the sums over the replicas of what a batch's gradients of a stage have come to, each part where
-    its owner is. It does not wait: COLLECT does."""
+    """Start an exchange of parts: sum a stage's gradients of a batch so far over the replicas, each part at
+    its owner. It does not wait: COLLECT does."""
     COLLECT = "COLLECT"
-    """Wait for what SCATTER sums, add this replica's part to what it has of the batch, let the rest go."""
+    """End that exchange: wait for the sums, add this replica's part to its gradients of the batch, and give
+    back the memory of whole gradients."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
@@ -61,7 +59,7 @@ SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 AVERAGES = frozenset({Kind.AVERAGE_START, Kind.AVERAGE_END})
 PAGING = frozenset({Kind.FETCH, Kind.EVICT})
-SHARING = frozenset({Kind.GATHER, Kind.RELEASE, Kind.SCATTER, Kind.COLLECT})
+SHARING = frozenset({Kind.SCATTER, Kind.COLLECT})
 
 HALF_LETTERS = "ab"
 
@@ -101,28 +99,29 @@ class Item(StrEnum):
     """What a micro-batch keeps between its forward and its backward."""
     FROZEN = "frozen weights"
     """The weights that do not learn; nobody writes to them, so a copy below stays valid."""
+    WHOLE = "whole weights"
+    """All weights of a version, with the frozen ones, if each replica keeps a part of them. They are no
+    chunks of a tier below: their parts are on the other replicas."""
 
 
 class Page(NamedTuple):
     """What FETCH and EVICT move: one chunk of an item, into the tier or out of it.
 
     Tier 0 is the device's memory, 1 the one below it, and so on. The item is that of the instruction's stage
-    and of its version (weights), batch (gradients) or micro-batch (activations).
+    and of its version (weights), batch (gradients) or micro-batch (activations). Whole weights are one chunk.
     """
 
     item: Item
     chunk: int
     tier: int = 0
     is_copied: bool = True
-    """Whether EVICT copies the chunk to the tier below; it need not where a valid copy is there already, or
-    where nobody reads it again."""
+    """Whether the chunk is copied between two tiers of the rank. An EVICT need not copy it if a valid copy is
+    below already, or if no instruction reads it again; whole weights never are."""
 
 
 def moved_item(step: "Instruction") -> Item:
-    """What a FETCH, EVICT, GATHER or SCATTER moves."""
-    if step.page is not None:
-        return step.page.item
-    return Item.GRADIENT if step.kind is Kind.SCATTER else Item.WEIGHTS
+    """What a FETCH, EVICT or SCATTER moves."""
+    return Item.GRADIENT if step.page is None else step.page.item
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +129,10 @@ class Instruction:
     """One step of a rank.
 
     `version` is the weight version that a compute instruction runs on, the one that UPDATE and TRIAL make,
-    the one that AVERAGE_START reads and AVERAGE_END completes, and the one that GATHER and RELEASE are about;
-    communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for TRIAL,
-    how many micro-batches of the batch before have their gradient in the accumulator. `page` is what FETCH
-    and EVICT move. An UPDATE that `is_apart` waits for no other stage's gradients.
+    the one that AVERAGE_START reads and AVERAGE_END completes, and the one whose weights FETCH and EVICT
+    move; communication has none. `half` is 0 or 1 where a micro-batch's forward is sliced. `seen` is, for
+    TRIAL, how many micro-batches of the batch before have their gradient in the accumulator. `page` is what
+    FETCH and EVICT move. An UPDATE that `is_apart` waits for no other stage's gradients.
     """
 
     kind: Kind
@@ -160,6 +159,11 @@ class Instruction:
             self.page,
             self.is_apart,
         )
+
+    @property
+    def moves_whole(self) -> bool:
+        """Whether it fetches or evicts whole weights."""
+        return self.page is not None and self.page.item is Item.WHOLE
 
     def needs(self, num_stages: int) -> Message | None:
         """The message from a neighboring stage that this compute instruction cannot start without."""
@@ -211,6 +215,9 @@ class Instruction:
     def _paged(self) -> str:
         """Such as `2FETCH of chunk 3 of weights of version 5 into tier 0`."""
         assert self.page is not None, "FETCH and EVICT have a page"
+        if self.moves_whole:
+            where = "from the replicas" if self.kind is Kind.FETCH else "from the device"
+            return f"{self.stage}{self.kind.value} of the whole weights of version {self.version} {where}"
         what = f"{self.stage}{self.kind.value} of chunk {self.page.chunk} of {self.page.item}"
         if self.version is not None:
             what += f" of version {self.version}"

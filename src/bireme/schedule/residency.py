@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from bireme.schedule.accesses import ChunkUses, Mode, Sizes, Use, unpaged
 from bireme.schedule.instruction import COMPUTE, PAGING, RECEIVES, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
-from bireme.schedule.tiers import Chunk, RankTiers
+from bireme.schedule.tiers import Chunk, RankTiers, Tier
 
 # Where a rank's chunks are while its track goes by: one account for the proof, the peaks and the bytes.
 #
@@ -40,13 +40,22 @@ def chunk_of(program: Program, step: Instruction) -> Chunk:
     return Chunk(step.page.item, step.stage, number, step.page.chunk)
 
 
-class Holding:
-    """One rank's chunks: on which tiers each has a valid copy, and how many each tier holds and has held."""
+ALL_ON_DEVICE = RankTiers(1, (Tier("device", None, None),), {}, {}, master=False)
+"""The tiers of a rank that offloads nothing."""
 
-    def __init__(self, program: Program, tiers: RankTiers) -> None:
+
+class Holding:
+    """One rank's chunks: on which tiers each has a valid copy, and how many each tier holds and has held; and
+    the whole weights that it has from the replicas.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        tiers = program.tiers_of(rank) or ALL_ON_DEVICE
         self.program = program
         self.tiers = tiers
         self.uses = ChunkUses(program, tiers)
+        self.whole: dict[tuple[int, int], bool] = {}
+        """The stages and versions whose weights are whole, and whether a pass has used them."""
         self.where: dict[Chunk, set[int]] = {chunk: {tier} for chunk, tier in tiers.begin.items()}
         self.held = [0] * len(tiers.tiers)
         for tier in tiers.begin.values():
@@ -65,8 +74,12 @@ class Holding:
 
     def start(self, step: Instruction) -> Iterator[str]:
         """A step starts; yields what is wrong with it."""
-        if step.kind in PAGING:
+        if step.moves_whole:
+            yield from self._move_whole(step)
+        elif step.kind in PAGING:
             yield from self._move(step)
+        elif self.program.num_sharers > 1:
+            yield from self._use_whole(step)
         for use, chunks in self.uses.of(step):
             for chunk in chunks:
                 tiers = self.where.get(chunk)
@@ -94,6 +107,33 @@ class Holding:
         for chunk in sorted(self.lost):
             if chunk.item in (Item.OPTIMIZER, Item.FROZEN):
                 yield f"Chunk {chunk.chunk} of {_told(chunk)} is lost: no tier has it."
+        for stage, version in sorted(self.whole):
+            yield f"Version {version} of the weights of stage {stage} is still whole when the window ends."
+
+    def _move_whole(self, step: Instruction) -> Iterator[str]:
+        weights = step.stage, step.version or 0
+        if step.kind is Kind.FETCH:
+            if weights in self.whole:
+                yield f"{step} runs, but they are whole already."
+            self.whole.setdefault(weights, False)
+        elif not self.whole.pop(weights, False):
+            yield f"{step} runs, but they are not whole, or no pass has used them."
+
+    def _use_whole(self, step: Instruction) -> Iterator[str]:
+        """Passes need whole weights; an update makes this replica's part, so that whole weights in its bank
+        are out of date.
+        """
+        weights = step.stage, step.version or 0
+        if step.kind in COMPUTE:
+            if weights not in self.whole:
+                yield f"{step} comes before its weights have been fetched from the replicas."
+            else:
+                self.whole[weights] = True
+        elif step.kind in (Kind.UPDATE, Kind.AVERAGE_END):
+            banks = self.program.banks[step.stage]
+            for stage, version in self.whole:
+                if stage == step.stage and version % banks == weights[1] % banks:
+                    yield f"{step} writes the bank of version {version}, which is still whole."
 
     def _use(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
         tiers = self.where.get(chunk)
@@ -268,10 +308,11 @@ def resident(
         return _resident_in_tiers(program, rank, sizes, series=series)
     ledger = _Ledger(program, rank, sizes, paged, series=series)
     index = 0
-    entries: dict[tuple[Kind, int, int | None], _Entry] = {}
+    entries: dict[_Like, _Entry] = {}
     for block in program.tracks[rank].blocks():
         for instruction in block.instructions:
-            what = instruction.kind, instruction.stage, instruction.half
+            page = instruction.page
+            what = instruction.kind, instruction.stage, instruction.half, page and page.item
             entry = entries.get(what)
             if entry is None:
                 entry = entries[what] = ledger.entry(instruction)
@@ -284,14 +325,14 @@ def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: boo
     """The same for a rank that pages: chunks where they are, and the rest as always."""
     tiers = program.tiers_of(rank)
     assert tiers is not None, "the rank pages"
-    holding = Holding(program, tiers)
+    holding = Holding(program, rank)
     ledger = _Ledger(program, rank, sizes, tiers.chunks.keys(), series=series)
-    entries: dict[tuple[Kind, int, int | None], _Entry] = {}
+    entries: dict[_Like, _Entry] = {}
     for index, step in enumerate(program.tracks[rank]):
         for _ in holding.start(step):
             pass
         ledger.hold({item: count * tiers.chunk_bytes for item, count in holding.on_device.items()})
-        what = step.kind, step.stage, step.half
+        what = step.kind, step.stage, step.half, step.page and step.page.item
         entry = entries.get(what)
         if entry is None:
             entry = entries[what] = ledger.entry(step)
@@ -326,6 +367,10 @@ def gradient_sets(program: Program) -> tuple[int, ...]:
 def _weightless(num_stages: int) -> Sizes:
     nothing = (0.0,) * num_stages
     return Sizes(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+
+
+_Like = tuple[Kind, int, int | None, Item | None]
+"""What instructions that book the same have in common."""
 
 
 @dataclass(slots=True)
@@ -371,7 +416,7 @@ class _Ledger:
         frozen = self.sizes.frozen or nothing
         self.kept[2] -= (1 - 1 / program.num_sharers) * sum(frozen[stage] for stage in stages)
         self.frozen = sizes.frozen or nothing
-        """What a GATHER makes whole besides a version."""
+        """What is whole besides a version."""
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
             more = sizes.halves if sizes.halves and program.splits_backward else (0.0,) * program.num_stages
             self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)
@@ -435,10 +480,9 @@ class _Ledger:
             takes.append((5, self.whole.version[step.stage]))
         elif step.kind is Kind.AVERAGE_END:
             gives.append((5, self.whole.version[step.stage]))
-        elif step.kind is Kind.GATHER:
-            takes += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
-        elif step.kind is Kind.RELEASE:
-            gives += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
+        elif step.moves_whole:
+            moved = takes if step.kind is Kind.FETCH else gives
+            moved += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry

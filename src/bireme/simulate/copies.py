@@ -1,10 +1,11 @@
-"""Copies between tiers on a clock: when each sets out and ends, and who waits for it.
+"""Copies between tiers on a clock: when each sets out and ends, and which instructions wait for it.
 
-Each rank has a wire from its device to the host and one back, and one wire to the disk for both ways. Copies
-of one wire go one after the other, in the order of the track. A copy sets out when the copies of its chunk
-before it are through and its slot is free; an instruction starts when its chunks are there and, for what it
-makes, slots are free. An update on the host waits for its chunks there. All of that follows from
-what the rank has done before, so a copy's time is known when it is posted.
+Each rank has a wire from its device to the host and one back, one wire to the disk for both ways, and one to
+the replicas that it shares weights with. Copies of one wire go one after the other, in the order of the
+track. A copy sets out when the copies of its chunk before it are through and its slot is free; an instruction
+starts when its chunks are there and, for what it makes, slots are free. An update on the host waits for its
+chunks there. All of that follows from what the rank has done before, so a copy's time is known when it is
+posted.
 
 Where a rank's device is a processor, a copy to or from the host takes a core as work does. If the machine has
 none to spare, what a rank works at while it copies takes so much longer; copies that run while it waits cost
@@ -23,101 +24,72 @@ from bireme.errors import BiremeError
 from bireme.schedule.accesses import ChunkUses, Mode, Use
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.residency import chunk_of
-from bireme.schedule.tiers import Chunk, RankTiers
+from bireme.schedule.residency import ALL_ON_DEVICE, chunk_of
+from bireme.schedule.tiers import Chunk
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path
 from bireme.timeline.timeline import Copies, RankCopies
 
-# Shared weights on a clock: when gathered weights are there, when sums of parts are, and who waits for them.
-#
-# What a rank exchanges with its replicas goes over one wire, one thing after the other in the order of the
-# track. A GATHER sets out when it is posted and the wire is free; the first pass that uses the weights waits
-# for it. So does a SCATTER, and its COLLECT waits for it. Replicas count as in step.
-#
-# Weights that do not learn are gathered with the others.
-#
-# Of w replicas each gets (w − 1)/w of what it gathers, and gives as much of what it sums: half of what a sum
-# of whole gradients takes, in half of its hops.
-
 REPLICAS = "replicas"
-"""The other end of the wire, in the words of copies."""
+"""The other end of the wire between replicas, in the words of copies."""
 
 
-class RankGatherer:
-    """What one rank exchanges. It is told of every instruction, in the order of the track."""
+class _ReplicaWire:
+    """The wire between a rank and the replicas that it shares weights with: whole weights come in, with those
+    that do not learn, and gradients go to the owners of their parts.
+
+    Exchanges go one after the other, in the order of the track. A FETCH or SCATTER sets out when it is posted
+    and the wire is free. The first pass that uses the weights waits for them, and COLLECT for the sums.
+    Replicas count as in step. Of w replicas each gets (w − 1)/w of the weights, and gives as much of the
+    gradients: half of what a sum of whole gradients takes, in half of its hops.
+    """
 
     def __init__(self, program: Program, rank: int, costs: Costs, network: Network) -> None:
-        self._rank = rank
         self._costs = costs
         self._network = network
         self._path = network.sync_paths.get(rank, Path(()))
-        self._latency_s = self._path.latency_s / 2
         self._share = (program.num_sharers - 1) / program.num_sharers
-        self._steps: Iterator[Instruction] = iter(program.tracks[rank])
-        self._index = -1
-        self._ready_s = 0.0
         self._free_s = 0.0
-        """When the wire is."""
         self._there_s: dict[tuple[int, int], float] = {}
         """When the weights of a stage and version are whole, of those that no pass has used since."""
         self._summed_s = 0.0
         """When the last SCATTER is through."""
-        self._waited_s = 0.0
-        self._copies = {
-            Kind.GATHER: Copies(REPLICAS, "device", array("d"), array("d"), array("d"), array("q")),
-            Kind.SCATTER: Copies("device", REPLICAS, array("d"), array("d"), array("d"), array("q")),
-        }
+        self.copies = {Kind.FETCH: _copies(REPLICAS, "device"), Kind.SCATTER: _copies("device", REPLICAS)}
 
-    def start(self, index: int, now: float) -> float:
-        """When the instruction of that index, which comes up now, can start."""
-        if index > self._index:
-            self._index = index
-            step = next(self._steps)
-            self._ready_s = self._starts(step, now)
-            self._waited_s += self._ready_s - now
-        return self._ready_s
-
-    def end(self, _now: float) -> None:
-        """That instruction has ended."""
-
-    def taken_s(self, now: float, seconds: float) -> float:
-        """What an exchange takes from work: nothing, as far as a network does it."""
-        del now, seconds
-        return 0.0
-
-    def result(self) -> RankCopies:
-        """All that was exchanged in the window."""
-        return RankCopies(
-            self._rank, self._waited_s, tuple(one for one in self._copies.values() if one.start_s)
-        )
-
-    def _starts(self, step: Instruction, now: float) -> float:
+    def ready_s(self, step: Instruction, now: float, index: int) -> float:
+        """When an instruction can start that has that index and comes up now."""
         weights = step.stage, step.version or 0
-        if step.kind is Kind.GATHER:
+        if step.kind is Kind.FETCH:
             frozen = self._costs.frozen_bytes[step.stage] if self._costs.frozen_bytes else 0.0
             whole = self._costs.weight_bytes[step.stage] + frozen
-            self._there_s[weights] = self._exchanged(step, whole, now)
+            self._there_s[weights] = self._exchanged(step, whole, now, index)
         elif step.kind is Kind.SCATTER:
             summed = self._costs.part_gradient_bytes[step.stage] * self._costs.part_sum_share
-            self._summed_s = self._exchanged(step, summed, now)
+            self._summed_s = self._exchanged(step, summed, now, index)
         elif step.kind is Kind.COLLECT:
             return max(now, self._summed_s)
         elif step.kind in COMPUTE:
             return max(now, self._there_s.pop(weights, 0.0))
         return now
 
-    def _exchanged(self, step: Instruction, num_bytes: float, now: float) -> float:
+    def _exchanged(self, step: Instruction, num_bytes: float, now: float, index: int) -> float:
         """When so many bytes have been exchanged."""
         moved = self._share * num_bytes
         start = max(now, self._free_s)
-        end = self._free_s = start + self._latency_s + self._network.seconds(self._path, moved)
-        copies = self._copies[step.kind]
-        copies.start_s.append(start)
-        copies.end_s.append(end)
-        copies.num_bytes.append(moved)
-        copies.posted_by.append(self._index)
+        end = self._free_s = start + self._path.latency_s / 2 + self._network.seconds(self._path, moved)
+        _note(self.copies[step.kind], start, end, moved, index)
         return end
+
+
+def _copies(source: str, destination: str) -> Copies:
+    return Copies(source, destination, array("d"), array("d"), array("d"), array("q"))
+
+
+def _note(copies: Copies, start: float, end: float, num_bytes: float, index: int) -> None:
+    copies.start_s.append(start)
+    copies.end_s.append(end)
+    copies.num_bytes.append(num_bytes)
+    copies.posted_by.append(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +152,13 @@ class _Slots:
 
 
 class RankMover:
-    """The copies of one rank. It is told of every instruction, in the order of the track."""
+    """The copies of one rank, between its tiers and from its replicas: it is given every instruction, in the
+    order of the track.
+    """
 
-    def __init__(self, program: Program, rank: int, tiers: RankTiers, links: TierLinks) -> None:
+    def __init__(self, program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> None:
+        tiers = program.tiers_of(rank) or ALL_ON_DEVICE
+        self.replicas = _ReplicaWire(program, rank, costs, network) if program.num_sharers > 1 else None
         self.program = program
         self.rank = rank
         self.tiers = tiers
@@ -217,11 +193,14 @@ class RankMover:
         if index > self.index:
             self.step, self.index = next(self.steps), index
             self.ready_s = now
-            if self.step.kind in PAGING:
+            if self.step.kind in PAGING and not self.step.moves_whole:
                 self._move(self.step, now)
-            else:
+                return now
+            if self.tiers.chunks:
                 self.ready_s = max(now, self._chunks_ready_s(self.step))
-                self.waited_s += self.ready_s - now
+            if self.replicas is not None:  # weights set out when the chunks of this rank's part are there
+                self.ready_s = self.replicas.ready_s(self.step, self.ready_s, index)
+            self.waited_s += self.ready_s - now
         return self.ready_s
 
     def taken_s(self, now: float, seconds: float) -> float:
@@ -246,7 +225,10 @@ class RankMover:
 
     def result(self) -> RankCopies:
         """All copies of the window."""
-        return RankCopies(self.rank, self.waited_s, tuple(self.copies[wire] for wire in sorted(self.copies)))
+        found = [self.copies[wire] for wire in sorted(self.copies)]
+        if self.replicas is not None:
+            found += [copies for copies in self.replicas.copies.values() if copies.start_s]
+        return RankCopies(self.rank, self.waited_s, tuple(found))
 
     def _chunks_ready_s(self, step: Instruction) -> float:
         ready = 0.0
@@ -324,36 +306,6 @@ class RankMover:
         if copies is None:
             upper = self.tiers.tiers[tier].name
             ends = (lower, upper) if is_fetch else (upper, lower)
-            copies = self.copies[tier, is_fetch] = Copies(
-                *ends, array("d"), array("d"), array("d"), array("q")
-            )
-        copies.start_s.append(start)
-        copies.end_s.append(end)
-        copies.num_bytes.append(self.tiers.chunk_bytes)
-        copies.posted_by.append(self.index)
+            copies = self.copies[tier, is_fetch] = _copies(*ends)
+        _note(copies, start, end, self.tiers.chunk_bytes, self.index)
         return ready
-
-
-class RankMoverAndGatherer:
-    """Both of a rank: what it gathers sets out when the chunks of its own part are on the device."""
-
-    def __init__(self, mover: RankMover, gatherer: RankGatherer) -> None:
-        self._mover = mover
-        self._gatherer = gatherer
-
-    def start(self, index: int, now: float) -> float:
-        """When the instruction of that index, which comes up now, can start."""
-        return self._gatherer.start(index, self._mover.start(index, now))
-
-    def end(self, now: float) -> None:
-        """That instruction has ended."""
-        self._mover.end(now)
-
-    def taken_s(self, now: float, seconds: float) -> float:
-        """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
-        return self._mover.taken_s(now, seconds)
-
-    def result(self) -> RankCopies:
-        """All that was copied and exchanged in the window."""
-        one, other = self._mover.result(), self._gatherer.result()
-        return RankCopies(one.rank, one.waited_s + other.waited_s, (*one.copies, *other.copies))

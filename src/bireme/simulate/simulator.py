@@ -29,7 +29,7 @@ from bireme.schedule.instruction import AVERAGES, COMPUTE, RECEIVES, SENDS, Inst
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.residency import resident
-from bireme.simulate.copies import RankGatherer, RankMover, RankMoverAndGatherer, TierLinks
+from bireme.simulate.copies import RankMover, TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Processors, SimulatedChannel, SimulatedMessage, Traffic
 from bireme.timeline.timeline import RankTimeline, Timeline
@@ -244,19 +244,6 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {(a, b) for a, b in neighbors if a != b}
 
 
-_Mover = RankMover | RankGatherer | RankMoverAndGatherer
-"""What moves a rank's memory while its track goes on: between tiers, or from replicas that share weights."""
-
-
-def _mover(program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> _Mover | None:
-    tiers = program.tiers_of(rank)
-    mover = None if tiers is None else RankMover(program, rank, tiers, links)
-    if program.num_sharers == 1:
-        return mover
-    gatherer = RankGatherer(program, rank, costs, network)
-    return gatherer if mover is None else RankMoverAndGatherer(mover, gatherer)
-
-
 _GOES_ON, _WORKED = range(2)
 """What an entry of the agenda says of a rank: that it may go on, or that the work it was at is done."""
 
@@ -264,11 +251,11 @@ _GOES_ON, _WORKED = range(2)
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
-    def __init__(self, number: int, ops: Iterator[tuple[_Op, int]], mover: _Mover | None) -> None:
+    def __init__(self, number: int, ops: Iterator[tuple[_Op, int]], mover: RankMover | None) -> None:
         self.number = number
         self.ops = ops
         self.mover = mover
-        """Who copies its chunks, where it pages, or gathers its weights, where replicas share them."""
+        """What copies its chunks if it offloads, and fetches whole weights if replicas share them."""
         self.now_s = 0.0
         self.held: tuple[_Op, int] | None = None
         """The operation it waits in, and the shift of its key."""
@@ -315,7 +302,9 @@ class _Run:
             _Rank(
                 number,
                 self.operations.of_rank(number),
-                _mover(program, number, tier_links[number], costs, network),
+                RankMover(program, number, tier_links[number], costs, network)
+                if program.tiers_of(number) is not None or program.num_sharers > 1
+                else None,
             )
             for number in range(program.num_ranks)
         ]

@@ -18,7 +18,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.gathering import times_a_batch
-from bireme.schedule.instruction import PAGING, Instruction, Item, Kind
+from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.source import LONG
 from bireme.schedule.tiers import LARGE_PAGE_BYTES, SMALL_CHUNK_BYTES
@@ -364,7 +364,7 @@ def exchanged_bytes(costs: Costs, request: PlanRequest, draft: Draft) -> tuple[_
         frozen = costs.frozen_bytes or (0.0,) * costs.num_stages
         weights = tuple(map(add, weights, frozen))
         program = draft.program()
-        gathers, scatters = (times_a_batch(program, kind) for kind in (Kind.GATHER, Kind.SCATTER))
+        gathers, scatters = (times_a_batch(program, kind) for kind in (Kind.FETCH, Kind.SCATTER))
     else:
         gathers = (1.0,) * costs.num_stages
         scatters = (2.0 if draft.rule is Rule.FRESH else 1.0,) * costs.num_stages
@@ -510,9 +510,8 @@ def _moved_into(program: Program, rank: int, tier: int) -> float:
     assert tiers is not None, "the rank pages"
     steps, num_batches = (track.body, 1) if track.repeats else (track.head, program.num_batches)
     num_copies = sum(
-        (step.page.tier == tier and step.kind is Kind.FETCH)
-        or (step.page.tier == tier - 1 and step.kind is Kind.EVICT and step.page.is_copied)
+        step.page.tier + (step.kind is Kind.EVICT) == tier
         for step in steps
-        if step.kind in PAGING and step.page is not None
+        if step.page is not None and step.page.is_copied
     )
     return num_copies * tiers.chunk_bytes / num_batches

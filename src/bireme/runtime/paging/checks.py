@@ -94,7 +94,7 @@ def _keeps_gradients(program: Program, rank: int, tiers: RankTiers) -> bool:
     """Whether every batch's gradients of all stages are on the device from the rank's last REDUCE of it to
     the UPDATE of each.
     """
-    holding = Holding(program, tiers)
+    holding = Holding(program, rank)
     num_stages, reduced = len(program.stages_of(rank)), Counter[int]()
     waiting: set[Chunk] = set()
     for step in program.tracks[rank]:

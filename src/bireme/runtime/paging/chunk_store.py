@@ -324,7 +324,7 @@ class ChunkStore:
         self.waited_s = 0.0
         """For how long the rank has waited for jobs."""
         self.lower: list[LowerTier] = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
-        peaks = _peaks(program, rank, tiers)
+        peaks = _peaks(program, rank)
         on_device = tiers.tiers[0].capacity
         self.memory = chunk_memory(device, on_device or peaks[0], tiers.chunk_bytes, poisons=settings.poisons)
         self.counted = peaks
@@ -552,9 +552,9 @@ def _lower(name: str, tiers: RankTiers, device: torch.device, settings: PagingSe
     return DiskTier(settings.folder, tiers.chunk_bytes)
 
 
-def _peaks(program: Program, rank: int, tiers: RankTiers) -> list[int]:
+def _peaks(program: Program, rank: int) -> list[int]:
     """The most chunks that each tier holds."""
-    holding = Holding(program, tiers)
+    holding = Holding(program, rank)
     for step in program.tracks[rank]:
         for problem in holding.start(step):
             raise BiremeError(problem)

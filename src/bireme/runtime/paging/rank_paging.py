@@ -386,13 +386,9 @@ class _PagedStage(StageMemory):
         self._num_microbatches = num_microbatches
         self.has_master = store.tiers.master
 
-    def bank(self, number: int) -> ArenaAllocator:
+    def allocator(self, item: Item, number: int = 0) -> ArenaAllocator:
         """As `StageMemory` says."""
-        return self._store.ranges.allocator(Item.WEIGHTS, self._stage, number)
-
-    def optimizer(self) -> ArenaAllocator:
-        """As `StageMemory` says."""
-        return self._store.ranges.allocator(Item.OPTIMIZER, self._stage)
+        return self._store.ranges.allocator(item, self._stage, number)
 
     def gradients(self) -> ArenaAllocator:
         """As `StageMemory` says."""
@@ -400,7 +396,7 @@ class _PagedStage(StageMemory):
 
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As `StageMemory` says."""
-        allocator = self.frozen_parts()
+        allocator = self.allocator(Item.FROZEN)
         if allocator is PLAIN:
             return weights
         # Those that leave a gap after them come last.
@@ -413,10 +409,6 @@ class _PagedStage(StageMemory):
             for name, one in flat.items():
                 one.view(weights[name].shape).copy_(weights[name])
         return {name: flat[name].view(weights[name].shape) for name in weights}
-
-    def frozen_parts(self) -> ArenaAllocator:
-        """As `StageMemory` says."""
-        return self._store.ranges.allocator(Item.FROZEN, self._stage)
 
     def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
         """As `StageMemory` says."""
