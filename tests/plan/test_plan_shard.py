@@ -10,16 +10,18 @@ from rich.console import Console
 
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
-from bireme.codec.sum_description import SumCost, parse_sum_codec
+from bireme.codec.sum_description import SiteRounds, SumCost, parse_sum_codec
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.forecast import Answer, Forecast, NothingFits
 from bireme.plan.partition.loads import holdings
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import load_plan, write_plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import AUTO, SHARDS, PlanRequest, TierLimits
+from bireme.plan.search.paged_walk import PagedWalk
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
+from bireme.report.plan_document import plan_document, shard_note
 from bireme.report.plan_table import print_plan
 from bireme.sync.slices import part_sum_bytes
 from tests.support.hand_plans import tiny_profile
@@ -190,6 +192,82 @@ def test_a_plan_that_fits_only_with_shared_weights_is_found_and_says_so(tmp_path
     assert any(line.split()[:1] == ["replicas"] for line in shown.splitlines())  # a row of the tiers
     write_plan(tmp_path / "plan.json", found)
     assert load_plan(tmp_path / "plan.json").plan == found.best.plan
+
+
+@pytest.mark.parametrize("fits", ["none", "optimizer", "weights"])
+def test_what_replicas_share_is_chosen_by_the_time_of_what_fits(fits: str, tmp_path: Path) -> None:
+    profile = profile_of_much()
+    request = PlanRequest(batch_size=4 * WIDTH, schedule="1f1b", width=WIDTH, micro_batch=1)
+    parts = len(profile.units)
+    peaks = [
+        forecast("none").stages[0].peak_bytes,
+        gathered_forecast(parts, 0).stages[0].peak_bytes,
+        gathered_forecast(parts, 2).stages[0].peak_bytes,
+    ]
+    place = SHARDS.index(fits)
+    rooms = [2**30, (peaks[0] + peaks[1]) // 2, (peaks[1] + peaks[2]) // 2]
+    machines = cluster(int(rooms[place]))
+    each = {one: find_plan(profile, machines, request.sharing(one), advises=False) for one in SHARDS}
+    costs = {
+        one: found.best.forecast.cost_s_per_sample for one, found in each.items() if isinstance(found, Answer)
+    }
+    assert tuple(costs) == SHARDS[place:]
+    answer = find_plan(profile, machines, request.sharing(AUTO))
+    assert isinstance(answer, Answer)
+    assert answer.best.plan.shard == min(costs, key=costs.__getitem__)
+    assert answer.best.forecast.cost_s_per_sample == min(costs.values())
+    assert [way.words for way in answer.shard_ways if way.candidate] == [*costs]
+    assert all("needs" in way.refusal for way in answer.shard_ways if way.candidate is None)
+    (note,) = shard_note(answer)
+    assert note.startswith(f'memory.shard = "auto" chose "{answer.best.plan.shard}"')
+    assert note.count("is not possible") == place
+    write_plan(tmp_path / "plan.json", answer)
+    assert load_plan(tmp_path / "plan.json").plan == answer.best.plan
+    assert [one["way"] for one in plan_document(answer, profile, 0.0)["shard_ways"]] == [*SHARDS]
+
+
+def test_of_what_replicas_may_share_excluded_choices_are_passed_over() -> None:
+    profile = profile_of_much()
+    asked = PlanRequest(batch_size=4 * WIDTH, schedule="1f1b", width=WIDTH, micro_batch=1, shard=AUTO)
+    answer = find_plan(profile, cluster(), replace(asked, whole_backwards=True))
+    assert isinstance(answer, Answer)
+    assert answer.best.plan.shard == "none"
+    refused = [way for way in answer.shard_ways if way.candidate is None]
+    assert [way.words for way in refused] == ["optimizer", "weights"]
+    assert all("principal components" in way.refusal for way in refused)
+    tiny = find_plan(profile, cluster(memory_bytes=1), asked)
+    assert isinstance(tiny, NothingFits)
+    assert "sharing nothing" not in str(tiny)
+
+
+def test_what_replicas_may_share_depends_on_how_they_agree() -> None:
+    asked = PlanRequest(batch_size=8, shard=AUTO)
+    assert asked.shards == SHARDS
+    assert replace(asked, width=1).shards == ("none",)
+    quorum, averages = SiteRounds(), SiteRounds(averages=True)
+    assert replace(asked, rounds=quorum).shards == replace(asked, rounds=averages).shards == ("none",)
+    assert replace(asked, rounds=quorum, sites=2).shards == ("optimizer", "weights")
+    assert replace(asked, rounds=averages, sites=2).shards == SHARDS
+    assert replace(asked, rounds=averages, sites=2).sharing("weights").rounds == replace(
+        averages, in_parts=True
+    )
+    assert replace(asked, rounds=averages, sites=2).sharing("none").rounds == averages
+
+
+def test_drafts_that_room_for_everything_would_not_make_faster_are_not_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile = profile_of_much()
+    peak = gathered_forecast(len(profile.units), 2).stages[0].peak_bytes
+    limits = TierLimits(int(1.2 * peak))
+    asked = PlanRequest(4 * WIDTH, schedule="1f1b", width=WIDTH, shard="weights", memory=limits)
+    few = find_plan(profile, cluster(), asked, is_brief=True)
+    monkeypatch.setattr(PagedWalk, "cost_with_room", lambda *_: 0.0)
+    many = find_plan(profile, cluster(), asked, is_brief=True)
+    assert isinstance(few, Answer)
+    assert isinstance(many, Answer)
+    assert few.best == many.best
+    assert few.num_tried < many.num_tried
 
 
 def test_what_cannot_be_shared_is_refused() -> None:

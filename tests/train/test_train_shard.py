@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bireme.train.run_file import load_run_file
 from tests.support.command import bireme
 from tests.support.training import CUTS, losses, settings, write_run
 
@@ -74,3 +75,35 @@ def test_an_adapter_under_muon_is_shared_with_the_weights_below_it_and_summed_th
     assert then.status == 0, then.err
     assert 0 < then.document["sync"]["shared"]["summed_bytes"] < 0.7 * dense
     assert set(losses(tmp_path / "runs" / "shared")) == {1, 2, 3, 4}
+
+
+def test_a_run_keeps_what_the_planner_chose_that_its_replicas_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, "2bw", 1)
+    plan = json.loads(write_plan(tmp_path, 2).read_text())
+    (tmp_path / "chosen.json").write_text(json.dumps(plan | {"plan": plan["plan"] | {"shard": "optimizer"}}))
+    common = {"cluster__workers": 2, "training__steps": 2, "memory__shard": "auto", "log__name": "own"}
+    own = settings(**common, plan__file=tmp_path / "chosen.json")
+    first = bireme(capsys, "train", str(path), "--json", *own)
+    assert first.status == 0, first.err
+    assert first.document["sync"]["shared"]["gathered_bytes"] > 0
+    assert load_run_file(tmp_path / "runs" / "own" / "run.toml").memory.shard == "optimizer"
+    more = settings(memory__shard="auto", training__steps=3, training__schedule_steps=2)
+    then = bireme(capsys, "resume", str(tmp_path / "runs" / "own"), "--json", *more)
+    assert then.status == 0, then.err
+    assert "a new one is made" not in then.err
+    assert then.document["sync"]["shared"]["gathered_bytes"] > 0
+
+    searched = settings(**common, plan__file="", plan__width=2, plan__schedule="1f1b")
+    dry = bireme(capsys, "train", str(path), "--dry-run", "--json", *searched)
+    assert dry.status == 0, dry.err
+    assert [one["way"] for one in dry.document["shard_ways"]] == ["none", "optimizer", "weights"]
+    chosen = min(
+        (one for one in dry.document["shard_ways"] if one["plan"]),
+        key=lambda one: one["plan"]["cost_s_per_sample"],
+    )
+    assert dry.document["sync"].get("shard", "none") == chosen["way"]
+    assert any(
+        note.startswith(f'memory.shard = "auto" chose "{chosen["way"]}"') for note in dry.document["notes"]
+    )

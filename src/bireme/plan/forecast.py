@@ -165,6 +165,8 @@ class Answer:
     num_tried: int
     memory_ways: tuple[MemoryWay, ...] = ()
     """Where paging was allowed and not all fits: what each way to save memory would take."""
+    shard_ways: tuple[MemoryWay, ...] = ()
+    """If the planner chose what replicas share: the best plan for each choice."""
     is_exhaustive: bool = False
     """Whether all plans were considered."""
 

@@ -181,7 +181,8 @@ class Plan:
     nothing does. `updates_halfway` lets 2bw update early enough for the weights to travel, where replicas
     share an optimizer. Where they share the weights too, `whole_weights` says how many stages of a rank, or
     versions of one, have theirs whole at a time; 0 where every replica has its own. Replicas are assigned to
-    `sites` in their order, equally many to each, and share within a site.
+    `sites` in their order, equally many to each, and share within a site. `shard` is what they share, if the
+    planner chose it (`memory.shard = "auto"`); empty otherwise.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -202,6 +203,7 @@ class Plan:
     updates_halfway: bool = False
     whole_weights: Place = 0
     sites: Count = 1
+    shard: str = ""
 
     def __post_init__(self) -> None:
         if self.width % self.sites:
@@ -237,6 +239,11 @@ class Plan:
     def is_early(self) -> bool:
         """Whether it updates early, as far as the plan can tell."""
         return self.width == 1 if self.updates_early is None else self.updates_early
+
+    @property
+    def known_shard(self) -> str:
+        """What its replicas share, as far as the plan says; `none` otherwise."""
+        return self.shard or ("weights" if self.whole_weights else "none")
 
     @property
     def source(self) -> ProgramSource:

@@ -278,6 +278,8 @@ def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
         del plain["plan"]["whole_weights"]
     if saved.plan.sites == 1:
         del plain["plan"]["sites"]
+    if not saved.plan.shard:
+        del plain["plan"]["shard"]
     if saved.forecast is not None and not saved.forecast.tiers:
         del plain["forecast"]["tiers"]
     return plain

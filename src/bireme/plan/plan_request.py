@@ -1,7 +1,7 @@
 """What a user asks of a plan: batch size, goal and constraints."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 
@@ -117,7 +117,7 @@ class TierLimits:
 
 
 AUTO = "auto"
-"""The codec that the planner chooses."""
+"""The codec, or what replicas share, that the planner chooses."""
 
 SHARDS = ("none", "optimizer", "weights")
 """What the replicas of a stage may share."""
@@ -160,12 +160,12 @@ class PlanRequest:
     gradients over replicas. With `memory` what does not fit a device may be paged to its host and to a disk,
     within these limits. `whole_backwards` forbids schedules that run backwards in two halves. `shard` says
     what the replicas of a stage share: none, optimizer, or weights, which are the optimizer, the weights and
-    the gradients. Of what an optimizer keeps of one parameter that it steps whole, `whole_bytes` are the
-    most; 0 if it steps each element apart. Replicas are assigned to `sites`, equally many to each: within a
-    site they sum gradients in every batch and may share. Between sites, or between replicas that average
-    weights, there are `rounds`. Second copies keep `copied_share` bytes on hosts for each byte of a stage's
-    gradients. `masters` says whether the optimizer has a float32 copy of the weights that
-    it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
+    the gradients; auto leaves it to the planner. Of what an optimizer keeps of one parameter that it steps
+    whole, `whole_bytes` are the most; 0 if it steps each element apart. Replicas are assigned to `sites`,
+    equally many to each: within a site they sum gradients in every batch and may share. Between sites, or
+    between replicas that average weights, there are `rounds`. Second copies keep `copied_share` bytes on
+    hosts for each byte of a stage's gradients. `masters` says whether the optimizer has a float32 copy of the
+    weights that it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
     messages overlap with work in the framework that will run the plan; fully where it says nothing.
     """
 
@@ -214,8 +214,8 @@ class PlanRequest:
             raise BiremeError(f"The delay warm-up is {self.delay_warmup:g} of the run; it must be 0 to 1.")
         if self.codec != AUTO:
             parse_codec(self.codec)
-        if self.shard not in SHARDS:
-            raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, SHARDS)}")
+        if self.shard not in (*SHARDS, AUTO):
+            raise BiremeError(f"There is no shard {self.shard!r}. {closest(self.shard, (*SHARDS, AUTO))}")
         refuse_excluded(self.used)
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:
@@ -224,7 +224,9 @@ class PlanRequest:
     @property
     def used(self) -> dict[str, str]:
         """The capabilities that it asks for beside the schedule, each with words that name it."""
-        found = {} if self.shard == "none" else {f"shard-{self.shard}": f"replicas share the {self.shard}"}
+        found = {}
+        if self.shard not in ("none", AUTO):
+            found[f"shard-{self.shard}"] = f"replicas share the {self.shard}"
         if self.memory is not None:
             found["offloading"] = "memory may be offloaded"
         if self.sums.codec != DENSE:
@@ -232,6 +234,23 @@ class PlanRequest:
         if self.whole_backwards:
             found["principal"] = "gradients are principal components"
         return found
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """What replicas may share, if the planner chooses. Replicas that may die share within sites; sites
+        that sum gradients must share.
+        """
+        if self.width == 1 or (self.rounds is not None and self.sites == 1):
+            return ("none",)
+        must_share = self.rounds is not None and not self.rounds.averages
+        return SHARDS[1:] if must_share else SHARDS
+
+    def sharing(self, shard: str) -> "PlanRequest":
+        """The same with this shared. An owner of a part sends that part alone to other sites."""
+        rounds = self.rounds
+        if rounds is not None and shard != "none":
+            rounds = replace(rounds, in_parts=True)
+        return replace(self, shard=shard, rounds=rounds)
 
     def num_sites(self, width: int) -> int:
         """How many sites so many replicas are in: each replica is one, where these average weights and no

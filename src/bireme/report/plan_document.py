@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bireme.bounds import bytes_text, seconds_text
 from bireme.cluster.cluster import Cluster, link_notes
 from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
@@ -44,6 +45,7 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
         "candidates": [_candidate(summarize(candidate)) for candidate in answer.candidates],
         "origin": asdict(answer.origin),
         **_memory(best.plan, best.forecast, answer.memory_ways),
+        **({"shard_ways": _ways(answer.shard_ways)} if answer.shard_ways else {}),
     }
 
 
@@ -116,15 +118,19 @@ def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = (
         if plan.paging.host_updates:
             found["host_updates"] = True
     if ways:
-        found["memory_ways"] = [
-            {
-                "way": way.words,
-                "refusal": way.refusal if way.candidate is None else None,
-                "plan": None if way.candidate is None else _candidate(summarize(way.candidate)),
-            }
-            for way in ways
-        ]
+        found["memory_ways"] = _ways(ways)
     return found
+
+
+def _ways(ways: Sequence[MemoryWay]) -> list[dict[str, Any]]:
+    return [
+        {
+            "way": way.words,
+            "refusal": way.refusal if way.candidate is None else None,
+            "plan": None if way.candidate is None else _candidate(summarize(way.candidate)),
+        }
+        for way in ways
+    ]
 
 
 def _codecs(plan: Plan) -> list[dict[str, Any]]:
@@ -170,6 +176,37 @@ def plan_notes(
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
     return list(dict.fromkeys(notes))
+
+
+_SHARED = {
+    "none": "sharing nothing",
+    "optimizer": "sharing the optimizer",
+    "weights": "sharing weights, gradients and the optimizer",
+}
+
+
+def shard_note(answer: Answer) -> list[str]:
+    """A sentence on what the planner chose that replicas share, and what that saves; nothing if it did not
+    choose.
+    """
+    if not answer.shard_ways:
+        return []
+    best = answer.best
+    others = "; ".join(
+        f"{_SHARED[way.words]} {'is not possible' if way.candidate is None else _figures(way.candidate)}"
+        for way in answer.shard_ways
+        if way.words != best.plan.shard
+    )
+    chosen = best.plan.shard
+    promise = f"{_SHARED[chosen]} {_figures(best)}"
+    return [f'memory.shard = "auto" chose "{chosen}": {promise}. By comparison, {others}.']
+
+
+def _figures(candidate: Candidate) -> str:
+    peak = max(stage.peak_bytes for stage in candidate.forecast.stages)
+    offloads = "" if candidate.plan.paging is None else " with offloading"
+    batch_s = candidate.forecast.batch_s
+    return f"takes {seconds_text(batch_s)} a step and {bytes_text(peak)} of a device{offloads}"
 
 
 def shared_hosts_note(plan: Plan, cluster: Cluster, num_sites: int) -> list[str]:

@@ -12,7 +12,7 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.plan.plan_request import Goal, PlanRequest, TierLimits, pins_of, ranges_of
+from bireme.plan.plan_request import AUTO, Goal, PlanRequest, TierLimits, pins_of, ranges_of
 from bireme.plan.search.search import find_plan
 from bireme.profile.optimizers import moments_share, whole_bytes
 from bireme.profile.profile import Profile
@@ -68,6 +68,13 @@ def _changed(run: RunFile, training: dict[str, object]) -> RunFile:
             "training": run.training.model_copy(update=training),
         }
     )
+
+
+def with_shard(run: RunFile, shard: str) -> RunFile:
+    """The run with what its replicas share, if it left that to the planner; it keeps the choice."""
+    if run.memory.shard != AUTO:
+        return run
+    return run.model_copy(update={"memory": run.memory.model_copy(update={"shard": shard})})
 
 
 # How long a run will take, roughly and before anything is measured.

@@ -59,6 +59,7 @@ from bireme.train.plan_search import (
     plans_of,
     with_batch,
     with_batch_of,
+    with_shard,
 )
 from bireme.train.private_census import (
     Census,
@@ -233,6 +234,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     census = census_of(run, model, graph, data, owners if is_alone else ())
     if given is not None:
         plan = with_own_codecs(_checked(given, f"{run.plan.file}", graph, machines), run)
+        run = with_shard(run, plan.plan.known_shard)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
@@ -240,7 +242,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
         return PreparedRun(run, machines, graph, evaluation, plan, None, None, *known)
     captured = CapturedRun(run, machines, model, graph)
     found = captured.profiled(progress).planned(progress)
-    answer, measured = found.answer, found.profile
+    run, answer, measured = found.run, found.answer, found.profile
     plan = saved_plan(answer, planned_units(measured))
     if run.plan.largest_batch is not None:
         run = with_batch(run, summarize(answer.best).batch_size)
@@ -273,11 +275,13 @@ def prepared_again(
     if chooses_batch(run):  # a launcher that starts a run again gives the file it began with
         run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
-    if _keeps_plan(run, folder):
-        found = prepared_before(run, folder, progress, is_alone=is_alone, begins=checkpoint is None)
+    chosen = with_shard(run, folder.load_run().memory.shard)
+    if _keeps_plan(chosen, folder):
+        found = prepared_before(chosen, folder, progress, is_alone=is_alone, begins=checkpoint is None)
     else:
         tell("What the plan was made from has changed, so a new one is made.")
         found = prepare(run, progress, is_alone=is_alone, begins=checkpoint is None)
+    run = found.run
     check_boundaries(run, found.plan.plan)
     if checkpoint is not None:
         if is_alone:

@@ -19,7 +19,13 @@ from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import timeline_of
 from bireme.profile.profile import Profile, load_profile
-from bireme.report.plan_document import plan_document, plan_notes, shared_hosts_note, sync_document
+from bireme.report.plan_document import (
+    plan_document,
+    plan_notes,
+    shard_note,
+    shared_hosts_note,
+    sync_document,
+)
 from bireme.timeline.timeline import Timeline
 from bireme.train.link_codecs import (
     check_boundaries,
@@ -28,7 +34,7 @@ from bireme.train.link_codecs import (
     sums_of_profile,
     with_kept_gradients,
 )
-from bireme.train.plan_search import full_request_of, is_short, planned
+from bireme.train.plan_search import full_request_of, is_short, planned, with_shard
 from bireme.train.run_file import RunFile
 
 Progress = Callable[[float, str], None]
@@ -105,6 +111,9 @@ class ProfiledRun:
         answer = planned(found, self.cluster, request, progress, is_brief=is_brief)
         planning_s = perf_counter() - begin_s
         check_boundaries(run, answer.best.plan)
+        run = with_shard(run, answer.best.plan.known_shard)
+        if request.shard != run.memory.shard:
+            request = request.sharing(run.memory.shard)
         return PlannedRun(run, self.cluster, graph, found, request, answer, planning_s)
 
 
@@ -153,6 +162,7 @@ class PlannedRun:
         """What makes the numbers of the plan doubtful, and what the plan does not guard against."""
         plan, sync = self.answer.best.plan, self.run.sync
         found = plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
+        found += shard_note(self.answer)
         if sync.is_coordinated:
             found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
         return found

@@ -9,7 +9,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Candidate, Forecast, NothingFits, PlanKind
+from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay, NothingFits, PlanKind
 from bireme.plan.penalties import WORDS_TO_TRY
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
@@ -32,12 +32,12 @@ from bireme.profile.profile import Profile
 # best plan of all is then gone through boundary by boundary: a fast link needs none. Within one server
 # nothing is tried.
 
-_CodecSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
-"""Searches for a request; told that it is the one of that number, of so many."""
+_NumberedSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
+"""Searches for a request, which is the one of that number, of that many."""
 
 
 def with_best_codecs(
-    profile: Profile, cluster: Cluster, request: PlanRequest, search: _CodecSearch
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: _NumberedSearch
 ) -> Answer | NothingFits:
     """The best answer over all codecs, the best plan without any among its candidates."""
     bare = replace(request, codec="none")
@@ -87,6 +87,47 @@ def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
     return Candidate(draft.plan(problem.names, codecs), forecast)
 
 
+# What replicas share, if the planner may choose: what is predicted to take the least time.
+#
+# A search is made for each choice, within the budgets and with offloading if that is allowed. A choice that
+# excludes something else that was asked for is passed over.
+
+
+def with_best_shard(request: PlanRequest, search: _NumberedSearch) -> Answer | NothingFits:
+    """The best answer over all that replicas may share; the first of equally good ones. If none fits, what
+    the first search that is not excluded says.
+    """
+    shards = request.shards
+    answers, ways = list[Answer](), list[MemoryWay]()
+    refusal: NothingFits | BiremeError | None = None
+    for place, shard in enumerate(shards):
+        found: Answer | NothingFits | BiremeError
+        try:
+            found = search(request.sharing(shard), place, len(shards))
+        except BiremeError as error:
+            found = error
+        if not isinstance(found, Answer):
+            refusal = refusal or found
+            ways.append(MemoryWay(shard, None, str(found)))
+            continue
+        named = tuple(
+            replace(one, plan=replace(one.plan, shard=shard if one.plan.width > 1 else "none"))
+            for one in found.candidates
+        )
+        answers.append(replace(found, candidates=named))
+        ways.append(MemoryWay(shard, named[0]))
+    if isinstance(refusal, BiremeError) and not answers:
+        raise refusal
+    if isinstance(refusal, NothingFits) and not answers:
+        return refusal
+    best = min(answers, key=lambda one: one.best.forecast.cost(request.goal))
+    return replace(
+        best,
+        num_tried=sum(one.num_tried for one in answers),
+        shard_ways=tuple(ways) if len(shards) > 1 else (),
+    )
+
+
 # Plans whose replicas share weights, which are gathered where they are used, and so cost time.
 #
 # Ordinary searches say what is good if replicas share the optimizer only: within the memory there is, and as
@@ -118,7 +159,11 @@ def with_gathering(
     found: dict[Draft, Candidate] = {}
     for answer in answers:
         for seed in _seeds(answer.candidates, most) if isinstance(answer, Answer) else ():
-            best = walk.best_from(draft_of(seed.plan, cluster), 0.0)
+            draft = draft_of(seed.plan, cluster)
+            least = min((one.forecast.cost(request.goal) for one in found.values()), default=math.inf)
+            if request.memory is not None and found and walk.cost_with_room(draft) * AS_GOOD >= least:
+                continue  # offloading only adds time
+            best = walk.best_from(draft, 0.0)
             if best is not None:
                 found.setdefault(draft_of(best.plan, cluster), best)
     bases = [answer for answer in answers if isinstance(answer, Answer)]
@@ -158,8 +203,11 @@ class _GatheredWalk(PagedWalk):
         return None
 
     def _is_hopeless(self, draft: Draft, least: float) -> bool:
-        """Nothing is: sums that are made stage by stage may take less time than those of whole gradients."""
-        return False
+        """If nothing is offloaded, a draft takes no longer to simulate than this would."""
+        return self._problem.request.memory is not None and super()._is_hopeless(draft, least)
+
+    def _roomy(self, draft: Draft) -> Draft:
+        return replace(draft, whole_weights=_USUAL) if draft.outline.width > 1 else draft
 
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with so much whole at a time as is fastest."""

@@ -332,11 +332,19 @@ class PagedWalk:
         ]
         if not alike:
             return False
-        try:
-            roomy = self._evaluator.forecast(draft).cost(goal)
-        except BiremeError:
-            return False  # paging says why
+        roomy = self.cost_with_room(draft)
         return roomy * AS_GOOD >= least and roomy >= min(alike)
+
+    def cost_with_room(self, draft: Draft) -> float:
+        """What a draft costs with room for everything; 0 if it cannot be, as offloading then says."""
+        try:
+            return self._evaluator.forecast(self._roomy(draft)).cost(self._problem.request.goal)
+        except BiremeError:
+            return 0.0
+
+    def _roomy(self, draft: Draft) -> Draft:
+        """The draft that is simulated with room for everything."""
+        return draft
 
     def _cost(self, draft: Draft) -> float:
         found = self._seen[draft]

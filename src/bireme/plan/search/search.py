@@ -27,7 +27,13 @@ from bireme.plan.plan_file import profile_hash
 from bireme.plan.plan_request import AUTO, PlanRequest, TierLimits
 from bireme.plan.search.cutting import loads_on
 from bireme.plan.search.draft import Draft, Grid, draft_of
-from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts, with_best_codecs, with_gathering
+from bireme.plan.search.evaluated import (
+    EvaluatedDraft,
+    EvaluatedDrafts,
+    with_best_codecs,
+    with_best_shard,
+    with_gathering,
+)
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, Explorer, HeuristicExplorer, few_enough
 from bireme.plan.search.mapping import keeps_home, promising_grids, why_homeless
@@ -436,6 +442,19 @@ def find_plan(
     Without `advises` the changes that would make a plan fit are not looked for.
     """
     tell = progress or (lambda _share: None)
+    if request.shard == AUTO:
+
+        def sharing(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
+            return find_plan(
+                profile,
+                cluster,
+                asked,
+                progress=lambda done: tell((place + done) / count),
+                is_brief=is_brief,
+                advises=advises and count == 1,
+            )
+
+        return with_best_shard(request, sharing)
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         on_all = asked.devices

@@ -10,7 +10,7 @@ from bireme.capabilities import refuse_excluded, used_by
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
-from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Planning
+from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
 from bireme.train.run_file.tables import ClusterTable, Lora, Model, Sync, Tables
 from bireme.train.run_file.training import Training
 
@@ -36,7 +36,7 @@ def check_memory(tables: Tables) -> None:
             "Leave out memory.copy_rate, or set memory.copies = 1."
         )
     shard, sync = tables.memory.shard, tables.sync
-    if shard != "none" and sync.is_coordinated and sync.sites is None:
+    if shard not in ("none", AUTO) and sync.is_coordinated and sync.sites is None:
         raise BiremeError(
             f'memory.shard is "{shard}", but sync.mode is {sync.mode!r}, and each replica needs those that '
             "it shares with in every batch. Set sync.sites, so that replicas of a site share."

@@ -132,11 +132,12 @@ class Memory(Table):
         "schedule that drains between batches",
         examples=["apart"],
     )
-    shard: Literal["none", "optimizer", "weights"] = Field(
+    shard: Literal["none", "auto", "optimizer", "weights"] = Field(
         default="none",
         description="What the replicas of a stage share: nothing (none); the optimizer, of which each "
-        "replica then keeps and steps a part, and sends the others the new weights of it; or weights and "
-        "gradients too (weights), which are then gathered where they are used",
+        "replica then keeps and steps a part, and sends the others the new weights of it; weights and "
+        "gradients too (weights), which are then gathered where they are used; or whatever of these is "
+        "predicted to take the least time and fits (auto)",
         examples=["optimizer"],
     )
     copies: Annotated[int, Field(ge=0, le=1)] | None = Field(
