@@ -304,7 +304,7 @@ def know_window(
         for own, begin in zip(_cut(plan), begins, strict=True)
     )
     KNOWN[plan, num_batches, first_batch] = replace(
-        _with_gathers(_resident(plan, 1, 0), plan),
+        _resident(plan, 1, 0),
         tracks=tuple(tracks),
         num_batches=num_batches,
         first_batch=first_batch,
@@ -320,11 +320,8 @@ def _program(plan: Plan, average_lag: int | None, num_batches: int, first_batch:
 
 @lru_cache(maxsize=64)
 def _remembered(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
-    def unpaged() -> Program:
-        return _with_gathers(_resident(plan, num_batches, first_batch, average_lag), plan)
-
     if plan.paging is None:
-        return unpaged()
+        return _resident(plan, num_batches, first_batch, average_lag)
     known = None if average_lag is not None else KNOWN.get((plan, num_batches, first_batch))
     if known is not None:
         return known
@@ -335,26 +332,19 @@ def _remembered(plan: Plan, num_batches: int, first_batch: int, average_lag: int
         loop = _remembered(plan, LONG, first_batch, average_lag)
         if num_batches > LONG - min(track.repeats for track in loop.tracks) + _COMPARED:
             return loop.of_length(num_batches)
-    return plan.paging.paged(unpaged(), _cut(plan))
+    return plan.paging.paged(_resident(plan, num_batches, first_batch, average_lag), _cut(plan))
 
 
 @lru_cache(maxsize=64)
 def _cut(plan: Plan) -> Cut:
     if plan.paging is None:
         return ()
-    return plan.paging.cut(_with_gathers(_resident(plan, SETTLED, 0), plan))
-
-
-def _with_gathers(resident: Program, plan: Plan) -> Program:
-    """The program of a plan with gathers of weights, if its replicas share them."""
-    if not plan.whole_weights:
-        return resident
-    return gathered(resident, plan.width // plan.sites, plan.whole_weights)
+    return plan.paging.cut(_resident(plan, SETTLED, 0))
 
 
 def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
-    """The program without paging."""
-    return generate(
+    """The program without paging, with whole weights from the replicas if these share them."""
+    program = generate(
         plan.schedule,
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,
@@ -369,6 +359,7 @@ def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int |
         updates_halfway=plan.updates_halfway,
         average_lag=average_lag,
     )
+    return gathered(program, plan.width // plan.sites, plan.whole_weights)
 
 
 # Homes of replicas: the server that reads a replica's samples and labels, so that private ones stay on it.

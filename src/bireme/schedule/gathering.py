@@ -48,9 +48,9 @@ _HALVES = 2
 
 def gathered(program: Program, num_sharers: int, most: int) -> Program:
     """The program for so many replicas that share weights, of which at most `most` are whole on a rank at a
-    time; itself where there is one replica. Raises where gradients may be needed whole.
+    time; itself if `most` is 0 or there is one replica. Raises where gradients may be needed whole.
     """
-    if num_sharers == 1:
+    if num_sharers == 1 or not most:
         return program
     if program.rule not in (Rule.SYNCHRONOUS, Rule.DELAYED):
         raise BiremeError(
