@@ -271,7 +271,6 @@ _PARTS = "Gradients that replicas sum in parts are whole so far."
 NOT_YET: Mapping[tuple[str, str], str] = {
     ("principal", "shard-optimizer"): _PARTS,
     ("principal", "shard-weights"): _PARTS,
-    ("principal", "offloading"): "Only whole gradients are offloaded so far.",
 }
 
 

@@ -10,7 +10,12 @@ from bireme.cluster.device import KNOWN
 from bireme.codec.lowrank import PrincipalStream, first_components
 from bireme.codec.sum_description import DENSE, DENSE_SUMS, GradientForm
 from bireme.model.units import chosen_maps
-from bireme.profile.optimizers import sum_cost_of
+from bireme.plan.plan_request import PlanRequest, TierLimits
+from bireme.plan.search.draft import Draft
+from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.shapes import Outline
+from bireme.profile.optimizers import kept_gradients, sum_cost_of
 from bireme.profile.profile import save_profile
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import BatchGradients, SentBytes
@@ -71,15 +76,35 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
     assert one != other
 
 
+def test_components_are_counted_on_the_device_of_a_plan_that_offloads() -> None:
+    graph = gpt(tied="false")
+    kept, sums = kept_gradients(graph, FORM), sum_cost_of(graph, DENSE, FORM)
+    profile = kept.counted_in(estimated_once(graph, KNOWN["laptop"], [1, 2]), may_delay=False)
+    limits = TierLimits(50_000)
+    request = PlanRequest(4, schedule="1f1b", sums=sums, whole_backwards=True, memory=limits)
+    draft = Draft(Outline("1f1b", 1, 1, (1,), 4), ((0,),), ())
+    evaluator = PlanEvaluator(PlanningProblem(profile, cluster(), request))
+    paging = evaluator.paging(draft, ahead=1, updates_together=False, host_updates=False)
+    assert paging is not None
+    found = sum(one.found_bytes for one in sums.gathered)
+    assert found > 0
+    for item in ("gradient", "optimizer"):
+        counted = sum(getattr(unit, f"{item}_bytes") for unit in profile.units)
+        assert sum(getattr(paging.sizes, item)) == counted - found
+    # What a batch goes on from, and what two batches at most have found.
+    assert sum(paging.sizes.buffers) == sum(unit.buffer_bytes for unit in profile.units) + 3 * found
+
+
 def test_what_gradients_cannot_be_is_refused_before_anything_is_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     profiled = ("plan", "--profile", f"{tmp_path}/none.json")
     principal = "training.gradient=principal:2"
+    apart = ("memory.device=1GB", "memory.updates=apart", "training.clip_norm=0")
     for words, sentence in (
         (("training.gradient=svd:3",), "principal:RANK"),
         (("training.gradient_of=*.weight",), 'training.gradient is "whole"'),
-        ((principal, "memory.device=1GB"), "Only whole gradients are offloaded"),
+        ((principal, *apart), "whose components are found when all stages"),
         ((principal, "memory.shard=optimizer"), "Gradients that replicas sum in parts are whole"),
     ):
         result = bireme(capsys, *with_sets([*profiled, *words]))

@@ -61,6 +61,7 @@ class Case:
     evaluates: bool = False
     clip_norm: float | None = 0.5
     shard: str = "none"
+    gradient: str = "whole"
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -80,6 +81,7 @@ class Case:
             windows=self.windows,
             paging=paging,
             shard=self.shard,
+            gradient=self.gradient,
         )
 
 
@@ -175,6 +177,15 @@ CASES = {
         dtype="bfloat16",
         bank_dtype=torch.bfloat16,
         is_summed=True,
+    ),
+    "gradients as principal components": Case(
+        parts("2bw", recompute=(0, 2)), host=0.3, disk=True, windows=(1, 2), gradient="principal:2"
+    ),
+    "principal components of two replicas, in sweeps": Case(
+        replace(parts("1f1b", 4, width=2), sweep=3), 0.2, is_summed=True, gradient="principal:2"
+    ),
+    "principal components of trial steps": Case(
+        parts("2bw-fresh", width=2), host=0.0, disk=True, is_summed=True, gradient="principal:2"
     ),
     "fresh updates of bfloat16 banks": Case(
         parts("2bw-fresh", recompute=(0, 2)),

@@ -297,6 +297,7 @@ class Pipeline(HeldState):
             compiles=compile,
             clips=clip_norm is not None,
             agrees=agreement is not None,
+            merges=form is not None,
         )
         batches = Batches()
         assembly = Assembly(

@@ -187,13 +187,13 @@ class Reducer(ABC):
 
     def _squared_norm(self, gradients: BatchGradients) -> float:
         """This rank's part of the square of the norm of a batch's whole gradients."""
+        # Their values alone have the norm of components.
+        values = {name: one.values for name, one in gradients.components.items()}
         if gradients.norms:
-            return squared_norm_of(gradients.norms)
+            return squared_norm_of([*gradients.norms, piece_norms(self._counted_of(values))])
         held = {name: view for name, view in gradients.views.items() if name in gradients.held}
         if gradients.parts or gradients.owned:
             held = {name: view for name, view in held.items() if name in self.summed_apart}
-        # Their values alone have the norm of components.
-        values = {name: one.values for name, one in gradients.components.items()}
         owned = [view for name, view in gradients.owned.items() if name in gradients.held]
         return squared_norm([*owned, *self._counted_of(held | values)])
 

@@ -11,11 +11,12 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import TierForecast
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging, Plan
-from bireme.plan.plan_request import PlanRequest, TierLimits
+from bireme.plan.plan_request import PlanRequest, TierLimits, may_delay_updates
 from bireme.plan.search.contention import Ring, ring_over
 from bireme.plan.search.draft import Draft, Grid, draft_of
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
+from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.gathering import times_a_batch
 from bireme.schedule.instruction import Instruction, Item, Kind
@@ -396,11 +397,12 @@ def paging_of(
         sizes = replace(sizes, waiting=(), halves=())
     # What codecs of sums keep is counted with the optimizer, and is not the optimizer's.
     residuals = [kept_share * one for one in sizes.gradient]
-    sizes = replace(
-        sizes,
-        optimizer=tuple(own - more for own, more in zip(sizes.optimizer, residuals, strict=True)),
-        buffers=tuple(own + more for own, more in zip(sizes.buffers, residuals, strict=True)),
-    )
+    sizes = _apart(sizes, residuals, num_gradients=0, num_optimizer=1)
+    if problem.request.sums.gathered:
+        gathered, num_units = problem.request.sums.gathered, len(problem.profile.units)
+        found = [sum(one.found_bytes for one in gathered[slice(*own)]) for own in draft.stages(num_units)]
+        may_delay = may_delay_updates(problem.request.schedule, synchronous=problem.request.synchronous)
+        sizes = _apart(sizes, found, num_gradients=1, num_optimizer=2 if may_delay else 1)
     asked = problem.request.memory
     paging = Paging(
         budgets_of(problem, draft.grid),
@@ -426,6 +428,19 @@ def paging_of(
             )
         paging = replace(paging, host_updates=False)
     return paging.with_chunks(cut)
+
+
+def _apart(sizes: Sizes, each: Sequence[float], *, num_gradients: int, num_optimizer: int) -> Sizes:
+    """The sizes with bytes that stay on the device, which were counted so many times with a batch's gradients
+    and with the optimizer: two batches at most have gradients at once.
+    """
+    of = [*zip(sizes.gradient, sizes.optimizer, sizes.buffers, each, strict=True)]
+    return replace(
+        sizes,
+        gradient=tuple(gradient - num_gradients * one for gradient, _, _, one in of),
+        optimizer=tuple(optimizer - num_optimizer * one for _, optimizer, _, one in of),
+        buffers=tuple(buffers + (2 * num_gradients + num_optimizer) * one for _, _, buffers, one in of),
+    )
 
 
 def update_places(problem: PlanningProblem) -> tuple[bool, ...]:

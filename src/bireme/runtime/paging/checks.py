@@ -30,9 +30,10 @@ def paging_of(
     compiles: bool,
     clips: bool,
     agrees: bool,
+    merges: bool,
 ) -> RankPaging | None:
     """The paging of this rank; None if its memory is not cut. With `agrees` its gradients are summed with
-    those of replicas that are no part of its layout.
+    those of replicas that are no part of its layout. With `merges` some become principal components.
     """
     rank, program = layout.pipeline_rank, source.settled()
     tiers = program.tiers_of(rank)
@@ -62,11 +63,11 @@ def paging_of(
     is_tied = layout.tied or any(count > 1 for count in names.values())
     # Replicas that share weights sum their parts before a batch ends.
     is_summed = is_tied or agrees or (layout.width > 1 and program.num_sharers == 1)
-    if is_apart and (is_tied or clips or layout.width > 1):
+    if is_apart and (is_tied or clips or merges or layout.width > 1):
         raise BiremeError(
             f"The plan updates stages of rank {layout.rank} before the others have their gradients, so their "
-            "norm cannot be clipped, nor can gradients be summed over replicas or stages. Plan with "
-            'memory.updates = "agreed".'
+            "norm cannot be clipped, gradients cannot be summed over replicas or stages, and principal "
+            'components cannot be found. Plan with memory.updates = "agreed".'
         )
     if is_summed and not keeps:
         raise BiremeError(

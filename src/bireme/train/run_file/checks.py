@@ -87,6 +87,12 @@ def _check_updates(tables: Tables) -> None:
             "before the others cannot know the norm of the whole gradient. Set training.clip_norm = 0, or "
             "leave out memory.updates."
         )
+    if tables.training.gradient_form is not None:
+        raise BiremeError(
+            f'memory.updates is "apart", but training.gradient is "{tables.training.gradient}", whose '
+            "components are found when all stages of a rank have their gradients. Leave out memory.updates, "
+            'or set training.gradient = "whole".'
+        )
     known = SCHEDULES.get(schedule)
     if known is not None and known.rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
