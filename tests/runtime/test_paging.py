@@ -291,7 +291,7 @@ def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
         pipeline.close()
 
 
-@pytest.mark.parametrize("more", [{"clip_norm": 0.5}, {"tied": True}])
+@pytest.mark.parametrize("more", [{"clip_norm": 0.5}, {"tied": True}, {"gradient": "principal:2"}])
 def test_stages_that_update_apart_neither_clip_nor_sum(more: dict[str, Any], tmp_path: Path) -> None:
     asked = {"clip_norm": None, **more}
     case = Case(parts("1f1b", 4), host=0.0, disk=True, more=(("updates_apart", True),), **asked)

@@ -32,10 +32,10 @@ pytestmark = pytest.mark.slow
 
 
 def setting_of(
-    schedule: str, shard: str, num_stages: int = 2, *, optimizer: str = "adamw", **more: Any
+    schedule: str, shard: str, num_stages: int = 2, *, width: int = 2, optimizer: str = "adamw", **more: Any
 ) -> Setting:
-    """Sites of two replicas."""
-    plan = regression_plan(schedule, num_stages, width=2, updates_early=False, **more)
+    """Sites of two replicas, or of so many."""
+    plan = regression_plan(schedule, num_stages, width=width, updates_early=False, **more)
     return Setting(plan, optimizer, clip_norm=0.5, shard=shard)
 
 
@@ -88,6 +88,11 @@ def test_two_sites_of_two_replicas_are_one_process(schedule: str, shard: str, nu
 
     assert_as_one_process(run)
     assert [line.members for line in run.hub.rounds] == [(0, 1)] * 4
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_sites_of_one_replica_share_nothing_and_are_one_process(shard: str) -> None:
+    assert_as_one_process(run_of(setting_of("2bw", shard, width=1)))
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
