@@ -235,9 +235,10 @@ def test_of_what_replicas_may_share_excluded_choices_are_passed_over() -> None:
     refused = [way for way in answer.shard_ways if way.candidate is None]
     assert [way.words for way in refused] == ["optimizer", "weights"]
     assert all("principal components" in way.refusal for way in refused)
-    tiny = find_plan(profile, cluster(memory_bytes=1), asked)
-    assert isinstance(tiny, NothingFits)
-    assert "sharing nothing" not in str(tiny)
+    assert isinstance(find_plan(profile, cluster(memory_bytes=1), asked), NothingFits)
+    alone = find_plan(profile, cluster(), replace(asked, width=None, depth=WIDTH))
+    assert isinstance(alone, Answer)
+    assert (alone.best.plan.shard, alone.shard_ways) == ("none", ())
 
 
 def test_what_replicas_may_share_depends_on_how_they_agree() -> None:

@@ -93,11 +93,11 @@ def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
 # excludes something else that was asked for is passed over.
 
 
-def with_best_shard(request: PlanRequest, search: _NumberedSearch) -> Answer | NothingFits:
-    """The best answer over all that replicas may share; the first of equally good ones. If none fits, what
-    the first search that is not excluded says.
+def with_best_shard(request: PlanRequest, num_devices: int, search: _NumberedSearch) -> Answer | NothingFits:
+    """The best answer over all that replicas may share, if there are devices for two; the first of equally
+    good ones. If none fits, what the first search says.
     """
-    shards = request.shards
+    shards = request.shards if num_devices >= 2 * (request.depth or 1) else ("none",)
     answers, ways = list[Answer](), list[MemoryWay]()
     refusal: NothingFits | BiremeError | None = None
     for place, shard in enumerate(shards):

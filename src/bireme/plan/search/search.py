@@ -454,7 +454,7 @@ def find_plan(
                 advises=advises and count == 1,
             )
 
-        return with_best_shard(request, sharing)
+        return with_best_shard(request, len(request.devices) or cluster.num_devices, sharing)
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         on_all = asked.devices
