@@ -5,7 +5,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from bireme.schedule.instruction import COMPUTE, PAGING, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
@@ -298,7 +298,7 @@ def accesses_of(
     found: dict[int, list[ChunkAccess]] = {}
     made: set[ItemKey] = set()
     times: Counter[tuple[Kind, int, int]] = Counter()
-    summed = SummedGradients[tuple[Chunk, ...]](is_summed=is_summed)
+    summed = _SummedGradients(is_summed=is_summed)
     uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
         used = {(use.item, use.stage, use.number): (use, chunks) for use, chunks in uses.of(step)}
@@ -332,18 +332,15 @@ def accesses_of(
     return found
 
 
-_Value = TypeVar("_Value")
-
-
-class SummedGradients(Generic[_Value]):
-    """Gradients that sums over replicas are added to while a track goes by, each item with some value."""
+class _SummedGradients:
+    """The chunks of gradients that sums over replicas are added to while a track goes by."""
 
     def __init__(self, *, is_summed: bool) -> None:
         self._is_summed = is_summed
-        self._found: dict[tuple[ItemKey, bool], _Value] = {}
+        self._found: dict[tuple[ItemKey, bool], tuple[Chunk, ...]] = {}
         """By item, and whether a whole batch is summed."""
 
-    def note(self, step: Instruction, key: ItemKey, gradients: _Value) -> None:
+    def note(self, step: Instruction, key: ItemKey, gradients: tuple[Chunk, ...]) -> None:
         """A step uses gradients."""
         is_of_batch = step.kind in (Kind.REDUCE, Kind.UPDATE)
         if step.kind is Kind.SCATTER or (step.kind is Kind.REDUCE and self._is_summed):
@@ -351,7 +348,7 @@ class SummedGradients(Generic[_Value]):
         elif step.kind in (Kind.COLLECT, Kind.UPDATE):
             self._found.pop((key, is_of_batch), None)
 
-    def besides(self, used: Collection[ItemKey]) -> list[_Value]:
+    def besides(self, used: Collection[ItemKey]) -> list[tuple[Chunk, ...]]:
         """Those that are being summed, but for those that are used in any case."""
         return [*{key: value for (key, _), value in self._found.items() if key not in used}.values()]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
-from bireme.schedule.accesses import ChunkUses, Sizes, SummedGradients, item_bytes
+from bireme.schedule.accesses import ChunkAccess, Sizes, accesses_of, item_bytes
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import resident
@@ -153,20 +153,13 @@ def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -
     """What the device of every rank must have at the least for a program to be paged."""
     return max(
         (
-            _working_set(program, rank, tiers, is_summed=is_summed) * tiers.chunk_bytes + tiers.unpaged_bytes
+            most_at_once(accesses_of(program, rank, tiers, is_summed=is_summed)) * tiers.chunk_bytes
+            + tiers.unpaged_bytes
             for rank, tiers in enumerate(cut)
             if tiers is not None
         ),
         default=0.0,
     )
-
-
-def check_working_sets(program: Program, cut: Cut, *, is_summed: bool) -> None:
-    """Refuse devices that are smaller than what one instruction needs there."""
-    for rank, tiers in enumerate(cut):
-        if tiers is not None:
-            least = _working_set(program, rank, tiers, is_summed=is_summed)
-            check_capacity(rank, tiers, 0, least)
 
 
 def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None:
@@ -178,18 +171,6 @@ def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None
         raise TierTooSmallError(rank, tier, least * tiers.chunk_bytes + kept_bytes, advice)
 
 
-def _working_set(program: Program, rank: int, tiers: RankTiers, *, is_summed: bool) -> int:
-    """The most chunks that an instruction of a rank needs on the device."""
-    uses = ChunkUses(program, tiers)
-    summed = SummedGradients[int](is_summed=is_summed)
-    most = 0
-    for step in program.tracks[rank]:
-        used = {(use.item, use.stage, use.number): (use, len(own)) for use, own in uses.of(step)}
-        if not used:
-            continue
-        here = sum(count for use, count in used.values() if not use.tier)
-        most = max(most, here + sum(summed.besides(used)))
-        for key, (use, count) in used.items():
-            if use.item is Item.GRADIENT:
-                summed.note(step, key, count)
-    return most
+def most_at_once(accesses: Mapping[int, Sequence[ChunkAccess]]) -> int:
+    """The most chunks that an instruction of a rank needs on the device, from its accesses there."""
+    return max((sum(one.takes for one in own) for own in accesses.values()), default=0)

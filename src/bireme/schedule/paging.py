@@ -24,8 +24,8 @@ from bireme.schedule.budgets import (
     Cut,
     TierTooSmallError,
     check_capacity,
-    check_working_sets,
     cut_memory,
+    most_at_once,
 )
 from bireme.schedule.eviction import Choice, Gap, decide, gaps_of, settle
 from bireme.schedule.instruction import SENDS, Instruction, Item, Kind, Page
@@ -109,8 +109,6 @@ def page_cut(
     moved = reorder(model)
     is_moved = moved is not model and next(stage_problems(moved), None) is None
     model = moved if is_moved else model
-
-    check_working_sets(model, cut, is_summed=is_summed)
 
     def planners(shown: Program) -> list[_Planner | None]:
         return [
@@ -215,6 +213,7 @@ class _Planner:
         self.ahead = ahead
         self.track = program.tracks[rank]
         self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
+        check_capacity(rank, tiers, 0, most_at_once(self.used))
         self.accesses = [access for own in self.used.values() for access in own]
         self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)

@@ -2,7 +2,7 @@
 
 An update on the host finds the host's slots beneath its chunks, where they otherwise are on the device.
 
-It keeps the same account as `schedule/holding.py`, which proves programs, with slots and jobs in it.
+It keeps the same account as `schedule/residency.py`, which proves programs, with slots and jobs in it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
