@@ -252,7 +252,8 @@ def assert_moved_as_predicted(case: Case, plan: Plan, pipelines: set[Pipeline], 
             found = sum(one[number].copied_in_bytes for one in predicted)
             assert tier.bytes_moved == tier.predicted_bytes_moved == found
             assert tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
-        assert any(tier.bytes_moved for tier in pipeline.tiers)
+    # A rank may fit although the others do not.
+    assert any(tier.bytes_moved for pipeline in pipelines for tier in pipeline.tiers)
 
 
 # --- what is read and written between instructions
