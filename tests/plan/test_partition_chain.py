@@ -92,9 +92,9 @@ def profiles(draw: st.DrawFn) -> Profile:
         )
         own = draw(st.integers(0, 99)) + sum(kept.num_bytes for kept in shared if kept.is_saved)
         workspace = draw(st.integers(0, 99))
-        halves: tuple[int | None, ...] = (None, None, None)
+        halves: tuple[int | None, int | None, int | None] = (None, None, None)
         if in_halves:
-            halves = draw(st.tuples(*(st.integers(0, 900),) * 3))
+            halves = draw(st.tuples(st.integers(0, 900), st.integers(0, 900), st.integers(0, 900)))
         cost = UnitCost(1, 1.0, 2.0, 3.0, None, None, 0.0, own, 7, workspace, tuple(shared), *halves)
         tied = [
             SharedState(name, 10 + size, size, 2 * size, 3, 2)

@@ -73,12 +73,21 @@ Sets = Annotated[
 
 _PROFILE = "Costs of the model"
 
-ProfileFile = Annotated[
+ProfileFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]FILE.json",
+        help="Profile written by `bireme profile`, instead of measuring. The run file need not name a model. "
+        "With a name it is for the devices of this name or kind, as in `plan.profiles`. Repeatable.",
+        rich_help_panel=_PROFILE,
+    ),
+]
+PlanFile = Annotated[
     Path | None,
     typer.Option(
+        "--file",
         metavar="FILE.json",
-        help="Profile written by `bireme profile`, instead of measuring. The run file need not name a model.",
-        rich_help_panel=_PROFILE,
+        help="Forecast the plan in this file, from `bireme plan --output` or by hand, and search for none.",
     ),
 ]
 Like = Annotated[
@@ -108,11 +117,18 @@ def profiled_run(
     run_file: Path | None,
     sets: list[str] | None,
     *,
-    file: Path | None,
+    profiles: list[str] | None,
     like: str | None,
     is_fresh: bool,
 ) -> "ProfiledRun":
-    """The run that a verb is for, with the profile that its options ask for."""
+    """The run that a verb is for, with the profiles that its options ask for."""
+    files = [Path(text) for text in profiles or () if "=" not in text]
+    if len(files) > 1:
+        raise BiremeError(
+            f"--profile {files[0]} and --profile {files[1]} are for all devices. Name the devices of one: "
+            f"--profile NAME={files[1]}."
+        )
+    file = files[0] if files else None
     if file is not None:
         refuse(context, "--profile already has the costs", "like", "fresh")
     if like is not None:
@@ -122,6 +138,9 @@ def profiled_run(
     from bireme.train.run_plan import ProfiledRun, names_model
 
     run = load_asked(run_file, sets or ())
+    if named := tuple(text for text in profiles or () if "=" in text):
+        plan = run.plan.model_copy(update={"profiles": (*(run.plan.profiles or ()), *named)})
+        run = run.model_copy(update={"plan": plan})
     if file is not None and not names_model(run):
         return ProfiledRun.without_model(run, file)
     measures = file is None and like is None

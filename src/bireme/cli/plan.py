@@ -13,12 +13,14 @@ from bireme.cli.options import (
     Fresh,
     Json,
     Like,
-    ProfileFile,
+    PlanFile,
+    ProfileFiles,
     RunToml,
     Sets,
     check_writable,
     print_json,
     profiled_run,
+    refuse,
 )
 from bireme.errors import BiremeError
 
@@ -36,9 +38,10 @@ def plan(
     context: typer.Context,
     run_file: RunToml = None,
     set_: Sets = None,
-    profile: ProfileFile = None,
+    profile: ProfileFiles = None,
     like: Like = None,
     fresh: Fresh = False,
+    file: PlanFile = None,
     explain: Annotated[
         bool,
         output_option(
@@ -63,17 +66,21 @@ def plan(
 ) -> None:
     """Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.
 
-    It is the plan that `bireme train` makes from the same run file.
+    It is the plan that `bireme train` makes from the same run file. With `--file` it is a plan of yours.
 
     [dim]bireme plan run.toml --set cluster.source=two-unequal-servers --explain[/dim]
+
+    [dim]bireme plan run.toml --file plan.json[/dim]
     """
+    if file is not None:
+        refuse(context, "--file asks for the forecast of one plan, and nothing is searched", "explain")
     exports = _exports_of(export or ())
     if output is not None and output.suffix != ".json":
         raise BiremeError(
             f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
         )
     check_writable(output, *(one.path for one in exports), force=force)
-    profiled = profiled_run(context, run_file, set_, file=profile, like=like, is_fresh=fresh)
+    profiled = profiled_run(context, run_file, set_, profiles=profile, like=like, is_fresh=fresh)
     _check_exports(exports, has_model=profiled.graph is not None)
     from bireme.plan.export import overlaps_of
     from bireme.report.terminal import progress_bar
@@ -81,7 +88,7 @@ def plan(
     with progress_bar("planning") as progress:
         with_csv = any(one.name == "torch-csv" and one.path for one in exports)
         overlaps = overlaps_of([one.name for one in exports], with_csv=with_csv)
-        planned = profiled.planned(progress, overlaps)
+        planned = profiled.planned(progress, overlaps) if file is None else profiled.given(file, overlaps)
     texts = _export_texts(planned, exports)
     explanation = None
     if explain:
@@ -90,7 +97,7 @@ def plan(
     if as_json:
         print_json(planned.document() | {"exports": texts} | _explanation_document(planned, explanation))
         return
-    _show(planned, explanation)
+    _show(planned, explanation, is_given=file is not None)
     for one in exports:
         if one.path is None:
             typer.echo(f"\n{texts[one.name]}", nl=False)
@@ -132,13 +139,14 @@ def _explanation_document(planned: "PlannedRun", explanation: _Explanation | Non
     return explanation_document(planned.answer, explanation.helps, explanation.agreements, explanation.stages)
 
 
-def _show(planned: "PlannedRun", explanation: _Explanation | None) -> None:
+def _show(planned: "PlannedRun", explanation: _Explanation | None, *, is_given: bool) -> None:
     from rich.console import Console
 
     from bireme.report.plan_table import print_explanation, print_plan
 
     console, answer = Console(), planned.answer
-    print_plan(answer, planned.profile, planned.planning_s, console, sums=planned.request.sums.codec)
+    sums = planned.request.sums.codec
+    print_plan(answer, planned.profile, planned.planning_s, console, sums=sums, is_given=is_given)
     if explanation is not None:
         found = explanation
         print_explanation(answer, found.helps, found.agreements, found.stages, console)

@@ -15,7 +15,8 @@ from bireme.cli.options import (
     From,
     Json,
     Like,
-    ProfileFile,
+    PlanFile,
+    ProfileFiles,
     RunToml,
     Sets,
     Slices,
@@ -93,9 +94,10 @@ def simulate(
     run_file: RunToml = None,
     set_: Sets = None,
     batches: Batches = None,
-    profile: ProfileFile = None,
+    profile: ProfileFiles = None,
     like: Like = None,
     fresh: Fresh = False,
+    file: PlanFile = None,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -195,11 +197,12 @@ def simulate(
     window = WINDOW if batches is None else batches
     if not given_of(context, *NOUNS):
         refuse(context, "Without given costs the run's plan is simulated", *OF_COSTS)
-        timeline = _of_run(context, run_file, set_, window, file=profile, like=like, is_fresh=fresh)
+        costs_from = {"profiles": profile, "like": like, "is_fresh": fresh}
+        timeline = _of_run(context, run_file, set_, window, file, **costs_from)
         _write(timeline, trace, picture)
         _show(timeline, None, [path for path in (trace, picture) if path is not None], as_json=as_json)
         return
-    refuse(context, "Given costs stand for a model", "profile", "like", "fresh")
+    refuse(context, "Given costs stand for a model", "profile", "like", "fresh", "file")
     from bireme.cluster.cluster import Overlap, overlap_named
     from bireme.schedule.generators.shape import Shape
     from bireme.simulate.links import Links
@@ -315,15 +318,21 @@ def simulate(
 
 
 def _of_run(
-    context: typer.Context, run_file: Path | None, sets: list[str] | None, window: int, **costs: Any
+    context: typer.Context,
+    run_file: Path | None,
+    sets: list[str] | None,
+    window: int,
+    plan_file: Path | None,
+    **costs: Any,
 ) -> "Timeline":
-    """The first batches under the plan that `bireme train` makes from the same run file."""
+    """The first batches under the plan that `bireme train` makes from the same run file, or that is given."""
     from bireme.report.terminal import progress_bar
 
     check_extent(1, 1, window)
     profiled = profiled_run(context, run_file, sets, **costs)
     with progress_bar("planning") as progress:
-        return profiled.planned(progress).timeline(window)
+        planned = profiled.planned(progress) if plan_file is None else profiled.given(plan_file)
+        return planned.timeline(window)
 
 
 # Keys of the run file that say what is simulated with given costs.

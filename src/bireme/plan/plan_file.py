@@ -70,6 +70,25 @@ def check_profile_fits(profile: Profile, graph: Graph) -> None:
     _check_same("profile", profile.graph, planned_units(profile), graph, remedy)
 
 
+def check_kind_fits(profile: Profile, other: Profile) -> None:
+    """Refuse the profile of another kind of device that was not measured of the same model."""
+    difference = _difference(planned_units(profile), planned_units(other))
+    if difference is not None:
+        raise BiremeError(
+            f"It is the profile of another model than {profile.model}. {difference} Profile this model there."
+        )
+
+
+def check_plan_of(saved: "SavedPlan", profile: Profile) -> None:
+    """Refuse a plan that was not made for the model of a profile, or that cuts where it has no unit."""
+    units = planned_units(profile)
+    difference = _difference(saved.units, units) if saved.units else None
+    if difference is not None and (saved.origin is None or saved.origin.graph != profile.graph):
+        raise BiremeError(f"The plan was made for another model than {profile.model}. {difference} {REMEDY}")
+    for stage in range(saved.plan.num_stages):
+        saved.plan.units_of(stage, len(units))
+
+
 def _check_same(what: str, graph_was: str, units: Sequence[PlannedUnit], graph: Graph, remedy: str) -> None:
     here = graph_hash(graph)
     if here == graph_was:

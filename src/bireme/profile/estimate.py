@@ -7,10 +7,11 @@ every operand that learns. It is an estimate and says so.
 
 from dataclasses import dataclass
 
-from bireme.cluster.device import Device
+from bireme.cluster.device import Device, namesake
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph, Operator, Value
 from bireme.model.units import Unit
+from bireme.profile.profile import Rates, UnitWork
 
 ATTAINED_FLOPS = 0.5
 ATTAINED_BYTES = 0.7
@@ -59,6 +60,42 @@ def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int,
         # Nobody waits for a gradient from here.
         input_s, weight_s = 0.0, input_s + weight_s
     return _Estimate(forward_s, input_s, weight_s)
+
+
+def unit_work(graph: Graph, unit: Unit, batch: int) -> UnitWork:
+    """The work of a unit's forward on a micro-batch."""
+    traffic = _Traffic(graph, batch)
+    flops = product_bytes = other_bytes = num_calls = 0
+    for operator in (graph.operators[place] for place in unit.operators):
+        if operator.target.startswith(_VIEWS):
+            continue
+        num_calls += 1
+        if operator.flops:
+            flops += round(operator.flops * batch / graph.batch)
+            product_bytes += traffic.num_bytes(operator)
+        else:
+            other_bytes += traffic.num_bytes(operator)
+    return UnitWork(flops, product_bytes, other_bytes, num_calls)
+
+
+def rates_of(device: Device, dtype: str) -> Rates | None:
+    """The rates that the description of a device gives, or that of the ready device of its name; None if
+    neither does.
+    """
+    for known in (device, namesake(device.name)):
+        if known is not None and known.bytes_per_s and known.flops_per_s(dtype):
+            return Rates(dtype, known.flops_per_s(dtype), known.bytes_per_s)
+    return None
+
+
+def roofline_s(work: UnitWork, rates: Rates, kind: str) -> float:
+    """The seconds of a unit's forward on a device of these rates: its products take as long as the slower of
+    their arithmetic and their traffic, its other operators as their traffic, and no call less than a start.
+    """
+    bytes_per_s = rates.bytes_per_s * ATTAINED_BYTES
+    arithmetic_s = work.flops / (rates.flops_per_s * ATTAINED_FLOPS)
+    moved_s = max(arithmetic_s, work.product_bytes / bytes_per_s) + work.other_bytes / bytes_per_s
+    return max(moved_s, work.num_calls * _START_S[kind])
 
 
 def estimated_update_s(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from bireme.bounds import Bytes, Count, Place, Seconds
+from bireme.bounds import Bytes, Count, Place, Positive, Seconds
 from bireme.cluster.device import EngineCost
 from bireme.codec.description import CodecRate
 from bireme.documents import as_dataclass, read_json_object
@@ -44,6 +44,18 @@ class SharedState:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitWork:
+    """The work of a unit's forward, which no device changes: `flops` and `product_bytes` of its products,
+    `other_bytes` that its other operators read and write, and `num_calls` of operators.
+    """
+
+    flops: Bytes
+    product_bytes: Bytes
+    other_bytes: Bytes
+    num_calls: Place
+
+
+@dataclass(frozen=True, slots=True)
 class UnitCost:
     """One unit at one micro-batch size.
 
@@ -57,7 +69,7 @@ class UnitCost:
     is as much. `workspace_bytes` is what else is alive at the worst moment, besides what is saved, what came
     in and what goes out. Where the backward runs in halves, the first one keeps `waiting_bytes` of gradients
     for the second, and `halves_workspace_bytes` is what else is alive during the first; None where nobody
-    asked for halves.
+    asked for halves. `work` scales the seconds to other devices; None in files that do not give it.
     """
 
     micro_batch: Count
@@ -74,6 +86,7 @@ class UnitCost:
     returned_bytes: Bytes | None = None
     waiting_bytes: Bytes | None = None
     halves_workspace_bytes: Bytes | None = None
+    work: UnitWork | None = None
 
     @property
     def back_bytes(self) -> int:
@@ -123,6 +136,23 @@ class UnitProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """The arithmetic rate of a device with numbers of a type, and the bandwidth of its memory."""
+
+    dtype: str
+    flops_per_s: Positive
+    bytes_per_s: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class KindProfile:
+    """The profile of the same model on another kind of device, and the name that these devices have."""
+
+    name: str
+    profile: "Profile"
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """The costs of a graph's units on a device.
 
@@ -130,7 +160,8 @@ class Profile:
     says of which software, `num_threads` with how many threads where that matters. `engine` is what the
     engine takes besides, `codecs` what codecs of boundaries take, where these were measured too.
     `master_weights` says whether the `optimizer_bytes` of units contain a float32 copy of their weights; None
-    in files that do not say it.
+    in files that do not say it. `rates` are those of the device, None if they are not known. `kinds` are the
+    profiles of other kinds of devices, whose seconds count there; bytes are those of this profile everywhere.
     """
 
     model: str
@@ -147,6 +178,8 @@ class Profile:
     engine: EngineCost | None = None
     codecs: tuple[CodecRate, ...] = ()
     master_weights: bool | None = None
+    rates: Rates | None = None
+    kinds: tuple[KindProfile, ...] = ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -202,17 +235,25 @@ def _is_first(profile: Profile, first: int, index: int) -> bool:
 
 def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
+    return {"format": _FORMAT, **_plain(profile)}
+
+
+def _plain(profile: Profile) -> dict[str, Any]:
     plain = asdict(profile)
     if not profile.codecs:
         del plain["codecs"]
-    if profile.master_weights is None:
-        del plain["master_weights"]
+    for name in ("master_weights", "rates"):
+        if plain[name] is None:
+            del plain[name]
+    del plain["kinds"]
+    if profile.kinds:
+        plain["kinds"] = [{"name": one.name, "profile": _plain(one.profile)} for one in profile.kinds]
     for unit in plain["units"]:
         for one in (unit, *unit["tied"]):
             if not one["frozen_bytes"]:
                 del one["frozen_bytes"]
         for cost in unit["costs"]:
-            for name in ("returned_bytes", "waiting_bytes", "halves_workspace_bytes"):
+            for name in ("returned_bytes", "waiting_bytes", "halves_workspace_bytes", "work"):
                 if cost[name] is None:
                     del cost[name]
-    return {"format": _FORMAT, **plain}
+    return plain

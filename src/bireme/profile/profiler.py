@@ -4,6 +4,7 @@ Bytes are counted on tensors without memory, so they are exact everywhere. Secon
 units of the same work once; for a device that is only described they are estimated.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from bireme.profile.control import (
     keep_profile,
     versions_here,
 )
-from bireme.profile.estimate import estimate_unit, estimated_update_s
+from bireme.profile.estimate import estimate_unit, estimated_update_s, rates_of, unit_work
 from bireme.profile.measuring import (
     BatchEndTimes,
     Here,
@@ -205,7 +206,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 Graphs = Graph | Callable[[int], Graph]
 """A graph for every micro-batch size, or a way to have one for each."""
 
-COUNTED = "with the gradients that wait in halves, and of the process"
+COUNTED = "with the gradients that wait in halves, of the process, and the work of units"
 """What profiles say of bytes, so that the cache has none that says less."""
 
 _COUNTING_FRACTION = 0.1
@@ -278,10 +279,20 @@ def profile(
         units=work.units(),
         engine=work.engine,
         master_weights=has_masters(first.parameters),
+        rates=rates_of(described, _main_dtype(first)),
     )
     if is_cacheable:
         keep_profile(found, path)
     return found
+
+
+def _main_dtype(graph: Graph) -> str:
+    """The type of number that most of a graph's arithmetic is done in."""
+    flops = defaultdict[str, float](float)
+    for operator in graph.operators:
+        made = next((value.dtype for value in operator.outputs if value is not None), "float32")
+        flops[made] += operator.flops
+    return max(flops, key=flops.__getitem__, default="float32")
 
 
 def _graph_for(graphs: Graphs, size: int) -> Graph:
@@ -452,6 +463,7 @@ class _Work:
             returned_bytes=one.returned_bytes(index, size),
             waiting_bytes=None if residue.halves is None else residue.halves.waiting_bytes,
             halves_workspace_bytes=None if residue.halves is None else residue.halves.workspace_bytes,
+            work=unit_work(one.graph, one.units[first], size),
         )
 
     def _residue(self, size: int, index: int, device: torch.device, *, halves: bool) -> _Residue:

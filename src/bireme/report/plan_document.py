@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from bireme.bounds import bytes_text, seconds_text
-from bireme.cluster.cluster import Cluster, link_notes
+from bireme.cluster.cluster import Cluster, Overlap, link_notes
 from bireme.codec.description import AS_IT_IS
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
@@ -22,6 +23,7 @@ from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft_paging import PagedStageMemory
+from bireme.profile.kinds import device_profiles
 from bireme.profile.profile import Profile
 
 
@@ -32,6 +34,7 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
     return {
         "model": profile.model,
         **_candidate(short),
+        "fits": best.fits,
         "lookahead": best.plan.lookahead,
         "num_sliced": best.plan.num_sliced,
         "stages_per_rank": best.plan.stages_per_rank,
@@ -148,7 +151,15 @@ def plan_notes(
     profile: Profile, cluster: Cluster, request: PlanRequest, candidates: Sequence[Candidate]
 ) -> list[str]:
     """What makes the numbers of plans doubtful, with all that the forecast of any candidate assumes."""
-    kinds = {placed.device.kind for placed in cluster.devices()} - {"emulated"}
+    devices = [placed.device for placed in cluster.devices()]
+    found = device_profiles(profile, devices)
+    given = [
+        device
+        for device, index, speed in zip(devices, found.of_device, found.memory_speeds, strict=True)
+        if index == 0 and speed is None
+    ]
+    """The devices on which the seconds of the profile count as they are, or by their speed."""
+    kinds = {device.kind for device in given} - {"emulated"}
     notes = []
     if kinds and profile.device_kind not in kinds:
         there = " and ".join(sorted(kinds))
@@ -157,12 +168,11 @@ def plan_notes(
             f"The times are those of {here}, where the model was profiled, but the cluster's devices "
             f"are {there}. Set their speed in the cluster file, or profile the model there."
         )
-    devices = [placed.device for placed in cluster.devices()]
-    names = sorted({device.name for device in devices})
-    if len(names) > 1 and len({device.speed for device in devices}) == 1:
+    names = sorted({device.name for device in given})
+    if len(names) > 1 and len({device.speed for device in given}) == 1:
         notes.append(
             f"The cluster's devices are of different makes ({', '.join(names)}) and all have the speed "
-            f"{devices[0].speed:g}, so the plan treats them as equally fast. Set their speed in the "
+            f"{given[0].speed:g}, so the plan treats them as equally fast. Set their speed in the "
             "cluster file; `bireme cluster probe` measures it."
         )
     notes += link_notes(cluster)
@@ -172,6 +182,11 @@ def plan_notes(
         notes.append(
             "The plans are for the framework of the export, where messages do not overlap with work: "
             f"{', '.join(waits)} while a message crosses."
+        )
+    elif waiting := _waiting_links(cluster, candidates[0].plan):
+        notes.append(
+            f"Messages of the plan count as its links give it: while one crosses, {waiting}. Bireme's own "
+            "engine computes meanwhile on any link, so its runs may be faster."
         )
     if not profile.is_measured:
         notes.append("The times are estimated, not measured; ratios between plans are more reliable.")
@@ -207,6 +222,19 @@ def _figures(candidate: Candidate) -> str:
     offloads = "" if candidate.plan.paging is None else " with offloading"
     batch_s = candidate.forecast.batch_s
     return f"takes {seconds_text(batch_s)} a step and {bytes_text(peak)} of a device{offloads}"
+
+
+def _waiting_links(cluster: Cluster, plan: Plan) -> str:
+    """Which ends wait while messages of a plan cross, in words; nothing if both ends compute."""
+    grid = [tuple(map(cluster.number_of, row)) for row in plan.devices]
+    ends = {
+        pair
+        for one, other in pairwise(plan.source.rank_of_stage)
+        for pair in zip(grid[one], grid[other], strict=True)
+        if one != other
+    }
+    overlap = Overlap.least(cluster.overlap(*pair) for pair in ends)
+    return "" if overlap is Overlap.FULL else overlap.words
 
 
 def shared_hosts_note(plan: Plan, cluster: Cluster, num_sites: int) -> list[str]:

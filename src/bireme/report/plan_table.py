@@ -121,9 +121,15 @@ _HELPS = 1.005
 
 
 def print_plan(
-    answer: Answer, profile: Profile, planning_s: float, console: Console, *, sums: SumCodec = DENSE
+    answer: Answer,
+    profile: Profile,
+    planning_s: float,
+    console: Console,
+    *,
+    sums: SumCodec = DENSE,
+    is_given: bool = False,
 ) -> None:
-    """The best plan, and the best of each kind. `sums` is the codec of sums over replicas."""
+    """The best plan and the best of each kind, or a given plan. `sums` is the codec of sums over replicas."""
     best = answer.best
     short = summarize(best)
     _say(console, f"[bold]{escape(profile.model)}[/bold]")
@@ -144,12 +150,13 @@ def print_plan(
     if best.plan.width > 1 and sums != DENSE:
         _say(console, _about_sums(sums, best.forecast.sum_penalty, profile.optimizer))
     console.print()
-    console.print(_kinds(answer))
+    console.print(_kinds(answer, () if is_given else tuple(PlanKind)))
     _say(console, LEGEND, style="dim")
     if answer.memory_ways:
         console.print()
         console.print(ways_table(answer))
-    _say(console, f"\nFound in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
+    verb = "Simulated" if is_given else "Found"
+    _say(console, f"\n{verb} in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
 
 
 def print_explanation(
@@ -349,8 +356,8 @@ def _left(candidate: Candidate) -> tuple[str, str]:
     return least, f"{bytes_text(left[least])} ({left[least] / limits[least]:.0%})"
 
 
-def _kinds(answer: Answer) -> Table:
-    """The best plan of each kind, the best first; only the name of kinds without a plan."""
+def _kinds(answer: Answer, searched: Sequence[PlanKind]) -> Table:
+    """The best plan of each kind, the best first; only the name of searched kinds without a plan."""
     found = best_of_kinds(answer.candidates)
     table = _table(("best of a kind", "shape", "a batch", "samples/s", "steps", "cost", "slower by"))
     least = answer.best.forecast.cost_s_per_sample
@@ -365,7 +372,7 @@ def _kinds(answer: Answer) -> Table:
             "" if place == 0 else f"{short.cost_s_per_sample / least - 1:.0%}",
             style="bold" if place == 0 else None,
         )
-    for kind in PlanKind:
+    for kind in searched:
         if kind not in found and kind is not _NOT_SHOWN:
             table.add_row(str(kind), "none", style="dim")
     return table

@@ -10,15 +10,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from bireme.bounds import bytes_text
 from bireme.cluster.cluster import Cluster, Overlap
-from bireme.cluster.cluster_file import load_cluster
+from bireme.cluster.cluster_file import cluster_hash, load_cluster
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
-from bireme.plan.forecast import Answer
-from bireme.plan.plan import check_servers
+from bireme.plan.forecast import Answer, Candidate, Origin, headroom_bytes
+from bireme.plan.plan import Plan, check_servers
+from bireme.plan.plan_file import SavedPlan, check_kind_fits, check_plan_of, load_plan, profile_hash
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.search import timeline_of
-from bireme.profile.profile import Profile, load_profile
+from bireme.plan.search.search import forecast_of, timeline_of
+from bireme.profile.profile import KindProfile, Profile, load_profile
 from bireme.report.plan_document import (
     plan_document,
     plan_notes,
@@ -99,13 +101,9 @@ class ProfiledRun:
         """The run with the plans that a search finds; a `BiremeError` if none fits. `overlaps` is for plans
         that another framework will run (see `PlanRequest`).
         """
-        run, graph, found = self.run, self.graph, self.profile
-        check_depth(run, len(found.units))
-        if graph is not None:
-            found = with_kept_gradients(run, graph, found)
-        sums = sums_of_profile(run, found) if graph is None else sums_of(run, graph)
-        request = full_request_of(run, sums, graph, [unit.name for unit in found.units], self.cluster)
-        request = replace(request, overlaps=overlaps or {})
+        run, graph = self.run, self.graph
+        check_depth(run, len(self.profile.units))
+        found, request = self._request(overlaps)
         is_brief = graph is not None and is_short(run, graph)
         begin_s = perf_counter()
         answer = planned(found, self.cluster, request, progress, is_brief=is_brief)
@@ -115,6 +113,104 @@ class ProfiledRun:
         if request.shard != run.memory.shard:
             request = request.sharing(run.memory.shard)
         return PlannedRun(run, self.cluster, graph, found, request, answer, planning_s)
+
+    def given(self, file: Path, overlaps: Mapping[str, Overlap] | None = None) -> "PlannedRun":
+        """The run with the plan in a file and the forecast of it, whether it fits or not."""
+        saved = load_plan(file)
+        found, request = self._request(overlaps)
+        begin_s = perf_counter()
+        try:
+            check_plan_of(saved, found)
+            plan = _completed(saved.plan, self.cluster, request.batch_size)
+            check_boundaries(self.run, plan)
+            request = _request_for(saved, plan, request)
+            forecast = forecast_of(plan, found, self.cluster, request)
+        except BiremeError as error:
+            raise BiremeError(f"{file}: {error}") from None
+        hashes = found.graph, profile_hash(found), cluster_hash(self.cluster)
+        origin = Origin(*hashes, request.batch_size, f"the plan in {file}")
+        answer = Answer((Candidate(plan, forecast),), origin, 1)
+        planning_s = perf_counter() - begin_s
+        return PlannedRun(self.run, self.cluster, self.graph, found, request, answer, planning_s)
+
+    def _request(self, overlaps: Mapping[str, Overlap] | None) -> tuple[Profile, PlanRequest]:
+        """The profile that plans of the run count with, and what the run asks of a plan."""
+        run, graph, found = self.run, self.graph, self.profile
+        found = _with_kinds(found, run)
+        if graph is not None:
+            found = with_kept_gradients(run, graph, found)
+        sums = sums_of_profile(run, found) if graph is None else sums_of(run, graph)
+        request = full_request_of(run, sums, graph, [unit.name for unit in found.units], self.cluster)
+        return found, replace(request, overlaps=overlaps or {})
+
+
+def _with_kinds(profile: Profile, run: RunFile) -> Profile:
+    """The profile with those of other kinds of devices that the run names; of equal names the last counts."""
+    kinds = {kind.name: kind for kind in profile.kinds}
+    for text in run.plan.profiles or ():
+        name, equals, file = text.partition("=")
+        if not name or not equals or not file:
+            raise BiremeError(f"plan.profiles: {text} is not NAME=FILE, such as rtx3090=profile.json.")
+        found = load_profile(Path(file))
+        check_same_optimizer(run, found, Path(file))
+        try:
+            check_kind_fits(profile, found)
+        except BiremeError as error:
+            raise BiremeError(f"{file}: {error}") from None
+        kinds[name] = KindProfile(name, found)
+    return replace(profile, kinds=tuple(kinds.values()))
+
+
+def _completed(plan: Plan, cluster: Cluster, batch_size: int) -> Plan:
+    """The plan with equal micro-batches and the first devices of the cluster, if it names none."""
+    if not plan.micro_batch_sizes:
+        samples = plan.width * plan.num_microbatches
+        if batch_size % samples:
+            raise BiremeError(
+                f"The plan names no micro_batch_sizes, and its {plan.width} × {plan.num_microbatches} "
+                f"micro-batches do not divide training.batch_size = {batch_size}. Set a multiple of "
+                f"{samples}, or give the plan its micro_batch_sizes."
+            )
+        plan = replace(plan, micro_batch_sizes=(batch_size // samples,) * plan.width)
+    if not plan.devices:
+        names = [placed.name for placed in cluster.devices()]
+        if len(names) < plan.num_ranks:
+            raise BiremeError(
+                f"The plan is for {plan.num_ranks} devices, but the cluster has {len(names)}. Set "
+                "cluster.source to a larger cluster."
+            )
+        depth = plan.num_ranks // plan.width
+        rows = [tuple(names[rank : plan.num_ranks : depth]) for rank in range(depth)]
+        plan = replace(plan, devices=tuple(rows))
+    return plan
+
+
+def _request_for(saved: SavedPlan, plan: Plan, request: PlanRequest) -> PlanRequest:
+    """The request with the batch and the schedule of a plan, and without constraints on its shape."""
+    if plan.sites != request.sites:
+        raise BiremeError(
+            f"The plan has {plan.sites} sites, the run has {request.sites}. Set sync.sites = {plan.sites}."
+        )
+    if bool(plan.whole_weights) != (request.shares_weights and plan.width > 1):
+        shard = "weights" if plan.whole_weights else "none"
+        raise BiremeError(
+            f'memory.shard is "{request.shard}", which is not how the replicas of the plan share. Set '
+            f'memory.shard = "{shard}".'
+        )
+    known = saved.forecast
+    return replace(
+        request,
+        batch_size=plan.num_microbatches * sum(plan.micro_batch_sizes),
+        largest_batch=None,
+        schedule=plan.schedule,
+        delay_warmup=request.delay_warmup_share if known is None else known.delay_warmup,
+        depth=None,
+        width=None,
+        micro_batch=None,
+        devices=(),
+        pinned={},
+        together=(),
+    )
 
 
 def _planning_cluster(run: RunFile) -> Cluster:
@@ -161,7 +257,8 @@ class PlannedRun:
     def notes(self) -> list[str]:
         """What makes the numbers of the plan doubtful, and what the plan does not guard against."""
         plan, sync = self.answer.best.plan, self.run.sync
-        found = plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
+        found = _misfits(self.answer.best)
+        found += plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
         found += shard_note(self.answer)
         if sync.is_coordinated:
             found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
@@ -176,3 +273,15 @@ class PlannedRun:
             "exports": {},
             **({} if self.graph is None else gradient_document(self.run, self.graph)),
         }
+
+
+def _misfits(best: Candidate) -> list[str]:
+    """A sentence about the devices on which a plan does not fit, if there are any."""
+    missing = {device: -left for device, left in headroom_bytes(best).items() if left < 0}
+    if not missing:
+        return []
+    words = ", ".join(f"{bytes_text(num_bytes)} on {device}" for device, num_bytes in missing.items())
+    return [
+        f"The plan does not fit: {words} are missing. Use smaller micro-batches, recompute, cut elsewhere, "
+        "or search for a plan that fits: leave out --file."
+    ]

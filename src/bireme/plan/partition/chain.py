@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -364,6 +365,18 @@ class Chain:
             backward_weight_s=None if weights is None else np.add.reduceat(weights, starts),
         )
 
+    def with_seconds_of(self, chains: Sequence["Chain"], stages: Sequence[tuple[int, int]]) -> "Chain":
+        """The chain with the seconds of other chains of the same units, one for each stage."""
+        found: dict[str, Any] = {}
+        for name in _SECONDS:
+            values = [getattr(chain, name) for chain in chains]
+            is_known = all(value is not None for value in values)
+            parts = zip(values, stages, strict=True)
+            found[name] = (
+                np.concatenate([one[begin:end] for one, (begin, end) in parts]) if is_known else None
+            )
+        return replace(self, **found)
+
     def with_newest(self) -> "Chain":
         """The chain whose newest weights are kept with the optimizer's state."""
         kept = self.bytes.optimizer + self.bytes.parameter
@@ -388,8 +401,17 @@ class Chain:
         return replace(self, bytes=kept, update_s=self.update_s / sharers)
 
 
-def chain_of(profile: Profile, micro_batch: int) -> Chain:
-    """The chain of a profile's units at a micro-batch size that it knows."""
+_SECONDS = (
+    *("forward_s", "backward_s", "recompute_backward_s", "backward_input_s", "backward_weight_s"),
+    *("reduce_s", "update_s", "trial_s"),
+)
+"""The fields of a chain that depend on the device."""
+
+
+def chain_of(profile: Profile, micro_batch: int, known: RangeBytes | None = None) -> Chain:
+    """The chain of a profile's units at a micro-batch size that it knows, with the bytes that are known of it
+    from another device.
+    """
     units = profile.units
     costs = [unit.at(micro_batch) for unit in units]
     inputs = [cost.backward_input_s for cost in costs if cost.backward_input_s is not None]
@@ -406,7 +428,7 @@ def chain_of(profile: Profile, micro_batch: int) -> Chain:
         trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
         returned_bytes=np.array([cost.back_bytes for cost in costs], np.int64),
-        bytes=_range_bytes(profile, micro_batch),
+        bytes=_range_bytes(profile, micro_batch) if known is None else known,
         backward_weight_s=np.array(weights) if len(weights) == len(costs) else None,
     )
 

@@ -233,13 +233,15 @@ def _unsurpassed(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
 @dataclass(frozen=True, slots=True)
 class DeviceSlot:
     """The device of one stage: `speed` divides the chain's seconds, 0.5 is half as fast, and `update_speed`
-    those of optimizer steps; left out, it is the `speed`.
+    those of optimizer steps; left out, it is the `speed`. `unit_speeds`, if given, divide the seconds of each
+    unit, and `speed` is what they come to for all units.
     """
 
     name: str
     speed: float = 1.0
     memory_bytes: float = math.inf
     update_speed: float | None = None
+    unit_speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf or not self.memory_bytes > 0:
@@ -423,10 +425,11 @@ class _Work:
         self._width = chain.num_units - line.num_stages + 1
         self.is_empty = np.tri(self._width, self._width, -1, np.bool_)
         """Where a stage would end before it begins."""
-        self._through_s = {
-            again: _running(chain.forward_s + (chain.recompute_backward_s if again else chain.backward_s))
+        self._passes_s = {
+            again: chain.forward_s + (chain.recompute_backward_s if again else chain.backward_s)
             for again in (False, True)
         }
+        self._through_s = {again: _running(seconds) for again, seconds in self._passes_s.items()}
         self._updates_s = _running(chain.update_s / setting.num_microbatches)
         self._boundary = np.concatenate(([0], chain.boundary_bytes[:-1], [0])).astype(np.float64)
         """Bytes that cross a cut, by the unit after it; 0 at both ends."""
@@ -437,6 +440,8 @@ class _Work:
     def busy_s(self, stage: int, *, recompute: bool) -> Seconds:
         seat = self._line.seats[stage]
         through_s = self._through_s[recompute] / seat.speed
+        if seat.unit_speeds:
+            through_s = _running(self._passes_s[recompute] / np.array(seat.unit_speeds))
         through_s = through_s + self._updates_s / (seat.update_speed or seat.speed)
         begins, ends = self._ends(stage)
         seconds = through_s[ends][None, :] - through_s[begins][:, None]

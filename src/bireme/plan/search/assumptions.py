@@ -29,7 +29,7 @@ def _about_passes(problem: PlanningProblem, draft: Draft) -> Iterator[str]:
             f"The profile does not give the two halves of the backward that {schedule} runs, so each counts "
             "as half of the backward. Measure them with bireme profile --halves."
         )
-    halved = [size for size in sizes if size // 2 not in problem.profile.micro_batches]
+    halved = [size for size in sizes if size // 2 not in problem.known_sizes]
     if draft.num_sliced and halved:
         names = " and ".join(str(size // 2) for size in halved)
         yield (
@@ -54,6 +54,13 @@ def _about_codecs(problem: PlanningProblem, draft: Draft) -> Iterator[str]:
 
 def _about_devices(problem: PlanningProblem, draft: Draft) -> Iterator[str]:
     used = sorted(device for row in draft.grid for device in row)
+    scaled = [problem.names[device] for device in used if device in problem.scaled]
+    if scaled:
+        yield (
+            f"The times on {device_ranges(scaled)} are scaled from those on {problem.profile.device} by the "
+            "arithmetic rates and memory bandwidths of both. Profile the model there, and plan with "
+            "--profile NAME=FILE."
+        )
     unknown = [problem.names[device] for device in used if device in problem.unknown_processes]
     if unknown:
         yield (

@@ -98,12 +98,10 @@ def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) ->
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Replicas that are alike: their micro-batch, and the speeds and memory of each rank."""
+    """Replicas that are alike: their micro-batch, and the device of each rank."""
 
     size: int
-    speeds: tuple[float, ...]
-    update_speeds: tuple[float, ...]
-    limits: tuple[float, ...]
+    seats: tuple[DeviceSlot, ...]
 
 
 def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
@@ -122,15 +120,10 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
         outline.updates_early,
         has_masters=request.has_masters or request.shares_newest(rule, outline.width),
     )
-    groups = _groups(problem, outline, grid)
     of_group = []
-    for group in groups:
-        seats = tuple(
-            DeviceSlot(f"rank {rank}", *figures)
-            for rank, figures in enumerate(zip(group.speeds, group.limits, group.update_speeds, strict=True))
-        )
+    for group in _groups(problem, outline, grid):
         chain = problem.merged(group.size, outline.width, rule)
-        of_group.append(loads_of(chain, DeviceRow(seats, links), setting))
+        of_group.append(loads_of(chain, DeviceRow(group.seats, links), setting))
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
         replace(seat, name=problem.names[min(row, key=lambda device: problem.limits[device])])
@@ -141,18 +134,30 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
 
 
 def _groups(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[_Group]:
-    """One for each size of micro-batch, with the slowest and the tightest device of each rank."""
+    """One for each size of micro-batch and kinds of devices, with the slowest and the tightest device of each
+    rank.
+    """
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for replica, size in enumerate(outline.sizes):
+        kinds = tuple(problem.kinds[row[replica]] for row in grid) if len(problem.profiles) > 1 else ()
+        alike.setdefault((size, kinds), []).append(replica)
     found = []
-    for size in dict.fromkeys(outline.sizes):
-        places = [replica for replica, one in enumerate(outline.sizes) if one == size]
-        found.append(
-            _Group(
-                size,
-                tuple(min(problem.speeds[row[place]] for place in places) for row in grid),
-                tuple(min(problem.resource_speeds[row[place]].memory for place in places) for row in grid),
-                tuple(min(problem.limits[row[place]] for place in places) for row in grid),
+    for (size, kinds), replicas in alike.items():
+        seats = []
+        for rank, row in enumerate(grid):
+            own = [row[replica] for replica in replicas]
+            speed = min(problem.speeds[device] for device in own)
+            gains = problem.gains(size, kinds[rank]) if kinds else ()
+            seats.append(
+                DeviceSlot(
+                    f"rank {rank}",
+                    min(problem.usual_speeds[device] for device in own),
+                    min(problem.limits[device] for device in own),
+                    min(problem.resource_speeds[device].memory for device in own),
+                    tuple(speed * gain for gain in gains),
+                )
             )
-        )
+        found.append(_Group(size, tuple(seats)))
     return found
 
 
@@ -210,7 +215,7 @@ def _folded(problem: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[
         costs = []
         for stage, rank in enumerate(ranks):
             here, there = slice(stage, stage + width), slice(stage + 1, stage + 1 + width)
-            speed = min(problem.speeds[device] for device in grid[rank])
+            speed = min(problem.usual_speeds[device] for device in grid[rank])
             seconds = (through_s[there][None, :] - through_s[here][:, None]) / speed
             seconds[is_empty] = np.inf
             if within:

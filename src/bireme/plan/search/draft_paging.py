@@ -128,7 +128,9 @@ def stage_memory(
     if plan.paging is None:
         return ()
     problem, draft = PlanningProblem(profile, cluster, request), draft_of(plan, cluster)
-    costs = costs_between(problem.whole(draft.outline.sizes[0]), plan.cuts)
+    kinds = [problem.kinds[draft.grid[rank][0]] for rank in draft.outline.rank_of_stage]
+    chain = problem.on_kinds(draft.outline.sizes[0], draft.stages(len(profile.units)), kinds)
+    costs = costs_between(chain, plan.cuts)
     links, program = tier_links_of(problem, draft.grid, 0), plan.program(LONG)
     found = []
     for stage, rank in enumerate(program.rank_of_stage):

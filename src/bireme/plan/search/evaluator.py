@@ -145,15 +145,14 @@ class PlanEvaluator:
         problem, outline = self._problem, draft.outline
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
-        works = {size: self._work(draft, size) for size in set(outline.sizes)}
-        for replica, size in enumerate(outline.sizes):
+        for replica, work in enumerate(self._replica_works(draft)):
             for stage, rank in enumerate(rank_of_stage):
                 device = draft.grid[rank][replica]
                 speeds = problem.resource_speeds[device]
-                busy_s = works[size].busy_s(stage, outline.num_microbatches, draft.rule, speeds)
+                busy_s = work.busy_s(stage, outline.num_microbatches, draft.rule, speeds)
                 device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
-        slowest_lane, lane_s = self._busiest_lane(draft, works)
+        slowest_lane, lane_s = self._busiest_lane(draft)
         cores = cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
@@ -170,8 +169,7 @@ class PlanEvaluator:
         if outline.schedule not in PATH_BOUND and outline.schedule != "sequential":
             return least_s
         m = outline.num_microbatches
-        for replica, size in enumerate(outline.sizes):
-            work = self._work(draft, size)
+        for replica, work in enumerate(self._replica_works(draft)):
             before_s = all_s = 0.0
             for stage, row in enumerate(draft.grid):
                 speed = self._problem.speeds[row[replica]]
@@ -339,16 +337,16 @@ class PlanEvaluator:
 
     def _stages(self, draft: Draft, program: Program, timelines: Sequence[Timeline]) -> list[StageForecast]:
         problem, outline = self._problem, draft.outline
-        works = {size: self._work(draft, size) for size in set(outline.sizes)}
+        works = self._replica_works(draft)
         found = []
         for stage, (begin, end) in enumerate(draft.stages(len(problem.profile.units))):
             rank = program.rank_of_stage[stage]
             row = draft.grid[rank]
             more = [0.0] * outline.width
             if outline.schedule == "gpipe":  # the one that keeps all micro-batches of a batch
-                each = [works[size].kept_bytes(stage, draft) for size in outline.sizes]
+                each = [work.kept_bytes(stage, draft) for work in works]
                 more = [(outline.num_microbatches - program.num_microbatches) * one for one in each]
-            sent = [works[size].sent_bytes(rank, program.rank_of_stage) for size in outline.sizes]
+            sent = [work.sent_bytes(rank, program.rank_of_stage) for work in works]
             held = [
                 timeline.memory[rank].peak_bytes + extra
                 for timeline, extra in zip(timelines, more, strict=True)
@@ -368,10 +366,10 @@ class PlanEvaluator:
                     devices=tuple(problem.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
-                        works[size].busy_s(
+                        work.busy_s(
                             stage, outline.num_microbatches, draft.rule, problem.resource_speeds[device]
                         )
-                        for size, device in zip(outline.sizes, row, strict=True)
+                        for work, device in zip(works, row, strict=True)
                     ),
                     peak_bytes=peaks[tightest],
                     limit_bytes=limits[tightest],
@@ -385,7 +383,7 @@ class PlanEvaluator:
     def _simulate(self, draft: Draft, program: Program, replica: int, network: Network) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
-        costs = self._work(draft, draft.outline.sizes[replica]).costs
+        costs = self._work(draft, draft.outline.sizes[replica], self._kinds(draft, replica)).costs
         sync_s, reduce_bytes = self._syncs(draft)
         costs = replace(
             costs,
@@ -414,20 +412,39 @@ class PlanEvaluator:
         paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
         wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
         cores = processors_of(problem, draft.grid, replica)
-        return draft.outline.sizes[replica], speeds, rates, paths, cores, wires
+        kinds = self._kinds(draft, replica)
+        return draft.outline.sizes[replica], kinds, speeds, rates, paths, cores, wires
 
-    def _work(self, draft: Draft, size: int) -> ReplicaWork:
+    def _kinds(self, draft: Draft, replica: int) -> tuple[int, ...]:
+        """The kind of the device of each rank, in one replica."""
+        return tuple(self._problem.kinds[row[replica]] for row in draft.grid)
+
+    def _replica_works(self, draft: Draft) -> list[ReplicaWork]:
+        """The work of each replica on its devices."""
+        alike = [
+            (size, self._kinds(draft, replica) if len(self._problem.profiles) > 1 else ())
+            for replica, size in enumerate(draft.outline.sizes)
+        ]
+        works = {one: self._work(draft, *one) for one in set(alike)}
+        return [works[one] for one in alike]
+
+    def _work(self, draft: Draft, size: int, kinds: tuple[int, ...] = ()) -> ReplicaWork:
+        """The work of a replica with micro-batches of a size whose ranks have devices of these kinds: all of
+        the first if none are given, as for bytes, which are the same on all.
+        """
         problem = self._problem
         kept_share = problem.kept_share(draft.outline.width)
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         shared = shared_key(problem.request, draft)
         passes = draft.recompute, bool(draft.num_sliced), draft.splits_backward
-        key = size, draft.cuts, passes, codecs, kept_share, shared
+        of_stages = tuple(kinds[rank] for rank in draft.outline.rank_of_stage) if any(kinds) else (0,)
+        key = size, of_stages, draft.cuts, passes, codecs, kept_share, shared
         if key not in self._works:
-            half = None
-            if draft.num_sliced and size % 2 == 0 and size // 2 in problem.profile.micro_batches:
-                half = problem.whole(size // 2).forward_s
-            costs = costs_between(problem.whole(size), draft.cuts, half_forward_s=half)
+            stages, half = draft.stages(len(problem.profile.units)), None
+            if draft.num_sliced and size % 2 == 0 and size // 2 in problem.known_sizes:
+                half = problem.on_kinds(size // 2, stages, of_stages).forward_s
+            chain = problem.on_kinds(size, stages, of_stages)
+            costs = costs_between(chain, draft.cuts, half_forward_s=half)
             costs = replace(costs, master_weights=problem.request.has_masters)
             costs = costs.in_halves() if draft.splits_backward else costs
             costs = coded(costs, codecs, problem.request.value_bytes, problem.profile.codecs)
@@ -497,7 +514,7 @@ class PlanEvaluator:
         costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
-    def _busiest_lane(self, draft: Draft, works: Mapping[int, ReplicaWork]) -> tuple[str, float]:
+    def _busiest_lane(self, draft: Draft) -> tuple[str, float]:
         """The lane that needs longest for the bytes of a batch, and how long that is."""
         outline = draft.outline
         reduced = self._of_ranks(draft, self._reduce_bytes(draft))
@@ -508,13 +525,11 @@ class PlanEvaluator:
         ]
         rings += self._rounds(draft, self._round_bytes(draft))
         count = outline.num_microbatches
-        of_size = {
-            size: (
-                [count * one for one in work.costs.forward_bytes],
-                [count * one for one in work.costs.backward_bytes],
-            )
-            for size, work in works.items()
-        }
+        of_size = {}
+        for size in set(outline.sizes):
+            costs = self._work(draft, size).costs
+            forth, back = costs.forward_bytes, costs.backward_bytes
+            of_size[size] = [count * one for one in forth], [count * one for one in back]
         boundaries = [of_size[size] for size in outline.sizes]
         return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, rings)
 

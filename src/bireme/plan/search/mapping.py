@@ -79,7 +79,9 @@ def _next_device(
     places = {device: (rank, replica) for rank, row in enumerate(rows) for replica, device in enumerate(row)}
     own = [device for device in problem.devices if problem.servers[device] == owner]
     movable = [device for device in own if places.get(device) not in fixed]
-    return min(movable, key=lambda device: (device not in places, -problem.speeds[device]), default=None)
+    return min(
+        movable, key=lambda device: (device not in places, -problem.usual_speeds[device]), default=None
+    )
 
 
 def _put(rows: list[list[int]], device: int, rank: int, replica: int) -> None:
@@ -270,7 +272,7 @@ def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
 def _device_orders(problem: PlanningProblem, outline: Outline) -> Iterator[tuple[int, ...]]:
     """Orders of as many devices as are needed, those of a server next to each other."""
     count = outline.num_devices
-    speed, memory = problem.speeds.__getitem__, problem.limits.__getitem__
+    speed, memory = problem.usual_speeds.__getitem__, problem.limits.__getitem__
     by_server: dict[int, list[int]] = {}
     for device in problem.devices:
         by_server.setdefault(problem.servers[device], []).append(device)
@@ -322,4 +324,4 @@ def exchanged(problem: PlanningProblem, grid: Grid) -> Iterator[Grid]:
 
 
 def _look(problem: PlanningProblem, device: int) -> tuple[int, float, float]:
-    return problem.servers[device], problem.speeds[device], problem.limits[device]
+    return problem.servers[device], problem.usual_speeds[device], problem.limits[device]

@@ -4,21 +4,24 @@ Units that must stay together are one unit of the merged chain, so that no parti
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from bireme.capabilities import exclusion, refuse_excluded
 from bireme.cluster.cluster import Cluster, Lane, Overlap
-from bireme.cluster.device import NO_ENGINE, Device, namesake
+from bireme.cluster.device import NO_ENGINE, Device, Speeds, namesake
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
 from bireme.plan.codec_costs import with_fewer_bytes
-from bireme.plan.partition.chain import Chain, chain_of
+from bireme.plan.partition.chain import Chain, Seconds, chain_of
 from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
+from bireme.profile.kinds import device_profiles
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.program import Rule
@@ -45,10 +48,22 @@ class PlanningProblem:
             request = replace(request, masters=profile.master_weights)
         self.request = request
         self.names = tuple(device.name for device in placed)
+        own = device_profiles(profile, [device.device for device in placed])
+        self.profiles, self.kinds = own.profiles, own.of_device
+        """The profiles of all kinds of devices, and the kind of each device."""
+        self.scaled = frozenset(place for place, speed in enumerate(own.memory_speeds) if speed is not None)
+        """The devices whose seconds are scaled from those of another device."""
         self.speeds = tuple(device.device.speed for device in placed)
-        self.resource_speeds = tuple(device.device.speeds for device in placed)
+        """Relative to the profile of a device's own kind."""
+        self.resource_speeds = tuple(
+            _with_memory_speed(device.device, speed)
+            for device, speed in zip(placed, own.memory_speeds, strict=True)
+        )
         self.engine = profile.engine or NO_ENGINE
-        known = [_known_process_bytes(device.device, profile) for device in placed]
+        known = [
+            _known_process_bytes(device.device, self.profiles[kind])
+            for device, kind in zip(placed, self.kinds, strict=True)
+        ]
         self.process_bytes = tuple(num_bytes or 0 for num_bytes in known)
         """What a process holds on each device beside tensors; `limits` are for the tensors."""
         self.unknown_processes = frozenset(place for place, one in enumerate(known) if one is None)
@@ -62,7 +77,8 @@ class PlanningProblem:
         self.limits = self.room if most is None else tuple(min(own, float(most)) for own in self.room)
         self.watts = tuple(device.device.watts for device in placed)
         self.threads = tuple(
-            max(1, profile.num_threads) if device.device.kind == "cpu" else 0 for device in placed
+            max(1, self.profiles[kind].num_threads) if device.device.kind == "cpu" else 0
+            for device, kind in zip(placed, self.kinds, strict=True)
         )
         """The cores of its server that each device computes on; none of an accelerator."""
         self.servers = tuple(device.server for device in placed)
@@ -84,8 +100,8 @@ class PlanningProblem:
         """That of all boundaries between ranks, unless a draft has its own."""
         self.sizes = self._sizes()
         self._check_numbers()
-        self._chains: dict[int, Chain] = {}
-        self._merged: dict[tuple[int, float, int, bool], Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
+        self._merged: dict[tuple[int, int, float, int, bool], Chain] = {}
         self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
 
     @property
@@ -112,7 +128,7 @@ class PlanningProblem:
         """
         if schedule not in _UPDATING_EARLY or len(sizes) > 1 or self._shares_parameters:
             return False
-        fastest = max(self.speeds[device] for device in self.devices)
+        fastest = max(self.most_speeds[device] for device in self.devices)
         forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest
         return 2 * (depth - 1) * self.longest_latency_s <= forward_s
 
@@ -143,11 +159,62 @@ class PlanningProblem:
     def _least_powers(self) -> tuple[float, ...]:
         return tuple(accumulate(sorted(self.watts[device] for device in self.devices), initial=0.0))
 
-    def whole(self, micro_batch: int) -> Chain:
-        """The chain of all units."""
-        if micro_batch not in self._chains:
-            self._chains[micro_batch] = chain_of(self.profile, micro_batch)
-        return self._chains[micro_batch]
+    @cached_property
+    def known_sizes(self) -> frozenset[int]:
+        """The sizes of micro-batches that all profiles have."""
+        return frozenset[int].intersection(*(frozenset(one.micro_batches) for one in self.profiles))
+
+    @cached_property
+    def most_speeds(self) -> tuple[float, ...]:
+        """The speed of each device for the unit that it is best at, relative to the first kind: no unit is
+        faster there.
+        """
+        return self._relative_speeds(lambda gains, _seconds: float(gains.max(initial=0.0)) or 1.0)
+
+    @cached_property
+    def usual_speeds(self) -> tuple[float, ...]:
+        """The speed of each device for a whole micro-batch, relative to the first kind."""
+        return self._relative_speeds(
+            lambda gains, seconds: float(seconds.sum() / (seconds / gains).sum()) if len(gains) else 1.0
+        )
+
+    def _relative_speeds(self, of_kind: Callable[[Seconds, Seconds], float]) -> tuple[float, ...]:
+        """The speeds of devices, by what `of_kind` makes of the gains over the seconds of all units."""
+        if len(self.profiles) == 1:
+            return self.speeds
+        of_kinds = []
+        for kind in range(len(self.profiles)):
+            pairs = [(_unit_s(self.whole(size)), _unit_s(self.whole(size, kind))) for size in self.sizes]
+            first_s, own_s = (np.concatenate(values) for values in zip(*pairs, strict=True))
+            takes = (first_s > 0) & (own_s > 0)
+            of_kinds.append(of_kind(first_s[takes] / own_s[takes], first_s[takes]))
+        return tuple(speed * of_kinds[kind] for speed, kind in zip(self.speeds, self.kinds, strict=True))
+
+    def whole(self, micro_batch: int, kind: int = 0) -> Chain:
+        """The chain of all units, with the seconds on devices of a kind."""
+        key = micro_batch, kind
+        if key not in self._chains:
+            if kind:
+                first = self.whole(micro_batch)
+                own = chain_of(self.profiles[kind], micro_batch, first.bytes)
+                self._chains[key] = first.with_seconds_of([own], [(0, first.num_units)])
+            else:
+                self._chains[key] = chain_of(self.profile, micro_batch)
+        return self._chains[key]
+
+    def gains(self, micro_batch: int, kind: int) -> tuple[float, ...]:
+        """How many times as fast each unit of the merged chain is on devices of a kind as on the first."""
+        if kind == 0:
+            return ()
+        first_s, own_s = (_unit_s(self.merged(micro_batch, kind=one)) for one in (0, kind))
+        return tuple(np.divide(first_s, own_s, out=np.ones_like(first_s), where=own_s * first_s > 0).tolist())
+
+    def on_kinds(self, micro_batch: int, stages: Sequence[tuple[int, int]], kinds: Sequence[int]) -> Chain:
+        """The chain of all units, with the seconds of each stage on the devices of its kind."""
+        if len(set(kinds)) == 1:
+            return self.whole(micro_batch, kinds[0])
+        chains = [self.whole(micro_batch, kind) for kind in kinds]
+        return self.whole(micro_batch).with_seconds_of(chains, stages)
 
     def kept_share(self, width: int) -> float:
         """What sums and averages keep on a device of so many replicas, for each byte of gradients. What they
@@ -156,16 +223,16 @@ class PlanningProblem:
         on_host = self.request.kept_host_share(width) if self._are_processors else 0.0
         return self.request.kept_share(width) + on_host
 
-    def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS) -> Chain:
+    def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS, kind: int = 0) -> Chain:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
         of the sums over so many replicas, and the part of the optimizer that each of these has under a rule.
         """
         kept_share = self.kept_share(width)
         sharers = self.request.num_sharers(width)
         shares_newest = self.request.shares_newest(rule, width)
-        key = micro_batch, kept_share, sharers, shares_newest
+        key = micro_batch, kind, kept_share, sharers, shares_newest
         if key not in self._merged:
-            chain = self.whole(micro_batch)
+            chain = self.whole(micro_batch, kind)
             is_plain = len(self.bounds) == chain.num_units + 1
             merged = chain if is_plain else chain.merged(self.bounds)
             coded = with_fewer_bytes(merged, self.codec, self.request.value_bytes)
@@ -232,8 +299,15 @@ class PlanningProblem:
     def _sizes(self) -> tuple[int, ...]:
         wish = self.request.micro_batch
         if wish is None:
-            return tuple(sorted(set(self.profile.micro_batches)))
-        self.profile.units[0].at(wish)  # refuses what the profile does not know
+            if not self.known_sizes:
+                names = ", ".join(kind.name for kind in self.profile.kinds)
+                raise BiremeError(
+                    f"The profiles of {names} and of the other devices have no size of micro-batches in "
+                    "common. Profile the same sizes on all kinds of devices."
+                )
+            return tuple(sorted(self.known_sizes))
+        for one in self.profiles:
+            one.units[0].at(wish)  # refuses what the profile does not know
         return (wish,)
 
     def _check_numbers(self) -> None:
@@ -264,6 +338,17 @@ def check_numbers(request: PlanRequest, num_devices: int) -> None:
             f"Depth {depth} times width {width} needs {depth * width} devices, but {num_devices} may be "
             "used. Make one of them smaller."
         )
+
+
+def _unit_s(chain: Chain) -> Seconds:
+    return chain.forward_s + chain.backward_s
+
+
+def _with_memory_speed(device: Device, speed: float | None) -> Speeds:
+    """The speeds of a device whose memory has this speed, unless the cluster file gives it."""
+    if speed is None or device.update_speed is not None:
+        return device.speeds
+    return replace(device.speeds, memory=speed)
 
 
 def _known_process_bytes(device: Device, profile: Profile) -> int | None:

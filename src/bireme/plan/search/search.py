@@ -386,7 +386,10 @@ def _with_costs(
         replace(unit, costs=tuple(scaled(cost) for cost in unit.costs if only in (None, cost.micro_batch)))
         for unit in profile.units
     )
-    return replace(profile, units=units)
+    kinds = tuple(
+        replace(kind, profile=_with_costs(kind.profile, change, only, share)) for kind in profile.kinds
+    )
+    return replace(profile, units=units, kinds=kinds)
 
 
 def _devices_more(problem: PlanningProblem, nothing: NothingFits) -> int | None:

@@ -100,7 +100,7 @@ class Outlines:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._speeds = np.sort([problem.speeds[device] for device in problem.devices])[::-1]
+        self._speeds = np.sort([problem.most_speeds[device] for device in problem.devices])[::-1]
         self._fastest = np.concatenate(([0.0], np.cumsum(self._speeds)))
         self._work: dict[int, tuple[float, float]] = {}
         self._paces: dict[tuple[int, tuple[int, ...]], float] = {}

@@ -94,7 +94,7 @@ def _all_subsets(problem: PlanningProblem) -> set[tuple[int, ...]] | None:
 def _without_the_worst(problem: PlanningProblem) -> set[tuple[int, ...]]:
     """The devices without the slowest kinds, and without those of least memory."""
     found = set[tuple[int, ...]]()
-    for figures in (problem.speeds, problem.limits):
+    for figures in (problem.usual_speeds, problem.limits):
         kinds = sorted({figures[device] for device in problem.devices}, reverse=True)
         for worst in kinds[: _MOST_SUBSETS // 2]:
             found.add(tuple(device for device in problem.devices if figures[device] >= worst))
@@ -110,8 +110,8 @@ def _least_cost(problem: PlanningProblem, devices: Sequence[int]) -> float:
         for chain in (problem.whole(size),)
     )
     if problem.request.goal is Goal.ENERGY:
-        return work_s * min(problem.watts[device] / problem.speeds[device] for device in devices)
-    return work_s / sum(problem.speeds[device] for device in devices)
+        return work_s * min(problem.watts[device] / problem.most_speeds[device] for device in devices)
+    return work_s / sum(problem.most_speeds[device] for device in devices)
 
 
 def _merged(one: Answer, other: Answer, goal: Goal) -> Answer:

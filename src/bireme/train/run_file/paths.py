@@ -52,6 +52,7 @@ def _of_tokenizer(text: str) -> _Place | None:
 
 
 DATA_SOURCE = ("data", "source")
+PROFILES = ("plan", "profiles")
 
 KEYS: dict[tuple[str, str], Callable[[str], _Place | None]] = {
     ("model", "source"): _of_model,
@@ -92,6 +93,10 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
             for server, source in run.data.private.items()
         }
         run = run.model_copy(update={"data": run.data.model_copy(update={"private": private})})
+    if run.plan.profiles is not None:
+        named = (text.partition("=") for text in run.plan.profiles)
+        profiles = tuple(f"{name}={placed(PROFILES, file) or file}" for name, _, file in named)
+        run = run.model_copy(update={"plan": run.plan.model_copy(update={"profiles": profiles})})
     return _with_paths(run, placed)
 
 

@@ -339,6 +339,12 @@ class Planning(Table):
     memory_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         default=1.0, description="Share of each device's memory that the plan may fill"
     )
+    profiles: Texts | None = Field(
+        default=None,
+        description="Profiles of the model on other devices, each as NAME=FILE: the name, the kind or "
+        "the ready description of these devices, and a file of bireme profile",
+        examples=[("rtx3090=rtx3090.json",)],
+    )
     pin: Texts | None = Field(
         default=None,
         description="Units that must be on a device, each as UNIT=DEVICE, by number or name",
