@@ -10,6 +10,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import (
     DeviceTable,
     MeshTable,
+    RouteTable,
     ServerTable,
     SwitchTable,
     cluster_hash,
@@ -191,6 +192,7 @@ def test_every_key_of_the_file_is_explained() -> None:
         "server.mesh": MeshTable,
         "server": ServerTable,
         "switch": SwitchTable,
+        "route": RouteTable,
     }
     keys = {key for table in tables.values() for key in table.model_fields}
     keys -= {"device", "bridge", "mesh", "card"}

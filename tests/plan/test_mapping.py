@@ -110,9 +110,9 @@ def test_the_bytes_on_a_lane_are_those_of_all_who_cross_it() -> None:
     cluster = Cluster((server("a", devices(1, 1)), server("b", devices(1, 1))))
     problem = PlanningProblem(UNITS, cluster, PlanRequest(4))
     boundaries = [([10.0], [10.0])] * 2
-    each_server_a_stage = busiest_lane(problem, ((0, 1), (2, 3)), (0, 1), boundaries, [])
+    each_server_a_stage = busiest_lane(problem, ((0, 1), (2, 3)), (0, 1), boundaries, 1, [])
     assert each_server_a_stage == ("b/net out", 20 / 1e9)
-    name, seconds = busiest_lane(problem, ((0, 2), (1, 3)), (0, 1), boundaries, [HopBytes((0, 2), 70.0)])
+    name, seconds = busiest_lane(problem, ((0, 2), (1, 3)), (0, 1), boundaries, 1, [HopBytes((0, 2), 70.0)])
     assert name == "b/bus out"
     assert seconds == pytest.approx((20 + 70) / 1e9)
 

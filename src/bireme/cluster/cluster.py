@@ -7,7 +7,7 @@ to each other is for who simulates or plans.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import combinations
@@ -70,7 +70,8 @@ class Link:
 
     `back_bytes_per_s` is for a link that is not alike both ways: what it carries towards the devices that
     share it, where `bytes_per_s` is what it carries away from them. `overlap` says which end of it computes
-    while a message crosses.
+    while a message crosses. `curve` has bytes of messages, and the seconds that one of each size takes alone,
+    if small ones are slower than `latency_s` and `bytes_per_s` make them.
     """
 
     bytes_per_s: float
@@ -78,14 +79,42 @@ class Link:
     full_duplex: bool = True
     back_bytes_per_s: float | None = None
     overlap: Overlap = Overlap.FULL
+    curve: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_rate("bytes_per_s", self.bytes_per_s)
         _check_latency(self.latency_s)
+        self._check_curve()
         if self.back_bytes_per_s is not None:
             _check_rate("back_bytes_per_s", self.back_bytes_per_s)
             if not self.full_duplex:
                 raise BiremeError("A half duplex link is one for both ways: leave out back_bytes_per_s.")
+
+    def _check_curve(self) -> None:
+        before = (0, self.latency_s)
+        for num_bytes, seconds in self.curve:
+            if num_bytes <= before[0] or not before[1] <= seconds <= LONGEST_S:
+                raise BiremeError(
+                    f"The curve has {num_bytes} bytes in {seconds} s after {before[0]} in {before[1]} s. "
+                    "Give larger messages one after the other, none faster than a smaller one or latency_s."
+                )
+            before = num_bytes, seconds
+
+    def busy_bytes(self, num_bytes: float) -> float:
+        """The bytes that the link carries at its full rate in the time that a message keeps it busy: the
+        seconds of its curve without the latency, and at least its own bytes.
+
+        Between the points of a curve seconds grow evenly. Past the last one they grow as `bytes_per_s`.
+        """
+        before = (0, self.latency_s)
+        for point in self.curve:
+            if num_bytes <= point[0]:
+                share = (num_bytes - before[0]) / (point[0] - before[0])
+                seconds = before[1] + share * (point[1] - before[1])
+                return max(num_bytes, (seconds - self.latency_s) * self.bytes_per_s)
+            before = point
+        seconds = before[1] - self.latency_s
+        return max(num_bytes, seconds * self.bytes_per_s + num_bytes - before[0])
 
     @property
     def into_bytes_per_s(self) -> float:
@@ -152,6 +181,25 @@ class Switch:
         if self.bytes_per_s is not None:
             _check_rate("bytes_per_s", self.bytes_per_s)
         _check_latency(self.latency_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What limits the messages between two servers in addition to their cards and the switch, such as a line
+    between two sites: away from the first server at `bytes_per_s` of the link, and back.
+    """
+
+    servers: tuple[str, str]
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.servers[0] == self.servers[1]:
+            raise BiremeError(f"A route joins two servers, not {self.servers[0]} with itself.")
+
+    @property
+    def name(self) -> str:
+        """Such as `server0 – server1`."""
+        return f"{self.servers[0]} – {self.servers[1]}"
 
 
 def _check_rate(name: str, value: float) -> None:
@@ -223,14 +271,18 @@ class Server:
         self._check_links()
 
     @property
+    def groups(self) -> "tuple[Bridge | Mesh | Card, ...]":
+        """All its links."""
+        return (*self.meshes, *self.bridges, *self.cards)
+
+    @property
     def device_names(self) -> tuple[str, ...]:
         """What its devices are called."""
         return device_names(self.devices)
 
     def _check_links(self) -> None:
         names: set[str] = set()
-        groups: tuple[Bridge | Mesh | Card, ...] = (*self.bridges, *self.meshes, *self.cards)
-        for group in groups:
+        for group in self.groups:
             if group.name in names:
                 raise BiremeError(f"{self.name} has two links named {group.name!r}. Rename one of them.")
             names.add(group.name)
@@ -262,11 +314,12 @@ class Server:
 # The way from one device to another, in lanes.
 #
 # ```
-#  device ◀──mesh──▶ device ◀──bridge──▶ server ◀──card──▶ switch ◀──card──▶ server ◀──bridge──▶ device
+#  device ◀─mesh─▶ device ◀─bridge─▶ server ◀─card─▶ switch ◀─route─▶ ◀─card─▶ server ◀─bridge─▶ device
 # ```
 #
 # Two devices of a mesh talk over it. All others of a server talk over their bridges, and devices of different
-# servers over bridges, cards and the switch. A bridge that both ends are on is crossed up and down.
+# servers over bridges, cards, the switch and the route of the two. A bridge that both ends are on is crossed
+# up and down.
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +367,11 @@ class _Routes:
     switch: Switch | None
     switch_lane: tuple[Lane, ...]
     sites: tuple[_Site, ...]
+    between: Mapping[tuple[int, int], _Ends]
+    """The routes of pairs of servers, as the first of the two sees them."""
 
     @staticmethod
-    def over(servers: Sequence[Server], switch: Switch | None) -> "_Routes":
+    def over(servers: Sequence[Server], switch: Switch | None, routes: Sequence[Route]) -> "_Routes":
         """The ways between all devices of some servers."""
         sites: list[_Site] = []
         for number, server in enumerate(servers):
@@ -330,9 +385,14 @@ class _Routes:
                 }
                 sites.append(_Site(number, name, bridge.get(place), card.get(place), ports))
         total = None if switch is None else switch.bytes_per_s
-        return _Routes(
-            tuple(servers), switch, () if total is None else (Lane("switch", total),), tuple(sites)
-        )
+        places = {server.name: place for place, server in enumerate(servers)}
+        between = {}
+        for route in routes:
+            one, other = (places[name] for name in route.servers)
+            ends = _Ends.of(route.name, route.link)
+            between[one, other], between[other, one] = ends, _Ends(ends.into, ends.out, ends.link)
+        switch_lane = () if total is None else (Lane("switch", total),)
+        return _Routes(tuple(servers), switch, switch_lane, tuple(sites), between)
 
     def path(self, source: int, destination: int) -> tuple[Lane, ...]:
         """The lanes from one device to another, in the order they are crossed."""
@@ -349,7 +409,8 @@ class _Routes:
         if a.server != b.server:
             assert a.card is not None  # the cluster has seen to it
             assert b.card is not None
-            lanes += [a.card.out, *self.switch_lane, b.card.into]
+            route = self.between.get((a.server, b.server))
+            lanes += [a.card.out, *self.switch_lane, *([] if route is None else [route.out]), b.card.into]
         if b.bridge is not None and b.bridge.into not in lanes:  # both ways of a half duplex one are one lane
             lanes.append(b.bridge.into)
         return tuple(lanes)
@@ -364,7 +425,7 @@ class _Routes:
             return [self.servers[a.server].meshes[index].link]
         ends = [a.bridge, None if b.bridge is a.bridge else b.bridge]
         if a.server != b.server:
-            ends += [a.card, b.card]
+            ends += [a.card, self.between.get((a.server, b.server)), b.card]
         return [end.link for end in ends if end is not None]
 
     def latency(self, source: int, destination: int) -> float:
@@ -411,6 +472,7 @@ class Cluster:
 
     servers: tuple[Server, ...]
     switch: Switch | None = None
+    routes: tuple[Route, ...] = ()
     _devices: tuple[PlacedDevice, ...] = field(init=False, repr=False, compare=False)
     _numbers: dict[str, int] = field(init=False, repr=False, compare=False)
     _routes: _Routes = field(init=False, repr=False, compare=False)
@@ -428,6 +490,7 @@ class Cluster:
             seen.add(server.name)
         for server in self.servers:
             self._check_reached(server)
+        self._check_routes(seen)
         devices = tuple(
             PlacedDevice(number, place, f"{server.name}/{name}", device)
             for number, server in enumerate(self.servers)
@@ -435,7 +498,17 @@ class Cluster:
         )
         object.__setattr__(self, "_devices", devices)
         object.__setattr__(self, "_numbers", {placed.name: n for n, placed in enumerate(devices)})
-        object.__setattr__(self, "_routes", _Routes.over(self.servers, self.switch))
+        object.__setattr__(self, "_routes", _Routes.over(self.servers, self.switch, self.routes))
+
+    def _check_routes(self, names: set[str]) -> None:
+        pairs: set[frozenset[str]] = set()
+        for route in self.routes:
+            for name in route.servers:
+                if name not in names:
+                    raise BiremeError(f"A route names the server {name!r}. {closest(name, names)}")
+            if frozenset(route.servers) in pairs:
+                raise BiremeError(f"There are two routes {route.name}. Leave out one of them.")
+            pairs.add(frozenset(route.servers))
 
     def _check_reached(self, server: Server) -> None:
         if len(self.servers) == 1:
@@ -474,6 +547,20 @@ class Cluster:
     def latency(self, source: int, destination: int) -> float:
         """The seconds a message is late whatever its size: those of all links it crosses, added up."""
         return self._routes.latency(source, destination)
+
+    def links(self, source: int, destination: int) -> tuple[Link, ...]:
+        """All links between two devices."""
+        return tuple(self._routes.links(source, destination))
+
+    def curved(self, source: int, destination: int) -> tuple[Link, ...]:
+        """The links between two devices on which the size of a message decides how fast it goes."""
+        return tuple(link for link in self.links(source, destination) if link.curve)
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether any link has a curve."""
+        groups = [group for server in self.servers for group in server.groups]
+        return any(group.link.curve for group in (*groups, *self.routes))
 
     def overlap(self, source: int, destination: int) -> Overlap:
         """Which end computes while a message is on its way: as on the link that lets the fewest."""

@@ -25,6 +25,7 @@ from bireme.cluster.cluster import (
     Link,
     Mesh,
     Overlap,
+    Route,
     Server,
     Switch,
     device_names,
@@ -52,6 +53,8 @@ def cluster_text(cluster: Cluster) -> str:
     lines = [_HEAD + f"format = {plain['format']}"]
     if "switch" in plain:
         lines += ["", "[switch]", *_values(plain["switch"], "link")]
+    for route in plain.get("route", ()):
+        lines += ["", "[[route]]", *_values(route, "link")]
     for server in plain["server"]:
         lines += ["", "[[server]]", *_values(server, "server")]
         for key in ("device", "bridge", "mesh", "card"):
@@ -67,6 +70,10 @@ def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
         plain["switch"] = _filled(
             bytes_per_s=cluster.switch.bytes_per_s, latency_s=cluster.switch.latency_s or None
         )
+    if cluster.routes:
+        plain["route"] = [
+            _filled(servers=list(one.servers), **_plain_link(one.link)) for one in cluster.routes
+        ]
     plain["server"] = []
     begin = 0
     while begin < len(cluster.servers):
@@ -144,16 +151,22 @@ def _plain_device(device: Device, count: int) -> dict[str, Any]:
 
 def _plain_group(server: Server, kind: str, index: int, group: Bridge | Mesh | Card) -> dict[str, Any]:
     names = [server.device_names[place] for place in group.devices]
-    link: Link = group.link
     return _filled(
         name=None if group.name == f"{kind}{index}" else group.name,
         devices=None if names == list(server.device_names) else names,
         switched=True if isinstance(group, Mesh) and group.switched else None,
+        **_plain_link(group.link),
+    )
+
+
+def _plain_link(link: Link) -> dict[str, Any]:
+    return _filled(
         bytes_per_s=float(link.bytes_per_s),
         latency_s=link.latency_s or None,
         duplex=None if link.full_duplex else "half",
         back_bytes_per_s=link.back_bytes_per_s,
         overlap=None if link.overlap is Overlap.FULL else str(link.overlap),
+        curve=[list(point) for point in link.curve] or None,
     )
 
 
@@ -199,6 +212,8 @@ def _comment(what: str, key: str, value: Any) -> str:
     match key:
         case "memory_bytes" | "host_memory_bytes" | "disk_bytes" | "process_bytes":
             return f"  # {value / 2**30:.4g} GiB"
+        case "curve":
+            return "  # bytes of a message, and its seconds"
         case "latency_s" | "copy_s" | "chunk_s" if value:
             return f"  # {value * 1e6:.4g} µs"
         case "bytes_per_s" | "back_bytes_per_s" if what == "link":
@@ -232,6 +247,13 @@ def _list_of_tables(name: str) -> BeforeValidator:
 def _whole(value: Any) -> Any:
     """Let 16e9 be the whole number it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _point(value: Any) -> Any:
+    """Let a list of two numbers be the point of a curve that it is."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("two numbers, bytes and seconds, such as [65536, 0.0004]")
+    return value[0], float(value[1]) if isinstance(value[1], int) else value[1]
 
 
 class _Table(BaseModel):
@@ -284,9 +306,10 @@ class DeviceTable(_Table):
     )
 
 
-class _GroupTable(_Table):
-    name: str | None = Field(None, description="what it is called")
-    devices: list[str] | None = Field(None, description="the devices that share it; all if left out")
+_Point = Annotated[tuple[Bytes, Seconds], BeforeValidator(_point)]
+
+
+class _LinkTable(_Table):
     bytes_per_s: _Rate = Field(description="bytes a second: 10 Gbit/s are 1.25e9")
     latency_s: Seconds = Field(0.0, description="seconds that a message is late whatever its size")
     duplex: Literal["full", "half"] = Field(
@@ -297,6 +320,23 @@ class _GroupTable(_Table):
         "full",
         description="while a message crosses, none: both ends wait, receiver: the receiver waits, full: "
         "neither waits",
+    )
+    curve: list[_Point] = Field(
+        default_factory=list,
+        description="pairs of a message's bytes and its seconds alone on the link, the smallest first",
+    )
+
+
+class _GroupTable(_LinkTable):
+    name: str | None = Field(None, description="what it is called")
+    devices: list[str] | None = Field(None, description="the devices that share it; all if left out")
+
+
+class RouteTable(_LinkTable):
+    """`[[route]]`: what limits messages between two servers besides their cards and the switch."""
+
+    servers: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
+        description="the names of the two servers; bytes_per_s is away from the first one"
     )
 
 
@@ -351,6 +391,9 @@ class _ClusterFile(_Table):
 
     format: Literal[1] = 1
     switch: SwitchTable | None = Field(None, description="what joins the servers")
+    route: Annotated[list[RouteTable], _list_of_tables("route")] = Field(
+        default_factory=list, description="the routes between pairs of servers"
+    )
     server: Annotated[list[ServerTable], _list_of_tables("server")] = Field(description="the servers")
 
 
@@ -412,7 +455,12 @@ def _cluster(file: _ClusterFile) -> Cluster:
                 servers.append(replace(servers[-1], name=name) if number else _server(table, name))
     with _at("switch"):
         switch = None if file.switch is None else Switch(file.switch.bytes_per_s, file.switch.latency_s)
-    return Cluster(tuple(servers), switch)
+    routes = []
+    for index, route in enumerate(file.route):
+        with _at(f"route[{index}]"):
+            one, other = route.servers
+            routes.append(Route((one, other), _link(route)))
+    return Cluster(tuple(servers), switch, tuple(routes))
 
 
 def _server(table: ServerTable, name: str) -> Server:
@@ -462,13 +510,14 @@ def _device(table: DeviceTable) -> Device:
     return Device(**({"name": given["kind"]} | given))
 
 
-def _link(table: _GroupTable) -> Link:
+def _link(table: _LinkTable) -> Link:
     return Link(
         table.bytes_per_s,
         table.latency_s,
         table.duplex == "full",
         table.back_bytes_per_s,
         Overlap(table.overlap),
+        tuple(table.curve),
     )
 
 

@@ -2,8 +2,9 @@
 
 Inside a server these are cables between every two devices, a port for each device, and bridges that several
 share. Which devices share one is read off flows side by side. Between servers they are network cards, one
-for all devices of a server or one for some, and a switch that may be the narrow place. Each in full and in
-half duplex. What no experiment shows, such as a link that is never the slowest on any way, nobody can find.
+for all devices of a server or one for some, routes of pairs of servers that are slower with each other than
+with the rest, and a switch that may be the narrow place. Each but routes in full and in half duplex. A link
+that is never the slowest on any way cannot be found.
 """
 
 import math
@@ -11,12 +12,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 from typing import TypeVar
 
 import numpy as np
 
-from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh, Server, Switch
+from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh, Route, Server, Switch
 from bireme.cluster.probed import Experiment, Measurements
 
 # Flows that meet on lanes: how fast each of them goes when all want to go as fast as they can.
@@ -59,7 +60,8 @@ def _with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) 
     """The latencies of the links, such that those of all ways come out as nearly as can be."""
     links: list[tuple[int, str]] = []
     for number, server in enumerate(shape.servers):
-        links += [(number, group.name) for group in _groups_of(server)]
+        links += [(number, group.name) for group in server.groups]
+    links += [(_BETWEEN, route.name) for route in shape.routes]
     if not links:
         return shape
     pairs = list(latency_s)
@@ -71,9 +73,8 @@ def _with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) 
     return _late(shape, dict(zip(links, seconds, strict=True)))
 
 
-def _groups_of(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
-    """All links of a server."""
-    return (*server.bridges, *server.meshes, *server.cards)
+_BETWEEN = -1
+"""The number that stands for a server in the key of a route."""
 
 
 def _late(shape: Cluster, latency_s: dict[tuple[int, str], float]) -> Cluster:
@@ -92,7 +93,11 @@ def _late(shape: Cluster, latency_s: dict[tuple[int, str], float]) -> Cluster:
                 cards=tuple(replace(one, link=link(one)) for one in server.cards),
             )
         )
-    return Cluster(tuple(servers), shape.switch)
+    routes = (
+        replace(one, link=replace(one.link, latency_s=latency_s.get((_BETWEEN, one.name), 0.0)))
+        for one in shape.routes
+    )
+    return replace(shape, servers=tuple(servers), routes=tuple(routes))
 
 
 _SWEEPS = 4000
@@ -149,7 +154,7 @@ def infer(found: Measurements, *, same: float = _SAME) -> Inferred:
         bare = Server(name, tuple(found.devices[device] for device in own))
         inside[name] = _inside(bare, own, found)
     best = Cluster(tuple(inside.values())) if len(inside) == 1 else _with_cards(inside, servers, found)
-    tidy = _tidied(_with_latencies(best, found.latency_s), same)
+    tidy = _with_curves(_tidied(_with_latencies(best, found.latency_s), same), found.by_size)
     error = _error(tidy, found.experiments)
     return Inferred(tidy, error, tuple(_notes(found, error)))
 
@@ -262,12 +267,15 @@ def _with_cards(inside: dict[str, Server], members: dict[str, list[int]], found:
         one for one in found.experiments if any(found.hosts[a] != found.hosts[b] for a, b in one.flows)
     ]
 
+    routes = _slow_pairs(members, found)
+
     def shape(chosen: dict[str, int], limited: bool) -> Cluster:
         servers = (
             replace(server, cards=ways[name][min(chosen[name], len(ways[name]) - 1)])
             for name, server in inside.items()
         )
-        return _fitted(Cluster(tuple(servers), Switch(_ANY if limited else None)), found.experiments)
+        switch = Switch(_ANY if limited else None)
+        return _fitted(Cluster(tuple(servers), switch, routes), found.experiments)
 
     shapes: list[Cluster] = []
     for limited in (False, True):
@@ -278,6 +286,21 @@ def _with_cards(inside: dict[str, Server], members: dict[str, list[int]], found:
         if min(errors) < _EXPLAINED:
             break
     return _simplest(shapes, found.experiments)
+
+
+def _slow_pairs(members: dict[str, list[int]], found: Measurements) -> tuple[Route, ...]:
+    """The routes between servers that are slower with each other than with any others, one way or both."""
+    best = {
+        (one, other): max(found.alone(a, b) for a in members[one] for b in members[other])
+        for one, other in permutations(members, 2)
+    }
+    out = {name: max(best[name, other] for other in members if other != name) for name in members}
+    into = {name: max(best[other, name] for other in members if other != name) for name in members}
+    return tuple(
+        Route((one, other), Link(best[one, other], back_bytes_per_s=best[other, one]))
+        for one, other in combinations(members, 2)
+        if any(best[a, b] < _SHARING * min(out[a], into[b]) for a, b in ((one, other), (other, one)))
+    )
 
 
 _MOST_CHOICES = 600
@@ -327,7 +350,7 @@ def _fitted(shape: Cluster, experiments: Sequence[Experiment]) -> Cluster:
     switch = shape.switch
     if switch is not None and switch.bytes_per_s is not None:
         switch = replace(switch, bytes_per_s=min(most.get("switch", _ANY), MOST_BYTES_PER_S))
-    return Cluster(servers, switch)
+    return replace(shape, servers=servers, switch=switch)
 
 
 def _server_with(server: Server, most: dict[str, float]) -> Server:
@@ -381,7 +404,8 @@ def _error(shape: Cluster, experiments: Sequence[Experiment]) -> float:
 
 def _tidied(cluster: Cluster, same: float) -> Cluster:
     """Links and speeds that hardly differ made equal, so that equal devices are known to be alike."""
-    groups = [group.link for server in cluster.servers for group in _groups_of(server)]
+    groups = [group.link for server in cluster.servers for group in server.groups]
+    groups += [route.link for route in cluster.routes]
     rate = _evened([one for link in groups for one in (link.bytes_per_s, link.into_bytes_per_s)], same)
     late = _evened([link.latency_s for link in groups], same)
     speed: dict[str, dict[float, float]] = {}
@@ -410,7 +434,49 @@ def _tidied(cluster: Cluster, same: float) -> Cluster:
             cards=tuple(replace(one, link=link(one.link)) for one in server.cards),
         )
         servers.append(_bundled(even))
-    return Cluster(tuple(servers), cluster.switch)
+    routes = tuple(replace(one, link=link(one.link)) for one in cluster.routes)
+    return replace(cluster, servers=tuple(servers), routes=routes)
+
+
+def _with_curves(cluster: Cluster, by_size: Mapping[tuple[int, int], Sequence[tuple[int, float]]]) -> Cluster:
+    """The cluster with a curve on each link that is the slowest of a way on which messages of some size take
+    notably longer than its latency and bandwidth explain.
+    """
+    seen: defaultdict[Link, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for ends, points in by_size.items():
+        links = cluster.links(*ends)
+        if links:
+            slowest = min(links, key=lambda link: min(link.bytes_per_s, link.into_bytes_per_s))
+            for num_bytes, seconds in points:
+                seen[slowest][num_bytes].append(seconds - cluster.latency(*ends) + slowest.latency_s)
+    curves = {link: _curve(link, measured) for link, measured in seen.items()}
+
+    def link(one: Link) -> Link:
+        return replace(one, curve=curves.get(one, ()))
+
+    servers = (
+        replace(
+            server,
+            bridges=tuple(replace(one, link=link(one.link)) for one in server.bridges),
+            meshes=tuple(replace(one, link=link(one.link)) for one in server.meshes),
+            cards=tuple(replace(one, link=link(one.link)) for one in server.cards),
+        )
+        for server in cluster.servers
+    )
+    routes = tuple(replace(one, link=link(one.link)) for one in cluster.routes)
+    return replace(cluster, servers=tuple(servers), routes=routes)
+
+
+def _curve(link: Link, measured: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    """The medians of what was measured, none less than for a smaller message; none at all if latency and
+    bandwidth explain them.
+    """
+    points, least_s, is_slower = [], link.latency_s, False
+    for num_bytes in sorted(measured):
+        least_s = max(least_s, float(f"{statistics.median(measured[num_bytes]):.3g}"))
+        points.append((num_bytes, least_s))
+        is_slower |= least_s > _ASYMMETRIC * (link.latency_s + num_bytes / link.bytes_per_s)
+    return tuple(points) if is_slower else ()
 
 
 def _bundled(server: Server) -> Server:

@@ -8,7 +8,7 @@ here measures.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, permutations
 
 from bireme.cluster.device import Device
@@ -50,7 +50,8 @@ class Measurements:
     """All that a probe has found.
 
     `hosts[d]` names the server that device d is in; devices of a server follow each other. `latency_s` is
-    that of a message between two devices, half of what it takes there and back.
+    that of a message between two devices, half of what it takes there and back. `by_size` has the bytes of
+    larger messages, and their seconds measured in the same way.
     """
 
     hosts: tuple[str, ...]
@@ -58,6 +59,7 @@ class Measurements:
     latency_s: dict[Flow, float]
     experiments: tuple[Experiment, ...]
     all_reduces: tuple[AllReduce, ...] = ()
+    by_size: dict[Flow, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.hosts) != len(self.devices) or not self.hosts:

@@ -84,13 +84,16 @@ class Symmetry:
 
     def _server(self, server: Server) -> _Node:
         groups = _groups(server)
+        # A server with routes of its own is like no other.
+        on_routes = {name for route in self.cluster.routes for name in route.servers}
+        named_here = server.name if server.name in on_routes else ""
         begin = len(self._leaves)
         if not _is_tree(groups):
             kinds = [
                 tuple(index for index, group in enumerate(groups) if place in group)
                 for place in range(len(server.devices))
             ]
-            named = (tuple(groups.values()), *map(tuple, map(sorted, groups)))
+            named = (named_here, tuple(groups.values()), *map(tuple, map(sorted, groups)))
             return self._node(
                 named,
                 [self._leaf((device, kind)) for device, kind in zip(server.devices, kinds, strict=True)],
@@ -101,7 +104,7 @@ class Symmetry:
             node = self._node(groups[group], inside)
             outermost |= dict.fromkeys(group, node)
         assert len(self._leaves) - begin == len(server.devices)
-        return self._node(("server",), list(dict.fromkeys(outermost.values())))
+        return self._node(("server", named_here), list(dict.fromkeys(outermost.values())))
 
 
 def _groups(server: Server) -> dict[frozenset[int], tuple[Hashable, ...]]:

@@ -47,12 +47,12 @@ def changes(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
     for device in _most_frequent([placed.device for placed in cluster.devices()]):
         names = [placed.name for placed in cluster.devices() if placed.device == device]
         yield _WhatIf(f"{_TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
-    links = [(type(group), group.link) for server in cluster.servers for group in _groups(server)]
+    links = [(type(group), group.link) for server in cluster.servers for group in server.groups]
     for kind, link in _most_frequent(links):
         names = [
             f"{server.name}/{group.name}"
             for server in cluster.servers
-            for group in _groups(server)
+            for group in server.groups
             if isinstance(group, kind) and group.link == link
         ]
         if _faster(link) != link:
@@ -62,6 +62,11 @@ def changes(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
     if cluster.switch is not None and rate is not None and _more(rate) != rate:
         switch = replace(cluster.switch, bytes_per_s=_more(rate))
         yield _WhatIf(f"{_TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
+    for route in cluster.routes:
+        if _faster(route.link) != route.link:
+            others = (replace(one, link=_faster(one.link)) if one is route else one for one in cluster.routes)
+            other = replace(cluster, routes=tuple(others))
+            yield _WhatIf(f"{_TIMES} × the bandwidth of the route {route.name}", other, request)
     yield from _other_tiers(cluster, request)
     yield from (_WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
 
@@ -116,6 +121,7 @@ def _faster(link: Link) -> Link:
         link,
         bytes_per_s=_more(link.bytes_per_s),
         back_bytes_per_s=None if back is None else _more(back),
+        curve=tuple((n, link.latency_s + (s - link.latency_s) / _TIMES) for n, s in link.curve),
     )
 
 
@@ -138,11 +144,7 @@ def _with_link(cluster: Cluster, kind: type[Bridge | Mesh | Card], link: Link, f
 
 
 def _changed(cluster: Cluster, change: Callable[[Server], Server]) -> Cluster:
-    return Cluster(tuple(change(server) for server in cluster.servers), cluster.switch)
-
-
-def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
-    return (*server.bridges, *server.meshes, *server.cards)
+    return replace(cluster, servers=tuple(map(change, cluster.servers)))
 
 
 def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

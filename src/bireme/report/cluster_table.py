@@ -40,13 +40,14 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
                     {"name": f"{server.name}/{name}", **_plain_device(device)}
                     for name, device in zip(server.device_names, server.devices, strict=True)
                 ],
-                "links": [_plain_link(server, group) for group in _groups(server)],
+                "links": [_plain_link(server, group) for group in server.groups],
             }
             for server in cluster.servers
         ],
         "switch": None
         if cluster.switch is None
         else {"bytes_per_s": cluster.switch.bytes_per_s, "latency_s": cluster.switch.latency_s},
+        "routes": [{"servers": list(one.servers), **_plain_figures(one.link)} for one in cluster.routes],
         "alike": [
             [cluster.devices()[number].name for number in group] for group in Symmetry(cluster).classes()
         ],
@@ -69,12 +70,16 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
             label = _range(server.device_names[place], server.device_names[place + count - 1])
             devices.append([f"{names}/{label}", device.name, *_figures(device), *_tiers(server, device)])
             place += count
-        for group in _groups(server):
-            links.append([f"{names}/{group.name}", _joined(server, group), *_link_row(group)])
+        for group in server.groups:
+            links.append(
+                [f"{names}/{group.name}", _joined(server, group), *_link_row(group.link, _sharing(group))]
+            )
     if cluster.switch is not None:
         rate = cluster.switch.bytes_per_s
         total = "" if rate is None else f"{rate_text(rate)} in all"
         links.append(["switch", "the servers", total, seconds_text(cluster.switch.latency_s), ""])
+    for route in cluster.routes:
+        links.append([route.name, "these servers", *_link_row(route.link)])
     for headings, rows in ((_DEVICES, devices), (_LINKS, links)):
         if rows:
             console.print()
@@ -129,10 +134,6 @@ def _figures(device: Device) -> list[str]:
     ]
 
 
-def _groups(server: Server) -> tuple[Bridge | Mesh | Card, ...]:
-    return (*server.meshes, *server.bridges, *server.cards)
-
-
 def _kind(group: Bridge | Mesh | Card) -> str:
     return type(group).__name__.lower()
 
@@ -143,16 +144,19 @@ def _joined(server: Server, group: Bridge | Mesh | Card) -> str:
     return ", ".join(server.device_names[place] for place in group.devices)
 
 
-def _link_row(group: Bridge | Mesh | Card) -> list[str]:
-    link: Link = group.link
-    shared = "by all" if len(group.devices) > 1 else ""
+def _sharing(group: Bridge | Mesh | Card) -> str:
     if isinstance(group, Mesh):
-        shared = "one port per device" if group.switched else "one cable per pair"
+        return "one port per device" if group.switched else "one cable per pair"
+    return "by all" if len(group.devices) > 1 else ""
+
+
+def _link_row(link: Link, shared: str = "") -> list[str]:
     back = f", {rate_text(link.back_bytes_per_s)} back" if link.back_bytes_per_s is not None else ""
     duplex = "each way" if link.full_duplex and not back else "" if back else "in all"
     rate = f"{rate_text(link.bytes_per_s)}{back} {duplex}".strip()
     waits = "" if link.overlap is Overlap.FULL else f"{link.overlap.words} for messages"
-    return [rate, seconds_text(link.latency_s), ", ".join(filter(None, (shared, waits)))]
+    slower = "slower for small messages" if link.curve else ""
+    return [rate, seconds_text(link.latency_s), ", ".join(filter(None, (shared, waits, slower)))]
 
 
 def _plain_tiers(server: Server) -> dict[str, Any]:
@@ -187,15 +191,22 @@ def _plain_device(device: Device) -> dict[str, Any]:
 
 
 def _plain_link(server: Server, group: Bridge | Mesh | Card) -> dict[str, Any]:
-    link: Link = group.link
     return {
         "kind": _kind(group),
         "name": f"{server.name}/{group.name}",
         "devices": [f"{server.name}/{server.device_names[place]}" for place in group.devices],
         "switched": isinstance(group, Mesh) and group.switched,
+        **_plain_figures(group.link),
+    }
+
+
+def _plain_figures(link: Link) -> dict[str, Any]:
+    curve = {"curve": [list(point) for point in link.curve]} if link.curve else {}
+    return {
         "bytes_per_s": link.bytes_per_s,
         "back_bytes_per_s": link.into_bytes_per_s,
         "latency_s": link.latency_s,
         "duplex": "full" if link.full_duplex else "half",
         "overlap": str(link.overlap),
+        **curve,
     }

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bireme.cluster.cluster import Cluster, Lane, Overlap
+from bireme.cluster.cluster import Cluster, Lane, Link, Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.program import Program
 from bireme.simulate.network import Network, Path, Wire
@@ -57,6 +57,7 @@ def cluster_network(
             wires.of(cluster.path(devices[a], devices[b])),
             cluster.latency(devices[a], devices[b]),
             Overlap.least((cluster.overlap(devices[a], devices[b]), most_overlap)),
+            curved=cluster.curved(devices[a], devices[b]),
         )
         for a, b in sorted(pairs_that_talk(program))
     }
@@ -64,7 +65,10 @@ def cluster_network(
     for rank, ring in (replicas or {}).items():
         lanes = ring_lanes(cluster.path, ring)
         loads = tuple(map(float, lanes.values()))
-        sync_paths[rank] = Path(wires.of(tuple(lanes)), ring_latency_s(cluster, ring), loads=loads)
+        late_s, curved = ring_latency_s(cluster, ring), ring_curved(cluster, ring)
+        sync_paths[rank] = Path(
+            wires.of(tuple(lanes)), late_s, loads=loads, curved=curved, parts=ring_parts(ring)
+        )
     return Network(tuple(wires.wires), paths, sync_paths)
 
 
@@ -92,6 +96,17 @@ def ring_latency_s(cluster: Cluster, devices: Sequence[int]) -> float:
     """How late a sum over these devices is, whatever its bytes."""
     ring = sorted(set(devices))
     return 2 * (len(ring) - 1) * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
+
+
+def ring_parts(devices: Sequence[int]) -> int:
+    """In how many messages each hop of a sum over these devices sends its bytes."""
+    return 2 * max(len(set(devices)) - 1, 1)
+
+
+def ring_curved(cluster: Cluster, devices: Sequence[int]) -> tuple[Link, ...]:
+    """The links of a ring over these devices on which small messages are slower."""
+    found = (cluster.curved(*hop) for hop in hops(sorted(set(devices))))
+    return tuple(dict.fromkeys(link for links in found for link in links))
 
 
 _SLOWEST = 1e-3

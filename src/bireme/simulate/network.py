@@ -18,7 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bireme.cluster.cluster import Overlap
+from bireme.cluster.cluster import Link, Overlap
 from bireme.errors import BiremeError
 from bireme.timeline.timeline import Transfers
 
@@ -35,13 +35,23 @@ class Wire:
             raise BiremeError(f"Wire {self.name} carries {self.bytes_per_s} bytes/s; it must be more than 0.")
 
 
+def busy_bytes(curved: Iterable[Link], num_bytes: float, parts: int = 1) -> float:
+    """The bytes that a way carries at its rate in the time that some bytes keep it busy, which cross it in so
+    many messages; the link that is slowest for a message of that size decides.
+    """
+    if not num_bytes:
+        return 0.0
+    return max((parts * link.busy_bytes(num_bytes / parts) for link in curved), default=num_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Path:
     """The wires a message passes, by their number, the seconds it is late on top, and which end computes
     meanwhile.
 
     `loads` are how many messages at its rate each of these wires carries, one unless given; `elsewhere` are
-    the wires that only messages like it pass, and how many.
+    the wires that only messages like it pass, and how many. `curved` are the links of the way on which small
+    messages are slower; bytes cross them in `parts` messages.
     """
 
     wires: tuple[int, ...]
@@ -49,6 +59,12 @@ class Path:
     overlap: Overlap = Overlap.FULL
     loads: tuple[float, ...] = ()
     elsewhere: tuple[tuple[int, float], ...] = ()
+    curved: tuple[Link, ...] = ()
+    parts: int = 1
+
+    def busy_bytes(self, num_bytes: float) -> float:
+        """The bytes that the wires carry at their rate in the time that these bytes keep them busy."""
+        return busy_bytes(self.curved, num_bytes, self.parts)
 
     def loaded(self) -> list[tuple[int, float]]:
         """The wires that it passes, with its load on each."""
@@ -124,7 +140,7 @@ class Network:
     def seconds(self, path: Path, num_bytes: float) -> float:
         """How long so many bytes keep the path's slowest wire busy when nobody shares it."""
         slowest = min((self.wires[wire].bytes_per_s / load for wire, load in path.loaded()), default=math.inf)
-        return num_bytes / slowest
+        return path.busy_bytes(num_bytes) / slowest
 
     @property
     def is_overlapped(self) -> bool:
@@ -162,7 +178,8 @@ class Traffic:
 
     def begin(self, flow: int, path: Path, num_bytes: float, now_s: float) -> dict[int, float]:
         """A message sets out; returns the new ends of all messages whose end changes, its own included."""
-        self.flows[flow] = _Flow(path, [*path.loaded(), *path.elsewhere], num_bytes, since_s=now_s)
+        loads, busy = [*path.loaded(), *path.elsewhere], path.busy_bytes(num_bytes)
+        self.flows[flow] = _Flow(path, loads, busy, since_s=now_s)
         for wire, _ in self.flows[flow].loads:
             self.on_wire[wire].add(flow)
         return self._share(self._neighbors({flow}), now_s)

@@ -298,7 +298,7 @@ def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
             )
             for one in servers
         ]
-    return replace(machines, cluster=Cluster(tuple(servers), machines.cluster.switch))
+    return replace(machines, cluster=replace(machines.cluster, servers=tuple(servers)))
 
 
 def planning_machines(run: RunFile, *, computes: bool = True) -> Machines:

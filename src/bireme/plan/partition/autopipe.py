@@ -192,8 +192,8 @@ class ChainTimes:
             for values in (chain.forward_s, chain.backward_s, chain.recompute_backward_s)
         ]
         self._again = np.stack(loads.recomputed) if any(t.any() for t in loads.recomputed) else None
-        self._bytes_per_s = np.array([link.bytes_per_s for link in line.links])
-        self._latency_s = np.array([link.latency_s for link in line.links])
+        boundary = chain.boundary_bytes.astype(np.float64)
+        self._hops_s = [link.seconds(boundary) + link.latency_s for link in line.links]
 
     def times(self, all_cuts: Sequence[Sequence[int]]) -> _StageTimes:
         """Those of the partitions with these cuts, which must leave no stage empty."""
@@ -209,7 +209,9 @@ class ChainTimes:
         return _StageTimes(
             forward_s=(forward_s[ends] - forward_s[begins]) / self._speeds,
             backward_s=back_s / self._speeds,
-            hop_s=chain.boundary_bytes[ends[:, :-1] - 1] / self._bytes_per_s + self._latency_s,
+            hop_s=np.stack([hop_s[ends[:, link] - 1] for link, hop_s in enumerate(self._hops_s)], axis=1)
+            if self._hops_s
+            else np.zeros((len(bounds), 0)),
         )
 
 

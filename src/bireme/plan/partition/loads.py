@@ -14,13 +14,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from bireme.cluster.cluster import Overlap
+from bireme.cluster.cluster import Link, Overlap
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, Seconds
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import resident
+from bireme.simulate.network import busy_bytes
 
 # How many of each thing a stage's device holds at its worst moments, for a schedule.
 #
@@ -254,13 +255,20 @@ class DeviceSlot:
 @dataclass(frozen=True, slots=True)
 class RowLink:
     """The way between two neighbors; without `full_duplex` both directions take turns. `overlap` says which
-    end computes while a message crosses.
+    end computes while a message crosses, and `curved` are the links on which small messages are slower.
     """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     full_duplex: bool = True
     overlap: Overlap = Overlap.FULL
+    curved: tuple[Link, ...] = ()
+
+    def seconds(self, num_bytes: Seconds) -> Seconds:
+        """How long messages of these bytes keep the way busy."""
+        if self.curved:
+            num_bytes = np.array([busy_bytes(self.curved, one) for one in num_bytes.tolist()])
+        return np.asarray(num_bytes / self.bytes_per_s)
 
     @property
     def stops(self) -> bool:
@@ -488,10 +496,9 @@ class _Work:
         found = []
         for stage, link in enumerate(self._line.links):
             cuts = slice(stage + 1, stage + 1 + self._width)
-            num_bytes = self._boundary[cuts]
+            seconds = link.seconds(self._boundary[cuts])
             if not link.full_duplex:
-                num_bytes = num_bytes + self._returned[cuts]
-            seconds = num_bytes / link.bytes_per_s
+                seconds = seconds + link.seconds(self._returned[cuts])
             found.append(np.zeros_like(seconds) if link.stops else seconds)
         return found
 
@@ -499,8 +506,8 @@ class _Work:
         """How long a message over a link stops a stage; both ends of a half duplex one wait for both ways."""
         way = self._line.links[link]
         waits_twice = way.overlap is Overlap.NONE and not way.full_duplex
-        num_bytes = self._boundary + self._returned if waits_twice else self._boundary
-        return np.asarray(num_bytes / way.bytes_per_s + way.latency_s)
+        seconds = way.seconds(self._boundary) + way.latency_s
+        return seconds + way.seconds(self._returned) if waits_twice else seconds
 
     def _state(self, moment: _Moment) -> npt.NDArray[np.float64]:
         """What does not depend on how many micro-batches are kept."""

@@ -7,17 +7,17 @@ Replicas that are simulated one by one then meet on wires that carry the message
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
-from bireme.cluster.cluster import Lane, Overlap
+from bireme.cluster.cluster import Lane, Link, Overlap
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
-from bireme.simulate.links import ring_lanes, ring_latency_s, ring_share
-from bireme.simulate.network import Network, Path, Processors, Wire
+from bireme.simulate.links import ring_lanes, ring_latency_s, ring_parts, ring_share
+from bireme.simulate.network import Network, Path, Processors, Wire, busy_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,10 @@ class HopBytes:
 
     def on_lanes(self, problem: PlanningProblem) -> Iterator[tuple[Lane, float]]:
         """The lanes of its hops, in the order of the devices' numbers, and the bytes there."""
+        curved = problem.ring_curved(self.devices)
+        busy = busy_bytes(curved, self.num_bytes, ring_parts(self.devices)) if curved else self.num_bytes
         for lane, times in ring_lanes(problem.path, self.devices).items():
-            yield lane, times * self.num_bytes
+            yield lane, times * busy
 
 
 def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
@@ -62,20 +64,21 @@ def busiest_lane(
     grid: Grid,
     rank_of_stage: Sequence[int],
     boundary_bytes: Sequence[tuple[Sequence[float], Sequence[float]]],
+    num_microbatches: int,
     rings: Sequence[HopBytes],
 ) -> tuple[str, float]:
     """The lane that needs longest for its bytes, and how long that is.
 
-    `boundary_bytes` are those that cross each boundary of each replica forth and back.
+    `boundary_bytes` are those of a micro-batch that cross each boundary of each replica forth and back.
     """
     total: defaultdict[Lane, float] = defaultdict(float)
     for replica, (forth, back) in enumerate(boundary_bytes):
         for boundary, (one, other) in enumerate(pairwise(rank_of_stage)):
             here, there = grid[one][replica], grid[other][replica]
-            for lane in problem.path(here, there):
-                total[lane] += forth[boundary]
-            for lane in problem.path(there, here):
-                total[lane] += back[boundary]
+            for ends, num_bytes in (((here, there), forth[boundary]), ((there, here), back[boundary])):
+                busy = num_microbatches * busy_bytes(problem.curved(*ends), num_bytes)
+                for lane in problem.path(*ends):
+                    total[lane] += busy
     for ring in rings:
         for lane, num_bytes in ring.on_lanes(problem):
             total[lane] += num_bytes
@@ -162,21 +165,27 @@ class ReplicaNetworks:
                 else:
                     elsewhere[ends].append((number, load))
 
-        def path(ends: _Ends, latency_s: float, overlap: Overlap = Overlap.FULL) -> Path:
-            own = wires[ends]
-            return Path(tuple(own), latency_s, overlap, tuple(own.values()), tuple(elsewhere[ends]))
+        def path(ends: _Ends, latency_s: float, curved: tuple[Link, ...], parts: int = 1) -> Path:
+            own, others = wires[ends], tuple(elsewhere[ends])
+            return Path(tuple(own), latency_s, Overlap.FULL, tuple(own.values()), others, curved, parts)
 
         cluster = self._problem.cluster
 
         def message_path(ends: _Ends) -> Path:
             here, there = (self._grid[rank][replica] for rank in ends)
             overlap = Overlap.least((cluster.overlap(here, there), self._most_overlap))
-            return path(ends, cluster.latency(here, there), overlap)
+            found = path(ends, cluster.latency(here, there), self._problem.curved(here, there))
+            return found if overlap is Overlap.FULL else replace(found, overlap=overlap)
+
+        def ring_path(rank: int, late_s: float) -> Path:
+            devices = self._grid[rank][self._sites[site]]
+            curved = self._problem.ring_curved(devices)
+            return path((rank, rank), late_s, curved, ring_parts(devices) if curved else 1)
 
         return Network(
             tuple(Wire(lane.name, lane.bytes_per_s) for lane in slowest.values()),
             {ends: message_path(ends) for ends in self._pairs},
-            {rank: path((rank, rank), late_s) for rank, late_s in enumerate(self._ring_latencies_s[site])},
+            {rank: ring_path(rank, late_s) for rank, late_s in enumerate(self._ring_latencies_s[site])},
         )
 
     @cached_property
@@ -240,6 +249,7 @@ def links_between(
             overlap=Overlap.least(
                 (problem.most_overlap(schedule), *(problem.cluster.overlap(*pair) for pair in ends))
             ),
+            curved=tuple(dict.fromkeys(link for pair in ends for link in problem.curved(*pair))),
         )
         for ends in ways
     ]

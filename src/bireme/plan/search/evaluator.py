@@ -524,14 +524,13 @@ class PlanEvaluator:
             for site in draft.sites(self._problem.request)
         ]
         rings += self._rounds(draft, self._round_bytes(draft))
-        count = outline.num_microbatches
         of_size = {}
         for size in set(outline.sizes):
             costs = self._work(draft, size).costs
-            forth, back = costs.forward_bytes, costs.backward_bytes
-            of_size[size] = [count * one for one in forth], [count * one for one in back]
+            of_size[size] = costs.forward_bytes, costs.backward_bytes
         boundaries = [of_size[size] for size in outline.sizes]
-        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, rings)
+        count = outline.num_microbatches
+        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, count, rings)
 
     def _networks(self, draft: Draft) -> ReplicaNetworks:
         """The networks of a draft's replicas."""

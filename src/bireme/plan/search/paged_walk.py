@@ -501,7 +501,7 @@ def with_room(cluster: Cluster) -> Cluster:
         replace(server, devices=tuple(replace(device, memory_bytes=_ROOM_BYTES) for device in server.devices))
         for server in cluster.servers
     )
-    return Cluster(tuple(servers), cluster.switch)
+    return replace(cluster, servers=tuple(servers))
 
 
 def _with_tiers(problem: PlanningProblem) -> Cluster | None:
@@ -524,7 +524,7 @@ def _with_tiers(problem: PlanningProblem) -> Cluster | None:
         replace(server, devices=tuple(replace(device, memory_bytes=next(left)) for device in server.devices))
         for server in problem.cluster.servers
     )
-    return Cluster(servers, problem.cluster.switch)
+    return replace(problem.cluster, servers=servers)
 
 
 def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterator[MemoryWay]:

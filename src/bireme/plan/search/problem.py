@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from bireme.capabilities import exclusion, refuse_excluded
-from bireme.cluster.cluster import Cluster, Lane, Overlap
+from bireme.cluster.cluster import Cluster, Lane, Link, Overlap
 from bireme.cluster.device import NO_ENGINE, Device, Speeds, namesake
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
@@ -25,6 +25,7 @@ from bireme.profile.kinds import device_profiles
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.program import Rule
+from bireme.simulate.links import ring_curved
 
 _UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
 """Schedules whose updates can come early."""
@@ -267,6 +268,18 @@ class PlanningProblem:
         if ends not in self._paths:
             self._paths[ends] = self.cluster.path(source, destination)
         return self._paths[ends]
+
+    @cached_property
+    def _has_curves(self) -> bool:
+        return self.cluster.has_curves
+
+    def curved(self, source: int, destination: int) -> tuple[Link, ...]:
+        """The links between two devices on which small messages are slower."""
+        return self.cluster.curved(source, destination) if self._has_curves else ()
+
+    def ring_curved(self, devices: Sequence[int]) -> tuple[Link, ...]:
+        """The same of a ring over these devices."""
+        return ring_curved(self.cluster, devices) if self._has_curves else ()
 
     def penalty(
         self, schedule: str, num_stages: int, num_microbatches: int, width: int, *, lookahead: int = 0

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.cluster.cluster import Cluster
 from bireme.cluster.device import Device
 from bireme.cluster.inference import Inferred, infer
 from bireme.cluster.machine import host_name, memory_bytes, num_cores
@@ -86,25 +85,25 @@ class _ProbeMember:
         synchronize(self.world.device)
 
 
-def latency_s(line: _ProbeMember, pair: Flow, *, rounds: int) -> float:
-    """Half of what a small message takes there and back, the median."""
+def message_s(line: _ProbeMember, pair: Flow, *, rounds: int, num_bytes: int = _SMALL_BYTES) -> float:
+    """Half of what a message takes there and back, the median."""
     source, destination = pair
     rank = line.world.rank
     seconds = []
     line.together()
     if rank in pair:
-        small = line.buffer(_SMALL_BYTES)
+        message = line.buffer(num_bytes)
         other = destination if rank == source else source
         for _ in range(rounds + 1):
             begin_s = time.perf_counter()
             if rank == source:
-                dist.send(small, other)
-                dist.recv(small, other)
+                dist.send(message, other)
+                dist.recv(message, other)
                 line.settle()
             else:
-                dist.recv(small, other)
+                dist.recv(message, other)
                 line.settle()
-                dist.send(small, other)
+                dist.send(message, other)
             seconds.append(time.perf_counter() - begin_s)
     own = statistics.median(seconds[1:]) / 2 if rank == source else 0.0
     return line.everyone([own])[0]
@@ -202,6 +201,9 @@ MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
 
 _REPEATS = 3
 _LATENCY_ROUNDS = 30
+_SIZE_ROUNDS = 7
+_CURVE_BYTES = (4 * 2**10, 32 * 2**10, 256 * 2**10)
+"""Messages of which the seconds are measured besides the smallest and those of the bandwidth."""
 _SUM_BYTES = 4 * 2**20
 _SUM_ROUNDS = 5
 _LEAST_FLOW_S = 0.01
@@ -269,6 +271,7 @@ class _Probe:
                     "to": names[b],
                     "bytes_per_s": found.alone(a, b),
                     "latency_s": found.latency_s[a, b],
+                    "by_size": [list(point) for point in found.by_size.get((min(a, b), max(a, b)), ())],
                 }
                 for a, b in found.latency_s
             ],
@@ -440,7 +443,7 @@ def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
         )
         for server, own in zip(cluster.servers, tiers.values(), strict=True)
     )
-    return replace(inferred, cluster=Cluster(tuple(servers), cluster.switch))
+    return replace(inferred, cluster=replace(cluster, servers=tuple(servers)))
 
 
 def _rounded(bytes_per_s: float) -> float:
@@ -477,10 +480,17 @@ def _links(
     flow_s = min(max(each_s, _LEAST_FLOW_S), _MOST_FLOW_S)
     late_s: dict[Flow, float] = {}
     sizes: dict[Flow, int] = {}
+    by_size: dict[Flow, tuple[tuple[int, float], ...]] = {}
     for number, flow in enumerate(alone):
         progress(0.3 * number / len(alone), f"way {number + 1} of {len(alone)}: latency, size of messages")
-        late_s[flow] = latency_s(line, flow, rounds=_LATENCY_ROUNDS)
+        late_s[flow] = message_s(line, flow, rounds=_LATENCY_ROUNDS)
         sizes[flow] = message_bytes(line, flow, late_s[flow], least_s=flow_s / _MESSAGES_OF_FLOW)
+        if flow[0] < flow[1]:
+            by_size[flow] = tuple(
+                (size, message_s(line, flow, rounds=_SIZE_ROUNDS, num_bytes=size))
+                for size in _CURVE_BYTES
+                if size < sizes[flow]
+            )
     found = []
     for number, flows in enumerate(experiments):
         done = 0.3 + 0.7 * number / len(experiments)
@@ -491,7 +501,8 @@ def _links(
     progress(1.0, "sums over groups")
     # A message is as late one way as the other, as far as anyone can tell without a common clock.
     even = {(a, b): (late_s[a, b] + late_s[b, a]) / 2 for a, b in late_s}
-    return Measurements(hosts, (Device("", "cpu"),) * len(hosts), even, tuple(found))
+    devices = (Device("", "cpu"),) * len(hosts)
+    return Measurements(hosts, devices, even, tuple(found), by_size=by_size)
 
 
 def _shown(flows: tuple[Flow, ...]) -> str:
