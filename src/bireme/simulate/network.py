@@ -178,19 +178,29 @@ class Traffic:
 
     def begin(self, flow: int, path: Path, num_bytes: float, now_s: float) -> dict[int, float]:
         """A message sets out; returns the new ends of all messages whose end changes, its own included."""
-        loads, busy = [*path.loaded(), *path.elsewhere], path.busy_bytes(num_bytes)
-        self.flows[flow] = _Flow(path, loads, busy, since_s=now_s)
-        for wire, _ in self.flows[flow].loads:
-            self.on_wire[wire].add(flow)
-        return self._share(self._neighbors({flow}), now_s)
+        own = path.loaded()
+        found = _Flow(path, [*own, *path.elsewhere], path.busy_bytes(num_bytes), since_s=now_s)
+        self.flows[flow] = found
+        is_alone = not path.elsewhere
+        for wire, _ in found.loads:
+            here = self.on_wire[wire]
+            is_alone = is_alone and not here
+            here.add(flow)
+        if not is_alone:
+            return self._share(self._neighbors({flow}), now_s)
+        found.rate = min(
+            (self.network.wires[wire].bytes_per_s / load for wire, load in own), default=math.inf
+        )
+        return {flow: self._end_s(found, now_s)}
 
     def end(self, flow: int, now_s: float) -> dict[int, float]:
         """A message is through; returns the new ends of those it made way for."""
-        touched = self._neighbors({flow})
-        touched.discard(flow)
+        touched: set[int] = set()
         for wire, _ in self.flows.pop(flow).loads:
-            self.on_wire[wire].discard(flow)
-        return self._share(touched, now_s)
+            here = self.on_wire[wire]
+            here.discard(flow)
+            touched |= here
+        return self._share(self._neighbors(touched), now_s) if touched else {}
 
     def _neighbors(self, flows: set[int]) -> set[int]:
         """All messages that share wires with these, directly or through others."""

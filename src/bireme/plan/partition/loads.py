@@ -7,9 +7,11 @@ s of d begins at one of the units s to N − d + s.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from operator import le
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +32,7 @@ from bireme.simulate.network import busy_bytes
 # cut.
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Moment:
+class _Moment(NamedTuple):
     """What is there at once: each field counts the bytes of the same name in `Sizes`.
 
     `activation` and `gradient_message` are buffers for messages from the stages before and after.
@@ -91,7 +92,7 @@ def holdings(
     more = num_microbatches - few
     return tuple(
         tuple(
-            _Moment(*(b + more * (b - f) for f, b in zip(astuple(one), astuple(other), strict=True)))
+            _Moment(*(b + more * (b - f) for f, b in zip(one, other, strict=True)))
             for one, other in zip(before, after, strict=True)
         )
         for before, after in zip(fewer, base, strict=True)
@@ -124,7 +125,7 @@ def _of_deep(
 
     def further(one: tuple[_Moment, ...], other: tuple[_Moment, ...], steps: int) -> list[_Moment]:
         return [
-            _Moment(*(b + steps * (b - a) for a, b in zip(astuple(first), astuple(second), strict=True)))
+            _Moment(*(b + steps * (b - a) for a, b in zip(first, second, strict=True)))
             for first, second in zip(one, other, strict=True)
         ]
 
@@ -136,7 +137,7 @@ def _of_deep(
         later = further(shallow[middle - 1], base, stage - middle)
         earlier = further(shallow[middle], base, num_after - (DEEP - 1 - middle))
         return [
-            _Moment(*(a + b - c for a, b, c in zip(astuple(one), astuple(two), astuple(three), strict=True)))
+            _Moment(*(a + b - c for a, b, c in zip(one, two, three, strict=True)))
             for one, two, three in zip(later, earlier, base, strict=True)
         ]
 
@@ -222,8 +223,7 @@ def _sizes(each: Sequence[tuple[float, ...]], has_masters: bool) -> Sizes:
 def _unsurpassed(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
     kept: list[_Moment] = []
     for moment in sorted(moments, reverse=True):
-        counts = astuple(moment)
-        if not any(all(a <= b for a, b in zip(counts, astuple(other), strict=True)) for other in kept):
+        if not any(all(map(le, moment, other)) for other in kept):
             kept.append(moment)
     return tuple(kept)
 

@@ -487,27 +487,27 @@ class HeuristicExplorer:
 
     def _best_of(self, drafts: Iterator[Draft], best: EvaluatedDraft | None = None) -> EvaluatedDraft | None:
         """The best of a plan and others of its shape that fits, of as many as may still be simulated."""
-        ledger = self._ledger
         for draft in drafts:
-            if best is not None and (
-                ledger.evaluator.num_instructions > 2 * self._most_instructions
-                or ledger.least_cost(draft.outline, ledger.evaluator.least_s(draft)) >= best.cost
-            ):
+            if best is not None and not self._could_gain(draft, best):
                 continue
             found = self._evaluate(draft)
             if found.fits and (best is None or found.cost < best.cost):
                 best = found
         return best
 
+    def _could_gain(self, draft: Draft, best: EvaluatedDraft) -> bool:
+        """Whether a draft may still be simulated, and could be enough better than the best to replace it."""
+        ledger = self._ledger
+        if ledger.evaluator.num_instructions > 2 * self._most_instructions:
+            return False
+        least = ledger.least_cost(draft.outline, ledger.evaluator.least_s(draft))
+        return least * _AS_GOOD < best.cost
+
     def _run_ahead(self, best: EvaluatedDraft) -> EvaluatedDraft:
         """The plan with the lookahead from which on more makes it no faster."""
         num_worse = 0
         for draft in self._ahead(best.draft):
-            if (
-                num_worse > 1
-                or self._ledger.evaluator.num_instructions > 2 * self._most_instructions
-                or self._ledger.least_cost(draft.outline, self._ledger.evaluator.least_s(draft)) >= best.cost
-            ):
+            if num_worse > 1 or not self._could_gain(draft, best):
                 break
             found = self._evaluate(draft)
             is_better = found.fits and found.cost * _AS_GOOD < best.cost
