@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Card, Cluster, Link, Overlap, Route, Server, Switch
 from bireme.cluster.cluster_file import cluster_hash, read_cluster, save_cluster
-from bireme.cluster.device import Device
+from bireme.cluster.device import KNOWN, Device
 from bireme.cluster.inference import infer
 from bireme.cluster.probed import Experiment, Measurements
 from bireme.cluster.symmetry import Symmetry
@@ -203,6 +203,22 @@ def test_a_probe_finds_the_curve_of_a_link() -> None:
     for size in (1_000, 4_096, 10_000, 32_768, 10**6):
         there, known = (busy_bytes(one.curved(0, 1), size) for one in (found, cluster))
         assert there == pytest.approx(known, rel=0.02)
+
+
+def test_a_device_that_stands_for_several_has_the_figures_of_all(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'format = 1\n[[server]]\n[[server.device]]\nlike = "a100"\nmembers = 8\nname = "node"\nwatts = 5e3\n'
+    )
+    (node,), one = read_cluster(path).servers[0].devices, KNOWN["a100"]
+    assert (node.members, node.name, node.watts) == (8, "node", 5e3)
+    assert node.memory_bytes == 8 * one.memory_bytes
+    assert (node.bytes_per_s, node.bfloat16_flops_per_s) == (
+        8 * one.bytes_per_s,
+        8 * one.bfloat16_flops_per_s,
+    )
+    save_cluster(read_cluster(path), path)
+    assert read_cluster(path).servers[0].devices == (node,)
 
 
 def test_a_ring_sends_its_bytes_in_parts() -> None:

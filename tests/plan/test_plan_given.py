@@ -102,6 +102,16 @@ def test_what_is_given_can_be_drawn_and_written_again(run: Run) -> None:
     assert Path("run.svg").read_text().startswith("<svg")
 
 
+def test_the_example_is_forecast(capsys: Capture) -> None:
+    folder = Path(__file__).parents[2] / "examples" / "plan"
+    words = ["--profile", f"{folder}/profile.json", "--file", f"{folder}/plan.json"]
+    sets = with_sets([f"cluster.source={folder}/cluster.toml", "training.batch_size=16"])
+    given = bireme(capsys, "plan", *words, *sets, "--json").document
+    assert given["fits"]
+    assert given["bottleneck"].startswith("lab – home")
+    assert any("home/gpu0 are scaled from those on NVIDIA GeForce RTX 3090" in one for one in given["notes"])
+
+
 def _refuses(result: Result, sentence: str) -> bool:
     return result.status == 2 and not result.out and bool(re.search(sentence, " ".join(result.err.split())))
 

@@ -91,6 +91,15 @@ def test_a_profile_for_a_device_that_is_not_there_is_refused() -> None:
         device_profiles(replace(profile(COMPUTE), kinds=kinds), [device()])
 
 
+def test_a_device_that_stands_for_several_needs_a_profile_or_a_speed() -> None:
+    node = replace(KNOWN["a100"].together(8), name="node")
+    with pytest.raises(BiremeError, match=r"node stands for 8 devices .* how fast they do so is not known"):
+        device_profiles(profile(COMPUTE), [node, device()])
+    assert device_profiles(profile(COMPUTE), [replace(node, speed=5.0)]).of_device == (0,)
+    own = replace(profile(COMPUTE), kinds=(KindProfile("node", profile(MEMORY)),))
+    assert device_profiles(own, [node, device()]).of_device == (1, 0)
+
+
 def test_work_rates_and_kinds_come_back_from_a_file(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     whole = replace(profile(COMPUTE, None), kinds=(KindProfile("a", profile(MEMORY)),))

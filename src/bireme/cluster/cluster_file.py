@@ -146,6 +146,7 @@ def _plain_device(device: Device, count: int) -> dict[str, Any]:
         update_speed=None if device.update_speed is None else float(device.update_speed),
         host_speed=None if device.host_speed is None else float(device.host_speed),
         process_bytes=device.process_bytes,
+        members=device.members if device.members > 1 else None,
     )
 
 
@@ -285,6 +286,11 @@ class DeviceTable(_Table):
         None, description="the same of optimizer steps, which read and write its memory"
     )
     host_speed: _Speed | None = Field(None, description="the same of the engine's own work on the host")
+    members: _Count = Field(
+        1,
+        description="how many devices it stands for, which run each operator together; its other figures are "
+        "those of all",
+    )
     num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(None, description="cores of a processor")
     bytes_per_s: _Rate | None = Field(None, description="bandwidth of its memory")
     float32_flops_per_s: _Flops | None = Field(None, description="speed in float32")
@@ -502,7 +508,7 @@ def _device(table: DeviceTable) -> Device:
             raise BiremeError(
                 f"like is {table.like!r}, which is not a ready device. {closest(table.like, KNOWN)}"
             )
-        return replace(KNOWN[table.like], **given)
+        return replace(KNOWN[table.like].together(table.members), **given)
     for key in ("kind", "memory_bytes"):
         if key not in given:
             meaning = DeviceTable.model_fields[key].description

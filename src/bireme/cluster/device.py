@@ -5,7 +5,7 @@ attains of them is for who estimates to say. Their watts are the board power of 
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -130,6 +130,7 @@ class Device:
     `watts` is what it draws at work. `host_bytes_per_s` is how fast chunks go between its memory and the
     host's, each way; `copy_s` is what each takes besides its bytes, and `chunk_s` what giving a chunk room
     takes the device's process, or taking it. `process_bytes` is what a process holds on it beside tensors.
+    With `members` it stands for several devices that run each operator together, and its figures are theirs.
     """
 
     name: str
@@ -147,8 +148,11 @@ class Device:
     update_speed: float | None = None
     host_speed: float | None = None
     process_bytes: int | None = None
+    members: int = 1
 
     def __post_init__(self) -> None:
+        if self.members < 1:
+            raise BiremeError(f"{self.name} stands for {self.members} devices; it must be 1 or more.")
         if self.kind not in KINDS:
             raise BiremeError(f"The kind of {self.name} is {self.kind!r}; it must be {' or '.join(KINDS)}.")
         for name in ("speed", "update_speed", "host_speed"):
@@ -167,6 +171,20 @@ class Device:
             compute=self.speed,
             memory=self.speed if self.update_speed is None else self.update_speed,
             host=host if self.host_speed is None else self.host_speed,
+        )
+
+    def together(self, members: int) -> "Device":
+        """So many of these devices as one, with the figures of all."""
+        return replace(
+            self,
+            memory_bytes=members * self.memory_bytes,
+            bytes_per_s=members * self.bytes_per_s,
+            float32_flops_per_s=members * self.float32_flops_per_s,
+            bfloat16_flops_per_s=members * self.bfloat16_flops_per_s,
+            watts=members * self.watts,
+            host_bytes_per_s=members * self.host_bytes_per_s,
+            process_bytes=None if self.process_bytes is None else members * self.process_bytes,
+            members=members,
         )
 
     def flops_per_s(self, dtype: str) -> float:

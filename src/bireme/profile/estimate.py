@@ -80,8 +80,10 @@ def unit_work(graph: Graph, unit: Unit, batch: int) -> UnitWork:
 
 def rates_of(device: Device, dtype: str) -> Rates | None:
     """The rates that the description of a device gives, or that of the ready device of its name; None if
-    neither does.
+    neither does, or if it stands for several: how long they take to exchange their parts is not known.
     """
+    if device.members > 1:
+        return None
     for known in (device, namesake(device.name)):
         if known is not None and known.bytes_per_s and known.flops_per_s(dtype):
             return Rates(dtype, known.flops_per_s(dtype), known.bytes_per_s)

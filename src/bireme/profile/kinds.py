@@ -65,6 +65,12 @@ def device_profiles(profile: Profile, devices: Sequence[Device]) -> DeviceProfil
             memory_speed = rates.bytes_per_s / profile.rates.bytes_per_s
             index = by_rates.setdefault((rates, device.kind), len(profiles))
             profiles += [_scaled(profile, rates, device)] if index == len(profiles) else []
+        if device.members > 1 and kind is None and device.speed == 1:
+            raise BiremeError(
+                f"{device.name} stands for {device.members} devices that run each operator together, and how "
+                "fast they do so is not known. Give it the profile of such a device (--profile NAME=FILE, "
+                "plan.profiles), or its speed in the cluster file."
+            )
         known[device] = index, memory_speed
     found = [known[device] for device in devices]
     return DeviceProfiles(

@@ -68,7 +68,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         for device, equal in groupby(server.devices):
             count = len(list(equal))
             label = _range(server.device_names[place], server.device_names[place + count - 1])
-            devices.append([f"{names}/{label}", device.name, *_figures(device), *_tiers(server, device)])
+            title = f"{device.name}, {device.members} as one" if device.members > 1 else device.name
+            devices.append([f"{names}/{label}", title, *_figures(device), *_tiers(server, device)])
             place += count
         for group in server.groups:
             links.append(
@@ -178,6 +179,7 @@ def _plain_device(device: Device) -> dict[str, Any]:
         "host_bytes_per_s": device.host_bytes_per_s,
         "update_speed": device.update_speed,
         "host_speed": device.host_speed,
+        "members": device.members if device.members > 1 else 0,
     }
     process = {} if device.process_bytes is None else {"process_bytes": device.process_bytes}
     return {

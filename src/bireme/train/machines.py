@@ -205,7 +205,15 @@ def _tell_untested(kind: str) -> None:
 
 
 def check_kinds(run: RunFile, cluster: Cluster, device: str) -> None:
-    """Refuse a cluster file of GPUs whose processes would compute on CPUs, unless the run asks for CPUs."""
+    """Refuse a cluster file of GPUs whose processes would compute on CPUs, unless the run asks for CPUs, and
+    devices that stand for several.
+    """
+    for placed in cluster.devices():
+        if placed.device.members > 1:
+            raise BiremeError(
+                f"{placed.name} stands for {placed.device.members} devices that run each operator together. "
+                "Plan for it with bireme plan and train with another framework, or list its devices apart."
+            )
     gpus = [placed for placed in cluster.devices() if placed.device.kind == ACCELERATOR]
     if run.cluster.source is None or run.cluster.device == "cpu" or device == ACCELERATOR or not gpus:
         return
