@@ -85,6 +85,13 @@ def test_a_profile_is_for_devices_by_name_or_kind(name: str) -> None:
     assert found.profiles[found.of_device[0]] is not own
 
 
+def test_the_profile_of_a_name_comes_before_that_of_a_kind() -> None:
+    kinds = (KindProfile("cuda", profile(MEMORY)), KindProfile("rtx3090", profile(None)))
+    found = device_profiles(replace(profile(COMPUTE), kinds=kinds), [KNOWN["rtx3090"], KNOWN["t4"]])
+    assert found.profiles[found.of_device[0]] is kinds[1].profile
+    assert found.profiles[found.of_device[1]] is kinds[0].profile
+
+
 def test_a_profile_for_a_device_that_is_not_there_is_refused() -> None:
     kinds = (KindProfile("rtx3080", profile(COMPUTE)),)
     with pytest.raises(BiremeError, match=r"a profile for rtx3080, but no device of that name or kind"):

@@ -29,6 +29,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "server_here", lambda _device, count: Server("box", (T4,) * count))
 
 
+def test_a_device_that_stands_for_several_is_planned_for_and_not_trained_on(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('format = 1\n[[server]]\n[[server.device]]\nlike = "t4"\nmembers = 2\n')
+    run = asked(source=file)
+    assert machines_of(run, num_cuda=0, num_cores=8, computes=False).cluster.num_devices == 1
+    with pytest.raises(BiremeError, match=r"server0/gpu0 stands for 2 devices"):
+        machines_of(run, num_cuda=0, num_cores=8)
+
+
 @pytest.mark.usefixtures("gpus")
 def test_over_gloo_processes_share_a_device_in_parts() -> None:
     found = machines_of(asked(device="cuda", backend="gloo", workers=3), num_cuda=2, num_cores=8)

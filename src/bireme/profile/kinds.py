@@ -55,7 +55,8 @@ def device_profiles(profile: Profile, devices: Sequence[Device]) -> DeviceProfil
     for device in devices:
         if device in known:
             continue
-        kind = next((one for one in profile.kinds if _is_called(device, one.name)), None)
+        own = [one for one in profile.kinds if _is_called(device, one.name)]
+        kind = min(own, key=lambda one: one.name == device.kind, default=None)  # its name before its kind
         rates = rates_of(device, profile.rates.dtype) if are_scaled and profile.rates else None
         index, memory_speed = 0, None
         if kind is not None:
