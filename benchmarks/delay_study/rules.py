@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from bireme.errors import BiremeError, closest
 
-__all__ = ["RULES", "Rest", "RunsOn", "UpdateRule", "rule_named"]
+__all__ = ["RULES", "ClipsBy", "Rest", "RunsOn", "UpdateRule", "rule_named"]
 
 
 class RunsOn(StrEnum):
@@ -48,6 +48,24 @@ class Rest(StrEnum):
     """The gradient of the batch before, g(t−2), which must be kept; zero until there is one."""
 
 
+class ClipsBy(StrEnum):
+    """The norm by which a stage's gradient is clipped. Except for the first, stages step from the last to the
+    first, each before the gradients of the stages before it are there.
+    """
+
+    WHOLE = "whole"
+    """The norm of the whole gradient, which all stages wait for."""
+    OWN = "own"
+    """The norm of the stage's own gradient, against its share of the limit: the squares of all stages'
+    shares are in proportion to their elements, and add up to the square of the limit."""
+    BEFORE = "before"
+    """The norm of the batch before. The first stage knows the whole norm."""
+    GUESSED = "guessed"
+    """The norm of the gradients from this stage to the last, times the whole norm of the batch before over
+    that of the same stages; in the first batch the norm of those gradients alone. The first stage knows the
+    whole norm."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
     """A rule by its name in results.
@@ -66,6 +84,7 @@ class UpdateRule:
     feedback: float = 0.0
     warm_up: float = 0.0
     switches: bool = False
+    clips_by: ClipsBy = ClipsBy.WHOLE
 
     @property
     def depends_on_stages(self) -> bool:
@@ -75,6 +94,9 @@ class UpdateRule:
 
 RULES = (
     UpdateRule("synchronous", RunsOn.NEWEST),
+    UpdateRule("apart", RunsOn.NEWEST, clips_by=ClipsBy.OWN),
+    UpdateRule("apart, norm before", RunsOn.NEWEST, clips_by=ClipsBy.BEFORE),
+    UpdateRule("apart, guessed", RunsOn.NEWEST, clips_by=ClipsBy.GUESSED),
     UpdateRule("2bw", RunsOn.OLDER),
     UpdateRule("2bw-fresh", RunsOn.TRIED, sees=True, rest=Rest.MEAN),
     UpdateRule("momentum", RunsOn.TRIED),

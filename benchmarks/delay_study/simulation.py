@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.delay_study.divided import Divided
-from benchmarks.delay_study.rules import Rest, RunsOn, UpdateRule
+from benchmarks.delay_study.rules import ClipsBy, Rest, RunsOn, UpdateRule
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT
 from bireme.runtime.optimizers import OptimizerFactory
@@ -101,6 +101,8 @@ class Simulation:
         self.num_synchronous = round(rule.warm_up * num_batches)
         self.batch = 0
         self.scale = 1.0
+        self.squares: list[float] = []
+        """Of the norms of the stages' gradients in the last batch, if the rule uses them."""
         first = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         bank_dtype = pipelining.bank_dtype or first.dtype
         model.to(bank_dtype)
@@ -130,9 +132,8 @@ class Simulation:
         norm = math.sqrt(squared_norm([*self.gradient.parts.values()]))
         if norm == norm and norm != float("inf"):
             self._try()
-            if self.clip_norm is not None:
-                self.scale = min(1.0, self.clip_norm / (norm + 1e-6))
-            self._step()
+            before, self.scale = self.scale, self._scale_to(norm)
+            self._step(self._scales(before))
             self.batch += 1
             return loss
         return float("nan")
@@ -234,13 +235,39 @@ class Simulation:
             factor=1.0,
         )
 
+    def _scale_to(self, norm: float) -> float:
+        """The factor that brings a gradient of that norm down to the limit."""
+        return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+
+    def _scales(self, before: float) -> list[float]:
+        """The factor of each stage's gradient, after `before` in the batch before."""
+        num_stages = self.pipelining.num_stages
+        if self.rule.clips_by is ClipsBy.WHOLE:
+            return [self.scale] * num_stages
+        squares = [squared_norm([self.gradient.whole[part]]) for part in self.layout.stages]
+        last, self.squares = self.squares, squares
+        found = []
+        for stage, (part, square) in enumerate(zip(self.layout.stages, squares, strict=True)):
+            if self.rule.clips_by is ClipsBy.OWN:
+                share = (part.stop - part.start) / len(self.gradient.whole)
+                found.append(self._scale_to(math.sqrt(square / share)))
+            elif not stage:
+                found.append(self.scale)
+            elif self.rule.clips_by is ClipsBy.BEFORE:
+                found.append(before)
+            else:
+                beyond = sum(last) / sum(last[stage:]) if last else 1.0
+                found.append(self._scale_to(math.sqrt(beyond * sum(squares[stage:]))))
+        return found
+
     @torch.no_grad()
-    def _step(self) -> None:
+    def _step(self, scales: Sequence[float]) -> None:
         self.oldest.whole.copy_(self.older.whole)
         self.older.whole.copy_(self.newest.whole)
         if self.rule.rest is Rest.LAST:
             self.last_gradient.whole.copy_(self.gradient.whole)
-        self.gradient.whole.mul_(self.scale)
+        for part, scale in zip(self.layout.stages, scales, strict=True):
+            self.gradient.whole[part].mul_(scale)
         self.stepper.step(self.newest.parts, self.gradient.parts, lr_factor=self.lr_factor(self.batch))
         if self.rule.feedback:
             self._feed_back()

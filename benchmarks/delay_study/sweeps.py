@@ -79,6 +79,15 @@ def delay_sweeps() -> Iterator[Sweep]:
     for rule in ("2bw", "last-gradient", "fresh-zero"):
         yield Sweep(Cell(rule, num_microbatches=4 if rule == "fresh-zero" else 8), 1)
     yield Sweep(Cell("synchronous", steps=60), 2)
+    yield from _clipping()
+
+
+def _clipping() -> Iterator[Sweep]:
+    """Stages that step before the norm of the whole gradient is known."""
+    for optimizer, rung in (("adamw", 2), ("muon", 4), ("sgd", 2)):
+        yield Sweep(Cell("apart", optimizer, num_stages=8), rung, 3)
+    for rule in ("apart, guessed", "apart, norm before"):
+        yield Sweep(Cell(rule, num_stages=8), 2, 3, is_searched=False)
 
 
 def _optimizers() -> Iterator[Sweep]:

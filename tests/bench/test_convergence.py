@@ -172,9 +172,9 @@ class Plain:
             found.append(dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)))
         return found
 
-    def stepped(self, gradient: Weights, batch: int, factor: float) -> Weights:
+    def stepped(self, gradient: Weights, batch: int) -> Weights:
         for name, parameter in self.parameters.items():
-            parameter.grad = gradient[name] * factor
+            parameter.grad = gradient[name]
         for one, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(one.param_groups, rates, strict=True):
                 group["lr"] = rate * lr(batch)
@@ -182,7 +182,7 @@ class Plain:
         return self.weights()
 
     def tried(self, gradient: Weights, batch: int) -> Weights:
-        return copy.deepcopy(self).stepped(gradient, batch, self.factor)
+        return copy.deepcopy(self).stepped({name: self.factor * one for name, one in gradient.items()}, batch)
 
     def weights(self) -> Weights:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
@@ -199,6 +199,22 @@ def mean(gradients: Sequence[Weights]) -> Weights:
     return {name: sum(one[name] for one in gradients) / len(gradients) for name in gradients[0]}  # type: ignore[misc]  # a sum of tensors is a tensor where there are any
 
 
+def clipped_apart(
+    rule: str, stage: int, squares: list[float], last: list[float], plain: Plain, last_factor: float
+) -> float:
+    """What a stage's gradient is multiplied with, by the squares of all stages' norms in two batches."""
+    if rule == "apart":
+        sizes = [0] * len(squares)
+        for name, tensor in plain.start.items():
+            sizes[plain.stage(name)] += tensor.numel()
+        limit = CLIP * math.sqrt(sizes[stage] / sum(sizes))
+        return min(1.0, limit / (math.sqrt(squares[stage]) + 1e-6 * limit / CLIP))
+    if rule == "apart, guessed" and stage:
+        guess = math.sqrt(sum(squares[stage:]) * (sum(last) / sum(last[stage:]) if last else 1.0))
+        return min(1.0, CLIP / (guess + 1e-6))
+    return last_factor if rule == "apart, norm before" and stage else plain.factor
+
+
 def plain_loop(rule: str, optimizer: str, pipelining: Pipelining) -> list[Weights]:
     """W after every batch, by the definitions of the rules, name by name."""
     plain = Plain(optimizer, pipelining)
@@ -209,8 +225,9 @@ def plain_loop(rule: str, optimizer: str, pipelining: Pipelining) -> list[Weight
     steps: list[Weights] = []
     zero = {name: torch.zeros_like(tensor) for name, tensor in plain.start.items()}
     before, trial = zero, plain.weights()
+    last_squares: list[float] = []
     for t in range(NUM_BATCHES):
-        is_current = t <= last_synchronous or head == "synchronous"
+        is_current = t <= last_synchronous or head == "synchronous" or head.startswith("apart")
         if is_current:
             used = history[t]
         elif head == "2bw":
@@ -238,8 +255,17 @@ def plain_loop(rule: str, optimizer: str, pipelining: Pipelining) -> list[Weight
             }.get(head, zero[name])
         trial = plain.tried(guess, t)
         norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in whole.values()))
-        plain.factor = min(1.0, CLIP / (norm + 1e-6))
-        after = plain.stepped(whole, t, plain.factor)
+        last_factor, plain.factor = plain.factor, min(1.0, CLIP / (norm + 1e-6))
+        squares = [
+            sum(float(one.square().sum()) for name, one in whole.items() if plain.stage(name) == stage)
+            for stage in range(d)
+        ]
+        factors = {
+            name: clipped_apart(head, plain.stage(name), squares, last_squares, plain, last_factor)
+            for name in whole
+        }
+        last_squares = squares
+        after = plain.stepped({name: one * factors[name] for name, one in whole.items()}, t)
         steps.append({name: tensor - history[t][name] for name, tensor in after.items()})
         if "+feedback" in rule and not is_current:
             late = {name: 1.0 if head == "2bw" else (d - 1 - plain.stage(name)) / m for name in after}

@@ -90,6 +90,7 @@ def parts(schedule: str, per_rank: int = 2, **more: Any) -> Plan:
 
 
 HALFWAY = {"width": 2, "updates_halfway": True}
+APART = (("updates_apart", True),)
 SHARED: dict[str, Any] = {"is_summed": True, "shard": "optimizer"}
 
 CASES = {
@@ -148,7 +149,7 @@ CASES = {
         more=(("host_updates", True), ("updates_together", True)),
     ),
     "updates apart of one rank on a disk": Case(
-        parts("1f1b", 4), host=0.0, disk=True, clip_norm=None, more=(("updates_apart", True),), windows=(2, 1)
+        parts("1f1b", 4), host=0.0, disk=True, clip_norm=None, more=APART, windows=(2, 1)
     ),
     "updates apart of bfloat16 banks": Case(
         parts("interleaved", recompute=(0, 3)),
@@ -156,7 +157,7 @@ CASES = {
         dtype="bfloat16",
         bank_dtype=torch.bfloat16,
         clip_norm=None,
-        more=(("updates_apart", True),),
+        more=APART,
     ),
     "updates apart on the host": Case(
         parts("gpipe", 4), clip_norm=None, more=(("updates_apart", True), ("host_updates", True))
@@ -292,17 +293,37 @@ def test_snapshots_and_evaluations_read_every_tier(tmp_path: Path) -> None:
         pipeline.close()
 
 
-@pytest.mark.parametrize("more", [{"clip_norm": 0.5}, {"tied": True}, {"gradient": "principal:2"}])
-def test_stages_that_update_apart_neither_clip_nor_sum(more: dict[str, Any], tmp_path: Path) -> None:
-    asked = {"clip_norm": None, **more}
-    case = Case(parts("1f1b", 4), host=0.0, disk=True, more=(("updates_apart", True),), **asked)
+@pytest.mark.parametrize("more", [{"tied": True}, {"clip_norm": None, "gradient": "principal:2"}])
+def test_stages_that_update_apart_do_not_sum(more: dict[str, Any], tmp_path: Path) -> None:
+    case = Case(parts("1f1b", 4), host=0.0, disk=True, more=APART, **more)
     with pytest.raises(BiremeError, match="before the others have their gradients"):
         pipeline_of(case.of, case.setting(case.paged(), PagingSettings(tmp_path)), None)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["one rank", "two ranks", "two ranks, one offloads"])
+def test_stages_that_update_apart_are_clipped_by_their_own_norms(case: str, tmp_path: Path) -> None:
+    """Also on a rank that has room for everything while another offloads."""
+    of = Case(parts("1f1b", 4 if case == "one rank" else 2), disk=True, clip_norm=0.6, more=APART)
+    plan = of.paged()
+    if case == "two ranks, one offloads":
+        assert plan.paging is not None
+        budgets = (replace(plan.paging.budgets[0], device_bytes=1 << 30), *plan.paging.budgets[1:])
+        plan = replace(plan, paging=replace(plan.paging, budgets=budgets))
+        assert [tiers is None for tiers in plan.source.settled().tiers] == [True, False]
+    data = token_batches(6, 4)
+    setting = of.setting(plan, PagingSettings(tmp_path, partial(StrictMover, seed=1), poisons=True))
+    found = train_on_threads(of.of, setting, data)
+    expected = oracle(of.of, of.setting(of.plan), data, clips_apart=True)
+    assert max(found[0].norms) > 0.6  # or nothing is clipped
+    assert_equal(found, expected, tolerance=1e-12)
+    exact = oracle(of.of, of.setting(of.plan), data)
+    assert found[0].losses[-1] != pytest.approx(exact[-1].loss, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_skips_the_stages_that_have_not_stepped_apart(tmp_path: Path) -> None:
-    case = Case(parts("1f1b", 4), host=0.0, disk=True, clip_norm=None, more=(("updates_apart", True),))
+    case = Case(parts("1f1b", 4), host=0.0, disk=True, clip_norm=None, more=APART)
 
     def overflow(step: Instruction) -> None:
         if step.kind is Kind.REDUCE and step.stage == 1:

@@ -274,12 +274,13 @@ def oracle(
     norms: Mapping[int, float] | None = None,
     after_step: AfterStep = lambda _batch, _weights, _state: None,
     cuts: Mapping[str, Sequence[slice]] | None = None,
+    clips_apart: bool = False,
 ) -> list[Update]:
     """What one process and plain loops make of it. `buffers` are written, as the model does. `sizes` are the
     samples of all micro-batches, batch by batch, where the plan does not say them. `norms` are those of
     ranks whose clipped updates are to be the same to the last bit. `after_step` may change the weights and
     the optimizers' state after each step. `cuts` are the pieces of gradients that go through the codec of
-    sums each by itself.
+    sums each by itself. With `clips_apart` stages are clipped by their own norms.
     """
     plan, graph = setting.plan, model.graph
     runs: list[_Now] = []
@@ -312,6 +313,7 @@ def oracle(
         coded=None if setting.sum_codec == "none" else CodedOracle(setting.sum_codec, cuts),
         norms=norms,
         after_step=after_step,
+        clips_apart=clips_apart,
     )
 
 

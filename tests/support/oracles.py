@@ -99,6 +99,7 @@ def run_oracle(
     coded: CodedOracle | None = None,
     norms: Mapping[int, float] | None = None,
     after_step: AfterStep = lambda _batch, _weights, _state: None,
+    clips_apart: bool = False,
 ) -> list[Update]:
     """Train from `weights` on all batches.
 
@@ -108,6 +109,8 @@ def run_oracle(
     Sums over the replicas go through `coded`, where stages share no parameter. Updates are clipped by `norms`
     where these have one: squares that are added up in another order may differ from ours in the last bit, and
     every weight with them. `after_step` may change the weights and the optimizers' state after each step.
+    With `clips_apart` each stage's gradient is clipped by its own norm, against a share of the limit whose
+    square is in proportion to the stage's elements.
     """
     learned = [name for name in weights if trainable is None or name in trainable]
     frozen = _cast({name: weights[name] for name in weights if name not in learned}, compute_dtype)
@@ -133,8 +136,7 @@ def run_oracle(
         gradients = of_replicas.get(0, dict.fromkeys(learned))
         if coded is not None:
             gradients = coded.sum(unit.batch, of_replicas)
-        squares = (float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values() if g is not None)
-        norm = math.sqrt(sum(squares))
+        norm = math.sqrt(sum(map(_square, gradients.values())))
         rate = lr_factor(unit.batch)
         trials = {}
         for place, sums in result.sums.items():
@@ -147,8 +149,16 @@ def run_oracle(
             coded.settle(counts=not is_skipped)
         if not is_skipped:
             clipped = (norms or {}).get(number, norm)
-            factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (clipped + 1e-6))
-            training.step(gradients, rate, factor)
+            factor = _factor(clipped, clip_norm)
+            factors = dict.fromkeys(gradients, factor)
+            if clips_apart and clip_norm is not None:
+                num_learned = sum(weights[name].numel() for name in learned)
+                for stage in stages:
+                    there = set(stage.parameters) & gradients.keys()
+                    share = sum(weights[name].numel() for name in there) / num_learned
+                    norm_there = math.sqrt(sum(_square(gradients[name]) for name in there))
+                    factors |= dict.fromkeys(there, _factor(norm_there, clip_norm * math.sqrt(share)))
+            training.step(gradients, rate, factors)
         with torch.no_grad():
             after_step(unit.batch, training.parameters, training.live_state())
         history.append(training.weights())
@@ -260,12 +270,12 @@ class _Training:
         self.optimizers = [made] if isinstance(made, Optimizer) else list(made)
         self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
 
-    def step(self, gradients: Gradients, lr_factor: float, factor: float) -> None:
+    def step(self, gradients: Gradients, lr_factor: float, factors: Mapping[str, float]) -> None:
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
             # Fused steps of torch read a gradient in the order of its memory.
             parameter.grad = (
-                None if gradient is None else (gradient.to(parameter.dtype) * factor).contiguous()
+                None if gradient is None else (gradient.to(parameter.dtype) * factors[name]).contiguous()
             )
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -294,8 +304,18 @@ def _tried(training: _Training, seen: Sequence[_Sum], rate: float, factor: float
     """
     trial = copy.deepcopy(training)
     if seen and _is_finite(seen[-1].gradients):
-        trial.step(seen[-1].gradients, rate, 1.0 / seen[-1].share * factor)
+        factors = dict.fromkeys(seen[-1].gradients, 1.0 / seen[-1].share * factor)
+        trial.step(seen[-1].gradients, rate, factors)
     return trial.weights()
+
+
+def _factor(norm: float, limit: float | None) -> float:
+    """What brings a gradient of that norm down to the limit."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def _square(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient)) ** 2
 
 
 def _added(sums: Gradients, more: Gradients) -> Gradients:

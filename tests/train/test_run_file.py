@@ -44,7 +44,7 @@ BESIDE = {
     "training.rest_learning_rate": ["training.optimizer=muon"],
 }
 """What must be otherwise for a key to mean anything."""
-APART = ["memory.device=1GB", "memory.updates=apart", "training.clip_norm=0"]
+APART = ["memory.device=1GB", "memory.updates=apart"]
 
 # --- any run file ----------------------------------------------------------------------------------------
 
@@ -334,13 +334,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["memory.device=0"], "memory.device is 0, so there is no room for any stage."),
         (["memory.device=1GB", "memory.host=0"], "there is nothing to offload to."),
         (["memory.device=1GB", "memory.disk_bytes=5e9"], "but memory.disk names no folder."),
-        (
-            ["memory.device=1GB", "memory.updates=apart"],
-            "but training.clip_norm is 1, and a stage that steps",
-        ),
         ([*APART, "plan.schedule=2bw"], 'but plan.schedule is "2bw", which updates late'),
         ([*APART, "plan.width=2"], "but plan.width is 2, and gradients are summed"),
-        (["memory.updates=apart", "training.clip_norm=0"], "memory.updates is set, but memory.device is not"),
+        (["memory.updates=apart"], "memory.updates is set, but memory.device is not"),
         (["plan.file=p.json", "memory.device=1GB"], "but memory.device asks for a new plan."),
         (["memory.shard=weights", "plan.schedule=2bw-fresh"], 'and memory.shard is "weights". A trial step'),
         (["sync.mode=quorum", "balance.mode=start"], "assigns samples by the speed of the replicas."),

@@ -59,7 +59,7 @@ from bireme.runtime.shared_weights import Sharers, sharers_of
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
-from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, result_of
+from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, own_limits, result_of
 from bireme.runtime.world import World
 from bireme.sync.coded import sums_through
 from bireme.sync.coordinator.messages import Window
@@ -295,7 +295,6 @@ class Pipeline(HeldState):
             self._device,
             paging or PagingSettings(),
             compiles=compile,
-            clips=clip_norm is not None,
             agrees=agreement is not None,
             merges=form is not None,
         )
@@ -341,11 +340,12 @@ class Pipeline(HeldState):
         if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
-        norms_of = None
-        if self._paging is not None and not self._paging.keeps_gradients:
+        norms_of, is_apart = None, self.plan.source.settled().updates_apart
+        if is_apart or (self._paging is not None and not self._paging.keeps_gradients):
             assert isinstance(self._reducer, GroupReducer), "an agreement keeps gradients until the update"
             norms_of = self._reducer.norms_of
-        settings = UpdateSettings(lr, clip_norm)
+        limits = own_limits(clip_norm, units, graph.parameters, self.layout) if is_apart else {}
+        settings = UpdateSettings(lr, clip_norm, limits)
         self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, RoundReducer):

@@ -6,29 +6,50 @@ the batch counts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
+from bireme.model.graph import ModelState
+from bireme.model.units import Unit
+from bireme.runtime.layout import Layout
 from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.coordinator.state import HealTimes, healed_in
 from bireme.sync.exchange import PieceNorms, piece_norms, squared_norm_of
-from bireme.sync.reducer import OwnPart, Reduced, Reducer, Reduction, nothing_more
+from bireme.sync.reducer import OwnPart, Reducer, Reduction, nothing_more
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """How gradients become updates: the factor on the learning rate by batch, and the largest norm, if
-    any.
+    any. If stages step apart, `own_limits` are the largest norms of each stage's own gradient instead.
     """
 
     lr_factor: Callable[[int], float] = field(default=lambda _batch: 1.0)
     clip_norm: float | None = None
+    own_limits: Mapping[int, float] = field(default_factory=dict)
+
+
+def own_limits(
+    clip_norm: float | None, units: Sequence[Unit], states: Sequence[ModelState], layout: Layout
+) -> dict[int, float]:
+    """The shares of the limit of this rank's stages: their squares are in proportion to the elements that
+    learn, so that those of all stages add up to the square of the limit.
+    """
+    elements = {state.name: state.num_elements for state in states if state.trainable}
+
+    def num_elements(of: Iterable[Unit]) -> int:
+        return sum(elements.get(name, 0) for unit in of for name in unit.parameters)
+
+    if clip_norm is None:
+        return {}
+    whole = max(num_elements(units), 1)
+    return {stage: clip_norm * math.sqrt(num_elements(own) / whole) for stage, own in layout.units.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +70,8 @@ class FinishedBatch:
 class Updates:
     """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to.
 
-    With `norms_of` each stage's gradients are looked at when the stage has all of them, because they may be
-    elsewhere when the last stage has.
+    With `norms_of` the norm of each stage's gradients is taken when the stage has all of them, because they
+    may be elsewhere, or be used up, when the last stage has its own.
     """
 
     def __init__(
@@ -131,20 +152,25 @@ class Updates:
                 # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
                 reduced = replace(reduced, loss=math.nan, grad_norm=0.0, is_finite=False)
             end.reduced = reduced
-            self.scale = self._scale(reduced)
+            if reduced.is_finite:
+                self.scale = _scale_to(reduced.grad_norm, self.settings.clip_norm)
 
     def update(self, step: Instruction) -> None:
         """Make a stage's next weights from a batch's whole gradient, which must have been waited for. An
-        update that is apart needs the stage's own gradients alone, and is skipped where these are not finite.
+        update that is apart is skipped if a gradient is not finite that this rank has of the batch by then.
+        If stages step apart, each is clipped by its own norm.
         """
         assert step.version is not None
         end = self._batches[step.batch]
-        reduced = end.reduced
+        reduced, scale = end.reduced, self.scale
         if step.is_apart:
-            is_finite = end.counts and math.isfinite(squared_norm_of([end.norms[step.stage]]))
+            is_finite = end.counts and math.isfinite(squared_norm_of(end.norms.values()))
         else:
             assert reduced is not None, "the interpreter waits first"
             is_finite = reduced.is_finite
+        own_limit = self.settings.own_limits.get(step.stage)
+        if own_limit is not None and is_finite:
+            scale = _scale_to(math.sqrt(squared_norm_of([end.norms[step.stage]])), own_limit)
         stage = self._stages[step.stage]
         if self.before_update is not None:
             self.before_update(stage, step.batch)
@@ -153,7 +179,7 @@ class Updates:
             step.version,
             dict(part.whole_gradients()),
             lr_factor=self.settings.lr_factor(step.batch),
-            scale=self.scale,
+            scale=scale,
             skip=not is_finite,
         )
         if stage.banks.gradients.principal is not None:
@@ -215,11 +241,10 @@ class Updates:
         while self.finished:
             yield self.finished.pop(0)
 
-    def _scale(self, reduced: Reduced) -> float:
-        limit = self.settings.clip_norm
-        if limit is None or not reduced.is_finite:
-            return 1.0 if limit is None else self.scale
-        return min(1.0, limit / (reduced.grad_norm + 1e-6))
+
+def _scale_to(norm: float, limit: float | None) -> float:
+    """The factor that brings a gradient of that norm down to the limit."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
 # What came of a batch, as a pipeline gives it to whoever trains.

@@ -218,6 +218,11 @@ class Program:
         return any(instruction.kind in kinds for track in self.tracks for instruction in track.written())
 
     @property
+    def updates_apart(self) -> bool:
+        """Whether any stage is updated before the others have their gradients."""
+        return any(instruction.is_apart for track in self.tracks for instruction in track.written())
+
+    @property
     def splits_backward(self) -> bool:
         """Whether any backward runs in two halves."""
         return any(i.kind is Kind.BACKWARD_INPUT for track in self.tracks for i in track.written())

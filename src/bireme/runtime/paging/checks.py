@@ -28,7 +28,6 @@ def paging_of(
     settings: PagingSettings,
     *,
     compiles: bool,
-    clips: bool,
     agrees: bool,
     merges: bool,
 ) -> RankPaging | None:
@@ -56,18 +55,18 @@ def paging_of(
             f"the device, where it counts on {bytes_text(tiers.unpaged_bytes)} besides its chunks. Make a "
             "new plan for the part of the model that learns."
         )
-    is_apart = any(step.is_apart for step in program.tracks[rank])
+    is_apart = program.updates_apart
     keeps = not is_apart and _keeps_gradients(program, rank, tiers)
     trained = {state.name for state in graph.parameters if state.trainable}
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_tied = layout.tied or any(count > 1 for count in names.values())
     # Replicas that share weights sum their parts before a batch ends.
     is_summed = is_tied or agrees or (layout.width > 1 and program.num_sharers == 1)
-    if is_apart and (is_tied or clips or merges or layout.width > 1):
+    if is_apart and (is_tied or merges or layout.width > 1):
         raise BiremeError(
-            f"The plan updates stages of rank {layout.rank} before the others have their gradients, so their "
-            "norm cannot be clipped, gradients cannot be summed over replicas or stages, and principal "
-            'components cannot be found. Plan with memory.updates = "agreed".'
+            "The plan updates stages before the others have their gradients, so gradients cannot be summed "
+            "over replicas or stages, and principal components cannot be found. Plan with memory.updates = "
+            '"agreed".'
         )
     if is_summed and not keeps:
         raise BiremeError(

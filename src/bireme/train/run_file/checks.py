@@ -77,16 +77,10 @@ def check_paging(memory: Memory, plan: Planning) -> None:
 
 
 def _check_updates(tables: Tables) -> None:
-    """A stage that steps before the others knows nothing of their gradients."""
+    """Refuse updates apart if gradients are summed, or if the pipeline never drains."""
     if tables.memory.updates == "agreed":
         return
-    clip_norm, schedule, width = tables.training.clip_norm, tables.plan.schedule, tables.plan.width
-    if clip_norm:
-        raise BiremeError(
-            f'memory.updates is "apart", but training.clip_norm is {clip_norm:g}, and a stage that steps '
-            "before the others cannot know the norm of the whole gradient. Set training.clip_norm = 0, or "
-            "leave out memory.updates."
-        )
+    schedule, width = tables.plan.schedule, tables.plan.width
     if tables.training.gradient_form is not None:
         raise BiremeError(
             f'memory.updates is "apart", but training.gradient is "{tables.training.gradient}", whose '

@@ -127,9 +127,9 @@ class Memory(Table):
     updates: Literal["agreed", "apart"] = Field(
         default="agreed",
         description="When stages that are offloaded step: after all have agreed on the gradient's norm and "
-        "on whether the batch counts (agreed), or each as soon as it has its own gradients, where a batch is "
-        "predicted to take less time so (apart). The latter needs training.clip_norm = 0, one replica, and a "
-        "schedule that drains between batches",
+        "on whether the batch counts (agreed), or each as soon as it has its own gradients, if a batch is "
+        "predicted to take less time that way (apart). The latter needs one replica and a schedule that "
+        "drains between batches, and clips each stage by its own norm",
         examples=["apart"],
     )
     shard: Literal["none", "auto", "optimizer", "weights"] = Field(
