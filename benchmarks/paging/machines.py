@@ -7,9 +7,14 @@ more, for every part keeps only its inputs. A parameter takes 2 bytes for weight
 for the master copy and moments of AdamW. The optimizer steps on the device or on the host, whichever makes
 the batch shorter; on the host at the speed of its memory, of which a step attains seven tenths too. Chunks
 are those of a plan: at most 256 of a rank, in pages of 2 MiB.
+
+Ranks are a pipeline, or replicas of a shorter one that share weights, gradients and optimizer. Then chunks
+have owners among the replicas, as PatrickStar's have, and parts are gathered before use. If a model trains
+adapters only, its other weights take 2 bytes each, and their gradients are not computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -20,16 +25,18 @@ from bireme.plan.plan import MOST_CHUNKS
 from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS
 from bireme.schedule.budgets import Budgets, cut_memory
 from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.gathering import gathered
 from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.tiers import LARGE_PAGE_BYTES
-from bireme.simulate.copies import TierLinks
+from bireme.simulate.copies import REPLICAS, TierLinks
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
+from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 
-__all__ = ["CASES", "Case", "Machine", "Model", "row_of"]
+__all__ = ["CASES", "LARGEST", "Case", "Machine", "Model", "largest_row", "row_of"]
 
 GIB, GB = 2**30, 10**9
 USABLE = 0.9
@@ -48,11 +55,26 @@ class Model:
     tokens: int
     num_microbatches: int
     samples_a_microbatch: int = 1
+    rank: int = 0
+    """Of the adapters that alone learn; 0 if all weights do."""
 
     @property
     def num_parameters(self) -> float:
-        """Of all layers."""
+        """Of all layers, adapters left out."""
         return 12.0 * self.num_layers * self.width**2
+
+    @property
+    def num_trained(self) -> float:
+        """Those that learn. An adapter has two factors beside each of a layer's six matrices: four of width ×
+        width, and two of width × 4 width.
+        """
+        return 18.0 * self.num_layers * self.rank * self.width if self.rank else self.num_parameters
+
+    @property
+    def state_bytes(self) -> float:
+        """Weights, gradients and optimizer."""
+        frozen = self.num_parameters if self.rank else 0.0
+        return 16 * self.num_trained + 2 * frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +97,44 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a machine: how many parts each rank has, which schedules and sweeps are tried."""
+    """A model on a machine: how many parts each rank has, which schedules and sweeps are tried, and how many
+    replicas share the state of each stage.
+    """
 
     model: Model
     machine: Machine
     parts: int
     schedules: Sequence[str] = ("1f1b",)
     sweeps: Sequence[int] = (1,)
+    width: int = 1
     published: str = ""
-    must_fit: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        """Of a replica."""
+        return self.machine.num_ranks // self.width * self.parts
+
+    def ways(self) -> "Iterator[Way]":
+        """All that are tried."""
+        orders = [order for order in ORDERS if self.width == 1 or order != APART]
+        for schedule, sweep, on_host, order, ahead in product(
+            self.schedules, self.sweeps, (False, True), orders, LEADS
+        ):
+            if order != APART or SCHEDULES[schedule].rule is Rule.SYNCHRONOUS:
+                yield Way(schedule, sweep, order, ahead, on_host=on_host)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A schedule and its sweeps, the order of updates, how far ahead of their use chunks are fetched, and
+    where the optimizer steps.
+    """
+
+    schedule: str
+    sweep: int
+    order: str
+    ahead: int
+    on_host: bool
 
 
 SERVER_MEMORY = 12 * 21.3e9
@@ -109,10 +160,10 @@ PCIE, NVME, ETHERNET = 32e9, 5e9, 1.25e9
 """PCIe 4.0 × 16, an NVMe disk that reads and writes as fast, 10 Gbit/s."""
 
 
-def cards(number: int) -> Machine:
+def cards(number: int, link_bytes_per_s: float = ETHERNET) -> Machine:
     """Machines of one card each."""
-    name = f"{number} × RTX 4090"
-    return Machine(name, number, CARD, HOST, DISK, PCIE, NVME, ETHERNET, DESKTOP_MEMORY)
+    name = f"{number} × RTX 4090" if link_bytes_per_s == ETHERNET else f"{number} × RTX 4090, 1 Gbit/s"
+    return Machine(name, number, CARD, HOST, DISK, PCIE, NVME, link_bytes_per_s, DESKTOP_MEMORY)
 
 
 def published(billions: int) -> str:
@@ -131,23 +182,41 @@ PATRICKSTAR = (
 )
 """Billions of parameters, layers and width of the models that PatrickStar's benchmark names."""
 
+OWNERS = Case(Model("18B", 90, 4096, 1024, 16, 2), V100, 45, sweeps=(2,), width=8)
+"""Eight replicas that share all state: each trains two micro-batches of a batch, in one sweep."""
+
 CASES: tuple[Case, ...] = (
     *(
         Case(Model(f"{size}B", layers, width, 1024, 16, 2), V100, 4, published=published(size))
         for size, layers, width in PATRICKSTAR
     ),
+    replace(OWNERS, published=published(18)),
     Case(Model("7B", 32, 4096, 2048, 8), cards(1), 32, sweeps=(1, 8)),
     Case(Model("13B", 40, 5120, 2048, 8), cards(2), 20, schedules=("1f1b", "2bw"), sweeps=(1, 4)),
     Case(Model("70B", 80, 8192, 2048, 16), cards(8), 20, schedules=("1f1b", "2bw"), sweeps=(1, 2)),
+    *(
+        Case(
+            Model("70B, adapters", 80, 8192, 2048, 12, rank=16),
+            cards(3, link),
+            20,
+            schedules=("1f1b", "2bw"),
+            sweeps=(1, 4),
+        )
+        for link in (ETHERNET, ETHERNET / 10)
+    ),
 )
 
+LARGEST = (Case(Model("", 0, 4096, 1024, 16, 2), V100, 8), replace(OWNERS, parts=64))
+"""Of these the layers are searched: the most that fit. More parts than above, for larger working sets."""
 
+
+APART = "updates apart"
 ORDERS: Mapping[str, Mapping[str, bool]] = {
     "": {},
     "updates together": {"updates_together": True},
-    "updates apart": {"updates_apart": True},
+    APART: {"updates_apart": True},
 }
-"""Of a rank's updates; those apart are for runs without clipping, and for schedules that drain."""
+"""Of a rank's updates; those apart are for schedules that drain, and clip by another rule."""
 LEADS = (1, 16)
 """Instructions ahead of their use that chunks are fetched."""
 
@@ -156,101 +225,152 @@ def row_of(case: Case) -> dict[str, Any]:
     """What the simulator says of the fastest way that was tried, and what is the least with updates apart; of
     none, why.
     """
-    best: tuple[float, str, Timeline] | None = None
+    best: tuple[Way, Timeline] | None = None
     apart_s: float | None = None
     refused = ""
-    ways = product(case.schedules, case.sweeps, (False, True), ORDERS, LEADS)
-    for schedule, sweep, on_host, order, ahead in ways:
-        is_apart = order == "updates apart"
-        if is_apart and SCHEDULES[schedule].rule is not Rule.SYNCHRONOUS:
-            continue
+    for way in case.ways():
         try:
-            timeline = simulated(case, schedule, sweep, on_host=on_host, ahead=ahead, **ORDERS[order])
+            timeline = simulated(case, way)
         except BiremeError as error:
             refused = str(error)
             continue
         batch_s = timeline.steady_batch_s
-        if is_apart:
+        if way.order == APART:
             apart_s = batch_s if apart_s is None else min(apart_s, batch_s)
-        elif best is None or batch_s < best[0]:
-            swept = "" if sweep == 1 else f"sweeps of {sweep}"
-            how = ", ".join(filter(None, (schedule, swept, order, "on the host" if on_host else "")))
-            best = batch_s, how, timeline
-    model, machine = case.model, case.machine
-    state = 16 * model.num_parameters
+        elif best is None or batch_s < best[1].steady_batch_s:
+            best = way, timeline
+    model = case.model
     row: dict[str, Any] = {
         "model": model.name,
-        "machine": machine.name,
-        "state_gb": state / GB,
+        "machine": case.machine.name,
+        "state_gb": model.state_bytes / GB,
         "fits": best is not None,
-        "how": refused if best is None else best[1],
+        "how": refused if best is None else told(case, best[0]),
     }
     if best is None:
         return row | dict.fromkeys(FIGURES) | {"published": case.published}
-    batch_s, _, timeline = best
+    batch_s = best[1].steady_batch_s
     samples = model.num_microbatches * model.samples_a_microbatch
     return row | {
         "step_s": batch_s,
         "apart_s": apart_s,
         "samples_per_s": samples / batch_s,
-        **busy(timeline),
+        **busy(best[1]),
         "published": case.published,
     }
 
 
-FIGURES = ("step_s", "apart_s", "samples_per_s", "compute_s", "host_wire_s", "disk_s", "network_s", "limit")
+FIGURES = (
+    "step_s",
+    "apart_s",
+    "samples_per_s",
+    "compute_s",
+    "host_wire_s",
+    "disk_s",
+    "replicas_s",
+    "network_s",
+    "limit",
+)
 
 
-def simulated(case: Case, schedule: str, sweep: int, *, ahead: int, on_host: bool, **order: bool) -> Timeline:
-    """Three batches of a case, with this order of updates, and chunks fetched so many steps ahead."""
-    machine = case.machine
+def told(case: Case, way: Way) -> str:
+    """A way in words."""
+    shared = f"{case.width} replicas share all state" if case.width > 1 else ""
+    swept = "" if way.sweep == 1 else f"sweeps of {way.sweep}"
+    return ", ".join(filter(None, (shared, way.schedule, swept, way.order, "on the host" * way.on_host)))
+
+
+def largest_row(case: Case) -> dict[str, Any]:
+    """The row of the model with the most layers that fits, at the case's width of a layer."""
+    way = next(case.ways())
+
+    def with_layers(number: int) -> Case:
+        made = replace(case.model, num_layers=number)
+        return replace(case, model=replace(made, name=f"{made.num_parameters / 1e9:.1f}B"))
+
+    fits, too_many = 1, 512
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        try:
+            paged_program(with_layers(middle), way)
+            fits = middle
+        except BiremeError:
+            too_many = middle
+    return row_of(replace(with_layers(fits), published=f"largest that fits: {fits} layers"))
+
+
+def paged_program(case: Case, way: Way) -> Program:
+    """Three batches of a case with their copies; raises if it does not fit."""
+    machine, depth = case.machine, case.machine.num_ranks // case.width
     program = generate(
-        schedule,
-        num_stages=machine.num_ranks * case.parts,
-        num_microbatches=case.model.num_microbatches,
+        way.schedule,
+        num_stages=case.num_stages,
+        num_microbatches=case.model.num_microbatches // case.width,
         num_batches=3,
         stages_per_rank=case.parts,
-        sweep=sweep,
-        recompute=range(machine.num_ranks * case.parts),
+        sweep=way.sweep,
+        recompute=range(case.num_stages),
     )
-    costs = costs_of(case)
+    program = gathered(program, case.width, WHOLE)
     budgets = Budgets(int(USABLE * machine.device.memory_bytes), machine.host_bytes, machine.disk_bytes)
     cut = cut_memory(
         program,
-        costs.sizes(),
-        (budgets,) * machine.num_ranks,
+        costs_of(case).sizes(),
+        (budgets,) * depth,
         most_chunks=MOST_CHUNKS,
         page_bytes=LARGE_PAGE_BYTES,
-        host_updates=on_host,
+        host_updates=way.on_host,
     )
-    paged: Program = page_cut(program, cut, ahead=ahead, **order)
+    return page_cut(program, cut, ahead=way.ahead, **ORDERS[way.order])
+
+
+WHOLE = 2
+"""Parts whose weights are whole on a rank at a time, if replicas share them."""
+
+
+def simulated(case: Case, way: Way) -> Timeline:
+    """Three batches of a case."""
+    machine, paged = case.machine, paged_program(case, way)
     links = TierLinks(machine.host_bytes_per_s, machine.disk_bytes_per_s)
     network = Links(machine.link_bytes_per_s).network(paged)
-    return simulate(paged, costs, network, tier_links=links)
+    if case.width > 1:
+        network = sharing_network(network, machine, paged.num_ranks)
+    return simulate(paged, costs_of(case), network, tier_links=links)
+
+
+def sharing_network(network: Network, machine: Machine, num_ranks: int) -> Network:
+    """The network with a wire of each rank's own to its replicas."""
+    first = len(network.wires)
+    wires = tuple(Wire(f"rank {rank} to its replicas", machine.link_bytes_per_s) for rank in range(num_ranks))
+    paths = {rank: Path((first + rank,)) for rank in range(num_ranks)}
+    return replace(network, wires=(*network.wires, *wires), sync_paths=paths)
 
 
 def costs_of(case: Case) -> Costs:
     """Seconds and bytes of each part."""
-    model, device = case.model, case.machine.device
-    num_parts = case.parts * case.machine.num_ranks
-    parameters = model.num_parameters / num_parts
+    model, device, num_parts = case.model, case.machine.device, case.num_stages
+    parameters, trained = model.num_parameters / num_parts, model.num_trained / num_parts
     tokens = model.tokens * model.samples_a_microbatch
     forward_s = 2 * parameters * tokens / (ATTAINED_FLOPS * device.bfloat16_flops_per_s)
     message_bytes = 2.0 * tokens * model.width
+    frozen_bytes = (2 * parameters * bool(model.rank),) * num_parts
     return Costs.per_stage(
         num_parts,
         forward_s=forward_s,
-        backward_s=2 * forward_s,
+        # Gradients of inputs take as long as the forward, and so do gradients of weights that learn.
+        backward_s=forward_s * (1 + trained / parameters),
         # Reads gradient, master copy and moments, writes weights, master copy and moments.
-        update_s=28 * parameters / (ATTAINED_BYTES * device.bytes_per_s),
-        host_update_s=28 * parameters / (ATTAINED_BYTES * case.machine.memory_bytes_per_s),
+        update_s=28 * trained / case.width / (ATTAINED_BYTES * device.bytes_per_s),
+        host_update_s=28 * trained / case.width / (ATTAINED_BYTES * case.machine.memory_bytes_per_s),
         message_bytes=message_bytes,
-        weight_bytes=2 * parameters,
-        gradient_bytes=2 * parameters,
-        optimizer_bytes=12 * parameters,
+        weight_bytes=2 * trained,
+        gradient_bytes=2 * trained,
+        optimizer_bytes=12 * trained / case.width,
         stash_bytes=LIVE_BYTES * tokens * model.width * model.num_layers / num_parts,
         input_bytes=(message_bytes,) * num_parts,
         master_weights=True,
+        buffer_bytes=frozen_bytes,
+        frozen_bytes=frozen_bytes,
     )
 
 
@@ -258,16 +378,18 @@ def busy(timeline: Timeline) -> dict[str, Any]:
     """Seconds a batch that the busiest rank computes and its wires carry, and which of them is the most."""
     num_batches = timeline.program.num_batches
     seconds = {"compute_s": max(rank.busy_s for rank in timeline.ranks) / num_batches}
-    host_s, disk_s = [0.0], [0.0]
+    wires = dict.fromkeys(("host_wire_s", "disk_s", "replicas_s"), 0.0)
     for moved in timeline.paging:
-        by_way = {
-            (copies.source, copies.destination): sum(copies.end_s) - sum(copies.start_s)
-            for copies in moved.copies
-        }
-        host_s += [spent for way, spent in by_way.items() if "disk" not in way]
-        disk_s.append(sum(spent for way, spent in by_way.items() if "disk" in way))
-    seconds["host_wire_s"] = max(host_s) / num_batches
-    seconds["disk_s"] = max(disk_s) / num_batches
+        # There is a wire each way to the host, and one for both ways to the disk and to the replicas.
+        own = defaultdict[tuple[str, bool], float](float)
+        for copies in moved.copies:
+            ends = {copies.source, copies.destination}
+            wire = "disk_s" if "disk" in ends else "replicas_s" if REPLICAS in ends else "host_wire_s"
+            is_up = wire == "host_wire_s" and copies.destination == "device"
+            own[wire, is_up] += sum(copies.end_s) - sum(copies.start_s)
+        for (wire, _), spent in own.items():
+            wires[wire] = max(wires[wire], spent / num_batches)
+    seconds |= wires
     network_s = [sum(one.end_s) - sum(one.start_s) for one in timeline.transfers]
     seconds["network_s"] = max(network_s, default=0.0) / num_batches
     limit = max(seconds, key=seconds.__getitem__)
@@ -275,6 +397,7 @@ def busy(timeline: Timeline) -> dict[str, Any]:
         "compute_s": "compute",
         "host_wire_s": "wire to the host",
         "disk_s": "disk",
+        "replicas_s": "wire to the replicas",
         "network_s": "network",
     }
     idle = timeline.steady_bubble_fraction

@@ -100,14 +100,16 @@ class Trained:
     write_bytes_per_s: float = 0.0
 
 
-def without_paging(case: Case) -> Trained:
+def without_paging(case: Case, clip_norm: float | None) -> Trained:
     """The resident run."""
     torch.set_num_threads(1)
     graph = case.graph()
-    return _trained(case, graph, case.plan(graph), PagingSettings())
+    return _trained(case, graph, case.plan(graph), PagingSettings(), clip_norm)
 
 
-def on_disk(case: Case, resident: Trained, most_bytes: int | None, *, is_apart: bool) -> Trained:
+def on_disk(
+    case: Case, resident: Trained, most_bytes: int | None, clip_norm: float | None, *, is_apart: bool
+) -> Trained:
     """The run with the disk right beneath the device tier; with no more private memory than given. Stages
     step together, or apart.
     """
@@ -123,7 +125,7 @@ def on_disk(case: Case, resident: Trained, most_bytes: int | None, *, is_apart: 
         links = TierLinks(disk_bytes_per_s=2 / (1 / before[0] + 1 / before[1]))
         budgets = Budgets(case.device_bytes, 0, PLENTY)
         paged, predicted_s = _best(plan, sizes, budgets, chunk_bytes, resident, links, is_apart=is_apart)
-        trained = _trained(case, graph, paged, PagingSettings(Path(folder)))
+        trained = _trained(case, graph, paged, PagingSettings(Path(folder)), clip_norm)
         after = _disk_speed(Path(folder), chunk_bytes)
     return replace(
         trained,
@@ -150,7 +152,9 @@ def over_a_wire(case: Case, bytes_per_s: float) -> Trained:
     return replace(trained, predicted_s=_simulated(paged, trained, links))
 
 
-def _trained(case: Case, graph: Graph, plan: Plan, paging: PagingSettings) -> Trained:
+def _trained(
+    case: Case, graph: Graph, plan: Plan, paging: PagingSettings, clip_norm: float | None = None
+) -> Trained:
     made = load_source(f"{case.source},tied=false", batch=case.samples, dtype="float32")
     before = resident_bytes("VmHWM")
     pipeline = Pipeline(
@@ -158,6 +162,7 @@ def _trained(case: Case, graph: Graph, plan: Plan, paging: PagingSettings) -> Tr
         plan,
         weights=lambda names: materialize(made.base, names, seed=1),
         optimizer=named_optimizer("adamw", lr=1e-3),
+        clip_norm=clip_norm,
         paging=paging,
     )
     worked_s = time.process_time()
