@@ -63,7 +63,10 @@ class EngineCost:
     REDUCE, UPDATE and TRIAL take `reduce_s`, `update_s` and `trial_s` however few the parameters are.
     `batch_s` is what a batch takes on each rank besides its instructions, `agree_s` how long after the last
     rank's REDUCE all know of it. `process_bytes` is what a process holds on its device beside tensors: on a
-    processor the interpreter, its libraries and the data; on a GPU its context and kernels.
+    processor the interpreter, its libraries and the data; on a GPU its context and kernels. Each byte that a
+    rank exchanges with replicas on its machine takes `reduce_s_per_byte` in a sum of whole gradients,
+    `gather_s_per_byte` if weights are gathered and `scatter_s_per_byte` if gradients are summed in parts,
+    both in memory that is new to the process.
 
     Seconds that grow with bytes belong to links, and so do `late_s` and `agree_s`. All others are the host's.
 
@@ -84,6 +87,9 @@ class EngineCost:
     trial_s: float = 0.0
     batch_s: float = 0.0
     agree_s: float = 0.0
+    reduce_s_per_byte: float = 0.0
+    gather_s_per_byte: float = 0.0
+    scatter_s_per_byte: float = 0.0
     process_bytes: int = 0
     control_s: float = 0.0
     num_processes: int = 0

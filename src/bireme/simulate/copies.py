@@ -7,11 +7,11 @@ starts when its chunks are there and, for what it makes, slots are free. An upda
 chunks there. All of that follows from what the rank has done before, so a copy's time is known when it is
 posted.
 
-Where a rank's device is a processor, a copy to or from the host takes a core as work does. If the machine has
-none to spare, what a rank works at while it copies takes so much longer; copies that run while it waits cost
-it nothing. The rank's own thread posts copies, maps slots beneath what is made, and copies what a micro-batch
-keeps into its chunks; small chunks it copies itself as soon as they can be. That is added to what it works at
-next.
+Where a rank's device is a processor, a copy to or from the host takes a core as work does, and so does an
+exchange with replicas. If the machine has none to spare, what a rank works at meanwhile takes so much longer;
+copies that run while it waits cost it nothing. The rank's own thread posts copies, maps slots beneath what is
+made, and copies what a micro-batch keeps into its chunks; small chunks it copies itself as soon as they can
+be. That is added to what it works at next.
 """
 
 import math
@@ -34,6 +34,28 @@ REPLICAS = "replicas"
 """The other end of the wire between replicas, in the words of copies."""
 
 
+class _BesideWork:
+    """Copies that take a core, and what work loses to them: this share of the time that both overlap."""
+
+    def __init__(self, core_share: float) -> None:
+        self._core_share = core_share
+        self._spans: list[tuple[float, float]] = []
+        """The begin and the end of each copy that has not met work yet, as a heap."""
+
+    def add(self, begin: float, end: float) -> None:
+        """A copy runs from then to then."""
+        if self._core_share:
+            heappush(self._spans, (begin, end))
+
+    def taken_s(self, now: float, seconds: float) -> float:
+        """How much longer work takes that begins now and takes these seconds alone."""
+        more_s = 0.0
+        while self._spans and self._spans[0][0] < now + seconds + more_s:
+            begin, end = heappop(self._spans)
+            more_s += self._core_share * max(end - max(begin, now), 0.0)
+        return more_s
+
+
 class _ReplicaWire:
     """The wire between a rank and the replicas that it shares weights with: whole weights come in, with those
     that do not learn, and gradients go to the owners of their parts.
@@ -44,8 +66,11 @@ class _ReplicaWire:
     gradients: half of what a sum of whole gradients takes, in half of its hops.
     """
 
-    def __init__(self, program: Program, rank: int, costs: Costs, network: Network) -> None:
+    def __init__(
+        self, program: Program, rank: int, costs: Costs, network: Network, beside: _BesideWork
+    ) -> None:
         self._costs = costs
+        self._beside = beside
         self._network = network
         self._path = network.sync_paths.get(rank, Path(()))
         self._share = (program.num_sharers - 1) / program.num_sharers
@@ -73,10 +98,14 @@ class _ReplicaWire:
         return now
 
     def _exchanged(self, step: Instruction, num_bytes: float, now: float, index: int) -> float:
-        """When so many bytes have been exchanged."""
+        """When so many bytes have been exchanged: a network carries them, and processes copy them."""
         moved = self._share * num_bytes
+        engine = self._costs.engine
+        per_byte_s = engine.gather_s_per_byte if step.kind is Kind.FETCH else engine.scatter_s_per_byte
+        seconds = max(self._network.seconds(self._path, moved), per_byte_s * moved)
         start = max(now, self._free_s)
-        end = self._free_s = start + self._path.latency_s / 2 + self._network.seconds(self._path, moved)
+        end = self._free_s = start + self._path.latency_s / 2 + seconds
+        self._beside.add(start, end)
         _note(self.copies[step.kind], start, end, moved, index)
         return end
 
@@ -158,7 +187,10 @@ class RankMover:
 
     def __init__(self, program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> None:
         tiers = program.tiers_of(rank) or ALL_ON_DEVICE
-        self.replicas = _ReplicaWire(program, rank, costs, network) if program.num_sharers > 1 else None
+        self.beside = _BesideWork(links.core_share)
+        self.replicas = (
+            _ReplicaWire(program, rank, costs, network, self.beside) if program.num_sharers > 1 else None
+        )
         self.program = program
         self.rank = rank
         self.tiers = tiers
@@ -185,8 +217,6 @@ class RankMover:
         self.waited_s = 0.0
         self.own_s = 0.0
         """What the rank's thread did about chunks since its last work."""
-        self.on_cores: list[tuple[float, float]] = []
-        """When copies begin and end that take a core and have not met work yet, as a heap."""
 
     def start(self, index: int, now: float) -> float:
         """When the instruction of that index, which comes up now, has its chunks and slots."""
@@ -205,12 +235,8 @@ class RankMover:
 
     def taken_s(self, now: float, seconds: float) -> float:
         """How much longer work takes that begins now and takes so long alone, for the copies beside it."""
-        more_s, share = self.own_s, self.links.core_share
-        self.own_s = 0.0
-        while self.on_cores and self.on_cores[0][0] < now + seconds + more_s:
-            begin, end = heappop(self.on_cores)
-            more_s += share * max(end - max(begin, now), 0.0)
-        return more_s
+        own_s, self.own_s = self.own_s, 0.0
+        return own_s + self.beside.taken_s(now, seconds + own_s)
 
     def end(self, now: float) -> None:
         """That instruction has ended."""
@@ -300,8 +326,8 @@ class RankMover:
             self.moved_s[chunk] = ready = now
         else:
             self.wire_free_s[wire] = self.moved_s[chunk] = end
-            if self.links.core_share and lower != "disk":
-                heappush(self.on_cores, (start, end))
+            if lower != "disk":
+                self.beside.add(start, end)
         copies = self.copies.get((tier, is_fetch))
         if copies is None:
             upper = self.tiers.tiers[tier].name

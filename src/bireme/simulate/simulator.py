@@ -199,7 +199,8 @@ def simulate(
     sync. `agree` lets no rank update before all have a batch's gradients, as it is in the engine.
     `memory_series` keeps the bytes at every instruction, not only the peak. With `processors` ranks of one
     machine share its cores; otherwise each has its own. `tier_links`, of all ranks or of each, say how fast
-    the chunks of a program that pages travel; without them copies take no time.
+    the chunks of a program that pages travel, and what work loses to copies and exchanges; without them
+    copies take no time.
     """
     if costs.num_stages != program.num_stages:
         raise BiremeError(
@@ -496,6 +497,8 @@ class _Run:
             parcel.late_s = self.costs.reduce_s[op.instruction.stage]
         if self.agree and not is_average:
             parcel.late_s += self.costs.engine.agree_s
+        carried_s = self.network.seconds(self.channels[op.channel].path, op.num_bytes)
+        parcel.late_s += max(self.costs.engine.reduce_s_per_byte * op.num_bytes - carried_s, 0.0)
         parcel.ready_s = now
         parcel.sent_by = parcel.received_by = index
         self._set_out(parcel)

@@ -401,7 +401,7 @@ class PlanEvaluator:
             network,
             agree=True,
             processors=processors_of(problem, draft.grid, replica),
-            tier_links=tier_links_of(problem, draft.grid, replica) if program.tiers else None,
+            tier_links=tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else None,
         )
 
     def _likeness(self, draft: Draft, program: Program, replica: int, network: Network) -> object:
@@ -410,7 +410,7 @@ class PlanEvaluator:
         speeds = tuple(problem.resource_speeds[row[replica]] for row in draft.grid)
         rates = tuple(wire.bytes_per_s for wire in network.wires)
         paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
-        wires = tier_links_of(problem, draft.grid, replica) if program.tiers else ()
+        wires = tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else ()
         cores = processors_of(problem, draft.grid, replica)
         kinds = self._kinds(draft, replica)
         return draft.outline.sizes[replica], kinds, speeds, rates, paths, cores, wires
@@ -600,3 +600,8 @@ class PlanEvaluator:
             return 0.0
         hidden_s = (rounds.lag + (draft.rule is not Rule.SYNCHRONOUS)) * batch_s
         return rounds.fragments / rounds.every * max(self._round_s(draft) - hidden_s, 0.0)
+
+
+def _moves_memory(program: Program) -> bool:
+    """Whether ranks copy chunks between tiers, or exchange parts with the replicas that own them."""
+    return bool(program.tiers) or program.num_sharers > 1

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bireme.balance import Times
 from bireme.cluster.device import EngineCost
 from bireme.devices import synchronize
+from bireme.memory.arena import LentArena, Slots
 from bireme.model.capture import capture
 from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Value
 from bireme.model.stage import untouched
@@ -25,11 +26,15 @@ from bireme.model.units import Unit
 from bireme.plan.plan import Plan
 from bireme.profile.measuring import BatchEndTimes
 from bireme.profile.timing import waited_s
+from bireme.runtime.fabric import DistFabric, PipelineFabric
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stage import LOSS, Stage
 from bireme.runtime.world import World
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.sync.exchange import BatchGradients, sum_flats
+from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 from bireme.timeline.timeline import Timeline
 
 # What instructions and messages take, read off what ranks of a machine did with messages of two sizes.
@@ -89,7 +94,7 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
             (large.late_s, small.late_s),
         )
     )
-    return replace(
+    costs = replace(
         small,
         send_s=max(small.send_s - send * _SMALL_BYTES, 0.0),
         send_s_per_byte=send,
@@ -98,6 +103,7 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
         late_s=max(small.late_s - late * _SMALL_BYTES, 0.0),
         late_s_per_byte=late,
     )
+    return exchange_costs(world, costs)
 
 
 def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
@@ -177,6 +183,69 @@ def read_off(timeline: Timeline) -> EngineCost:
 
 def _median(values: list[float]) -> float:
     return max(median(values), 0.0) if values else 0.0
+
+
+# What a byte takes that the processes of a machine exchange as replicas do: they sum whole gradients, or
+# gather parts of weights into memory that is new to them and sum gradients part by part there.
+
+_EXCHANGED_ELEMENTS = 4 * 2**20
+_NUM_EXCHANGES = 3
+
+
+@torch.no_grad()
+def exchange_costs(world: World, known: EngineCost) -> EngineCost:
+    """What is known of the engine, and what replicas exchange on this machine."""
+    fabric = PipelineFabric(DistFabric(world))
+    group = fabric.group(range(world.size))
+    assert group is not None, "this process is one of all"
+    sharers = Sharers(world.rank, world.size, gathers=True)
+    sharers.join(group, None, world.device)
+    parts = tuple(place * _EXCHANGED_ELEMENTS // world.size for place in range(world.size + 1))
+    arena = LentArena(Slots({"weights": (_EXCHANGED_ELEMENTS,)}), torch.float32, world.device)
+    whole = torch.zeros_like(arena.flat)
+
+    def reduce() -> None:
+        sum_flats(group, [whole], SLICE_BYTES, sharers.summed)
+
+    def gather() -> None:
+        arena.take()
+        arena.flat[parts[world.rank] : parts[world.rank + 1]].fill_(0.0)
+        for pending in sharers.gather([(arena.flat, parts)], trains=False):
+            pending.wait()
+        arena.let_go()
+
+    def sum_in_parts() -> None:
+        arena.take()
+        arena.flat.fill_(0.0)
+        gradients = BatchGradients(arena.views, {"weights"}, [arena.flat], parts=[parts])
+        sharers.how.sum(group, ["weights"], gradients, PART_SLICE_BYTES, sharers.summed, batch=0)
+        arena.let_go()
+
+    def median_s(exchange: Callable[[], None]) -> float:
+        laps = []
+        for _ in range(1 + _NUM_EXCHANGES):
+            group.barrier()
+            begin_s = _busy_s(world.device)
+            exchange()
+            laps.append(_busy_s(world.device) - begin_s)
+        return median(laps[1:])
+
+    part_bytes = arena.num_bytes * (world.size - 1) / world.size
+    found = replace(
+        known,
+        reduce_s_per_byte=median_s(reduce) / (2 * part_bytes),
+        gather_s_per_byte=median_s(gather) / part_bytes,
+        scatter_s_per_byte=median_s(sum_in_parts) / part_bytes,
+    )
+    sharers.close()
+    fabric.close()
+    return found
+
+
+def _busy_s(device: torch.device) -> float:
+    """A clock of what this process works: on a processor that of all its threads, so that no wait counts."""
+    synchronize(device)
+    return process_time() if device.type == "cpu" else perf_counter()
 
 
 # How long each replica takes for micro-batches of several sizes, measured on its own devices.
