@@ -54,7 +54,7 @@ class Subject:
             "plan.width=2",
             "plan.depth=1",
             "plan.schedule=1f1b",
-            "training.batch_size=2",
+            "training.batch_size=4",
             f"training.steps={self.steps}",
             "training.evaluate_every=0",
             f"data.length={self.length}",
