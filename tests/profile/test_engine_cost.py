@@ -20,7 +20,7 @@ from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.measuring import BatchEndTimes, Measured
 from bireme.profile.timing import CoreTime, Seconds
-from bireme.runtime.measuring.batch_end import read_off
+from bireme.runtime.measuring.batch_end import exchange_costs, read_off
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Instruction, Kind
@@ -29,6 +29,8 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 from bireme.train.parallel_profiling import mean_of
+from tests.support.thread_transport import ThreadFabric
+from tests.support.together import run_threads
 
 ENGINE = EngineCost(
     instruction_s=1e-5, send_s=3e-4, receive_s=1e-4, take_s=2e-4, late_s=5e-5, batch_s=0.0, agree_s=6e-4
@@ -277,3 +279,15 @@ def test_what_was_measured_at_once_counts_in_the_mean() -> None:
     assert found.seconds[4][0] == Seconds(1.5, 3.0, 4.5, None, None, 0.0)
     assert found.ends[0] == BatchEndTimes(1.5, 1.5, 1.5)
     assert found.engine == EngineCost(send_s=1.5, process_bytes=300, num_processes=2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_ranks_exchange_has_a_price_and_the_rest_stays_as_it_was(num_ranks: int) -> None:
+    fabric, known = ThreadFabric(num_ranks), EngineCost(send_s=2.0, process_bytes=3)
+
+    def work(rank: int) -> EngineCost:
+        return exchange_costs(fabric.of(rank), torch.device("cpu"), known)
+
+    for found in run_threads(num_ranks, work):
+        assert min(found.reduce_s_per_byte, found.gather_s_per_byte, found.scatter_s_per_byte) > 0
+        assert replace(found, reduce_s_per_byte=0, gather_s_per_byte=0, scatter_s_per_byte=0) == known

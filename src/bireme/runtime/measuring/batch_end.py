@@ -26,7 +26,7 @@ from bireme.model.units import Unit
 from bireme.plan.plan import Plan
 from bireme.profile.measuring import BatchEndTimes
 from bireme.profile.timing import waited_s
-from bireme.runtime.fabric import DistFabric, PipelineFabric
+from bireme.runtime.fabric import DistFabric, Fabric, PipelineFabric
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.shared_weights import Sharers
@@ -103,7 +103,7 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
         late_s=max(small.late_s - late * _SMALL_BYTES, 0.0),
         late_s_per_byte=late,
     )
-    return exchange_costs(world, costs)
+    return exchange_costs(DistFabric(world), world.device, costs)
 
 
 def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
@@ -193,15 +193,15 @@ _NUM_EXCHANGES = 3
 
 
 @torch.no_grad()
-def exchange_costs(world: World, known: EngineCost) -> EngineCost:
-    """What is known of the engine, and what replicas exchange on this machine."""
-    fabric = PipelineFabric(DistFabric(world))
-    group = fabric.group(range(world.size))
+def exchange_costs(joined: Fabric, device: torch.device, known: EngineCost) -> EngineCost:
+    """What is known of the engine, and what a byte takes that the ranks of this machine exchange."""
+    fabric, size = PipelineFabric(joined), joined.size
+    group = fabric.group(range(size))
     assert group is not None, "this process is one of all"
-    sharers = Sharers(world.rank, world.size, gathers=True)
-    sharers.join(group, None, world.device)
-    parts = tuple(place * _EXCHANGED_ELEMENTS // world.size for place in range(world.size + 1))
-    arena = LentArena(Slots({"weights": (_EXCHANGED_ELEMENTS,)}), torch.float32, world.device)
+    sharers = Sharers(joined.rank, size, gathers=True)
+    sharers.join(group, None, device)
+    parts = tuple(place * _EXCHANGED_ELEMENTS // size for place in range(size + 1))
+    arena = LentArena(Slots({"weights": (_EXCHANGED_ELEMENTS,)}), torch.float32, device)
     whole = torch.zeros_like(arena.flat)
 
     def reduce() -> None:
@@ -209,7 +209,7 @@ def exchange_costs(world: World, known: EngineCost) -> EngineCost:
 
     def gather() -> None:
         arena.take()
-        arena.flat[parts[world.rank] : parts[world.rank + 1]].fill_(0.0)
+        arena.flat[parts[joined.rank] : parts[joined.rank + 1]].fill_(0.0)
         for pending in sharers.gather([(arena.flat, parts)], trains=False):
             pending.wait()
         arena.let_go()
@@ -225,12 +225,12 @@ def exchange_costs(world: World, known: EngineCost) -> EngineCost:
         laps = []
         for _ in range(1 + _NUM_EXCHANGES):
             group.barrier()
-            begin_s = _busy_s(world.device)
+            begin_s = _busy_s(device)
             exchange()
-            laps.append(_busy_s(world.device) - begin_s)
+            laps.append(_busy_s(device) - begin_s)
         return median(laps[1:])
 
-    part_bytes = arena.num_bytes * (world.size - 1) / world.size
+    part_bytes = arena.num_bytes * (size - 1) / size
     found = replace(
         known,
         reduce_s_per_byte=median_s(reduce) / (2 * part_bytes),
