@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark, in_process
 from benchmarks.common.verdicts import Spread, Verdict, at_most, exactly, resident_bytes
-from bireme.cluster.device import KNOWN
+from bireme.cluster.catalogue import device_named
 from bireme.model.capture import capture
 from bireme.model.graph import Graph, learned_values
 from bireme.model.sources import load_source
@@ -172,7 +172,7 @@ def captured(name: str) -> dict[str, Any]:
         graph = capture(source.model, source.example_inputs)
         capture_s = time.perf_counter() - begin
         begin = time.perf_counter()
-        found = profile(graph, KNOWN["a100"], [1])
+        found = profile(graph, device_named("a100"), [1])
         profile_s = time.perf_counter() - begin
     return {
         "model": name,

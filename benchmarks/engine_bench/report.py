@@ -32,7 +32,7 @@ from benchmarks.engine_bench.small_gpt import (
     load_small_gpt,
     measure_gpt,
 )
-from bireme.cluster.device import device_named
+from bireme.cluster.catalogue import device_named
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.plan.plan import Plan

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.catalogue import device_named
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.plan.plan import MOST_CHUNKS
 from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS
@@ -145,7 +146,7 @@ DESKTOP_MEMORY = 2 * 25.6e9
 V100 = Machine(
     "8 × V100",
     8,
-    replace(KNOWN["v100"], memory_bytes=32 * GIB),
+    replace(device_named("v100"), memory_bytes=32 * GIB),
     30 * GB,
     0,
     16e9,
@@ -154,7 +155,7 @@ V100 = Machine(
     SERVER_MEMORY / 8,
 )
 """A server: NVLink between devices, PCIe 3.0 × 16 to the host, whose memory the ranks share alike."""
-CARD = KNOWN["rtx4090"]
+CARD = device_named("rtx4090")
 HOST, DISK = 64 * GB, 2000 * GB
 PCIE, NVME, ETHERNET = 32e9, 5e9, 1.25e9
 """PCIe 4.0 × 16, an NVMe disk that reads and writes as fast, 10 Gbit/s."""

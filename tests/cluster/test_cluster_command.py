@@ -1,5 +1,6 @@
 """`bireme cluster`: what is found on a machine, real or made up, and what is shown of a cluster."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -166,9 +167,7 @@ def test_the_fastest_network_card_that_is_up_is_taken(
 
 
 def test_cuda_devices_are_listed_with_what_is_known_of_their_kind(driver: Any, capsys: Capture) -> None:
-    made = driver(
-        Driver(["NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe", "Tesla T4", "NVIDIA GeForce RTX 4090"])
-    )
+    made = driver(Driver(["NVIDIA A100-SXM4-80GB", "NVIDIA A10G", "Tesla T4", "NVIDIA GeForce RTX 4090"]))
     document = bireme(capsys, "cluster", "discover", "--json").document
     devices = document["servers"][0]["devices"]
     assert [device["memory_bytes"] // 2**30 for device in devices] == [1, 2, 3, 4]
@@ -297,3 +296,14 @@ def test_the_commands_and_code_of_the_document_work(
     assert printed[-1] == "(1, 2, 4)"
     together, across = (float(line.rsplit(" ", 1)[1]) for line in printed[:2])
     assert together < across
+
+
+def test_the_catalogue_is_listed_with_the_sources_of_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    result = bireme(capsys, "cluster", "devices")
+    assert result.status == 0
+    assert "rtx4060-laptop" in result.out
+    document = json.loads(bireme(capsys, "cluster", "devices", "--json").out)
+    (found,) = [one for one in document["devices"] if one["word"] == "a100"]
+    assert found["flops_per_s"]["bfloat16"] == 312e12
+    assert "Narayanan" in found["attained_source"]
+    assert all(one["source"] for one in document["devices"])

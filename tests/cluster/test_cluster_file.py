@@ -117,8 +117,8 @@ MISTAKES = [
     ),
     (SERVER + "[[server.device]]\nmemory_bytes = 1\n", "server[0].device[0]: kind is missing"),
     (
-        SERVER + "[[server.device]]\nlike = 'a10'\n",
-        "like is 'a10', which is not a ready device. Did you mean 'a100'?",
+        SERVER + "[[server.device]]\nlike = 'a1000'\n",
+        "like is 'a1000', which is not in the catalogue. Did you mean 'a100'?",
     ),
     (
         SERVER + DEVICE.replace("cpu", "tpu"),

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import Card, Cluster, Link, Overlap, Route, Server, Switch
 from bireme.cluster.cluster_file import cluster_hash, read_cluster, save_cluster
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.device import Device
 from bireme.cluster.inference import infer
 from bireme.cluster.probed import Experiment, Measurements
 from bireme.cluster.symmetry import Symmetry
@@ -210,7 +211,7 @@ def test_a_device_that_stands_for_several_has_the_figures_of_all(tmp_path: Path)
     path.write_text(
         'format = 1\n[[server]]\n[[server.device]]\nlike = "a100"\nmembers = 8\nname = "node"\nwatts = 5e3\n'
     )
-    (node,), one = read_cluster(path).servers[0].devices, KNOWN["a100"]
+    (node,), one = read_cluster(path).servers[0].devices, device_named("a100")
     assert (node.members, node.name, node.watts) == (8, "node", 5e3)
     assert node.memory_bytes == 8 * one.memory_bytes
     assert (node.bytes_per_s, node.bfloat16_flops_per_s) == (

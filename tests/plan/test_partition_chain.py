@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.chains import chain_of_numbers
-from bireme.cluster.device import KNOWN
+from bireme.cluster.catalogue import device_named
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
 from bireme.plan.partition.loads import (
@@ -36,7 +36,7 @@ ONE_EACH = sorted(name for name, schedule in SCHEDULES.items() if schedule.stage
 
 
 def profile_of(name: str) -> Profile:
-    return estimated_once(graph_of(name), KNOWN["laptop"], SIZES)
+    return estimated_once(graph_of(name), device_named("laptop"), SIZES)
 
 
 def check_every_range(found: Profile, micro_batch: int) -> None:

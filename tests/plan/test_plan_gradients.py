@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster_file import save_cluster
-from bireme.cluster.device import KNOWN
 from bireme.codec.lowrank import PrincipalStream, first_components
 from bireme.codec.sum_description import DENSE, DENSE_SUMS, GradientForm
 from bireme.model.units import chosen_maps
@@ -62,7 +62,7 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_cluster(cluster(), tmp_path / "cluster.toml")
-    save_profile(estimated_once(gpt(tied="false"), KNOWN["laptop"], [1, 2]), tmp_path / "profile.json")
+    save_profile(estimated_once(gpt(tied="false"), device_named("laptop"), [1, 2]), tmp_path / "profile.json")
     files = ("--profile", f"{tmp_path}/profile.json", f"cluster.source={tmp_path}/cluster.toml")
     model = "model.source=gpt:layers=2,width=16,heads=2,vocab=32,context=8,tied=false"
     shape = ("training.batch_size=4", "plan.schedule=1f1b", "plan.width=2")
@@ -79,7 +79,7 @@ def test_a_plan_counts_the_gradients_that_are_kept_as_components(
 def test_components_are_counted_on_the_device_of_a_plan_that_offloads() -> None:
     graph = gpt(tied="false")
     kept, sums = kept_gradients(graph, FORM), sum_cost_of(graph, DENSE, FORM)
-    profile = kept.counted_in(estimated_once(graph, KNOWN["laptop"], [1, 2]), may_delay=False)
+    profile = kept.counted_in(estimated_once(graph, device_named("laptop"), [1, 2]), may_delay=False)
     limits = TierLimits(50_000)
     request = PlanRequest(4, schedule="1f1b", sums=sums, whole_backwards=True, memory=limits)
     draft = Draft(Outline("1f1b", 1, 1, (1,), 4), ((0,),), ())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import Card, Cluster, Link, Server
-from bireme.cluster.device import device_named
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.part import LoraPart, TrainedPart

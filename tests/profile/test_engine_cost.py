@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks.made_up.models import profile_of
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import Cluster, Server
-from bireme.cluster.device import KNOWN, Device, EngineCost, Speeds
+from bireme.cluster.device import Device, EngineCost, Speeds
 from bireme.devices import process_bytes
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import costs_between
@@ -149,10 +150,10 @@ MEASURED = EngineCost(process_bytes=2**28)
 @pytest.mark.parametrize(
     ("device", "engine", "expected"),
     [
-        (replace(KNOWN["a100"], process_bytes=2**29), MEASURED, 2**29),
+        (replace(device_named("a100"), process_bytes=2**29), MEASURED, 2**29),
         (Device("a card without a name", "cuda", 2**34), MEASURED, 2**28),
         (Device("NVIDIA A100-SXM4-80GB", "cuda", 2**34), MEASURED, 2**28),
-        (Device("NVIDIA A100-SXM4-80GB", "cuda", 2**34), None, KNOWN["a100"].process_bytes),
+        (Device("NVIDIA A100-SXM4-80GB", "cuda", 2**34), None, device_named("a100").process_bytes),
         (Device("a card without a name", "cuda", 2**34), None, 0),
         (Device("an emulated one", "emulated", 2**34), MEASURED, 0),
     ],

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.catalogue import device_named
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS, roofline_s
 from bireme.profile.kinds import device_profiles
@@ -68,8 +69,8 @@ def test_a_unit_without_work_is_not_scaled() -> None:
 
 
 def test_the_ready_device_of_the_same_name_gives_the_rates() -> None:
-    named = Device(KNOWN["rtx3090"].name, "cuda", 2**34)
-    (bare, full) = (device_profiles(profile(COMPUTE), [one]) for one in (named, KNOWN["rtx3090"]))
+    named = Device(device_named("rtx3090").name, "cuda", 2**34)
+    (bare, full) = (device_profiles(profile(COMPUTE), [one]) for one in (named, device_named("rtx3090")))
     assert bare.profiles[1].units == full.profiles[1].units
 
 
@@ -78,7 +79,7 @@ def test_a_profile_is_for_devices_by_name_or_kind(name: str) -> None:
     own = profile(MEMORY)
     found = device_profiles(
         replace(profile(COMPUTE), kinds=(KindProfile(name, own),)),
-        [KNOWN["laptop"], KNOWN["rtx3090"], KNOWN["rtx3090"]],
+        [device_named("laptop"), device_named("rtx3090"), device_named("rtx3090")],
     )
     assert found.of_device[1:] == (found.of_device[1],) * 2
     assert found.profiles[found.of_device[1]] is own
@@ -87,7 +88,9 @@ def test_a_profile_is_for_devices_by_name_or_kind(name: str) -> None:
 
 def test_the_profile_of_a_name_comes_before_that_of_a_kind() -> None:
     kinds = (KindProfile("cuda", profile(MEMORY)), KindProfile("rtx3090", profile(None)))
-    found = device_profiles(replace(profile(COMPUTE), kinds=kinds), [KNOWN["rtx3090"], KNOWN["t4"]])
+    found = device_profiles(
+        replace(profile(COMPUTE), kinds=kinds), [device_named("rtx3090"), device_named("t4")]
+    )
     assert found.profiles[found.of_device[0]] is kinds[1].profile
     assert found.profiles[found.of_device[1]] is kinds[0].profile
 
@@ -99,7 +102,7 @@ def test_a_profile_for_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_a_device_that_stands_for_several_needs_a_profile_or_a_speed() -> None:
-    node = replace(KNOWN["a100"].together(8), name="node")
+    node = replace(device_named("a100").together(8), name="node")
     with pytest.raises(BiremeError, match=r"node stands for 8 devices .* how fast they do so is not known"):
         device_profiles(profile(COMPUTE), [node, device()])
     assert device_profiles(profile(COMPUTE), [replace(node, speed=5.0)]).of_device == (0,)

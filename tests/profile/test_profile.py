@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bireme.cluster.device import KNOWN, Device, device_named
+from bireme.cluster.catalogue import device_named
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.model.capture import Captures, capture
 from bireme.model.convert import dtype_name
@@ -97,7 +98,7 @@ def huge() -> Graph:
 @pytest.mark.slow
 def test_an_estimate_needs_no_memory() -> None:
     """On a machine that has no place for what it is of."""
-    found = profile(huge(), KNOWN["a100"], [64])
+    found = profile(huge(), device_named("a100"), [64])
     assert found.parameter_bytes > 60e9
     assert found.units[1].at(64).forward_s > 0.1
 
@@ -142,7 +143,7 @@ def test_estimated_seconds_follow_from_the_figures_of_the_device() -> None:
 
 @pytest.mark.slow
 def test_estimated_seconds_grow_with_the_work() -> None:
-    small, large = (profile(gpt(layers), KNOWN["l4"], [2]) for layers in (2, 3))
+    small, large = (profile(gpt(layers), device_named("l4"), [2]) for layers in (2, 3))
     assert forward_s(small) < forward_s(large)
     assert stage_cost(small, 1, 3, 2).backward_s > stage_cost(small, 1, 3, 2).forward_s
 
@@ -264,7 +265,7 @@ def test_progress_goes_forward_from_nothing_to_all(bench: Bench) -> None:
         (lambda: profile(gpt(), torch.device("meta"), [1]), "Seconds are measured on cpu and cuda"),
         (lambda: profile(gpt(), Device("unknown", "cpu"), [1]), "The speed of unknown is not known"),
         (lambda: Device("far", "tpu"), "The kind of far is 'tpu'"),
-        (lambda: device_named("a10"), "There is no device 'a10'. Did you mean 'a100'"),
+        (lambda: device_named("a1000"), "There is no device 'a1000'. Did you mean 'a100'"),
         (lambda: Effort(num_least=2), "Measure at least three rounds"),
         (lambda: Effort(seconds_per_unit=0.0), "measured for 0.0 s"),
         (lambda: stage_cost(profile(gpt(), LAPTOP, [1]), 2, 2, 1), "none from 2 up to 2"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.cluster.device import KNOWN
+from bireme.cluster.catalogue import device_named
 from bireme.model.capture import capture
 from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph, learned_values
@@ -94,7 +94,7 @@ def graph_of(name: str) -> Graph:
 
 @cache
 def profile_of(name: str) -> Profile:
-    return profile(graph_of(name), KNOWN["laptop"], SIZES, halves=True)
+    return profile(graph_of(name), device_named("laptop"), SIZES, halves=True)
 
 
 def ranges(graph: Graph) -> Iterable[tuple[int, int]]:
@@ -190,7 +190,7 @@ def test_a_stage_of_a_chain_keeps_what_autograd_keeps_of_it() -> None:
 
     graph = chain(modules, inputs, loss=loss)
     resolve = chain_resolver(graph, modules, loss=loss)
-    found = profile(graph, KNOWN["laptop"], SIZES, resolve=resolve)
+    found = profile(graph, device_named("laptop"), SIZES, resolve=resolve)
     for begin, end in ranges(graph):
         function = stage_function(graph, units_of(graph)[begin:end], resolve=resolve)
         expected = saved_bytes(graph, function, 5)
@@ -248,7 +248,7 @@ def test_the_stages_of_transformers_models_keep_and_take_what_is_predicted(name:
         for length in range(1, num_units + 1, 4)
         for begin in (0, (num_units - length) // 2, num_units - length)
     }
-    found = profile(graph, KNOWN["laptop"], SIZES)
+    found = profile(graph, device_named("laptop"), SIZES)
     for begin, end in stages:
         function = stage_function(graph, units_of(graph)[begin:end])
         for size in SIZES:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from bireme import devices
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import Server, link_notes
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.device import Device
 from bireme.devices import device_called, device_of_process, num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime.world import World
@@ -17,7 +18,7 @@ from bireme.train.machines import cluster_of, machines_of
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.ranks import run_script
 
-T4 = KNOWN["t4"]
+T4 = device_named("t4")
 
 
 def asked(**cluster: object) -> RunFile:

@@ -6,7 +6,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from bireme.cluster.device import KNOWN
+from bireme.cluster.catalogue import device_named
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
@@ -16,7 +16,7 @@ from tests.support.graphs import captured_once
 __all__ = ["CPU", "LAPTOP", "LITTLE", "Bench", "gpt", "line", "mean_square"]
 
 CPU = torch.device("cpu")
-LAPTOP = KNOWN["laptop"]
+LAPTOP = device_named("laptop")
 LITTLE = Effort(num_warmup=1, num_least=3, num_most=3, seconds_per_unit=1e-3)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bireme.cluster.device import KNOWN
+from bireme.cluster.catalogue import device_named
 from bireme.codec.sum_description import GradientForm
 from bireme.errors import BiremeError
 from bireme.model.units import chosen_maps
@@ -26,7 +26,7 @@ def run(*sets: str) -> RunFile:
 def test_the_planner_counts_components_and_what_they_go_on_from(schedule: str, copies: int) -> None:
     graph = gpt(tied="false")
     maps = chosen_maps(graph, GradientForm(RANK)).values()
-    before = estimated_once(graph, KNOWN["laptop"], [1])
+    before = estimated_once(graph, device_named("laptop"), [1])
     after = with_kept_gradients(run(f"plan.schedule={schedule}"), graph, before)
     kept = sum(4 * RANK * (one.rows + one.columns + 1) for one in maps)
     whole = sum(4 * one.rows * one.columns for one in maps)

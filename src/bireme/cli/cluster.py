@@ -84,6 +84,22 @@ def show(
 
 
 @app.command()
+def devices(as_json: Json = False) -> None:
+    """List the catalogue of devices: makers' figures, and what share of them training attains.
+
+    [dim]bireme cluster devices --json[/dim]
+    """
+    from bireme.report.cluster_table import catalogue_document, print_catalogue
+
+    if as_json:
+        print_json(catalogue_document())
+        return
+    from rich.console import Console
+
+    print_catalogue(Console())
+
+
+@app.command()
 def probe(
     context: typer.Context,
     model: Annotated[

@@ -52,7 +52,7 @@ class Measuring:
 
 def _measured(asked: Measuring, source: "ModelSource", captures: "Captures", progress: Any) -> "Profile":
     """The profile of a model: measured here, or estimated for a device elsewhere."""
-    from bireme.cluster.device import device_named
+    from bireme.cluster.catalogue import device_named
     from bireme.model.weights import check_weights
     from bireme.profile.control import torch_device
     from bireme.profile.optimizers import check_optimizer

@@ -597,7 +597,7 @@ def link_notes(cluster: Cluster, servers: Collection[int] = ()) -> list[str]:
 #   with, an NVMe disk on PCIe 3.0 × 4. Where its cache is full it writes about half of that.
 
 _ATTAINED = 0.8
-_PCIE_BYTES_PER_S = 15.75e9 * _ATTAINED
+PCIE_BYTES_PER_S = 15.75e9 * _ATTAINED
 _CROSSINGS = 3
 _COPY_BYTES_PER_S = 25.6e9 * _ATTAINED / _CROSSINGS
 _DISK_BYTES_PER_S = 3.3e9 * _ATTAINED
@@ -643,4 +643,4 @@ def _host_bytes_per_s(cluster: Cluster, device: int, used: Collection[int]) -> f
         if own.place in bridge.devices:
             slower = min(bridge.link.bytes_per_s, bridge.link.into_bytes_per_s)
             return slower / len(places.intersection(bridge.devices))
-    return _PCIE_BYTES_PER_S
+    return PCIE_BYTES_PER_S

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from bireme.cluster.catalogue import catalogue
 from bireme.cluster.cluster import (
     LONGEST_S,
     MOST_BYTES_PER_S,
@@ -30,7 +31,7 @@ from bireme.cluster.cluster import (
     Switch,
     device_names,
 )
-from bireme.cluster.device import FASTEST, KNOWN, Device
+from bireme.cluster.device import FASTEST, Device
 from bireme.documents import read_toml
 from bireme.errors import BiremeError, closest
 from bireme.files import write_text_atomically
@@ -276,7 +277,7 @@ class DeviceTable(_Table):
         None, description="cpu, cuda, xpu, mps or emulated"
     )
     count: _Count = Field(1, description="how many such devices")
-    like: str | None = Field(None, description="the ready description to begin with, such as a100")
+    like: str | None = Field(None, description="the device of the catalogue to begin with, such as a100")
     name: str | None = Field(None, description="what it is, for people")
     memory_bytes: Bytes | None = Field(None, description="the memory it has")
     speed: _Speed = Field(
@@ -504,11 +505,11 @@ def _server(table: ServerTable, name: str) -> Server:
 def _device(table: DeviceTable) -> Device:
     given = table.model_dump(exclude_none=True, exclude={"count", "like"})
     if table.like is not None:
-        if table.like not in KNOWN:
+        if table.like not in catalogue():
             raise BiremeError(
-                f"like is {table.like!r}, which is not a ready device. {closest(table.like, KNOWN)}"
+                f"like is {table.like!r}, which is not in the catalogue. {closest(table.like, catalogue())}"
             )
-        return replace(KNOWN[table.like].together(table.members), **given)
+        return replace(catalogue()[table.like].device.together(table.members), **given)
     for key in ("kind", "memory_bytes"):
         if key not in given:
             meaning = DeviceTable.model_fields[key].description

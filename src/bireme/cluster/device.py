@@ -1,19 +1,9 @@
-"""A device as numbers: what it can compute, move and hold.
-
-The figures of the ready ones are their makers', for dense matrices and without sparsity; what a program
-attains of them is for who estimates to say. Their watts are the board power of the makers' data sheets.
-"""
+"""A device as numbers: the rates at which it computes and moves bytes, and the bytes that it holds."""
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from bireme.documents import read_json
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError
 
 # What a cost occupies. That decides how long it takes on another device than the profiled one.
 
@@ -204,84 +194,3 @@ class Device:
 
 
 GIB = 2**30
-
-# What a process of torch holds on a GPU beside tensors: its context, kernels, and buffers of communicators.
-#
-# * On a card of PCIe the context and kernels are 426 MiB: torch 2.10 with CUDA 13 on an RTX 6000 Ada
-#   (unslothai/unsloth-zoo, pull request 1053). A ring over PCIe has two channels of 10 MiB each way.
-# * On GPUs with NVLink communicators have many channels: 1.06 GB on each of eight H100, torch's own memory
-#   not counted (NVIDIA/nccl, issue 1685). A second communicator takes more (issue 864).
-
-_PCIE = (426 + 4 * 10) * 2**20
-_NVLINK = 1_060_000_000
-
-
-def _gpu(
-    name: str,
-    memory_bytes: int,
-    bytes_per_s: float,
-    float32: float,
-    bfloat16: float,
-    watts: float,
-    process_bytes: int,
-) -> Device:
-    return Device(
-        name,
-        "cuda",
-        memory_bytes,
-        bytes_per_s,
-        float32,
-        bfloat16,
-        watts=watts,
-        process_bytes=process_bytes,
-    )
-
-
-KNOWN = {
-    "h200": _gpu("NVIDIA H200", 141 * 10**9, 4.8e12, 67e12, 989e12, 700, _NVLINK),
-    "h100": _gpu("NVIDIA H100 SXM", 80 * GIB, 3.35e12, 67e12, 989e12, 700, _NVLINK),
-    "a100": _gpu("NVIDIA A100 SXM", 80 * GIB, 2.039e12, 19.5e12, 312e12, 400, _NVLINK),
-    "l4": _gpu("NVIDIA L4", 24 * GIB, 0.3e12, 30.3e12, 121e12, 72, _PCIE),
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 1.008e12, 82.6e12, 165e12, 450, _PCIE),
-    "rtx3090": _gpu("NVIDIA GeForce RTX 3090", 24 * GIB, 0.936e12, 35.6e12, 71e12, 350, _PCIE),
-    "v100": _gpu("NVIDIA V100 SXM2", 16 * GIB, 0.9e12, 15.7e12, 125e12, 300, _NVLINK),
-    "t4": _gpu("NVIDIA T4", 16 * GIB, 0.32e12, 8.1e12, 65e12, 70, _PCIE),
-    "laptop": Device("a laptop's CPU of 8 cores", "cpu", 16 * GIB, 50e9, 0.8e12, 0.8e12),
-}
-"""Ready descriptions, by the word to ask for them."""
-
-_UNLIKE = frozenset({"pcie", "nvl", "laptop", "super", "ti", "max", "mobile", "d"})
-"""Words in a name that make it another device than its namesake."""
-
-
-def namesake(name: str) -> Device | None:
-    """The ready description of a GPU of that name, if there is no doubt."""
-    words = name.lower().replace("-", " ").split()
-    joined = {*words, *(a + b for a, b in pairwise(words))}
-    if _UNLIKE & set(words):
-        return None
-    return next((device for key, device in KNOWN.items() if key in joined and device.kind == "cuda"), None)
-
-
-class _DeviceDocument(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    format: Literal[1] = 1
-    name: str = Field(description="what to call the device")
-    kind: Literal["cpu", "cuda"] = Field(description="cpu or cuda")
-    memory_bytes: Annotated[int, Field(gt=0, description="the memory it has")]
-    bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, description="bandwidth of its memory")]
-    float32_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, description="speed in float32")]
-    bfloat16_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, description="speed in bfloat16")]
-
-
-def device_named(text: str) -> Device:
-    """The ready device of that name, or the one described in a JSON file with the fields of `Device`."""
-    if text.endswith(".json"):
-        return Device(**read_json(Path(text), _DeviceDocument).model_dump(exclude={"format"}))
-    if text not in KNOWN:
-        raise BiremeError(
-            f"There is no device {text!r}. {closest(text, KNOWN)} A device of your own goes into a .json "
-            "file."
-        )
-    return KNOWN[text]

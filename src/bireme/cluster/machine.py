@@ -4,14 +4,15 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from bireme.cluster.catalogue import namesake
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server
-from bireme.cluster.device import Device, namesake
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 
 # CUDA devices as NVIDIA's management library tells of them: without torch, and without touching them.
@@ -85,14 +86,7 @@ class _Finder:
         known = namesake(name)
         if known is None:
             return Device(name, "cuda", total_bytes)
-        return Device(
-            name,
-            "cuda",
-            total_bytes,
-            known.bytes_per_s,
-            known.float32_flops_per_s,
-            known.bfloat16_flops_per_s,
-        )
+        return replace(known.device, name=name, memory_bytes=total_bytes, watts=0.0, process_bytes=None)
 
     def _bridges(self) -> tuple[Bridge, ...]:
         """A bridge for each device, or for all devices on the same PCIe switches."""

@@ -7,7 +7,8 @@ every operand that learns. It is an estimate and says so.
 
 from dataclasses import dataclass
 
-from bireme.cluster.device import Device, namesake
+from bireme.cluster.catalogue import namesake
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph, Operator, Value
 from bireme.model.units import Unit
@@ -79,12 +80,13 @@ def unit_work(graph: Graph, unit: Unit, batch: int) -> UnitWork:
 
 
 def rates_of(device: Device, dtype: str) -> Rates | None:
-    """The rates that the description of a device gives, or that of the ready device of its name; None if
+    """The rates that the description of a device gives, or that of its name in the catalogue; None if
     neither does, or if it stands for several: how long they take to exchange their parts is not known.
     """
     if device.members > 1:
         return None
-    for known in (device, namesake(device.name)):
+    ready = namesake(device.name)
+    for known in (device, None if ready is None else ready.device):
         if known is not None and known.bytes_per_s and known.flops_per_s(dtype):
             return Rates(dtype, known.flops_per_s(dtype), known.bytes_per_s)
     return None

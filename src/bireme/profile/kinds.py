@@ -5,7 +5,8 @@ those of another device's profile, scaled unit by unit by the rates of both.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.catalogue import catalogue
+from bireme.cluster.device import Device
 from bireme.errors import BiremeError, closest
 from bireme.profile.estimate import rates_of, roofline_s
 from bireme.profile.profile import Profile, Rates, UnitCost
@@ -16,7 +17,8 @@ _TIMES = ("forward_s", "backward_s", "recompute_backward_s", "backward_input_s",
 
 def _is_called(device: Device, name: str) -> bool:
     """Whether a device has this name, is like the ready device of this name, or is of this kind."""
-    return name in (device.name, device.kind) or (name in KNOWN and KNOWN[name].name == device.name)
+    known = catalogue().get(name)
+    return name in (device.name, device.kind) or (known is not None and known.name == device.name)
 
 
 def check_kinds(profile: Profile, devices: Sequence[Device]) -> None:

@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from bireme.bounds import bytes_text, counted, rate_text, seconds_text
+from bireme.cluster.catalogue import FORMATS, CatalogueDevice, catalogue
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Overlap, Server
 from bireme.cluster.cluster_file import cluster_hash
-from bireme.cluster.device import Device
+from bireme.cluster.device import GIB, Device
 from bireme.cluster.symmetry import Symmetry
 from bireme.report.terminal import columns
 
@@ -212,3 +213,36 @@ def _plain_figures(link: Link) -> dict[str, Any]:
         "overlap": str(link.overlap),
         **curve,
     }
+
+
+# The catalogue of devices.
+
+
+def catalogue_document() -> dict[str, Any]:
+    """All devices of the catalogue, with the sources of their figures."""
+    return {"devices": [asdict(one) for one in catalogue().values()]}
+
+
+def print_catalogue(console: Console) -> None:
+    """A row for each device. An asterisk marks figures that its maker does not publish in this form."""
+    table = columns(("name", "GiB", "GB/s", *FORMATS, "watts", "attained"), words=("name",))
+
+    def figure(one: CatalogueDevice, key: str, value: float) -> str:
+        return f"{value:,.4g}{'*' if key in one.derived else ''}" if value else ""
+
+    for one in catalogue().values():
+        low, high = one.attained
+        table.add_row(
+            one.word,
+            figure(one, "memory", one.memory_bytes / GIB),
+            figure(one, "bandwidth", one.memory_bytes_per_s / 1e9),
+            *(figure(one, key, one.flops_per_s.get(dtype, 0) / 1e12) for key, dtype in FORMATS.items()),
+            figure(one, "watts", one.watts),
+            f"{100 * low:.0f}–{high:.0%}{'*' if one.attained_source.startswith('estimate') else ''}",
+        )
+    console.print(table)
+    console.print(
+        "fp32 to fp16: TFLOP/s of dense matrices; attained: the share of them that training attains. * is "
+        "not published in this form: derived, or estimated. --json gives the sources.",
+        style="dim",
+    )

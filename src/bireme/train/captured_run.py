@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bireme.cluster.device import device_named
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.machine import num_cores
 from bireme.codec.sum_description import DENSE
 from bireme.errors import BiremeError

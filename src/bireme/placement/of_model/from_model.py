@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import Cluster, PlacedDevice
-from bireme.cluster.device import KNOWN, Device
+from bireme.cluster.device import Device
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
@@ -34,7 +35,7 @@ from bireme.profile.profile import Profile
 _MS = 1e3
 """Milliseconds in a second."""
 
-_STANDS_IN = {"cuda": KNOWN["a100"], "emulated": KNOWN["laptop"], "cpu": KNOWN["laptop"]}
+_STANDS_IN = {"cuda": "a100", "emulated": "laptop", "cpu": "laptop"}
 """Whose figures tell how the seconds of a unit divide, where those of the devices are not known."""
 
 
@@ -103,7 +104,7 @@ def fleet_of(cluster: Cluster, names: Sequence[str] = ()) -> _Fleet:
         accelerator_bytes=typical.memory_bytes,
         accelerator_speed=typical.speed,
         cpu_speed=cpus[0].device.speed if cpus else typical.speed,
-        typical=typical if all(figures) else _STANDS_IN[typical.kind],
+        typical=typical if all(figures) else device_named(_STANDS_IN[typical.kind]),
         ways=_ways(cluster, accelerators, cpus),
     )
 

@@ -12,8 +12,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from bireme.capabilities import exclusion, refuse_excluded
+from bireme.cluster.catalogue import namesake
 from bireme.cluster.cluster import Cluster, Lane, Link, Overlap
-from bireme.cluster.device import NO_ENGINE, Device, Speeds, namesake
+from bireme.cluster.device import NO_ENGINE, Device, Speeds
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
@@ -365,15 +366,15 @@ def _with_memory_speed(device: Device, speed: float | None) -> Speeds:
 
 
 def _known_process_bytes(device: Device, profile: Profile) -> int | None:
-    """What the cluster file gives, else what was measured on such a device, else that of a ready device of
+    """What the cluster file gives, else what was measured on such a device, else what the catalogue gives for
     its name. An emulated device stands for the tensors of another alone.
     """
     if device.process_bytes is not None or device.kind == "emulated":
         return device.process_bytes or 0
     if profile.engine is not None and profile.engine.process_bytes and profile.device_kind == device.kind:
         return profile.engine.process_bytes
-    ready = namesake(device.name)
-    return None if ready is None else ready.process_bytes
+    known = namesake(device.name)
+    return None if known is None else known.process_bytes
 
 
 def _bounds(request: PlanRequest, num_units: int) -> tuple[int, ...]:
