@@ -16,7 +16,7 @@ from bireme.profile.profile import Rates, UnitWork
 
 ATTAINED_FLOPS = 0.5
 ATTAINED_BYTES = 0.7
-_START_S = {"cuda": 5e-6, "xpu": 5e-6, "mps": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
+START_S = {"cuda": 5e-6, "xpu": 5e-6, "mps": 5e-6, "cpu": 2e-6, "emulated": 2e-6}
 
 _MOST_PRODUCTS = 2
 """A product has two operands, and a gradient for each is a product as large. Attention has three operands and
@@ -139,4 +139,4 @@ def _operator_s(operator: Operator, traffic: _Traffic, scale: float, device: Dev
     made = next((value.dtype for value in operator.outputs if value is not None), "float32")
     arithmetic_s = operator.flops * scale / (device.flops_per_s(made) * ATTAINED_FLOPS)
     moved_s = traffic.num_bytes(operator) / (device.bytes_per_s * ATTAINED_BYTES)
-    return max(arithmetic_s, moved_s, _START_S[device.kind])
+    return max(arithmetic_s, moved_s, START_S[device.kind])

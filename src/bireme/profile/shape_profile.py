@@ -1,0 +1,347 @@
+"""The profile of a transformer that is only a shape, on a device of the catalogue: without torch, at once.
+
+A unit is half a layer, as in a captured model. Bytes are those that capture counts for the same model, as
+formulas of its sizes; tests compare them with captures. Seconds are the operations of the unit's matrices at
+the share of the device's rate that training attains, or the time to read the unit's weights, or to start its
+operators, if that takes longer. The share was measured on whole steps of training, so it contains all work
+that is no product of matrices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from bireme.cluster.catalogue import CatalogueDevice
+from bireme.model.shapes import TransformerShape
+from bireme.profile.estimate import ATTAINED_BYTES, START_S, estimated_update_s
+from bireme.profile.profile import KeptMemory, Profile, SharedState, UnitCost, UnitProfile
+
+
+class TrainedShare(StrEnum):
+    """Which weights of a model learn."""
+
+    FULL = "full"
+    """All."""
+    LORA = "lora"
+    """Adapters beside all linear maps but the head; the weights are frozen, in bfloat16."""
+    QLORA = "qlora"
+    """The same, but the frozen linear maps have weights of four bits."""
+
+
+RANK = 16
+"""Of an adapter."""
+
+_SHORT, _WHOLE, _WORD = 2, 4, 8
+"""Bytes of a value in bfloat16, of sums and optimizer state in float32, and of a token's number."""
+
+_MOMENTS = 2
+"""Values that AdamW remembers of each weight, beside its float32 copy."""
+
+QUANTIZED_BYTES = 0.5 + 1 / 64 + _WHOLE / (64 * 256)
+"""Of a weight of four bits: blocks of 64 share a scale of 8 bits, and 256 blocks one of 32 bits (NF4 with
+double quantization, Dettmers et al. 2023): 4.127 bits.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """A unit. `maps` are the lengths of input and output of its linear maps, `others` the weights beside
+    them.
+
+    For each token, `normed` are the values that norms give, `products` are operations without weights,
+    `saved` bytes are kept for the backward, `alive` bytes are in use at its worst moment unless all gradients
+    of the weights take more, and `in_halves` bytes while its first half runs. `starts` are the operators of a
+    forward, `shared` names a table that another unit uses too.
+    """
+
+    name: str
+    maps: tuple[tuple[int, int], ...]
+    others: int
+    normed: int
+    products: float
+    saved: float
+    alive: float
+    in_halves: float
+    starts: int
+    shared: str = ""
+
+    @property
+    def num_mapped(self) -> int:
+        """The weights of its maps."""
+        return sum(rows * columns for rows, columns in self.maps)
+
+    @property
+    def num_adapted(self) -> int:
+        """The weights of adapters beside its maps."""
+        return sum(RANK * (rows + columns) for rows, columns in self.maps)
+
+
+def profile_of_shape(
+    shape: TransformerShape,
+    device: CatalogueDevice,
+    attained: float,
+    length: int,
+    micro_batches: Sequence[int],
+    trained: TrainedShare = TrainedShare.FULL,
+) -> Profile:
+    """What a shape costs in bfloat16 with AdamW, for micro-batches of sequences of `length` tokens, on a
+    device that attains a share of its matrix rate.
+    """
+    learns = trained is TrainedShare.FULL
+    attention, feed_forward = _attention(shape, length, learns), _feed_forward(shape, learns)
+    halves = [_embedding(shape, learns)]
+    for layer in range(shape.layers):
+        halves += [_named(attention, f"layers.{layer}"), _named(feed_forward, f"layers.{layer}")]
+    halves.append(_head(shape, learns))
+    work = _Work(shape, device, attained, length, trained, len(halves))
+    units = tuple(work.unit(half, place, micro_batches) for place, half in enumerate(halves))
+    return Profile(
+        model=shape.name,
+        graph=f"{shape.name}, a shape, {trained}",
+        device=device.name,
+        device_kind=device.kind,
+        num_threads=0,
+        versions="",
+        is_measured=False,
+        optimizer="adamw",
+        num_operators=sum(half.starts for half in halves),
+        parameter_bytes=_SHORT * shape.num_parameters,
+        units=units,
+        master_weights=True,
+    )
+
+
+# What a token takes in each kind of unit. h is the width, f the inner width, q the width of all queries, k
+# that of all keys, V the number of tokens, T the length of a sequence.
+#
+# A norm over root mean squares keeps its input in float32 (4 h), the normalized value if its weight learns
+# (2 h) and its result (2 h). Attention keeps queries, and keys and values repeated for all heads, and its
+# result (8 q), a sum for each head, and the mask (2 T). A gated half keeps both results up, the activation
+# and the product (8 f). A layer norm keeps its input and its result.
+
+
+def _normed(shape: TransformerShape, learns: bool) -> float:
+    """What the first norm of a half keeps, with the input of the maps."""
+    h = shape.width
+    if shape.norm_values > 1:
+        return 4 * h + 4
+    result = 6 * h + 4 + (2 * h if learns else 0)
+    # The norms of Gemma multiply in float32, and a second one follows the maps.
+    return result if shape.num_norms == 1 else result + 2 * h + 8 * h + 4
+
+
+def _attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
+    h, q, k, heads = shape.width, shape.query_width, shape.key_width, shape.heads
+    is_eager = shape.family == "gemma2"
+    kept = 2 * (q + 2 * k) + 2 * q if shape.has_biases else 8 * q
+    kept += 6 * (q + k) + 4 * (heads + shape.shared_heads) if shape.norms_heads else 0
+    # Scores that are capped are matrices: in bfloat16 twice, in float32 once; else a kernel keeps their sums.
+    scores = 8 * heads * length if is_eager else 4 * heads + 2 * length
+    norms = 4 * h if shape.norm_values > 1 else 20 * h
+    return _Half(
+        "attention",
+        shape.attention_maps,
+        shape.attention_parameters - sum(rows * columns for rows, columns in shape.attention_maps),
+        normed=(4 if shape.num_norms > 1 else 1) * h + (q + k if shape.norms_heads else 0),
+        products=4 * q * length,
+        saved=_normed(shape, learns) + kept + scores,
+        alive=5 * heads * length + 8 * h if is_eager else max(9 * q, 6 * length),
+        in_halves=8 * heads * length if is_eager else max(norms, 18 * q if shape.norms_heads else 0),
+        starts=29 if shape.norm_values > 1 else 57,
+    )
+
+
+def _feed_forward(shape: TransformerShape, learns: bool) -> _Half:
+    h, f = shape.width, shape.inner_width
+    return _Half(
+        "feed_forward",
+        shape.feed_forward_maps,
+        shape.feed_forward_parameters - sum(rows * columns for rows, columns in shape.feed_forward_maps),
+        normed=(4 if shape.num_norms > 1 else 1) * h,
+        products=0,
+        saved=_normed(shape, learns) + (8 if shape.is_gated else 10) * f,
+        alive=2 * h + 4 * f + (8 * h if shape.num_norms > 1 else 0),
+        in_halves=20 * h if shape.is_gated else 2 * h + 9 * f,
+        starts=14,
+    )
+
+
+def _embedding(shape: TransformerShape, learns: bool) -> _Half:
+    saved = (2 if shape.learns_positions else 1) * _WORD if learns else 0
+    shared = "tokens" if shape.tied else ""
+    return _Half(
+        "embedding", (), shape.embedding_parameters, shape.width, 0, saved, 2 * shape.width, 0, 1, shared
+    )
+
+
+def _head(shape: TransformerShape, learns: bool) -> _Half:
+    """The last norm, the head and the loss, whose scores are in float32."""
+    h, vocab = shape.width, shape.vocab
+    norm = (2 * h if shape.norm_values > 1 else 4 * h) + 4
+    if learns:
+        norm += 2 * h * (1 if shape.norm_values > 1 else 2 * shape.num_norms - (shape.num_norms > 1))
+    capped = 2 * vocab if shape.family == "gemma2" else 0
+    return _Half(
+        "head",
+        ((h, vocab),),
+        shape.norm_values * h,
+        normed=shape.num_norms * h,
+        products=0,
+        saved=norm + 4 * vocab + capped + _WORD,
+        alive=8 * vocab,
+        in_halves=(6 if learns else 8) * vocab,
+        starts=14,
+        shared="tokens" if shape.tied else "",
+    )
+
+
+def _named(half: _Half, layer: str) -> _Half:
+    return replace(half, name=f"{layer}.{half.name}")
+
+
+# Units from these.
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """How units are trained, and on what."""
+
+    shape: TransformerShape
+    device: CatalogueDevice
+    attained: float
+    length: int
+    trained: TrainedShare
+    num_units: int
+
+    def unit(self, half: _Half, place: int, micro_batches: Sequence[int]) -> UnitProfile:
+        """The unit at its place, at each size of a micro-batch."""
+        is_first, is_last = place == 0, place == self.num_units - 1
+        learning, frozen_bytes = self._learning(half, is_last), self._frozen_bytes(half, is_last)
+        optimizer_bytes = (_MOMENTS + 1) * _WHOLE * learning
+        update_s = estimated_update_s(_WHOLE * learning, optimizer_bytes, 0, self.device.device)
+        first = place if is_first or is_last else 2 - place % 2
+        return UnitProfile(
+            name=half.name,
+            structure=half.name.rpartition(".")[2],
+            same_as=None if first == place else first,
+            receives=() if is_first else (f"x{place}",),
+            sends=() if is_last else (f"x{place + 1}",),
+            inputs=("input_ids",) if is_first else ("labels",) if is_last else (),
+            parameter_bytes=_SHORT * learning,
+            gradient_bytes=_WHOLE * learning,
+            optimizer_bytes=optimizer_bytes,
+            buffer_bytes=frozen_bytes,
+            frozen_bytes=frozen_bytes,
+            reduce_s=0.0,
+            update_s=update_s,
+            trial_s=update_s,
+            tied=self._tied(half),
+            costs=tuple(self._cost(half, place, size) for size in micro_batches),
+        )
+
+    @property
+    def _learns_all(self) -> bool:
+        return self.trained is TrainedShare.FULL
+
+    def _learning(self, half: _Half, is_last: bool) -> int:
+        """The weights that learn."""
+        if self._learns_all:
+            return half.num_mapped + half.others
+        return 0 if is_last else half.num_adapted
+
+    def _frozen_bytes(self, half: _Half, is_last: bool) -> int:
+        if self._learns_all:
+            return 0
+        is_quantized = self.trained is TrainedShare.QLORA and not is_last
+        mapped = half.num_mapped * (QUANTIZED_BYTES if is_quantized else _SHORT)
+        return round(mapped) + _SHORT * half.others
+
+    def _tied(self, half: _Half) -> tuple[SharedState, ...]:
+        if not half.shared:
+            return ()
+        num = self.shape.vocab * self.shape.width
+        if self._learns_all:
+            optimizer_bytes = (_MOMENTS + 1) * _WHOLE * num
+            return (SharedState(half.shared, _SHORT * num, _WHOLE * num, optimizer_bytes, 0),)
+        return (SharedState(half.shared, 0, 0, 0, _SHORT * num, _SHORT * num),)
+
+    def _cost(self, half: _Half, place: int, size: int) -> UnitCost:
+        tokens = size * self.length
+        is_first, is_last = place == 0, place == self.num_units - 1
+        forward_s, input_s, weight_s = self._seconds(half, tokens, is_last)
+        if is_first:
+            input_s = 0.0
+        boundary_bytes = 0 if is_last else _SHORT * self.shape.width * tokens
+        is_saved = self.shape.norm_values > 1
+        crossing = _SHORT * self.shape.width * tokens
+        shared = (
+            *(() if is_first else (KeptMemory((f"x{place}",), crossing, is_saved),)),
+            *(() if is_last else (KeptMemory((f"x{place + 1}",), crossing, is_saved=False),)),
+        )
+        return UnitCost(
+            micro_batch=size,
+            forward_s=forward_s,
+            backward_s=input_s + weight_s,
+            recompute_backward_s=forward_s + input_s + weight_s,
+            backward_input_s=input_s,
+            backward_weight_s=weight_s,
+            spread=0.0,
+            saved_bytes=round(self._saved(half, is_last) * tokens),
+            boundary_bytes=boundary_bytes,
+            workspace_bytes=round(self._workspace_bytes(half, tokens, place)),
+            shared=shared,
+            returned_bytes=0 if is_first and not self._learns_all else None,
+            waiting_bytes=self._waiting(half, is_last) * tokens,
+            halves_workspace_bytes=round(half.in_halves * tokens),
+        )
+
+    def _waiting(self, half: _Half, is_last: bool) -> int:
+        """Gradients that wait for the second half of a backward: of what maps and norms give."""
+        if not self._learning(half, is_last):
+            return 0
+        given = sum(columns for _, columns in half.maps)
+        given += half.normed if self._learns_all else RANK * len(half.maps)
+        return _SHORT * given
+
+    def _saved(self, half: _Half, is_last: bool) -> float:
+        """For each token. An adapter keeps what it makes of low rank."""
+        adapters = 0 if self._learns_all or is_last else _SHORT * RANK * len(half.maps)
+        return half.saved + adapters
+
+    def _workspace_bytes(self, half: _Half, tokens: int, place: int) -> float:
+        """Beside what is kept: activations of the backward, or the gradients of all weights of the unit. The
+        gradient of a table takes three times its bytes while it is made.
+        """
+        is_last = place == self.num_units - 1
+        gradients = _SHORT * self._learning(half, is_last)
+        if not self._learns_all:
+            largest = max((rows * columns for rows, columns in half.maps), default=0)
+            whole = _SHORT * largest if self.trained is TrainedShare.QLORA and not is_last else 0
+            return whole + (half.alive + 2 * self.shape.width) * tokens if place else 0
+        if place == 0:
+            return 3 * _SHORT * self.shape.vocab * self.shape.width + half.alive * tokens
+        if is_last:
+            return max(half.alive * tokens, 2 * gradients + half.alive / 4 * tokens)
+        return max(half.alive * tokens, gradients + 2 * _SHORT * self.shape.width * tokens)
+
+    def _seconds(self, half: _Half, tokens: int, is_last: bool) -> tuple[float, float, float]:
+        """A forward, and the halves of a backward: the gradient of the input, and those of the weights."""
+        rate = self.device.rate("bfloat16") * self.attained
+        moved = self._frozen_bytes(half, is_last) + _SHORT * self._learning(half, is_last)
+        least_s = max(
+            moved / (self.device.memory_bytes_per_s * ATTAINED_BYTES) if half.maps else 0.0,
+            half.starts * START_S[self.device.kind],
+        )
+        maps_s = 2 * half.num_mapped * tokens / rate
+        products_s = half.products * tokens / rate
+        learning = half.num_mapped if self._learns_all else 0 if is_last else half.num_adapted
+        adapters_s = 0.0 if self._learns_all else 2 * learning * tokens / rate
+        weight_s = 2 * learning * tokens / rate
+        if not half.maps:  # a table is looked up
+            table_s = half.starts * START_S[self.device.kind] + (
+                2 * _SHORT * self.shape.width * tokens / (self.device.memory_bytes_per_s * ATTAINED_BYTES)
+            )
+            return table_s, 0.0, table_s if self._learns_all else 0.0
+        forward_s = max(maps_s + products_s + adapters_s, least_s)
+        input_s = max(maps_s + 2 * products_s + adapters_s, least_s)
+        return forward_s, input_s, weight_s
