@@ -56,6 +56,7 @@ VERBS = {
         PLAN,
         "Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.",
     ),
+    "fit": Verb(PLAN, "Answer whether a model fits machines, how fast it trains there, and what would help."),
     "place": Verb(PLAN, "Place the operators of a graph on accelerators and CPUs."),
     "schedule": Verb(LOOK, "Draw a schedule as a grid: one row per rank, time to the right."),
     "simulate": Verb(

@@ -96,7 +96,7 @@ def _meshes(machine: NamedMachine, link_share: float) -> tuple[Mesh, ...]:
 
 
 def _bridges(machine: NamedMachine, link_share: float) -> tuple[Bridge, ...]:
-    if machine.device.kind == "cpu":
+    if machine.device.kind == "cpu" or machine.count == 1:
         return ()
     return tuple(
         Bridge(f"pcie{place}", (place,), Link(PCIE_BYTES_PER_S * link_share))

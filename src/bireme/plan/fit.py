@@ -1,0 +1,345 @@
+"""Whether a model fits machines, how fast it trains there, and what would help: the answers of `bireme fit`.
+
+The model is a shape and the machines are words of the catalogue, so nothing is measured. Each answer is a
+plan of the usual search, for a profile from arithmetic. A rate is a range: the same plan, forecast once for
+the least share of their rates that devices and links were reported to attain, and once for the most.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+
+from bireme.cluster.catalogue import CatalogueDevice
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.named_machines import NamedMachines
+from bireme.errors import BiremeError
+from bireme.model.shapes import TransformerShape
+from bireme.plan.explain import WhatIf, changes
+from bireme.plan.forecast import Answer, Candidate, NothingFits, headroom_bytes
+from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
+from bireme.plan.plan_request import PlanRequest, TierLimits
+from bireme.plan.search.search import find_plan, forecast_of
+from bireme.profile.profile import Profile
+from bireme.profile.shape_profile import TrainedShare, profile_of_shape
+
+SCHEDULES_TRIED = ("1f1b", "2bw-fresh")
+"""For several devices: one that drains and one that does not, so that an answer takes seconds."""
+
+LINK_SHARES = (0.70, 0.94)
+"""Of a link's rate, what messages attain: at least an estimate, at most TCP's payload on Ethernet (1,448 of
+1,538 bytes of a frame).
+"""
+
+_LARGEST_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens a second, from the least to the most, and the value that plans are made for."""
+
+    low: float
+    likely: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class FitQuestion:
+    """A model, machines, what learns, the tokens of a sequence and the sequences of a batch."""
+
+    shape: TransformerShape
+    machines: NamedMachines
+    trained: TrainedShare
+    length: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= self.shape.context:
+            raise BiremeError(
+                f"The length is {self.length:,} tokens; {self.shape.name} has 1 to {self.shape.context:,}."
+            )
+        if not 1 <= self.batch_size <= 65_536:
+            raise BiremeError(f"The batch is {self.batch_size:,} sequences; it must be 1 to 65,536.")
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesFit:
+    """The answer for some machines. `left_bytes` are free on the tightest `device` at its worst moment under
+    the best plan; if nothing fits, they are negative: what the nearest plan lacks there.
+    """
+
+    words: str
+    num_devices: int
+    candidate: Candidate | None
+    device: str
+    left_bytes: float
+    limit_bytes: float
+    tokens_per_s: Range | None
+
+
+@dataclass(frozen=True, slots=True)
+class FitHelp:
+    """The best plan with one thing changed. `gain` says how many times as much it trains in the same time;
+    None if nothing fits without the change.
+    """
+
+    words: str
+    tokens_per_s: float
+    gain: float | None
+    host_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """All answers: for each machine by itself, then for all together. `untried` are changes for which no time
+    was left, `no_help` those that bring nothing.
+    """
+
+    question: FitQuestion
+    rows: tuple[MachinesFit, ...]
+    helps: tuple[FitHelp, ...]
+    no_help: tuple[str, ...]
+    untried: tuple[str, ...]
+    notes: tuple[str, ...]
+    took_s: float
+
+
+def fit(question: FitQuestion, *, within_s: float = 8.0) -> Fit:
+    """Plan for each machine, for all, and then for one change at a time as long as no more than `within_s`
+    have passed.
+    """
+    begin_s = perf_counter()
+    machines = question.machines.machines
+    alone = {one.words: replace(question.machines, machines=(one,)) for one in machines}
+    asked = list(alone.values())
+    if len(machines) > 1:
+        asked.append(question.machines)
+    planners = [_Planner(replace(question, machines=one)) for one in asked]
+    rows = [planner.row() for planner in planners]
+    rows[-1] = _with_devices_left_out(rows)
+    planner, row = planners[-1], rows[-1]
+    helps, no_help, untried = [], [], []
+    for words, plan in planner.changed(row):
+        if perf_counter() - begin_s > within_s:
+            untried.append(words)
+            continue
+        help_ = plan()
+        if help_ is None or (help_.gain is not None and help_.gain < _HELPS):
+            no_help.append(words)
+        else:
+            helps.append(help_)
+    helps.sort(key=lambda one: -(one.gain or one.tokens_per_s))
+    took_s = perf_counter() - begin_s
+    notes = tuple(_notes(question, row))
+    return Fit(question, tuple(rows), tuple(helps), tuple(no_help), tuple(untried), notes, took_s)
+
+
+def _with_devices_left_out(rows: list[MachinesFit]) -> MachinesFit:
+    """The answer for all machines: that of one of them, if it is faster alone."""
+    *alone, together = rows
+    for row in alone:
+        if row.candidate is not None and (
+            together.candidate is None
+            or row.candidate.forecast.cost_s_per_sample < together.candidate.forecast.cost_s_per_sample
+        ):
+            together = replace(row, words=together.words, num_devices=together.num_devices)
+    return together
+
+
+_HELPS = 1.02
+"""Gains below this are within what is not known."""
+
+_FIRST = ("bandwidth", "codecs", "memory")
+"""Words of the changes that are tried before others."""
+
+_NO_CHANGES = ("delayed updates", "any schedule")
+"""The beginnings of changes that take nothing but another schedule, which was tried already."""
+
+
+def _order(change: WhatIf) -> int:
+    return next((place for place, word in enumerate(_FIRST) if word in change.words), len(_FIRST))
+
+
+class _Planner:
+    """The search for one set of machines, with profiles for the devices' least, likely and most shares."""
+
+    def __init__(self, question: FitQuestion) -> None:
+        self.question = question
+        self.devices = {one.device.word: one.device for one in question.machines.machines}
+        self.profile, self.cluster = self._costs(_likely, math.sqrt(LINK_SHARES[0] * LINK_SHARES[1]))
+        self.request = PlanRequest(
+            question.batch_size,
+            value_bytes=2,
+            delay_warmup=DEFAULT_DELAY_WARMUP if self.cluster.num_devices > 1 else None,
+        )
+
+    def row(self) -> MachinesFit:
+        """The answer for these machines."""
+        words = ", ".join(one.words for one in self.question.machines.machines)
+        num_devices = self.cluster.num_devices
+        found = self._best(self.profile, self.cluster, self.request)
+        if isinstance(found, NothingFits):
+            limit_bytes = found.stages[found.stage].limit_bytes
+            missing = -found.missing_bytes
+            return MachinesFit(words, num_devices, None, found.device, missing, limit_bytes, None)
+        best = found.best
+        left = headroom_bytes(best)
+        limits = {
+            device: limit_bytes
+            for stage in best.forecast.stages
+            for device, _, limit_bytes in stage.bytes_of_devices()
+        }
+        device = min(left, key=lambda name: left[name] / limits[name])
+        return MachinesFit(words, num_devices, best, device, left[device], limits[device], self._range(best))
+
+    def changed(self, row: MachinesFit) -> Iterator[tuple[str, Callable[[], FitHelp | None]]]:
+        """What could be otherwise, in words that follow on "with", and a way to plan for it."""
+        best = row.candidate
+        schedule = "sequential" if self.cluster.num_devices == 1 else None
+        if best is not None:
+            schedule = best.plan.schedule
+        for change in sorted(changes(self.cluster, self.request), key=_order):
+            is_memory = "memory" in change.words
+            if is_memory or (best is not None and not change.words.startswith(_NO_CHANGES)):
+                yield (
+                    change.words,
+                    partial(
+                        self._help,
+                        change.words,
+                        self.profile,
+                        change.cluster,
+                        change.request,
+                        best,
+                        schedule,
+                    ),
+                )
+        if self.question.trained is TrainedShare.FULL:
+            lora = replace(self.question, trained=TrainedShare.LORA)
+            words = "adapters instead of all weights (--train lora)"
+            yield words, partial(self._help_of, words, lora, best)
+        if best is None:
+            half = replace(self.question, length=max(1, self.question.length // 2))
+            words = "sequences of half the length (--length)"
+            yield words, partial(self._help_of, words, half, best)
+        if best is None or best.plan.recompute:
+            words = "offloading to the hosts (memory.device)"
+            offloading = replace(self.request, memory=TierLimits())
+            yield words, partial(self._help, words, self.profile, self.cluster, offloading, best, schedule)
+
+    def _help_of(self, words: str, question: FitQuestion, best: Candidate | None) -> FitHelp | None:
+        """The answer to another question on the same machines."""
+        profile = _Planner(question).profile
+        return self._help(words, profile, self.cluster, self.request, best, None, question.length)
+
+    def _help(
+        self,
+        words: str,
+        profile: Profile,
+        cluster: Cluster,
+        request: PlanRequest,
+        best: Candidate | None,
+        schedule: str | None,
+        length: int | None = None,
+    ) -> FitHelp | None:
+        try:
+            found = self._best(profile, cluster, request, schedule)
+        except BiremeError:  # nothing fits with the tiers of memory either
+            return None
+        if isinstance(found, NothingFits):
+            return None
+        then = found.best.forecast
+        gain = None if best is None else best.forecast.cost_s_per_sample / then.cost_s_per_sample
+        host_bytes = sum(tier.peak_bytes for tier in then.tiers if tier.tier == "host")
+        tokens_per_s = then.samples_per_s * (length or self.question.length)
+        return FitHelp(words, tokens_per_s, gain, host_bytes)
+
+    def _best(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        request: PlanRequest,
+        schedule: str | None = None,
+    ) -> Answer | NothingFits:
+        """The best plan under a schedule, or under any of those that are tried."""
+        tried = SCHEDULES_TRIED if cluster.num_devices > 1 else ("sequential",)
+        nothing: NothingFits | None = None
+        best: Answer | None = None
+        for name in (schedule,) if schedule is not None else tried:
+            asked = replace(request, schedule=name)
+            found = find_plan(profile, cluster, asked, is_brief=True, advises=False)
+            if isinstance(found, NothingFits):
+                nothing = nothing or found
+            elif best is None or found.best.forecast.cost_s_per_sample < best.best.forecast.cost_s_per_sample:
+                best = found
+        assert best is not None or nothing is not None, "a schedule is tried"
+        return best or nothing  # type: ignore[return-value]  # one of them is there
+
+    def _range(self, best: Candidate) -> Range:
+        low, high = (
+            forecast_of(best.plan, *self._costs(share, link_share), self.request).samples_per_s
+            for share, link_share in zip((_least, _most), LINK_SHARES, strict=True)
+        )
+        length = self.question.length
+        return Range(low * length, best.forecast.samples_per_s * length, high * length)
+
+    def _costs(self, share: Callable[[CatalogueDevice], float], link_share: float) -> tuple[Profile, Cluster]:
+        """The profile for the first device, and the cluster with the speeds of all relative to it."""
+        sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
+        sizes = [size for size in sizes if self.question.batch_size % size == 0]
+        first = self.question.machines.machines[0].device
+        own = self._profile(first, share(first), sizes)
+        seconds = {
+            word: _seconds(self._profile(device, share(device), sizes))
+            for word, device in self.devices.items()
+        }
+        speeds = {
+            word: (
+                seconds[first.word] / seconds[word],
+                device.memory_bytes_per_s / first.memory_bytes_per_s,
+            )
+            for word, device in self.devices.items()
+        }
+        return own, self.question.machines.cluster(speeds, link_share)
+
+    def _profile(self, device: CatalogueDevice, attained: float, sizes: list[int]) -> Profile:
+        question = self.question
+        return profile_of_shape(question.shape, device, attained, question.length, sizes, question.trained)
+
+
+def _least(device: CatalogueDevice) -> float:
+    return device.attained[0]
+
+
+def _most(device: CatalogueDevice) -> float:
+    return device.attained[1]
+
+
+def _likely(device: CatalogueDevice) -> float:
+    return math.sqrt(device.attained[0] * device.attained[1])
+
+
+def _seconds(profile: Profile) -> float:
+    """Of a forward and a backward of all units with one sequence."""
+    return sum(unit.costs[0].forward_s + unit.costs[0].backward_s for unit in profile.units)
+
+
+def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
+    """What the answers rest on, and what Bireme does not do."""
+    if question.trained is TrainedShare.QLORA:
+        yield "Bireme cannot train qlora yet: this counts its bytes only."
+    devices = {one.device.word: one.device for one in question.machines.machines}
+    for device in devices.values():
+        low, high = device.attained
+        yield f"{device.word} attains {low:.0%} to {high:.0%} of its matrix rate: {device.attained_source}."
+        if "bfloat16" not in device.flops_per_s:
+            yield f"{device.word} has no hardware for bfloat16, so it counts with its rate in float32."
+        if device.kind in ("mps", "xpu"):
+            yield f"Bireme has not been tested on {device.word} ({device.kind})."
+    if len(question.machines.machines) > 1:
+        low, high = LINK_SHARES
+        yield f"Links attain {low:.0%} to {high:.0%} of their rate: an estimate, and TCP's payload."
+        if question.machines.link is None:
+            yield "No link is given, so machines are joined by 1 Gbit/s with 0.5 ms between two of them."
+    if row.candidate is not None:
+        yield from row.candidate.forecast.assumptions

@@ -1,0 +1,188 @@
+"""`bireme fit`: whether models fit machines, their rate, what helps, and which input is refused."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from bireme.cluster.catalogue import catalogue
+from bireme.cluster.named_machines import machines_of
+from bireme.model.shapes import shape_of
+from bireme.plan.fit import LINK_SHARES, Fit, FitQuestion, fit
+from bireme.profile.shape_profile import TrainedShare
+from tests.support.command import bireme
+
+Capture = pytest.CaptureFixture[str]
+
+
+def answer(model: str, machines: str, *, train: str = "full", batch: int = 2, within_s: float = 0.0) -> Fit:
+    question = FitQuestion(shape_of(model), machines_of(machines), TrainedShare(train), 512, batch)
+    return fit(question, within_s=within_s)
+
+
+def test_the_rate_of_one_device_is_what_one_counts_by_hand() -> None:
+    (row,) = answer("gpt2-large", "rtx3090", batch=32).rows
+    shape, device = shape_of("gpt2-large"), catalogue()["rtx3090"]
+    mapped = shape.num_parameters - shape.context * shape.width  # the tied table is the head's matrix
+    operations = 6 * mapped + 12 * shape.layers * 512 * shape.width
+    assert row.tokens_per_s is not None
+    for share, rate in zip(device.attained, (row.tokens_per_s.low, row.tokens_per_s.high), strict=True):
+        by_hand = share * device.rate("bfloat16") / operations
+        assert 0.9 * by_hand < rate <= by_hand, "an optimizer step and the embedding take the rest"
+    assert row.tokens_per_s.low < row.tokens_per_s.likely < row.tokens_per_s.high
+
+
+def test_what_is_left_is_what_the_device_could_lack() -> None:
+    (row,) = answer("gpt2", "rtx3060:8GiB", batch=1).rows
+    assert row.candidate is not None
+    assert 0 < row.left_bytes < row.limit_bytes
+    enough = math.ceil(row.limit_bytes - row.left_bytes)
+    (least,) = answer("gpt2", f"rtx3060:{enough}", batch=1).rows
+    assert least.candidate is not None
+    assert least.left_bytes == pytest.approx(0, abs=1)
+    (short,) = answer("gpt2", f"rtx3060:{enough - 1000}", batch=1).rows
+    assert short.candidate is None
+    assert short.tokens_per_s is None
+    assert short.left_bytes == pytest.approx(-1000, abs=1)
+
+
+def test_each_machine_is_answered_by_itself_once_and_then_all_together() -> None:
+    found = answer("gpt2", "rtx3060, rtx3090, rtx3060 @ 10Gbit/s")
+    assert [row.words for row in found.rows] == ["rtx3060", "rtx3090", "rtx3060, rtx3090, rtx3060"]
+    assert [row.num_devices for row in found.rows] == [1, 1, 3]
+    best = [row.tokens_per_s.likely for row in found.rows if row.tokens_per_s is not None]
+    assert best[2] >= best[1] > best[0], "more devices are never slower"
+
+
+def test_changes_are_planned_again_and_the_link_that_limits_helps() -> None:
+    found = answer("gpt2-xl", "rtx3090, rtx3090 @ 200Mbit/s", within_s=120.0)
+    assert found.untried == ()
+    gains = {one.words: one.gain for one in found.helps}
+    (link,) = [gain for words, gain in gains.items() if "bandwidth" in words]
+    assert link is not None
+    assert link > 1.1
+    assert list(gains.values()) == sorted(gains.values(), key=lambda gain: -(gain or 0))
+
+
+def test_changes_for_which_no_time_is_left_are_named() -> None:
+    found = answer("gpt2", "rtx3060")
+    assert found.helps == ()
+    assert any("memory" in words for words in found.untried)
+
+
+def test_a_model_that_does_not_fit_fits_with_adapters() -> None:
+    found = answer("tinyllama-1.1b", "rtx3090:12GB", within_s=120.0)
+    (row,) = found.rows
+    assert row.candidate is None
+    assert row.left_bytes < -1e9
+    (lora,) = [one for one in found.helps if "lora" in one.words]
+    assert lora.gain is None
+    (same,) = answer("tinyllama-1.1b", "rtx3090:12GB", train="lora").rows
+    assert same.tokens_per_s is not None
+    assert same.tokens_per_s.likely == pytest.approx(lora.tokens_per_s)
+
+
+def test_links_attain_the_shares_of_the_range() -> None:
+    machines = machines_of("rtx3090, rtx3090 @ 1Gbit/s")
+    for share in LINK_SHARES:
+        cluster = machines.cluster({"rtx3090": (1.0, 1.0)}, share)
+        assert cluster.bandwidth(0, 1) == pytest.approx(share * 1.25e8)
+
+
+# The page.
+
+PAGE = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
+PAIRS = re.findall(
+    r"^\| (\S+) \| (.+?) \| (\w+) \| (\d+) \| (yes|no) \| (\S+) \| (\S+) \|$", PAGE, re.MULTILINE
+)
+
+
+def test_the_page_has_eight_pairs() -> None:
+    assert len(PAIRS) == 8
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[pytest.mark.slow] if "8x" in pair[1] else []) for pair in PAIRS],
+    ids=lambda pair: f"{pair[0]} on {pair[1]}",
+)
+def test_the_figures_of_the_page_are_those_of_the_program(pair: tuple[str, ...]) -> None:
+    model, machines, train, length, fits, least, most = pair
+    question = FitQuestion(shape_of(model), machines_of(machines), TrainedShare(train), int(length), 16)
+    row = fit(question, within_s=0.0).rows[-1]
+    assert (row.candidate is not None) == (fits == "yes")
+    rate = row.tokens_per_s
+    shown = ("–", "–") if rate is None else (f"{rate.low:,.0f}", f"{rate.high:,.0f}")
+    assert shown == (least, most)
+
+
+# The command.
+
+
+def test_the_table_says_what_it_rests_on(capsys: Capture) -> None:
+    words = ("gpt2", "--machines", "rtx3060, t4, m1:16GB", "--train", "qlora", "--batch", "2")
+    result = bireme(capsys, "fit", *words, "--within", "0", "--length", "256")
+    assert result.status == 0, result.err
+    text = " ".join(result.out.split())
+    for part in (
+        "0.124B parameters, qlora",
+        "Bireme cannot train qlora yet",
+        "rtx3060 attains 40% to 65% of its matrix rate: estimate",
+        "t4 has no hardware for bfloat16",
+        "Bireme has not been tested on m1 (mps)",
+        "No link is given, so machines are joined by 1 Gbit/s",
+        "The fastest way: ",
+        "Not tried, for lack of time",
+    ):
+        assert part in text, part
+
+
+def test_the_document_has_all_answers(capsys: Capture) -> None:
+    words = ("gpt2", "--machines", "rtx3060:8GB", "--batch", "2", "--length", "256", "--tokens", "3M")
+    document = bireme(capsys, "fit", *words, "--within", "0", "--json").document
+    assert (document["model"], document["num_parameters"]) == ("gpt2", 124_439_808)
+    (row,) = document["rows"]
+    assert row["fits"]
+    assert row["plan"]["depth"] == 1
+    rate = row["tokens_per_s"]
+    assert row["hours"]["most"] == pytest.approx(3e6 / rate["low"] / 3600)
+    assert row["hours"]["least"] <= row["hours"]["likely"] <= row["hours"]["most"]
+    assert document["not_tried"]
+    assert document["notes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            "gpt3 --machines rtx3090",
+            "There is no model 'gpt3': neither a folder nor a built-in shape. Did",
+        ),
+        ("gpt2 --machines rtx3091", "There is no device 'rtx3091' in the catalogue. Did you mean 'rtx309"),
+        (
+            "gpt2 --machines m3-max",
+            "is sold with several sizes of memory. Give the size, such as m3-max:",
+        ),
+        ("gpt2 --machines rtx3090 --train half", "There is no --train 'half'. "),
+        ("gpt2 --machines rtx3090 --length 4096", "The length is 4,096 tokens; gpt2 has 1 to 1,024."),
+        ("gpt2 --machines rtx3090 --length 0", "The length is 0 tokens"),
+        ("gpt2 --machines rtx3090 --batch 0", "The batch is 0 sequences; it must be 1 to 65,536."),
+        ("gpt2 --machines rtx3090 --tokens many", "--tokens is 'many'; write a number of tokens as 100M, 2B"),
+        ("gpt2 --machines rtx3090@slow", "'slow' is no link."),
+        (". --machines rtx3090", "has no config.json. Name a folder of a transformers model."),
+        ("gpt2", "This machine has no GPUs of one kind that the catalogue knows. Name machines"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_status_two(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: str, sentence: str
+) -> None:
+    monkeypatch.setattr("bireme.cluster.machine.import_module", _no_driver)
+    result = bireme(capsys, "fit", *words.split())
+    assert result.status == 2
+    assert sentence in result.err
+    assert result.err.count("\n") == 1
+
+
+def _no_driver(name: str) -> None:
+    raise ImportError(name)
