@@ -67,6 +67,7 @@ bench: setup
 	$(BIN)/python benchmarks/profiles.py
 	$(BIN)/python benchmarks/partition.py
 	$(BIN)/python benchmarks/search.py
+	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/tiers.py
 	$(BIN)/python benchmarks/shared_weights.py
 	$(BIN)/python benchmarks/planner.py
