@@ -34,7 +34,7 @@ _Group = TypeVar("_Group", Bridge, Mesh, Card)
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class _WhatIf:
     """What is otherwise, in words that follow on "with", and the cluster and request that are then."""
 
     words: str
@@ -42,11 +42,11 @@ class WhatIf:
     request: PlanRequest
 
 
-def changes(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
+def changes(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
     """More memory on each kind of device, each kind of link faster, a larger batch, each wish given up."""
     for device in _most_frequent([placed.device for placed in cluster.devices()]):
         names = [placed.name for placed in cluster.devices() if placed.device == device]
-        yield WhatIf(f"{_TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
+        yield _WhatIf(f"{_TIMES} × the memory on {device_ranges(names)}", _larger(cluster, device), request)
     links = [(type(group), group.link) for server in cluster.servers for group in server.groups]
     for kind, link in _most_frequent(links):
         names = [
@@ -57,33 +57,33 @@ def changes(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
         ]
         if _faster(link) != link:
             other = _with_link(cluster, kind, link, _faster(link))
-            yield WhatIf(f"{_TIMES} × the bandwidth of {device_ranges(names)}", other, request)
+            yield _WhatIf(f"{_TIMES} × the bandwidth of {device_ranges(names)}", other, request)
     rate = None if cluster.switch is None else cluster.switch.bytes_per_s
     if cluster.switch is not None and rate is not None and _more(rate) != rate:
         switch = replace(cluster.switch, bytes_per_s=_more(rate))
-        yield WhatIf(f"{_TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
+        yield _WhatIf(f"{_TIMES} × the bandwidth of the switch", replace(cluster, switch=switch), request)
     for route in cluster.routes:
         if _faster(route.link) != route.link:
             others = (replace(one, link=_faster(one.link)) if one is route else one for one in cluster.routes)
             other = replace(cluster, routes=tuple(others))
-            yield WhatIf(f"{_TIMES} × the bandwidth of the route {route.name}", other, request)
+            yield _WhatIf(f"{_TIMES} × the bandwidth of the route {route.name}", other, request)
     yield from _other_tiers(cluster, request)
-    yield from (WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
+    yield from (_WhatIf(words, cluster, other) for words, other in _other_request(cluster, request))
 
 
-def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
+def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
     """Where paging is allowed: more of the device, and faster wires as far as the cluster says them."""
     memory = request.memory
     if memory is None:
         return
     if memory.device_bytes is not None:
         more = replace(memory, device_bytes=_TIMES * memory.device_bytes)
-        yield WhatIf(f"{_TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
+        yield _WhatIf(f"{_TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
     if any(server.disk_bytes_per_s for server in cluster.servers):
         disks = _changed(
             cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
         )
-        yield WhatIf(f"{_TIMES} × the bandwidth of the disks", disks, request)
+        yield _WhatIf(f"{_TIMES} × the bandwidth of the disks", disks, request)
     if any(device.device.host_bytes_per_s for device in cluster.devices()):
         wires = _changed(
             cluster,
@@ -94,7 +94,7 @@ def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[WhatIf]:
                 ),
             ),
         )
-        yield WhatIf(f"{_TIMES} × the bandwidth between devices and hosts", wires, request)
+        yield _WhatIf(f"{_TIMES} × the bandwidth between devices and hosts", wires, request)
 
 
 def _most_frequent(things: Iterable[_Thing]) -> list[_Thing]:
@@ -268,7 +268,7 @@ def explain(
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def _planned(search: _ExplainingSearch, profile: Profile, change: WhatIf) -> Answer | None:
+def _planned(search: _ExplainingSearch, profile: Profile, change: _WhatIf) -> Answer | None:
     try:
         found = search(profile, change.cluster, change.request)
     except BiremeError:

@@ -16,7 +16,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.named_machines import NamedMachines
 from bireme.errors import BiremeError
 from bireme.model.shapes import TransformerShape
-from bireme.plan.explain import WhatIf, changes
+from bireme.plan.explain import changes
 from bireme.plan.forecast import Answer, Candidate, NothingFits, headroom_bytes
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_request import PlanRequest, TierLimits
@@ -157,8 +157,8 @@ _NO_CHANGES = ("delayed updates", "any schedule")
 """The beginnings of changes that take nothing but another schedule, which was tried already."""
 
 
-def _order(change: WhatIf) -> int:
-    return next((place for place, word in enumerate(_FIRST) if word in change.words), len(_FIRST))
+def _order(words: str) -> int:
+    return next((place for place, word in enumerate(_FIRST) if word in words), len(_FIRST))
 
 
 class _Planner:
@@ -199,7 +199,7 @@ class _Planner:
         schedule = "sequential" if self.cluster.num_devices == 1 else None
         if best is not None:
             schedule = best.plan.schedule
-        for change in sorted(changes(self.cluster, self.request), key=_order):
+        for change in sorted(changes(self.cluster, self.request), key=lambda one: _order(one.words)):
             is_memory = "memory" in change.words
             if is_memory or (best is not None and not change.words.startswith(_NO_CHANGES)):
                 yield (
