@@ -2,7 +2,15 @@
 
 import pytest
 
-from bireme.cluster.catalogue import FORMATS, CatalogueDevice, catalogue, catalogued, device_named, namesake
+from bireme.cluster.catalogue import (
+    FORMATS,
+    CatalogueDevice,
+    catalogue,
+    catalogued,
+    catalogued_as,
+    device_named,
+    namesake,
+)
 from bireme.cluster.cluster import ASSUMED_LINK, Cluster
 from bireme.cluster.named_machines import UNIFIED_SHARE, machines_of
 from bireme.errors import BiremeError
@@ -36,7 +44,7 @@ def test_figures_are_within_the_bounds_of_devices_that_exist() -> None:
 def test_no_two_devices_share_a_name_or_a_word() -> None:
     assert len({one.name for one in DEVICES}) == len(DEVICES)
     assert len({one.word.replace("-", "") for one in DEVICES}) == len(DEVICES)
-    assert [one.word for one in DEVICES if namesake(one.name) is not one] == []
+    assert [one.word for one in DEVICES if catalogued_as(one.name) is not one] == []
 
 
 @pytest.mark.parametrize(
@@ -83,8 +91,9 @@ def test_a_format_without_hardware_is_computed_in_float32() -> None:
     ],
 )
 def test_a_driver_s_name_leads_to_its_device_or_to_none(name: str, word: str | None) -> None:
-    found = namesake(name)
+    found = catalogued_as(name)
     assert (None if found is None else found.word) == word
+    assert namesake(name) == (None if found is None else found.device)
 
 
 def test_words_are_found_whatever_the_case_and_the_hyphens() -> None:

@@ -81,11 +81,11 @@ def _number(text: str) -> float:
 
 def _here() -> str:
     """This machine in words, if its GPUs are in the catalogue."""
-    from bireme.cluster.catalogue import namesake
+    from bireme.cluster.catalogue import catalogued_as
     from bireme.cluster.machine import find_cuda_devices
 
     devices = find_cuda_devices().devices
-    known = [namesake(device.name) for device in devices]
+    known = [catalogued_as(device.name) for device in devices]
     if not devices or any(one is None or one is not known[0] for one in known) or known[0] is None:
         raise BiremeError(
             "This machine has no GPUs of one kind that the catalogue knows. Name machines, such as "

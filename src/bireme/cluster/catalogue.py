@@ -116,7 +116,13 @@ _CONNECTOR = re.compile(r"sxm\d?|hbm\d\w?")
 _MEMORY = re.compile(r"\d+gb")
 
 
-def namesake(name: str) -> CatalogueDevice | None:
+def namesake(name: str) -> Device | None:
+    """The figures of the device with a driver's name, if there is no doubt."""
+    found = catalogued_as(name)
+    return None if found is None else found.device
+
+
+def catalogued_as(name: str) -> CatalogueDevice | None:
     """The device of the catalogue with a driver's name, if there is no doubt. Words of the maker do not
     matter, nor does the memory unless both names give it.
     """

@@ -86,7 +86,7 @@ class _Finder:
         known = namesake(name)
         if known is None:
             return Device(name, "cuda", total_bytes)
-        return replace(known.device, name=name, memory_bytes=total_bytes, watts=0.0, process_bytes=None)
+        return replace(known, name=name, memory_bytes=total_bytes, watts=0.0, process_bytes=None)
 
     def _bridges(self) -> tuple[Bridge, ...]:
         """A bridge for each device, or for all devices on the same PCIe switches."""
