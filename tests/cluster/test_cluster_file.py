@@ -20,6 +20,7 @@ from bireme.cluster.cluster_file import (
     read_cluster,
     save_cluster,
 )
+from bireme.cluster.named_machines import machines_of
 from bireme.errors import BiremeError
 from tests.support.clusters import clusters
 from tests.support.extent import examples
@@ -198,3 +199,15 @@ def test_every_key_of_the_file_is_explained() -> None:
     keys -= {"device", "bridge", "mesh", "card"}
     assert sorted(key for key in keys if f"`{key}`" not in text) == []
     assert all(f"[{table}]" in text for table in (*tables, "server.bridge", "server.card"))
+
+
+@pytest.mark.parametrize("text", ["2x rtx3090", "rtx3090:10GB", "a100, t4 @ 1.25GB/s", "a100,t4"])
+def test_a_cluster_can_be_machines_in_words(text: str, tmp_path: Path) -> None:
+    found = load_cluster(text)
+    assert found == machines_of(text).cluster()
+    save_cluster(found, tmp_path / "again.toml")
+    assert read_cluster(tmp_path / "again.toml") == found
+
+
+def test_a_ready_cluster_comes_before_the_device_of_its_name() -> None:
+    assert load_cluster("laptop") != machines_of("laptop").cluster()

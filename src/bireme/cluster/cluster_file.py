@@ -7,6 +7,7 @@ all devices) is written out here, so a `Cluster` knows nothing of it.
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -32,6 +33,7 @@ from bireme.cluster.cluster import (
     device_names,
 )
 from bireme.cluster.device import FASTEST, Device
+from bireme.cluster.named_machines import machines_of
 from bireme.documents import read_toml
 from bireme.errors import BiremeError, closest
 from bireme.files import write_text_atomically
@@ -405,14 +407,17 @@ class _ClusterFile(_Table):
 
 
 def load_cluster(text: str) -> Cluster:
-    """The cluster in a file, or the ready one of that name."""
+    """The cluster in a file, the ready one of that name, or that of machines in words."""
+    is_words = re.search(r"[,@]|^\d+ *[x×*]", text) or text.partition(":")[0] in catalogue()
+    if is_words and not Path(text).exists() and text not in example_names():
+        return machines_of(text).cluster()
     if text.endswith(".toml") or "/" in text or Path(text).exists():
         return read_cluster(Path(text))
     names = example_names()
     if text not in names:
         raise BiremeError(
             f"There is no cluster {text!r}. {closest(text, names)} A cluster of your own goes into a .toml "
-            "file."
+            "file, or is written as machines, such as 2x rtx3090."
         )
     return read_cluster(_examples() / f"{text}.toml")
 

@@ -55,7 +55,9 @@ class NamedMachines:
     machines: tuple[NamedMachine, ...]
     link: Link | None
 
-    def cluster(self, speeds: Mapping[str, tuple[float, float]], link_share: float = 1.0) -> Cluster:
+    def cluster(
+        self, speeds: Mapping[str, tuple[float, float | None]] | None = None, link_share: float = 1.0
+    ) -> Cluster:
         """The machines as a cluster. `speeds` gives for the words of their devices the speed of arithmetic
         and of memory, relative to where the model was profiled; links carry `link_share` of their bytes.
         """
@@ -64,7 +66,7 @@ class NamedMachines:
         name = ASSUMED_CARD if self.link is None else "network"
         servers = []
         for number, machine in enumerate(self.machines):
-            speed, update_speed = speeds[machine.device.word]
+            speed, update_speed = (1.0, None) if speeds is None else speeds[machine.device.word]
             device = replace(
                 machine.device.device,
                 memory_bytes=machine.memory_bytes,

@@ -150,7 +150,8 @@ class ClusterTable(Table):
 
     source: Text | None = Field(
         default=None,
-        description="A cluster file, or the name of a ready cluster; by default this machine",
+        description="A cluster file, the name of a ready cluster, or machines in the words of `bireme fit`; "
+        "by default this machine",
         examples=["cluster.toml"],
     )
     workers: Annotated[int, Field(ge=1, le=1024)] | None = Field(
