@@ -13,6 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def planned(model: Model, num_servers: int, request: PlanRequest) -> Candidate:
     return answer.best
 
 
+def planned_rate(model: Model, num_servers: int, request: PlanRequest) -> float:
+    return planned(model, num_servers, request).forecast.samples_per_s
+
+
+def planned_gigabytes(request: PlanRequest) -> float:
+    """The most that a device holds, of 2.2B on one server."""
+    return max(stage.peak_bytes for stage in planned(GPT_2_2B, 1, request).forecast.stages) / 1e9
+
+
 def two_bw() -> Iterator[Published]:
     """The rates and bytes of section 5's figures, under the depths that the paper gives."""
     rates = [
@@ -118,11 +128,7 @@ def two_bw() -> Iterator[Published]:
                 rate,
                 f"{BW}, read off",
                 "all stages recompute; the fastest micro-batch that fits",
-                lambda model=model, servers=servers, asked=request: (
-                    planned(  # type: ignore[misc]
-                        model, servers, asked
-                    ).forecast.samples_per_s
-                ),
+                partial(planned_rate, model, servers, request),
             )
     micro_batches = [
         (GPT_1_3B, Recompute.ALWAYS, {1: 31.0, 2: 47.0, 4: 58.0, 8: 63.0, 16: 66.0}),
@@ -147,11 +153,7 @@ def two_bw() -> Iterator[Published]:
                 rate,
                 f"{BW}, read off",
                 "16 micro-batches in a batch",
-                lambda model=model, asked=request: (
-                    planned(  # type: ignore[misc]
-                        model, 1, asked
-                    ).forecast.samples_per_s
-                ),
+                partial(planned_rate, model, 1, request),
             )
 
 
@@ -173,9 +175,7 @@ def two_bw_bytes() -> Iterator[Published]:
             gigabytes,
             f"{BW}, read off",
             "micro-batches of 8; no process beside tensors",
-            lambda asked=request: (  # type: ignore[misc]
-                max(stage.peak_bytes for stage in planned(GPT_2_2B, 1, asked).forecast.stages) / 1e9
-            ),
+            partial(planned_gigabytes, request),
         )
 
 
@@ -228,6 +228,11 @@ def replicas(shape: TransformerShape, word: str, length: int, size: int, count: 
     return forecast_of(plan, profile, cluster, PlanRequest(8 * size * count, value_bytes=2)).samples_per_s
 
 
+def replica_tokens(name: str, word: str, size: int, count: int) -> float:
+    """Tokens a second and device, in sequences of 1,024."""
+    return replicas(shape_of(name), word, 1024, size, count, again=False) * 1024 / 8
+
+
 def pipelines(name: str, word: str, length: int, batch: int, depth: int) -> float:
     """Tokens a second and device, under the fastest synchronous pipeline of eight devices."""
     cluster = machines_of(f"8x {word}").cluster({word: (1.0, 1.0)})
@@ -258,9 +263,7 @@ def language_models() -> Iterator[Published]:
             per_gpu,
             source,
             f"{count} micro-batches of {size} · 1,024 tokens; gradients summed in float32",
-            lambda name=name, word=word, size=size, count=count: (  # type: ignore[misc]
-                replicas(shape_of(name), word, 1024, size, count, again=False) * 1024 / 8
-            ),
+            partial(replica_tokens, name, word, size, count),
         )
     for name, tokens, gpu_hours, depth, source in (
         ("llama-2-7b", 2e12, 184_320, 4, LLAMA_2),
@@ -272,7 +275,7 @@ def language_models() -> Iterator[Published]:
             tokens / gpu_hours / 3600,
             source,
             "4,096 tokens; eight GPUs stand for all, as a pipeline that drains after 64 sequences",
-            lambda name=name, depth=depth: pipelines(name, "a100", 4096, 64, depth),  # type: ignore[misc]
+            partial(pipelines, name, "a100", 4096, 64, depth),
         )
     yield Published(
         "llama-2-7b (as LLaMA 7B) on A100",
@@ -280,7 +283,7 @@ def language_models() -> Iterator[Published]:
         1e12 / 82_432 / 3600,
         LLAMA_1,
         "2,048 tokens; eight GPUs stand for all, as a pipeline that drains after 128 sequences",
-        lambda: pipelines("llama-2-7b", "a100", 2048, 128, 4),
+        partial(pipelines, "llama-2-7b", "a100", 2048, 128, 4),
     )
 
 
@@ -297,9 +300,7 @@ def patrickstar() -> Iterator[Published]:
             rate,
             PATRICKSTAR,
             "1,024 tokens, all layers recompute; copies of chunks take no time",
-            lambda shape=shape, size=size: replicas(  # type: ignore[misc]
-                shape, "a100-40gb", 1024, size, 1, again=True
-            ),
+            partial(replicas, shape, "a100-40gb", 1024, size, 1, again=True),
         )
 
 

@@ -263,17 +263,13 @@ class _Planner:
     ) -> Answer | NothingFits:
         """The best plan under a schedule, or under any of those that are tried."""
         tried = SCHEDULES_TRIED if cluster.num_devices > 1 else ("sequential",)
-        nothing: NothingFits | None = None
-        best: Answer | None = None
-        for name in (schedule,) if schedule is not None else tried:
-            asked = replace(request, schedule=name)
-            found = find_plan(profile, cluster, asked, is_brief=True, advises=False)
-            if isinstance(found, NothingFits):
-                nothing = nothing or found
-            elif best is None or found.best.forecast.cost_s_per_sample < best.best.forecast.cost_s_per_sample:
-                best = found
-        assert best is not None or nothing is not None, "a schedule is tried"
-        return best or nothing  # type: ignore[return-value]  # one of them is there
+        names = tried if schedule is None else (schedule,)
+        found = [
+            find_plan(profile, cluster, replace(request, schedule=name), is_brief=True, advises=False)
+            for name in names
+        ]
+        fitting = [one for one in found if isinstance(one, Answer)]
+        return min(fitting, key=lambda one: one.best.forecast.cost_s_per_sample, default=found[0])
 
     def _range(self, best: Candidate) -> Range:
         low, high = (
