@@ -85,8 +85,7 @@ def rates_of(device: Device, dtype: str) -> Rates | None:
     """
     if device.members > 1:
         return None
-    ready = namesake(device.name)
-    for known in (device, None if ready is None else ready.device):
+    for known in (device, namesake(device.name)):
         if known is not None and known.bytes_per_s and known.flops_per_s(dtype):
             return Rates(dtype, known.flops_per_s(dtype), known.bytes_per_s)
     return None
@@ -99,7 +98,7 @@ def roofline_s(work: UnitWork, rates: Rates, kind: str) -> float:
     bytes_per_s = rates.bytes_per_s * ATTAINED_BYTES
     arithmetic_s = work.flops / (rates.flops_per_s * ATTAINED_FLOPS)
     moved_s = max(arithmetic_s, work.product_bytes / bytes_per_s) + work.other_bytes / bytes_per_s
-    return max(moved_s, work.num_calls * _START_S[kind])
+    return max(moved_s, work.num_calls * START_S[kind])
 
 
 def estimated_update_s(
