@@ -103,7 +103,7 @@ def test_the_table_is_readable(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
     text = " ".join(result.out.split())
     for part in (
         "operators in 6 units of 4 kinds, 28.2 KiB of parameters",
-        "seconds estimated for NVIDIA A100 SXM",
+        "seconds estimated for NVIDIA A100-SXM4-80GB",
         "A micro-batch of 2",
         "A micro-batch of 4",
         "unit forward backward weights saved sends",
