@@ -24,6 +24,7 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.gathering import gathered
 from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.routes import shares_of_stages
 from bireme.schedule.source import LONG, SETTLED, WRITTEN_OUT, ProgramSource, source_like
 from bireme.schedule.tiers import Chunk
 
@@ -183,6 +184,11 @@ class Plan:
     versions of one, have theirs whole at a time; 0 where every replica has its own. Replicas are assigned to
     `sites` in their order, equally many to each, and share within a site. `shard` is what they share, if the
     planner chose it (`memory.shard = "auto"`); empty otherwise.
+
+    `stage_widths` are the replicas of each stage, if stages are of unequal width: then `width` is 1, each
+    rank has one stage, and `devices[stage]` names the devices of the stage's replicas. `stage_shares` are,
+    for each stage, the micro-batches of a batch that each replica takes; left out, they are as equal as
+    possible.
     """
 
     cuts: Annotated[tuple[Place, ...], doc("the units at which a new stage begins, without the first 0")]
@@ -204,15 +210,24 @@ class Plan:
     whole_weights: Place = 0
     sites: Count = 1
     shard: str = ""
+    stage_widths: tuple[Count, ...] = ()
+    stage_shares: tuple[tuple[Count, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_widths()
         if self.width % self.sites:
             raise BiremeError(
                 f"The plan has {self.width} replicas for {self.sites} sites, which must have equally many. "
                 "Make width a multiple of sites."
             )
         num_ranks = self.by_program.source.num_ranks
-        if self.devices and [len(names) for names in self.devices] != [self.width] * num_ranks:
+        widths = list(self.stage_widths) or [self.width] * num_ranks
+        if self.devices and [len(names) for names in self.devices] != widths:
+            if self.stage_widths:
+                raise BiremeError(
+                    f"The plan names {', '.join(str(len(names)) for names in self.devices)} devices for its "
+                    f"stages, which have {', '.join(map(str, widths))} replicas. Name one for each replica."
+                )
             raise BiremeError(
                 f"The plan names devices for {len(self.devices)} ranks; it needs one for each of "
                 f"{self.width} replicas of each of {num_ranks} ranks."
@@ -225,6 +240,19 @@ class Plan:
         if self.paging is not None:
             self.paging.check(num_ranks, self.num_stages)
 
+    def _check_widths(self) -> None:
+        if self.stage_widths and len(self.stage_widths) != self.num_stages:
+            raise BiremeError(
+                f"The plan has {len(self.stage_widths)} stage_widths for {self.num_stages} stages. Give each "
+                "stage its width."
+            )
+        if self.stage_widths and (self.width > 1 or self.stages_per_rank not in (None, 1)):
+            raise BiremeError(
+                f"The plan has stage_widths, width {self.width} and stages_per_rank {self.stages_per_rank}. "
+                "A pipeline of unequal widths is one pipeline with one stage on each rank: leave out width "
+                "and stages_per_rank."
+            )
+
     @property
     def num_stages(self) -> int:
         """How many stages there are."""
@@ -234,6 +262,11 @@ class Plan:
     def num_ranks(self) -> int:
         """How many processes it takes, replicas counted."""
         return self.width * self.source.num_ranks
+
+    @property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """The micro-batches of a batch that each replica of each stage takes, if `stage_widths` are given."""
+        return shares_of_stages(self.stage_widths, self.stage_shares, self.num_microbatches)
 
     @property
     def is_early(self) -> bool:
