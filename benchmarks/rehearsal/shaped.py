@@ -17,6 +17,7 @@ from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
+from bireme.schedule.routes import Routes
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network
@@ -93,8 +94,7 @@ class ShapedFabric:
         self._costs = costs
         self._num_elements = num_elements
         self._lanes = lanes
-        self._width = plan.width
-        self._rank_of_stage = plan.source.rank_of_stage
+        self._routes = plan.source.routes
         self._num_asked: dict[tuple[int, ...], int] = {}
 
     @property
@@ -107,9 +107,9 @@ class ShapedFabric:
         """How many there are."""
         return self._fabric.size
 
-    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+    def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
         """Messages between the ranks of a pipeline, through the lanes."""
-        inner = self._fabric.transport(ranks, rank_of_stage)
+        inner = self._fabric.transport(ranks, routes)
         into, out = self._channels_of(ranks)
         return _ShapedTransport(inner, self._lanes, into, out, self._costs.message_of)
 

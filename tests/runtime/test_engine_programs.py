@@ -20,6 +20,7 @@ from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.deadlock import run_to_end
+from bireme.schedule.routes import Routes
 from bireme.schedule.source import source_of
 from bireme.schedule.weave import Orders, lower, weave
 from tests.support.engine_parity import (
@@ -139,7 +140,7 @@ def cases(draw: st.DrawFn) -> Case:
     program = weave(
         "random",
         rule,
-        rank_of_stage,
+        Routes(tuple(rank_of_stage)),
         orders,
         num_microbatches=num_microbatches,
         num_batches=num_batches,

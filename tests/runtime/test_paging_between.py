@@ -17,6 +17,7 @@ from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
 from bireme.runtime.paging.rank_paging import arrange, opened
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.routes import Routes
 from bireme.schedule.tiers import Chunk, RankTiers, Tier
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.extent import examples
@@ -61,7 +62,7 @@ def store_of(one: Places, folder: Path, num_chunks: int | None = None) -> ChunkS
     )
     chunks = {(Item.OPTIMIZER, 0): num_chunks or sum(one.capacities)}
     cut = RankTiers(PAGE_BYTES, tiers, chunks, {}, master=False)
-    program = Program("none", Rule.SYNCHRONOUS, (0,), 1, 1, (1,), (Track(()),), tiers=(cut,))
+    program = Program("none", Rule.SYNCHRONOUS, Routes((0,)), 1, 1, (1,), (Track(()),), tiers=(cut,))
     return ChunkStore(program, 0, cut, torch.device("cpu"), PagingSettings(folder))
 
 

@@ -26,6 +26,7 @@ from bireme.runtime.socket_transport import (
 )
 from bireme.runtime.stores import RunStore, serve_store
 from bireme.schedule.instruction import Message
+from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError
 from bireme.wire import connection, listener
 from tests.runtime.test_transport import SCENARIOS
@@ -280,7 +281,7 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
     monkeypatch.setenv("BIREME_ADDRESS", "127.0.0.1")
     monkeypatch.setattr(listener, "HAS_ABSTRACT_NAMES", is_local and listener.HAS_ABSTRACT_NAMES)
     store = serve_store("127.0.0.1", key="key", timeout_s=20)
-    rank_of_stage = (0, 1, 2, 0)
+    routes = Routes((0, 1, 2, 0))
 
     def work(rank: int) -> list[float]:
         own = RunStore("127.0.0.1", store.port, "key", 20)
@@ -295,7 +296,7 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
             # Who only connected and said nothing held up the rank that it called until the timeout.
             for _ in range(3):
                 silent.enter_context(socket.create_connection(("127.0.0.1", port)))
-        neighbors = neighbors_of(rank, rank_of_stage)
+        neighbors = neighbors_of(rank, routes)
         lines = meet(own, "here", rank=rank, ranks=[7, 8, 9], neighbors=neighbors, timeout_s=20)
         families = {one.family for pair in lines.values() for one in (pair.small, pair.large)}
         assert families == {socket.AF_UNIX if listener.HAS_ABSTRACT_NAMES else socket.AF_INET}
@@ -353,10 +354,11 @@ def test_messages_are_ordinary_only_as_far_as_the_kernels_buffers_go(monkeypatch
 
 
 def test_neighbors_are_the_ranks_of_stages_next_door() -> None:
-    assert neighbors_of(0, (0, 1, 2, 3)) == {1}
-    assert neighbors_of(2, (0, 1, 2, 3)) == {1, 3}
-    assert neighbors_of(0, (0, 1, 1, 0)) == {1}
-    assert neighbors_of(0, (0,)) == set()
+    assert neighbors_of(0, Routes((0, 1, 2, 3))) == {1}
+    assert neighbors_of(2, Routes((0, 1, 2, 3))) == {1, 3}
+    assert neighbors_of(0, Routes((0, 1, 1, 0))) == {1}
+    assert neighbors_of(0, Routes((0,))) == set()
+    assert neighbors_of(1, Routes.wide(((2, 2), (1, 3)))) == {2, 3}
 
 
 def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from bireme.schedule.checker import check
 from bireme.schedule.generators.shape import Shape
 from bireme.schedule.generators.two_buffer import never_drain
 from bireme.schedule.program import Program, Rule
+from bireme.schedule.routes import Routes
 from bireme.schedule.weave import lower, weave
 from tests.support.extent import examples, several
 from tests.support.symbolic import expected, outcome
@@ -197,7 +198,7 @@ def test_two_versions_are_enough_from_one_micro_batch_less_than_stages_on(rule: 
             weave(
                 "2bw-short",
                 rule,
-                range(num_stages),
+                Routes(tuple(range(num_stages))),
                 never_drain(shape),
                 num_microbatches=num_microbatches,
                 num_batches=4,

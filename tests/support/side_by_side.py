@@ -13,6 +13,7 @@ from typing import Any
 from bireme.cluster.cluster import Cluster
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Track
+from bireme.schedule.routes import Routes
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
 from bireme.simulate.simulator import simulate
@@ -41,7 +42,7 @@ def _joint(program: Program, width: int) -> Program:
             tracks.append(Track(tuple(steps)))
     return replace(
         program,
-        rank_of_stage=tuple(ranks),
+        routes=Routes(tuple(ranks)),
         banks=(1, *program.banks, 1) * width,
         tracks=tuple(tracks),
         recomputed=frozenset(

@@ -20,6 +20,7 @@ from bireme.runtime.board import PeerLost
 from bireme.runtime.socket_transport import nothing_came, nothing_taken
 from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
+from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums
 from tests.support.patience import patience_s
 
@@ -64,7 +65,7 @@ class ThreadRank:
         self._hub = hub
         self._num_made: dict[tuple[int, ...], int] = defaultdict(int)
 
-    def transport(self, ranks: Sequence[int] | None = None, _rank_of_stage: Sequence[int] = ()) -> Transport:
+    def transport(self, ranks: Sequence[int] | None = None, _routes: Routes | None = None) -> Transport:
         """Messages between some ranks, or all, which are called 0, 1, 2, … in this order there."""
         members = tuple(range(self.size) if ranks is None else ranks)
         lines = self._hub.lines_of(self._key(members))

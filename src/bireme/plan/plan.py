@@ -271,7 +271,8 @@ class Plan:
     @property
     def is_early(self) -> bool:
         """Whether it updates early, as far as the plan can tell."""
-        return self.width == 1 if self.updates_early is None else self.updates_early
+        is_summed = self.width > 1 or bool(self.stage_widths)
+        return not is_summed if self.updates_early is None else self.updates_early
 
     @property
     def known_shard(self) -> str:
@@ -386,6 +387,7 @@ def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int |
         num_sliced=plan.num_sliced,
         lookahead=plan.lookahead,
         sweep=plan.sweep,
+        shares=plan.shares,
         recompute=plan.recompute,
         first_batch=first_batch,
         updates_early=plan.is_early,

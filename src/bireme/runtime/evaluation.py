@@ -95,7 +95,7 @@ class Evaluator:
             portion = self._cutter.cut_to_evaluate(given, number)
             weight += portion.weight
             num_samples += portion.num_samples
-            if portion.micro_batches:
+            if portion.num_microbatches:
                 self._run(portion, codecs)
                 loss += portion.weight * sum(stage.take_loss() for stage in self._stages.values())
             elif self._gathers:
@@ -106,7 +106,7 @@ class Evaluator:
     def _run(self, portion: Portion, codecs: LinkCodecs) -> None:
         feed = Feed((), self._cutter, 0)
         feed.hold(0, portion)
-        program = forward_only(self._layout.rank_of_stage, len(portion.micro_batches))
+        program = forward_only(self._layout.routes, portion.num_microbatches)
         blocks = program.tracks[self._layout.pipeline_rank].blocks()
         for _ in self._interpreter.run(blocks, feed, forwards=self._stages, codecs=codecs):
             raise AssertionError("an evaluation finishes no batch of training")
@@ -245,8 +245,8 @@ class ForwardPipeline:
             seed=0,
         )
         """What this rank takes of each batch."""
-        transport = self._fabric.transport(layout.pipeline, layout.rank_of_stage)
-        stage_messages = StageMessages(layout.rank_of_stage, boundaries, transport, device)
+        transport = self._fabric.transport(layout.pipeline, layout.routes)
+        stage_messages = StageMessages(layout.routes, boundaries, transport, device)
         alone = GroupReducer(SingleRankGroup(), in_background=False)
         updates = Updates({}, Batches(), alone, UpdateSettings())  # a program of forwards has none
         interpreter = Interpreter({}, stage_messages, updates, teller(world))
@@ -397,7 +397,7 @@ class Assembly:
             _check_dtype(states[name], given[name].dtype, bank_dtype)
         trainable = tuple(name for name in function.parameters if states[name].trainable)
         for name in trainable:
-            if given[name].is_complex() and (self.layout.width > 1 or name in self.layout.tied):
+            if given[name].is_complex() and (len(self.layout.peers) > 1 or name in self.layout.tied):
                 raise BiremeError(
                     f"The gradient of {name} is of {given[name].dtype}. Several ranks can sum gradients "
                     "of real numbers only. Split the parameter into real ones, or train with one replica."

@@ -6,7 +6,6 @@ The engine knows ranks through this alone, so the same engine runs on processes 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 from math import inf
 from typing import Protocol
 
@@ -22,13 +21,14 @@ from bireme.runtime.socket_transport import SocketPending, SocketTransport, meet
 from bireme.runtime.stage_messages import Channel, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
+from bireme.schedule.routes import Routes
 from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums
 
 # Messages between CUDA devices over NCCL.
 #
 # NCCL knows no tags: what two ranks of one communicator exchange is matched by order, and it is done in
 # order, so that a receive posted early delays everything after it. Therefore each channel, one direction over
-# one boundary, has a process group of its two ranks to itself.
+# one boundary between two ranks, has a process group of these ranks to itself.
 
 
 class NcclTransport:
@@ -41,29 +41,30 @@ class NcclTransport:
 
     is_host = False
 
-    def __init__(self, pipeline: Sequence[int], rank_of_stage: Sequence[int], device: torch.device) -> None:
+    def __init__(self, pipeline: Sequence[int], routes: Routes, device: torch.device) -> None:
         own = dist.get_rank()
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
-        self._peers: dict[Channel, int] = {}
+        self._groups: dict[tuple[Channel, int], dist.ProcessGroup] = {}
+        """By channel and the other rank's place in the pipeline."""
+        self._peers: dict[tuple[Channel, int], int] = {}
         hello = torch.zeros(1, dtype=torch.uint8, device=device)
-        for channel in _channels(rank_of_stage):
-            source = pipeline[rank_of_stage[channel.to_stage + (-1 if channel.forward else 1)]]
-            target = pipeline[rank_of_stage[channel.to_stage]]
+        for channel, *ends in _channels(routes):
+            source, target = (pipeline[end] for end in ends)
             if own not in (source, target):
                 continue
+            other = ends[1] if own == source else ends[0]
             group = dist.new_group(sorted((source, target)), backend="nccl", use_local_synchronization=True)
             peer = dist.get_group_rank(group, target if own == source else source)
             # The first message of a communicator blocks both ranks until it is set up. All get through that
             # here, in one common order of the channels; amid a program they could wait in a circle.
             begin = group.send if own == source else group.recv
             begin([hello], peer, 0).wait()
-            self._groups[channel] = group
-            self._peers[channel] = peer
+            self._groups[channel, other] = group
+            self._peers[channel, other] = peer
         torch.cuda.synchronize(device)
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
         """Begin to send, after the work already in the current stream; always the whole payload."""
-        channel = Channel(key.forward, key.to_stage)
+        channel = Channel(key.forward, key.to_stage), to
         try:
             work = self._groups[channel].send([payload], self._peers[channel], 0)
         except RuntimeError as error:
@@ -72,7 +73,7 @@ class NcclTransport:
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Begin to receive."""
-        channel = Channel(key.forward, key.to_stage)
+        channel = Channel(key.forward, key.to_stage), source
         try:
             work = self._groups[channel].recv([payload], self._peers[channel], 0)
         except RuntimeError as error:
@@ -109,12 +110,13 @@ class _NcclPending:
             raise PeerLost(self._peer, str(error)) from error
 
 
-def _channels(rank_of_stage: Sequence[int]) -> Iterator[Channel]:
-    """Every direction over every boundary between two ranks."""
-    for stage in range(1, len(rank_of_stage)):
-        if rank_of_stage[stage - 1] != rank_of_stage[stage]:
-            yield Channel(True, stage)
-            yield Channel(False, stage - 1)
+def _channels(routes: Routes) -> Iterator[tuple[Channel, int, int]]:
+    """Every direction over every boundary between two ranks, with the rank that sends and the one that
+    receives.
+    """
+    for stage, before, after in routes.hops():
+        yield Channel(True, stage), before, after
+        yield Channel(False, stage - 1), after, before
 
 
 # Sums of a few numbers over the ranks of a socket transport, made by the ranks' own threads.
@@ -293,10 +295,10 @@ class Fabric(Protocol):
     def size(self) -> int:
         """How many there are."""
 
-    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+    def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
         """Messages between some ranks, which are called 0, 1, 2, … in this order there; this one is of them.
 
-        `rank_of_stage` says, in these numbers, between which of them there are boundaries.
+        `routes` give, in these numbers, the ranks between which there are boundaries.
         """
 
     def sums(self, transport: Transport, /) -> Sums | None:
@@ -327,7 +329,7 @@ class DistFabric:
         """How many there are."""
         return self._world.size
 
-    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+    def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
         """Messages between some processes; aborted as soon as another one has failed.
 
         With the backend nccl they go between CUDA devices over NCCL, else over sockets of their own: from
@@ -336,12 +338,12 @@ class DistFabric:
         world = self._world
         transport: Transport
         if world.backend == "nccl":
-            transport = NcclTransport(ranks, rank_of_stage, world.device)
+            transport = NcclTransport(ranks, routes, world.device)
         else:
             place = ranks.index(world.rank)
             # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             number = world.store.add(f"meetings of {world.rank}", 1)
-            neighbors = neighbors_of(place, rank_of_stage)
+            neighbors = neighbors_of(place, routes)
             if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
                 neighbors |= set(range(1, world.size)) if place == 0 else {0}
             lines = meet(
@@ -382,9 +384,9 @@ class DistFabric:
         return group
 
 
-def neighbors_of(rank: int, rank_of_stage: Sequence[int]) -> set[int]:
+def neighbors_of(rank: int, routes: Routes) -> set[int]:
     """The ranks that a rank has boundaries with."""
-    pairs = [pair for pair in pairwise(rank_of_stage) if rank in pair]
+    pairs = [pair for _, *pair in routes.hops() if rank in pair]
     return {other for pair in pairs for other in pair} - {rank}
 
 
@@ -394,7 +396,7 @@ class SingleRankFabric:
     rank = 0
     size = 1
 
-    def transport(self, _ranks: Sequence[int], _rank_of_stage: Sequence[int], /) -> Transport:
+    def transport(self, _ranks: Sequence[int], _routes: Routes, /) -> Transport:
         """Nothing ever goes over it."""
         return SocketTransport({}, timeout_s=inf)
 
@@ -423,9 +425,9 @@ class PipelineFabric:
         self._transports: list[Transport] = []
         self._groups: list[OwnedGroup] = []
 
-    def transport(self, ranks: Sequence[int], rank_of_stage: Sequence[int], /) -> Transport:
+    def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
         """Messages between some ranks."""
-        made = self._fabric.transport(ranks, rank_of_stage)
+        made = self._fabric.transport(ranks, routes)
         self._transports.append(made)
         return made
 

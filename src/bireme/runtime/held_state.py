@@ -19,7 +19,8 @@ from bireme.runtime.updates import Updates
 from bireme.sync.group import MessageGroup
 from bireme.sync.reducer import Reducer
 
-# The thresholds of a rank's codecs as sections of a snapshot: `threshold/REPLICA-of-WIDTH/NAME/CODEC`.
+# The thresholds of a rank's codecs as sections of a snapshot: `threshold/REPLICA-of-WIDTH/NAME/CODEC`, by the
+# replicas of the stage.
 #
 # A run that goes on with as many replicas takes them up again. With another number of replicas they are found
 # anew, by the first message of each tensor.
@@ -41,7 +42,7 @@ def _load_thresholds(thresholds: Thresholds, saved: Snapshot, layout: Layout) ->
 
 
 def _section(layout: Layout) -> str:
-    return f"threshold/{layout.replica}-of-{layout.width}/"
+    return f"threshold/{layout.member}-of-{len(layout.peers)}/"
 
 
 class HeldState:

@@ -1,6 +1,7 @@
 """Who does what: from a plan and a number of ranks to each rank's stages, replica and groups.
 
-Ranks are dealt out replica by replica: the first pipeline is ranks 0, 1, 2, …, the second follows.
+Ranks are assigned replica by replica: the first pipeline is ranks 0, 1, 2, …, the second follows. Within a
+pipeline a stage may be on several ranks, which share its micro-batches.
 """
 
 from collections import Counter
@@ -24,6 +25,7 @@ from bireme.plan.program_plan import ProgramPlan
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program, Rule
+from bireme.schedule.routes import Routes
 from bireme.schedule.source import ProgramSource, source_of
 
 # What a pipeline is made from: a graph and its weights, from a model or from what was captured before.
@@ -233,7 +235,7 @@ class Layout:
     rank: int
     replica: int
     pipeline_rank: int
-    rank_of_stage: tuple[int, ...]
+    routes: Routes
     width: int
     units: Mapping[int, tuple[Unit, ...]]
     """The units of each of this rank's stages."""
@@ -248,7 +250,7 @@ class Layout:
     @property
     def num_pipeline_ranks(self) -> int:
         """How many ranks one replica has."""
-        return max(self.rank_of_stage) + 1
+        return self.routes.num_ranks
 
     @property
     def pipeline(self) -> tuple[int, ...]:
@@ -256,43 +258,68 @@ class Layout:
         first = self.replica * self.num_pipeline_ranks
         return tuple(range(first, first + self.num_pipeline_ranks))
 
-    def replicas_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The ranks that do the same work in all replicas."""
-        return tuple(replica * self.num_pipeline_ranks + pipeline_rank for replica in range(self.width))
+    @property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks, each beside those with the same stages, in all replicas."""
+        firsts = sorted(set(self.routes.rank_of_stage))
+        return tuple(_ranks_of(self.routes, first, self.width) for first in firsts)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks with the same stages as this one, itself among them: they sum their gradients."""
+        return next(ranks for ranks in self.alike if self.rank in ranks)
+
+    @property
+    def first_rank(self) -> int:
+        """The first pipeline rank with this one's stages."""
+        return self.routes.rank_of_stage[next(iter(self.units))]
+
+    @property
+    def member(self) -> int:
+        """The place of this rank among its peers."""
+        return self.peers.index(self.rank)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the gradients of any rank are summed with those of peers."""
+        return self.width > 1 or bool(self.routes.shares)
+
+
+def _ranks_of(routes: Routes, first: int, width: int) -> tuple[int, ...]:
+    """The ranks with the stages of a pipeline rank, in so many replicas."""
+    own = routes.ranks_of(routes.stages_of(first)[0])
+    return tuple(replica * routes.num_ranks + rank for replica in range(width) for rank in own)
 
 
 def layout_of(graph: Graph, units: Sequence[Unit], plan: ProgramPlan, rank: int, num_ranks: int) -> Layout:
     """The place of a rank among so many."""
-    rank_of_stage = plan.source.rank_of_stage
-    per_replica = max(rank_of_stage) + 1
+    routes = plan.source.routes
+    per_replica = routes.num_ranks
     if num_ranks != per_replica * plan.width:
         raise BiremeError(
             f"The plan is for {per_replica * plan.width} processes ({plan.width} replicas of "
             f"{per_replica}), and there are {num_ranks}. Start as many, or plan for {num_ranks}."
         )
     holders: dict[str, set[int]] = {}
-    for stage, owner in enumerate(rank_of_stage):
+    for stage, owner in enumerate(routes.rank_of_stage):
         for index in plan.units_of(stage, len(units)):
             for name in (*units[index].parameters, *units[index].buffers):
                 holders.setdefault(name, set()).add(owner)
     replica, pipeline_rank = divmod(rank, per_replica)
     own = {
         stage: tuple(units[index] for index in plan.units_of(stage, len(units)))
-        for stage, owner in enumerate(rank_of_stage)
-        if owner == pipeline_rank
+        for stage in routes.stages_of(pipeline_rank)
     }
     trainable = {state.name for state in graph.parameters if state.trainable}
     return Layout(
         rank=rank,
         replica=replica,
         pipeline_rank=pipeline_rank,
-        rank_of_stage=rank_of_stage,
+        routes=routes,
         width=plan.width,
         units=own,
         tied={
-            name: tuple(
-                sorted(other * per_replica + place for other in range(plan.width) for place in places)
-            )
+            name: tuple(sorted(rank for place in places for rank in _ranks_of(routes, place, plan.width)))
             for name, places in sorted(holders.items())
             if len(places) > 1 and name in trainable
         },
@@ -330,3 +357,25 @@ def used_by_plan(source: ProgramSource, layout: Layout, *, offloads: bool) -> di
     if layout.tied:
         found["tied"] = f"{next(iter(layout.tied))} is shared by stages on several ranks"
     return found
+
+
+_OF_WHOLE_PIPELINES = (
+    "shard-optimizer",
+    "shard-weights",
+    "quorum",
+    "groups",
+    "diloco",
+)
+"""What replicas of whole pipelines do with each other, and not yet the ranks of a stage."""
+
+
+def refuse_with_widths(routes: Routes, used: Mapping[str, str]) -> None:
+    """Refuse capabilities of replicas if stages are of unequal width; `used` has words for each."""
+    words = [used[name] for name in _OF_WHOLE_PIPELINES if name in used]
+    if routes.shares and words:
+        widths = ", ".join(str(len(share)) for share in routes.shares)
+        raise BiremeError(
+            f"{words[0]}, which is for replicas of whole pipelines, and the plan has stages of unequal width "
+            f"({widths} ranks). Leave one of them out: plan with plan.width instead of stage_widths, or sum "
+            "all gradients in every batch."
+        )

@@ -1,15 +1,15 @@
 """Batches, cut into the micro-batches of every replica, with what each weighs in the batch's loss.
 
-Every rank is given the same batches, and reads of them what its stages and its replica need. The sizes of all
-micro-batches follow from the number of samples alone. So do their weights, unless the loss leaves out some
-targets: then every rank reads the inputs that the targets are made of, the labels, of the whole batch. Where
-ranks may not read each other's rows, the weights go around as numbers instead.
+Every rank is given the same batches, and reads the parts that its stages need of its own micro-batches. The
+sizes of all micro-batches follow from the number of samples alone. So do their weights, unless the loss
+leaves out some targets: then every rank reads the inputs that the targets are made of, the labels, of the
+whole batch. If ranks may not read each other's rows, the weights go around as numbers instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Protocol, runtime_checkable
 from zlib import crc32
 
@@ -248,11 +248,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one replica has of a batch. `stamp` is equal where batches are (see `LazyBatch`). `shares` are the
-    samples of each replica.
+    """What one rank has of a batch: its micro-batches by their numbers in its replica, which has
+    `num_microbatches`. `stamp` is equal where batches are (see `LazyBatch`). `shares` are the samples of each
+    replica.
     """
 
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: Mapping[int, MicroBatch]
+    num_microbatches: int
     weights: Weights
     num_samples: int
     stamp: int
@@ -268,11 +270,12 @@ class Portion:
 class _Cut:
     """Where a batch is cut: micro-batch i has the samples from `bounds[i]` up to but without the next bound.
 
-    `own` are those of this replica, one after the other.
+    `replica` are those of this replica, one after the other, of which this rank takes its `own`.
     """
 
     bounds: tuple[int, ...]
-    own: range
+    replica: range
+    own: tuple[int, ...]
 
     @property
     def num_samples(self) -> int:
@@ -289,6 +292,12 @@ class _Cut:
         """The bounds of each micro-batch."""
         return pairwise(self.bounds)
 
+    def own_runs(self) -> Iterator[tuple[int, int]]:
+        """The samples of this rank, as few runs."""
+        for _, run in groupby(enumerate(self.own), key=lambda one: one[1] - one[0]):
+            numbers = [number for _, number in run]
+            yield self.bounds[numbers[0]], self.bounds[numbers[-1] + 1]
+
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
@@ -300,7 +309,8 @@ class Cutter:
     batch of a number, batches of just so many samples are cut by these instead. With `add_up`, which begins a
     sum over all ranks, a rank reads rows of its own replica alone, and those that `weighs` give their
     weights. With `num_samples` its batches are this replica's parts of batches of so many samples, and their
-    first micro-batch is number `first_piece` of these.
+    first micro-batch is number `first_piece` of these. A rank takes the micro-batches of its replica that
+    `own` names; all if it is empty.
     """
 
     width: int
@@ -318,6 +328,7 @@ class Cutter:
     weighs: bool = True
     num_samples: int = 0
     first_piece: int = 0
+    own: tuple[int, ...] = ()
 
     def rows_of_replicas(self, number: int, num_samples: int) -> tuple[int, ...]:
         """How many rows of the batch of that number each replica has, one replica after the other."""
@@ -366,13 +377,18 @@ class Cutter:
                 num_samples, [one for one in of_replicas for _ in range(self.num_microbatches)]
             )
         first = self.replica * self.num_microbatches
-        return _Cut(tuple(accumulate(sizes, initial=0)), range(first, first + self.num_microbatches))
+        return self._cut(accumulate(sizes, initial=0), range(first, first + self.num_microbatches))
+
+    def _cut(self, bounds: Iterable[int], replica: range) -> _Cut:
+        """The cut with what this rank takes of its replica's micro-batches."""
+        own = (replica.start + number for number in self.own) if self.own else replica
+        return _Cut(tuple(bounds), replica, tuple(index for index in own if index in replica))
 
     def _to_evaluate(self, num_samples: int) -> _Cut:
         pieces = min(num_samples, self.width * self.num_microbatches)
         first, end = (pieces * replica // self.width for replica in (self.replica, self.replica + 1))
         bounds = (num_samples * piece // max(pieces, 1) for piece in range(pieces + 1))
-        return _Cut(tuple(bounds), range(first, end))
+        return self._cut(bounds, range(first, end))
 
     def _wanted(self, cut: _Cut, *, is_apart: bool) -> tuple[Rows, ...]:
         found, own = [], self.needed
@@ -381,25 +397,27 @@ class Cutter:
         elif self.count.reads and not is_apart:
             found.append(Rows(self.count.reads, 0, cut.num_samples))
             own = tuple(name for name in own if name not in self.count.reads)
-        if own and cut.own:
-            found.append(Rows(own, cut.bounds[cut.own.start], cut.bounds[cut.own.stop]))
+        if own:
+            found += [Rows(own, *run) for run in cut.own_runs()]
         return tuple(found)
 
     def _portion(
         self, batch: LazyBatch, number: int, cut: _Cut, num_sliced: int, stamp: int, *, is_apart: bool
     ) -> Portion:
-        columns = {
-            name: _Column(tensor, wanted.begin)
-            for wanted in self._wanted(cut, is_apart=is_apart)
-            for name, tensor in read(batch, wanted, number, self.required).items()
-        }
+        columns: dict[str, list[_Column]] = {}
+        for wanted in self._wanted(cut, is_apart=is_apart):
+            for name, tensor in read(batch, wanted, number, self.required).items():
+                columns.setdefault(name, []).append(_Column(tensor, wanted))
+
+        def rows(name: str, begin: int, end: int) -> Tensor:
+            return next(one for one in columns[name] if one.has(begin, end)).rows(begin, end)
 
         def weight(begin: int, end: int) -> float:
             if not self.count.reads:
                 return float(end - begin)
             if is_apart and not self.weighs:
                 return 0.0
-            return self.count({name: columns[name].rows(begin, end) for name in self.count.reads})
+            return self.count({name: rows(name, begin, end) for name in self.count.reads})
 
         is_known = [not is_apart or index in cut.own for index in range(len(cut.bounds) - 1)]
         found = [weight(*one) if known else 0.0 for one, known in zip(cut.pieces, is_known, strict=True)]
@@ -407,7 +425,7 @@ class Cutter:
         weights = self._added_up(found) if is_apart else Weights(found, times=times)
 
         def piece(begin: int, end: int, place: int, seed: int) -> MicroBatch:
-            inputs = {name: columns[name].rows(begin, end).to(self.device) for name in self.needed}
+            inputs = {name: rows(name, begin, end).to(self.device) for name in self.needed}
             return MicroBatch(end - begin, weights, place, seed, inputs)
 
         def micro_batch(place: int, index: int) -> MicroBatch:
@@ -423,8 +441,9 @@ class Cutter:
             )
             return replace(whole, halves=tuple(halves))
 
-        own = tuple(micro_batch(place, index) for place, index in enumerate(cut.own))
-        return Portion(own, weights, cut.num_samples, stamp)
+        first = cut.replica.start
+        own = {index - first: micro_batch(index - first, index) for index in cut.own}
+        return Portion(own, len(cut.replica), weights, cut.num_samples, stamp)
 
     def _added_up(self, own: Sequence[float]) -> Weights:
         """The weights of all micro-batches, from those that each rank has counted."""
@@ -435,14 +454,18 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What was read of an input, from the sample `first` on."""
+    """What was read of an input."""
 
     tensor: Tensor
-    first: int
+    of: Rows
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether it has some samples of the batch."""
+        return self.of.begin <= begin and end <= self.of.end
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Those of some samples of the batch."""
-        return _rows_of(self.tensor, begin - self.first, end - self.first)
+        return _rows_of(self.tensor, begin - self.of.begin, end - self.of.begin)
 
 
 _SECOND_HALF = 1 << 62

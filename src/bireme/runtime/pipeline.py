@@ -44,6 +44,7 @@ from bireme.runtime.layout import (
     layout_of,
     on_pages,
     prepared,
+    refuse_with_widths,
     runnable,
     unhurried,
     used_by_plan,
@@ -96,6 +97,7 @@ def _cutter_of(
         sizes=plan.micro_batch_sizes,
         shares=None if balancer is None else balancer.shares,
         num_samples=0 if agreement is None else agreement.num_samples,
+        own=plan.source.routes.microbatches_of(layout.pipeline_rank, num_microbatches),
         first_piece=0 if agreement is None else agreement.agent.own.replica * plan.width * num_microbatches,
     )
 
@@ -147,11 +149,11 @@ def _reducer_of(
     each replica gets the sums of its own parts. With an `agreement` they are a site, whose sums with others
     go through the codec.
     """
-    quick = fabric.sums(transport) if layout.width == 1 and (agreement or not layout.tied) else None
+    quick = fabric.sums(transport) if not layout.is_summed and (agreement or not layout.tied) else None
     if quick is not None and agreement is None:
         return GroupReducer(quick, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
-    of_group = DENSE if layout.width == 1 or agreement is not None else codec
+    of_group = DENSE if not layout.is_summed or agreement is not None else codec
     how = sums_through(of_group, in_parts=sharers is not None)
     if sharers is not None:
         # In other groups, for other threads.
@@ -188,10 +190,9 @@ def _reducer_of(
 
 def _replicas(fabric: Fabric, layout: Layout) -> SharingGroup:
     replicas: SharingGroup = SingleRankGroup()
-    for pipeline_rank in range(layout.num_pipeline_ranks):
-        ranks = layout.replicas_of(pipeline_rank)
+    for ranks in layout.alike:
         made = fabric.group(ranks) if len(ranks) > 1 else None
-        if made is not None and pipeline_rank == layout.pipeline_rank:
+        if made is not None and layout.rank in ranks:
             replicas = made
     return replicas
 
@@ -269,10 +270,10 @@ class Pipeline(HeldState):
         units = units_of(graph)
         self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
-        refuse_excluded(
-            used_by_plan(self.plan.source, self.layout, offloads=does_offload(plan))
-            | _used(shard, form, codec, optimizer, agreement, averaging, compiles=compile)
-        )
+        used = used_by_plan(self.plan.source, self.layout, offloads=does_offload(plan))
+        used |= _used(shard, form, codec, optimizer, agreement, averaging, compiles=compile)
+        refuse_excluded(used)
+        refuse_with_widths(self.layout.routes, used)
         if agreement is not None and self.layout.width > 1 and shard == "none":
             raise BiremeError(
                 f"The plan has {self.layout.width} replicas that live and die together, but they share "
@@ -327,10 +328,11 @@ class Pipeline(HeldState):
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
         forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
-        ranks = self.layout.rank_of_stage
-        self.codecs = checked((self.plan.codecs if codecs is None else codecs).between(ranks))
+        routes = self.layout.routes
+        own_codecs = self.plan.codecs if codecs is None else codecs
+        self.codecs = checked(own_codecs.between(routes.rank_of_stage))
         # Nothing is open yet, so whatever was refused so far has left nothing open.
-        transport = fabric.transport(self.layout.pipeline, ranks)
+        transport = fabric.transport(self.layout.pipeline, routes)
         self._fabric = fabric
         self._sharers = sharers or averagers
         self._reducer = _reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
@@ -354,7 +356,7 @@ class Pipeline(HeldState):
                 self._reducer, self.stages, self.layout, self._device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        self._stage_messages = StageMessages(ranks, self._boundaries, transport, self._device, self.codecs)
+        self._stage_messages = StageMessages(routes, self._boundaries, transport, self._device, self.codecs)
         self._averages = None
         if averaging is not None:
             averages = self._averages = averages_of(averaging, self.stages, self.layout, self._device)

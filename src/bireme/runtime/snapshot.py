@@ -277,7 +277,8 @@ def _as_tensor(value: object) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
-# What a codec of sums keeps, as sections of a snapshot: `feedback/REPLICA-of-WIDTH/NAME/KEY`.
+# What a codec of sums keeps, as sections of a snapshot: `feedback/REPLICA-of-WIDTH/NAME/KEY`, by the
+# replicas of the stage.
 #
 # A run may go on with another number of replicas. What was not sent of a gradient must not be lost then, so
 # residuals of all replicas are added, and each new one takes an equal part: their sum stays what it was, and
@@ -291,7 +292,7 @@ def feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layou
     """What a rank keeps after so many batches, by the names of a snapshot; copied."""
     if feedback is None:
         return {}
-    section = f"{_FEEDBACK}/{layout.replica}-of-{layout.width}"
+    section = f"{_FEEDBACK}/{layout.member}-of-{len(layout.peers)}"
     return {
         f"{section}/{_kept_name(name, layout)}/{key}": value.to("cpu", copy=True).contiguous()
         for name, values in feedback.after(num_trained).items()
@@ -300,8 +301,9 @@ def feedback_sections(feedback: Feedback | None, num_trained: int, layout: Layou
 
 
 def _kept_name(name: str, layout: Layout) -> str:
-    owner = layout.owners.get(name, layout.pipeline_rank)
-    return name if owner == layout.pipeline_rank else f"{name}@{layout.pipeline_rank}"
+    own = layout.first_rank
+    owner = layout.owners.get(name, own)
+    return name if owner == own else f"{name}@{own}"
 
 
 def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) -> None:
@@ -314,6 +316,7 @@ def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) ->
         for unit in units
         for name in unit.parameters
     }
+    own_width = len(layout.peers)
     of_width: dict[int, dict[str, dict[str, list[str]]]] = {}
     for key in sorted(saved.tensors):
         section, _, rest = key.partition("/")
@@ -322,12 +325,10 @@ def load_feedback(feedback: Feedback | None, saved: Snapshot, layout: Layout) ->
         place, _, rest = rest.partition("/")
         name, _, what = rest.rpartition("/")
         replica, width = map(int, place.split("-of-"))
-        if name in wanted and (width != layout.width or replica == layout.replica):
+        if name in wanted and (width != own_width or replica == layout.member):
             of_width.setdefault(width, {}).setdefault(wanted[name], {}).setdefault(what, []).append(key)
     found = {
-        name: _own(keys, saved.tensors)
-        if width == layout.width
-        else _shared(keys, saved.tensors, layout.width)
+        name: _own(keys, saved.tensors) if width == own_width else _shared(keys, saved.tensors, own_width)
         for width, kept in of_width.items()
         for name, keys in kept.items()
     }

@@ -18,6 +18,7 @@ from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.runtime.message_format import Arrival, Boundaries, Coding, OutgoingMessage, WireFormat
 from bireme.runtime.microbatches import Feed
 from bireme.schedule.instruction import Instruction, Message
+from bireme.schedule.routes import Routes
 from bireme.sync.group import Pending
 
 _Tensors = dict[str, Tensor]
@@ -105,14 +106,13 @@ class StageMessages:
 
     def __init__(
         self,
-        rank_of_stage: tuple[int, ...],
+        routes: Routes,
         boundaries: Boundaries,
         transport: Transport,
         device: torch.device,
         codecs: LinkCodecs = NO_CODECS,
     ) -> None:
-        self._rank_of_stage = rank_of_stage
-        self._num_stages = len(rank_of_stage)
+        self._routes = routes
         self._boundaries = boundaries
         self._transport = transport
         self._device = device
@@ -145,7 +145,7 @@ class StageMessages:
         """Post a receive."""
         key = step.carries()
         arrival = self._format(key).arrival(key, self._memory, is_pinned=self._is_staged)
-        source = self._rank_of_stage[key.from_stage]
+        source = self._routes.rank_of(key.from_stage, key.microbatch)
         pending = self._transport.receive(key, source, arrival.message)
         self._awaited[key] = awaited = _Awaited(arrival, pending)
         self.receive_bytes += awaited.num_bytes
@@ -168,19 +168,20 @@ class StageMessages:
         if self._coding.keeps_masks:
             self._count(key, parcel)
         num_bytes = parcel.num_bytes if parcel.wire_format.is_bounded else None
-        pending = self._transport.send(key, self._rank_of_stage[key.to_stage], parcel.message, num_bytes)
+        target = self._routes.rank_of(key.to_stage, key.microbatch)
+        pending = self._transport.send(key, target, parcel.message, num_bytes)
         channel.append(_Sent(parcel, pending))
 
     def take(self, step: Instruction) -> _Tensors:
         """What an instruction needs from a neighboring stage; waits until it is there."""
-        key = step.needs(self._num_stages)
+        key = step.needs(self._routes.num_stages)
         if key is None:
             return {}
         here = self._here(key)
         if here is not None:
             return here
         awaited = self._awaited.pop(key)
-        made = step.makes(self._num_stages)
+        made = step.makes(self._routes.num_stages)
         # Halves may be sent as a whole.
         if made is not None and made.half is None and not self._stays(made):
             # What a send takes besides the tensors costs nothing now, and would hold up others later.
@@ -191,7 +192,7 @@ class StageMessages:
 
     def put(self, step: Instruction, tensors: _Tensors) -> None:
         """What an instruction made for a neighboring stage."""
-        key = step.makes(self._num_stages)
+        key = step.makes(self._routes.num_stages)
         if key is not None:
             self._made[key] = tensors
 
@@ -219,7 +220,8 @@ class StageMessages:
 
     def _stays(self, key: Message) -> bool:
         """Whether a message is for another stage of this rank."""
-        return self._rank_of_stage[key.to_stage] == self._rank_of_stage[key.from_stage]
+        ends = (self._routes.rank_of(stage, key.microbatch) for stage in (key.from_stage, key.to_stage))
+        return len(set(ends)) == 1
 
     def _parcel(self, key: Message) -> OutgoingMessage:
         """Room for a message, with its address on it."""

@@ -1,6 +1,6 @@
 """All schedules by name, and the one way to make a program of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from bireme.errors import BiremeError, closest
@@ -47,6 +47,7 @@ def generate(
     num_sliced: int | None = None,
     lookahead: int = 0,
     sweep: int = 1,
+    shares: Sequence[Sequence[int]] = (),
     recompute: Iterable[int] = (),
     first_batch: int = 0,
     updates_early: bool = False,
@@ -60,9 +61,10 @@ def generate(
     what the one would of which they are parts. `num_sliced` is for `1f1b-sliced`; left out, it is the least
     that is best for equal stages whose backward takes twice the forward. `lookahead` lets 1f1b, 2bw and
     2bw-fresh run further ahead where links are slow; it counts sweeps of `sweep` micro-batches, which go
-    through a stage one after the other. `recompute` names the stages that keep only their
-    inputs. `updates_early` is for pipelines that sum no gradients over ranks, `updates_halfway` for replicas
-    that share an optimizer, and `average_lag` for replicas that average weights: see `weave.py`.
+    through a stage one after the other. With `shares` each stage is on several ranks, one for each of its
+    shares, which is how many micro-batches of a batch the rank takes. `recompute` names the stages that keep
+    only their inputs. `updates_early` is for pipelines that sum no gradients over ranks, `updates_halfway`
+    for replicas that share an optimizer, and `average_lag` for replicas that average weights: see `weave.py`.
     """
     schedule = schedule_named(name)
     name = schedule.name
@@ -71,7 +73,16 @@ def generate(
     per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
     if num_sliced is not None and not schedule.slices:
         raise BiremeError(f"{name} slices no micro-batches. Use 1f1b-sliced for that.")
-    shape = Shape(num_stages, num_microbatches, num_batches, per_rank, num_sliced or 0, lookahead, sweep)
+    shape = Shape(
+        num_stages,
+        num_microbatches,
+        num_batches,
+        per_rank,
+        num_sliced or 0,
+        lookahead,
+        sweep,
+        tuple(map(tuple, shares)),
+    )
     if num_sliced is None and schedule.slices:
         depth = schedule.whole(shape).num_stages
         shape = replace(shape, num_sliced=min(max(1, -(-(depth - 1) // 4)), depth, num_microbatches))
@@ -87,7 +98,7 @@ def generate(
         program = weave(
             name,
             schedule.rule,
-            schedule.rank_of_stage(window),
+            schedule.routes(window),
             schedule.in_order(window),
             num_microbatches=num_microbatches,
             num_batches=batches,
@@ -111,7 +122,8 @@ def _check_lookahead(schedule: Schedule, shape: Shape) -> None:
     most = schedule.most_lookahead(shape)
     if shape.lookahead > most:
         raise BiremeError(
-            f"{schedule.name} allows a lookahead of {most} with {shape.num_stages} stages and "
-            f"{shape.num_microbatches} micro-batches, not {shape.lookahead}: further ahead it may start "
-            "nothing yet. Use more micro-batches in a batch, or a smaller lookahead."
+            f"{schedule.name} allows a lookahead of {most} with {shape.num_ranks_from(0)} "
+            f"{'ranks' if shape.shares else 'stages'} and {shape.num_microbatches} micro-batches, not "
+            f"{shape.lookahead}: further ahead it may start nothing yet. Use more micro-batches in a batch, "
+            "or a smaller lookahead."
         )

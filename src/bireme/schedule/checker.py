@@ -36,8 +36,9 @@ def _problem(program: Program, rank: int, instruction: Instruction) -> str | Non
     stage, batches = instruction.stage, program.batches
     if not 0 <= stage < program.num_stages:
         return f"the stages are 0 to {program.num_stages - 1}"
-    if program.rank_of_stage[stage] != rank:
-        return f"stage {stage} is on rank {program.rank_of_stage[stage]}"
+    ranks = program.routes.ranks_of(stage)
+    if rank not in ranks:
+        return f"stage {stage} is on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
     if instruction.batch not in batches:
         return f"the window's batches are {batches.start} to {batches.stop - 1}"
     if instruction.half is not None and (instruction.half not in (0, 1) or instruction.kind not in _SLICED):
@@ -52,16 +53,16 @@ def _problem(program: Program, rank: int, instruction: Instruction) -> str | Non
         return "replicas average no weights in this program"
     if (instruction.kind in SHARING or instruction.moves_whole) and program.num_sharers == 1:
         return "replicas share no weights in this program"
-    return _microbatch_problem(program, instruction)
+    return _microbatch_problem(program, rank, instruction)
 
 
-def _microbatch_problem(program: Program, instruction: Instruction) -> str | None:
+def _microbatch_problem(program: Program, rank: int, instruction: Instruction) -> str | None:
     k = instruction.microbatch
     if instruction.kind in PAGING:
         page = instruction.page
         if instruction.moves_whole:
             return None if k is None else "it must name no micro-batch"
-        if page is None or program.tiers_of(program.rank_of_stage[instruction.stage]) is None:
+        if page is None or program.tiers_of(rank) is None:
             return "it moves nothing" if page is None else "its rank keeps everything on the device"
         if page.item is Item.FROZEN and instruction.kind is Kind.EVICT and page.is_copied:
             return "frozen weights are never written back: their copy below is valid"
@@ -74,6 +75,9 @@ def _microbatch_problem(program: Program, instruction: Instruction) -> str | Non
         return "it must name a micro-batch" if needs_one else "it must name no micro-batch"
     if k is not None and not 0 <= k < program.num_microbatches:
         return f"the micro-batches are 0 to {program.num_microbatches - 1}"
+    owner = program.routes.rank_of(instruction.stage, k)
+    if k is not None and owner != rank:
+        return f"rank {owner} takes micro-batch {k} through stage {instruction.stage}"
     return None
 
 

@@ -14,16 +14,18 @@ from itertools import pairwise
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import AVERAGES, COMPUTE, HALF_LETTERS, Instruction, Kind, Message
 from bireme.schedule.program import Program, Track
+from bireme.schedule.routes import Routes
 
 # A program's compute instructions on a made-up clock.
 #
-# Lowering and pictures need to know what comes before what across ranks, not how long things take. So every
-# forward lasts 2 ticks (half a micro-batch 1), a full backward 4, its two parts 2 each, and everything else
-# nothing; messages and sums take no time. The clock is exact, and it stops only when the order can never run.
+# Lowering and pictures need the order of instructions across ranks, not how long they take. So every forward
+# lasts 2 ticks (half a micro-batch 1), a full backward 4, its two parts 2 each, and everything else nothing;
+# on a stage of w ranks w times as long, so that all stages keep pace. Messages and sums take no time. The
+# clock is exact, and it stops only when the order can never run.
 #
-# The UPDATE of a batch waits until every stage has come to the batch's REDUCE: all ranks agree on its norm
-# and on whether it is finite. Updates that are apart do not wait, nor do any where each micro-batch has an
-# update of its own (STASHED).
+# The UPDATE of a batch waits until every rank of every stage has come to the batch's REDUCE: all ranks agree
+# on its norm and on whether it is finite. Updates that are apart do not wait, nor do any if each micro-batch
+# has an update of its own (STASHED).
 
 _Need = Message | int
 """What an instruction waits for: a message, or the sum of the batch of that number."""
@@ -75,14 +77,16 @@ def sum_of(instruction: Instruction) -> int | None:
     return instruction.batch if is_part else None
 
 
-def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> _Ticks:
+def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
     """Start and end of every instruction when each rank goes through its track as early as it can."""
+    num_stages = routes.num_stages
+    widths = [len(routes.ranks_of(stage)) for stage in range(num_stages)]
     starts: list[list[int]] = [[] for _ in tracks]
     ends: list[list[int]] = [[] for _ in tracks]
     ready: dict[_Need, int] = {}
     waiting: dict[_Need, list[int]] = {}
-    reduced: dict[int, dict[int, int]] = {}
-    """For each batch the stages that have come to its REDUCE, and when."""
+    reduced: dict[int, dict[tuple[int, int], int]] = {}
+    """For each batch the stages and ranks that have come to its REDUCE, and when."""
     rest = [iter(track) for track in tracks]
     held: list[Instruction | None] = [next(steps, None) for steps in rest]
     runnable = list(range(len(tracks)))
@@ -98,20 +102,20 @@ def clock(tracks: Sequence[Iterable[Instruction]], num_stages: int) -> _Ticks:
                     break
                 now = max(now, arrival)
             starts[rank].append(now)
-            now += duration(instruction)
+            now += duration(instruction) * widths[instruction.stage]
             ends[rank].append(now)
             made: dict[_Need, int] = dict.fromkeys(providers(instruction, num_stages), now)
             if instruction.kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
                 parts = reduced.setdefault(batch, {})
-                parts[instruction.stage] = now
-                if len(parts) == num_stages:
+                parts[instruction.stage, rank] = now
+                if len(parts) == routes.num_places:
                     made[batch] = max(parts.values())
             ready |= made
             for one in made:
                 runnable.extend(waiting.pop(one, ()))
             held[rank] = next(rest[rank], None)
     if waiting:
-        raise _never_runs(tracks, held, waiting, reduced, num_stages)
+        raise _never_runs(tracks, held, waiting, reduced, routes)
     return _Ticks(starts, ends)
 
 
@@ -126,16 +130,15 @@ def _never_runs(
     tracks: Sequence[Iterable[Instruction]],
     held: Sequence[Instruction | None],
     waiting: Mapping[_Need, Sequence[int]],
-    reduced: Mapping[int, Iterable[int]],
-    num_stages: int,
+    reduced: Mapping[int, Iterable[tuple[int, int]]],
+    routes: Routes,
 ) -> NeverRunsError:
     """Who waits for whom, and the circle among them if there is one."""
-    homes = {instruction.stage: rank for rank, track in enumerate(tracks) for instruction in track}
     makers = {
-        message: homes[instruction.stage]
-        for track in tracks
+        message: rank
+        for rank, track in enumerate(tracks)
         for instruction in track
-        for message in providers(instruction, num_stages)
+        for message in providers(instruction, routes.num_stages)
     }
     waits: dict[int, str] = {}
     waits_for: dict[int, int] = {}
@@ -143,8 +146,8 @@ def _never_runs(
         if isinstance(needed, Message):
             maker, what = makers.get(needed), f"the {needed}"
         else:
-            missing = min(set(range(num_stages)).difference(reduced.get(needed, ())))
-            maker, what = homes.get(missing), f"the REDUCE of batch {needed} on stage {missing}"
+            missing, maker = min(set(routes.places()).difference(reduced.get(needed, ())))
+            what = f"the REDUCE of batch {needed} on stage {missing}"
         for rank in ranks:
             waits[rank] = f"rank {rank} waits at {held[rank]} for {what}"
             if maker is not None:
@@ -258,7 +261,7 @@ def grid(program: Program) -> Grid:
     """The program's cells."""
     wanted = COMPUTE | _MAKES_VERSION | {Kind.REDUCE}
     tracks = [[step for step in track if step.kind in wanted] for track in program.tracks]
-    ticks = clock(tracks, program.num_stages)
+    ticks = clock(tracks, program.routes)
     unit = math.gcd(*(end for ends in ticks.ends for end in ends)) or 2
     num_columns = max((ends[-1] for ends in ticks.ends if ends), default=0) // unit
     rows = []

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import overload
 
-from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind
+from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message
+from bireme.schedule.routes import Routes
 from bireme.schedule.tiers import RankTiers
 
 # Which weight version a micro-batch runs on: the part of a schedule that decides what is computed.
@@ -167,14 +168,14 @@ class Track(Sequence[Instruction]):
 class Program:
     """What each rank does in a window of batches, and what an interpreter must know to do it.
 
-    `rank_of_stage` may give a rank any number of stages, neighbors or not. `banks` is how many weight
-    versions each stage may keep: version v lives in bank v mod `banks[stage]`, so making version v
+    `routes` give a rank any number of stages, neighbors or not, or a stage several ranks. `banks` is how many
+    weight versions each stage may keep: version v lives in bank v mod `banks[stage]`, so making version v
     destroys version v − banks.
     """
 
     name: str
     rule: Rule
-    rank_of_stage: tuple[int, ...]
+    routes: Routes
     num_microbatches: int
     num_batches: int
     banks: tuple[int, ...]
@@ -192,9 +193,19 @@ class Program:
     used. 1 where each replica has its weights whole."""
 
     @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage, or the first of its ranks."""
+        return self.routes.rank_of_stage
+
+    def ends_of(self, message: Message) -> tuple[int, int]:
+        """The rank that makes a message and the rank that uses it."""
+        source = self.routes.rank_of(message.from_stage, message.microbatch)
+        return source, self.routes.rank_of(message.to_stage, message.microbatch)
+
+    @property
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
-        return len(self.rank_of_stage)
+        return self.routes.num_stages
 
     @property
     def num_ranks(self) -> int:
@@ -277,4 +288,4 @@ class Program:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, in the model's order."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+        return self.routes.stages_of(rank)

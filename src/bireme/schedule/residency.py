@@ -555,7 +555,7 @@ class _Ledger:
 
     def _comes_from_afar(self, step: Instruction) -> bool:
         needed = step.needs(self.program.num_stages)
-        return needed is not None and self.program.rank_of_stage[needed.from_stage] != self.rank
+        return needed is not None and self.program.ends_of(needed)[0] != self.rank
 
     def _waiting_bytes(self, stage: int) -> float:
         return self.sizes.waiting[stage] if self.sizes.waiting else 0.0

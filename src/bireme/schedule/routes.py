@@ -4,7 +4,7 @@ Usually a stage is on one rank, which takes all micro-batches. In a plan of uneq
 several neighboring ranks, its replicas, and each takes a share of every batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -91,6 +91,15 @@ class Routes:
         """How many ranks there are."""
         return max(self.rank_of_stage) + (len(self.shares[-1]) if self.shares else 1)
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Each stage with each of its ranks."""
+        return ((stage, rank) for stage in range(self.num_stages) for rank in self.ranks_of(stage))
+
+    @property
+    def num_places(self) -> int:
+        """How many stages there are, each counted once for each of its ranks."""
+        return sum(map(len, self.shares)) if self.shares else self.num_stages
+
     def rank_of(self, stage: int, microbatch: int | None) -> int:
         """The rank that takes a micro-batch through a stage."""
         if not self._owners or microbatch is None:
@@ -105,6 +114,17 @@ class Routes:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on a rank, in the model's order."""
         return tuple(stage for stage in range(self.num_stages) if rank in self.ranks_of(stage))
+
+    def hops(self) -> list[tuple[int, int, int]]:
+        """Each stage but the first with each pair of ranks over which messages come into it."""
+        found = set[tuple[int, int, int]]()
+        for stage in range(1, self.num_stages):
+            if self._owners:
+                pairs = set(zip(self._owners[stage - 1], self._owners[stage], strict=True))
+            else:
+                pairs = {(self.rank_of_stage[stage - 1], self.rank_of_stage[stage])}
+            found |= {(stage, source, target) for source, target in pairs if source != target}
+        return sorted(found)
 
     def microbatches_of(self, rank: int, num_microbatches: int) -> tuple[int, ...]:
         """The micro-batches of a batch that a rank takes through its stages, of `num_microbatches` in all."""

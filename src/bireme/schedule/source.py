@@ -19,6 +19,7 @@ from bireme.schedule.checker import check
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Block, Program, Rule, Track
 from bireme.schedule.residency import gradient_sets
+from bireme.schedule.routes import Routes
 from bireme.schedule.tiers import RankTiers
 
 # Fold a long program into a loop.
@@ -185,7 +186,7 @@ class ProgramSource:
 
     name: str
     rule: Rule
-    rank_of_stage: tuple[int, ...]
+    routes: Routes
     num_microbatches: int
     banks: tuple[int, ...]
     recomputed: frozenset[int]
@@ -217,18 +218,23 @@ class ProgramSource:
         return self.program(self.num_batches or max(self.least, SETTLED))
 
     @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage, or the first of its ranks."""
+        return self.routes.rank_of_stage
+
+    @property
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
-        return len(self.rank_of_stage)
+        return self.routes.num_stages
 
     @property
     def num_ranks(self) -> int:
         """How many processes one replica has."""
-        return max(self.rank_of_stage) + 1
+        return self.routes.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, in the model's order."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+        return self.routes.stages_of(rank)
 
     def blocks(
         self,
@@ -267,7 +273,7 @@ def source_like(
     return ProgramSource(
         name=program.name,
         rule=program.rule,
-        rank_of_stage=program.rank_of_stage,
+        routes=program.routes,
         num_microbatches=program.num_microbatches,
         banks=program.banks,
         recomputed=program.recomputed,

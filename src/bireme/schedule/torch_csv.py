@@ -19,6 +19,7 @@ from bireme.files import write_text_atomically
 from bireme.schedule.grid import NeverRunsError
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.routes import Routes
 from bireme.schedule.source import fold
 from bireme.schedule.weave import Orders, every_batch, lower, weave
 
@@ -80,7 +81,7 @@ def parse(text: str, *, source: str, num_batches: int = 1) -> Program:
         program = weave(
             Path(source).stem,
             Rule.SYNCHRONOUS,
-            rank_of_stage,
+            Routes(rank_of_stage),
             every_batch(one_batch, batches),
             num_microbatches=num_microbatches,
             num_batches=batches,
@@ -306,6 +307,11 @@ def _check_expressible(program: Program) -> None:
         raise BiremeError(
             f"{cannot}its update rule is {program.rule}, and torch knows neither weight versions nor updates "
             "inside a schedule. Export a synchronous schedule, such as 1f1b."
+        )
+    if program.routes.shares:
+        raise BiremeError(
+            f"{cannot}its stages are on several ranks, and a file has each stage on one. Export a plan of "
+            "equal widths, whose replicas run the same file."
         )
     for track in program.tracks:
         for step in track.written():

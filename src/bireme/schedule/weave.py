@@ -31,6 +31,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.grid import clock, providers
 from bireme.schedule.instruction import AVERAGES, BACKWARDS, COMPUTE, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program, Rule, Track, banks_needed, updates_per_batch
+from bireme.schedule.routes import Routes
 
 # Lowering: put the communication into a compute-only program.
 #
@@ -66,7 +67,7 @@ def lower(program: Program) -> Program:
     if program.is_lowered:
         raise BiremeError(f"{program.name} already has its sends and receives.")
     tracks = [list(track) for track in program.tracks]
-    ends = clock(tracks, program.num_stages).ends
+    ends = clock(tracks, program.routes).ends
     receives: list[dict[int, list[Instruction]]] = [{} for _ in tracks]
     sends: list[dict[int, Instruction]] = [{} for _ in tracks]
     for channel in _channels(program, tracks).values():
@@ -140,7 +141,7 @@ def every_batch(one_batch: Orders, num_batches: int) -> Orders:
 def weave(
     name: str,
     rule: Rule,
-    rank_of_stage: Sequence[int],
+    routes: Routes,
     orders: Orders,
     *,
     num_microbatches: int,
@@ -158,12 +159,18 @@ def weave(
     """
     if average_lag is not None:
         _check_average(name, rule, average_lag)
-    num_stages = len(rank_of_stage)
+    if routes.shares and (updates_early or updates_halfway or average_lag is not None):
+        raise BiremeError(
+            f"In {name} stages are on several ranks, which sum their gradients. They cannot update early or "
+            "halfway, or average weights with replicas. Leave out updates_early, updates_halfway and the "
+            "lag, or give each stage one rank."
+        )
+    num_stages = routes.num_stages
     recomputed = frozenset(recompute)
     program = Program(
         name=name,
         rule=rule,
-        rank_of_stage=tuple(rank_of_stage),
+        routes=routes,
         num_microbatches=num_microbatches,
         num_batches=num_batches,
         banks=tuple(banks_needed(rule, stage, num_stages) for stage in range(num_stages)),
@@ -173,13 +180,13 @@ def weave(
         average_lag=average_lag,
     )
     is_early = updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
-    markers = _markers(orders[program.rank_of_stage[0]]) if is_early else None
+    markers = _markers(orders[routes.rank_of_stage[0]]) if is_early else None
     is_halfway = updates_halfway and rule is Rule.DELAYED and not is_early
     tracks = []
     for rank, order in enumerate(orders):
         early = _Early(first_batch, markers, is_halfway=is_halfway)
         stages = {
-            stage: _StageWeaver(program, stage, early, recompute=stage in recomputed)
+            stage: _StageWeaver(program, rank, stage, early, recompute=stage in recomputed)
             for stage in program.stages_of(rank)
         }
         woven: list[Instruction] = []
@@ -292,11 +299,13 @@ def _markers(order: Iterable[Instruction]) -> dict[tuple[int, int | None], int]:
 
 
 class _StageWeaver:
-    """Walks through one stage's part of an order and says what belongs before and after each step."""
+    """Walks through a rank's steps of one stage and gives the instructions before and after each step."""
 
-    def __init__(self, program: Program, stage: int, early: _Early, *, recompute: bool) -> None:
+    def __init__(self, program: Program, rank: int, stage: int, early: _Early, *, recompute: bool) -> None:
         self.program = program
         self.stage = stage
+        self.num_own = len(program.routes.microbatches_of(rank, program.num_microbatches))
+        """The micro-batches of a batch that the rank takes through the stage."""
         self.early = early
         self.recompute = recompute
         self.num_gradients: dict[int, int] = {}
@@ -375,19 +384,18 @@ class _StageWeaver:
             yield self._average_end(batch)
 
     def _gradient_done(self, batch: int, microbatch: int) -> Iterator[Instruction]:
-        m = self.program.num_microbatches
         done = self.num_gradients[batch] = self.num_gradients.get(batch, 0) + 1
         if self.program.rule is Rule.STASHED:
             yield Instruction(Kind.REDUCE, self.stage, batch, microbatch)
-            made = batch * m + microbatch + 1
+            made = batch * self.num_own + microbatch + 1
             self.pending.append(Instruction(Kind.UPDATE, self.stage, batch, microbatch, version=made))
-        elif done == m:
+        elif done == self.num_own:
             yield Instruction(Kind.REDUCE, self.stage, batch)
             self.early.num_reduced += self.stage == 0
             self.pending.append(Instruction(Kind.UPDATE, self.stage, batch, version=batch + 1))
             if self.early.is_halfway:
                 # Forwards of the batch after the next are the first to use it.
-                left = (batch + 2 - self.program.first_batch) * m - self.num_forwards
+                left = (batch + 2 - self.program.first_batch) * self.num_own - self.num_forwards
                 self.halfway[batch + 1] = self.num_forwards + -(-left // 2)
             self.pending.extend(self._averages(batch))
 

@@ -199,7 +199,7 @@ def compare(
     for schedule in SCHEDULES.values():
         num_stages = costs.num_stages * schedule.stages_per_rank
         shape = Shape(num_stages, num_microbatches, num_batches, schedule.stages_per_rank)
-        parts = spread(costs, schedule.rank_of_stage(shape))
+        parts = spread(costs, schedule.routes(shape).rank_of_stage)
         slices = None
         if schedule.slices:
             slices = solve_slices(costs, num_microbatches, network, recompute=recompute)

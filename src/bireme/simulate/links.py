@@ -38,9 +38,10 @@ def cluster_network(
     """The wires between a program's ranks, of which rank r runs on device `devices[r]`.
 
     `replicas[r]` are the devices that hold rank r's stages in all replicas of the pipeline, its own among
-    them. They sync gradients in a ring, in the order of their numbers, which keeps each server's devices
-    together. Messages of the other replicas are not in this network. No message overlaps with more than
-    `most_overlap`, which is what the program that sends it can do.
+    them; for a stage on several ranks those of all. They sync gradients in a ring, in the order of their
+    numbers, which keeps each server's devices together. Messages of the other replicas are not in this
+    network. No message overlaps with more than `most_overlap`, which is what the program that sends it can
+    do.
     """
     if len(devices) != program.num_ranks:
         raise BiremeError(

@@ -9,8 +9,9 @@ channel is through; meanwhile both ranks go on. A path may overlap less (`Path.o
 * `none`: a message crosses while both ranks wait, as at a rendezvous. The sender goes on when it has crossed.
   The receiver takes it just before it uses it; if all ranks wait, the one that has waited longest crosses.
 
-A gradient sync runs in parallel to the track from REDUCE until UPDATE waits for it. Ranks that `agree` on a
-batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
+A gradient sync runs in parallel to the track from REDUCE until UPDATE waits for it. If a stage is on several
+ranks, it begins when all of them have come to REDUCE, and goes over the path of the first. Ranks that `agree`
+on a batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
 replicas average weights, that sync runs from AVERAGE_START until AVERAGE_END waits for it instead.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
@@ -20,7 +21,7 @@ can; else all ranks go forward together in the order of time, so that messages a
 from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 from bireme.cluster.cluster import Overlap
@@ -64,7 +65,9 @@ class _Op(NamedTuple):
 
 
 class _Like(NamedTuple):
-    """What operations of one kind, stage and half share; `key` is that of micro-batch 0 of batch 0."""
+    """What operations of one kind, stage and half share; `key` is that of micro-batch 0 of batch 0. If stages
+    are on several ranks, these are operations of one micro-batch: its messages cross between the same ranks.
+    """
 
     code: int
     seconds: float
@@ -82,16 +85,19 @@ class _Operations:
         self._costs = costs
         self._network = network
         self._agree = agree
+        self.stride = program.num_stages * 8
+        """From the keys of a micro-batch to those of the next."""
         self._number_of_channel: dict[tuple[int, int, bool], int] = {}
 
     def of_rank(self, rank: int) -> Iterator[tuple[_Op, int]]:
         """A rank's track as operations, each with the shift of its key."""
-        num_microbatches, each = self._program.num_microbatches, self._program.num_stages * 8
+        num_microbatches, each = self._program.num_microbatches, self.stride
+        is_wide = bool(self._program.routes.shares)
         ready: dict[int, list[_Op]] = {}
-        alike: dict[tuple[Kind, int, int | None, bool], _Like] = {}
+        alike: dict[tuple[Kind, int, int | None, bool, int | None], _Like] = {}
 
         def made(step: Instruction) -> _Op:
-            what = step.kind, step.stage, step.half, step.is_apart
+            what = step.kind, step.stage, step.half, step.is_apart, step.microbatch if is_wide else None
             like = alike.get(what)
             if like is None:
                 like = alike[what] = self._like(step, rank)
@@ -124,7 +130,8 @@ class _Operations:
                 code = _IDLE_RECEIVE if overlap is Overlap.RECEIVER else _RECEIVE
             return _Like(code, costs.seconds(step, rank), key, channel, num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):
-            key = step.stage * 8 + 4
+            first = program.rank_of_stage[step.stage]
+            key = step.stage * 8 + 4 + (rank - first) * self.stride  # each rank of a stage has its own
             num_bytes = costs.reduce_bytes[step.stage] if program.average_lag is None else 0.0
             code = REDUCE if step.kind is Kind.REDUCE else UPDATE
             tiers = program.tiers_of(rank)
@@ -134,7 +141,7 @@ class _Operations:
             seconds = costs.seconds(step, rank, on_host=on_host)
             if step.is_apart:
                 return _Like(_LOCAL, seconds, 0, -1, 0.0)
-            return _Like(code, seconds, key, self._channel(rank, rank), num_bytes)
+            return _Like(code, seconds, key, self._channel(first, first), num_bytes)
         if step.kind in AVERAGES:
             # What gradients would move with replicas, weights move; only REDUCE and UPDATE agree on a batch.
             key, channel = step.stage * 8 + _AVERAGE, self._channel(rank, rank, averages=True)
@@ -143,7 +150,7 @@ class _Operations:
             return _Like(UPDATE, costs.seconds(step, rank), key, channel, 0.0)
         needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
         if needed is not None:
-            source = program.rank_of_stage[needed.from_stage]
+            source, _ = program.ends_of(needed)
             if source != rank:
                 seconds = costs.seconds(step, rank, takes_bytes=costs.message_of(needed))
                 channel = self._channel(source, rank)
@@ -240,9 +247,7 @@ def simulate(
 
 def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     """The (source, destination) ranks of all messages of a program."""
-    ranks = program.rank_of_stage
-    neighbors = {pair for a, b in pairwise(ranks) for pair in ((a, b), (b, a))}
-    return {(a, b) for a, b in neighbors if a != b}
+    return {pair for _, a, b in program.routes.hops() for pair in ((a, b), (b, a))}
 
 
 _GOES_ON, _WORKED = range(2)
@@ -316,6 +321,8 @@ class _Run:
         """Messages that one end is ready for and the other not yet."""
         self.arrival_s: dict[int, float] = {}
         self.waiting: dict[int, _Rank] = {}
+        self.sums: dict[int, tuple[SimulatedMessage, list[int]]] = {}
+        """The sums of stages to which some of their ranks have come, and these ranks."""
         self.synced: dict[int, list[tuple[int, float]]] = {}
         """By batch, the syncs that have come and wait for those of the other stages, and when they came."""
         self.flows: dict[int, tuple[SimulatedMessage, float]] = {}
@@ -373,7 +380,7 @@ class _Run:
                     crossing.pop()
             if code not in _FREE and (code != REDUCE or not self.overlap_reduce):
                 if key not in self.arrival_s and code == REDUCE:
-                    self._sync(op, key, len(rank.start_s), now + seconds)
+                    self._sync(rank, op, key, len(rank.start_s), now + seconds)
                 arrival = self.arrival_s.get(key)
                 if arrival is None or (self.in_order and arrival > now):
                     rank.since_s = begun
@@ -429,7 +436,7 @@ class _Run:
             rank.crossing.append(~key)
             self._sent(op, key, len(rank.end_s), now)
         elif op.code == REDUCE and self.overlap_reduce:
-            self._sync(op, key, len(rank.end_s), now)
+            self._sync(rank, op, key, len(rank.end_s), now)
         if rank.mover is not None:
             rank.mover.end(now)
         rank.end_s.append(now)
@@ -489,9 +496,19 @@ class _Run:
         self._cross(self.ranks[number], parcel, self.ranks[number].now_s)
         return bool(self.agenda)
 
-    def _sync(self, op: _Op, key: int, index: int, now: float) -> None:
-        parcel = SimulatedMessage(key, op.channel)
+    def _sync(self, rank: _Rank, op: _Op, key: int, index: int, now: float) -> None:
+        """A rank has come to the sum of its stage, which sets out when all ranks of the stage have."""
+        ranks = self.program.routes.ranks_of(op.instruction.stage)
+        key -= (rank.number - ranks.start) * self.operations.stride
+        parcel, there = self.sums.pop(key, (SimulatedMessage(key, op.channel), []))
         parcel.num_bytes = op.num_bytes
+        parcel.ready_s = max(parcel.ready_s, now)
+        if rank.number == ranks.start:
+            parcel.sent_by = parcel.received_by = index
+        there.append(rank.number)
+        if len(there) < len(ranks):
+            self.sums[key] = parcel, there
+            return
         is_average = key % 8 == _AVERAGE
         if is_average or self.program.average_lag is None:
             parcel.late_s = self.costs.reduce_s[op.instruction.stage]
@@ -499,8 +516,6 @@ class _Run:
             parcel.late_s += self.costs.engine.agree_s
         carried_s = self.network.seconds(self.channels[op.channel].path, op.num_bytes)
         parcel.late_s += max(self.costs.engine.reduce_s_per_byte * op.num_bytes - carried_s, 0.0)
-        parcel.ready_s = now
-        parcel.sent_by = parcel.received_by = index
         self._set_out(parcel)
 
     def _set_out(self, parcel: SimulatedMessage) -> None:
@@ -544,18 +559,26 @@ class _Run:
         channel.book(parcel, start, arrival)
         if self.agree and channel.transfers.is_sync and parcel.key % 8 != _AVERAGE:
             if not self.overlap_reduce:
-                self._arrived(parcel.key, arrival)
+                self._summed(parcel.key, arrival)
             batch = parcel.key // 8 // self.program.num_stages
             synced = self.synced.setdefault(batch, [])
             synced.append((parcel.key, arrival))
             if len(synced) == self.program.num_stages:
                 latest = max(one for _, one in self.synced.pop(batch))
                 for key, _ in synced:
-                    self._arrived(key + _AGREED, latest)
+                    self._summed(key + _AGREED, latest)
+        elif channel.transfers.is_sync:
+            self._summed(parcel.key, arrival)
         else:
             self._arrived(parcel.key, arrival)
             if channel.path.overlap is Overlap.NONE:
                 self._arrived(~parcel.key, arrival)  # to its sender
+
+    def _summed(self, key: int, arrival: float) -> None:
+        """The sum of a stage has come to all its ranks, for each of which there is a key."""
+        stride = self.operations.stride
+        for place in range(len(self.program.routes.ranks_of(key % stride // 8))):
+            self._arrived(key + place * stride, arrival)
 
     def _arrived(self, key: int, arrival: float) -> None:
         self.arrival_s[key] = arrival

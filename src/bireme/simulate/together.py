@@ -382,7 +382,7 @@ class Together:
                 own = pipeline.busy_s.setdefault(step.batch, [0.0] * pipeline.program.num_ranks)
                 own[rank] += busy_s
             for message in providers(step, pipeline.program.num_stages):
-                is_near = pipeline.program.rank_of_stage[message.to_stage] == rank
+                is_near = pipeline.program.ends_of(message)[1] == rank
                 arrives_s = now_s if is_near or not samples else now_s + self.work.message_s
                 self._set(replica, ("message", message), arrives_s)
         elif step.kind is Kind.REDUCE:

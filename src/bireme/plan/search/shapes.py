@@ -92,7 +92,7 @@ def _rank_of_stage(
     schedule: str, num_stages: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[int, ...]:
     shape = ScheduleShape(num_stages, num_microbatches, 1, stages_per_rank)
-    return schedule_named(schedule).rank_of_stage(shape)
+    return schedule_named(schedule).routes(shape).rank_of_stage
 
 
 class Outlines:

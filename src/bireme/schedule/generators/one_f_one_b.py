@@ -7,6 +7,9 @@ That is just enough where messages take no time: a micro-batch is back when its 
 they do take time, a *lookahead* of L lets the first stage run L more forwards ahead, and the others in
 proportion to their distance from the end, so that messages travel while earlier micro-batches compute. It
 costs up to L stashed micro-batches.
+
+Where stages are on several ranks, "d−1−s" is the ranks from stage s on, but for one: PipeDream's number of
+warm-up forwards, with which all ranks are busy if stages are as wide as they are slow.
 """
 
 import itertools
@@ -46,6 +49,7 @@ GPIPE = Schedule(
     rule=Rule.SYNCHRONOUS,
     picture=_GPIPE_PICTURE,
     orders=_gpipe_orders,
+    widens=True,
 )
 
 
@@ -156,12 +160,13 @@ F forward   B backward   . idle   | update
 def _forwards_ahead(shape: Shape, stage: int) -> int:
     """How many forwards a stage runs before its first backward."""
     behind = shape.num_stages - 1 - stage
-    return behind + _ceil_div(shape.lookahead * behind, max(shape.num_stages - 1, 1))
+    further = _ceil_div(shape.lookahead * behind, max(shape.num_stages - 1, 1))
+    return shape.num_ranks_from(stage) - 1 + further
 
 
 def within_a_batch(shape: Shape) -> int:
     """The lookahead at which the first stage runs a whole batch ahead."""
-    return max(shape.num_microbatches - shape.num_stages + 1, 0) if shape.num_stages > 1 else 0
+    return max(shape.num_microbatches - shape.num_ranks_from(0) + 1, 0) if shape.num_stages > 1 else 0
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -193,6 +198,7 @@ ONE_F_ONE_B = Schedule(
     picture=_ONE_F_ONE_B_PICTURE,
     orders=_one_f_one_b_orders,
     most_lookahead=within_a_batch,
+    widens=True,
 )
 
 

@@ -1,12 +1,13 @@
 """What a generator is given, and what it is: the two small types all generators share."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.routes import Routes, shares_of_stages
 from bireme.schedule.weave import Orders, lower
 
 _MOST_PASSES = 1_000_000
@@ -19,7 +20,8 @@ class Shape:
 
     `stages_per_rank` matters to schedules that give a rank several stages, `num_sliced` to those that slice
     micro-batches, `lookahead` to those that can run further ahead than they must. `sweep` is how many
-    micro-batches a rank takes through a stage before the next.
+    micro-batches a rank takes through a stage before the next. `shares` are those of `Routes`, if stages are
+    on several ranks.
     """
 
     num_stages: int
@@ -29,6 +31,7 @@ class Shape:
     num_sliced: int = 0
     lookahead: int = 0
     sweep: int = 1
+    shares: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for count, what in (
@@ -57,11 +60,21 @@ class Shape:
                 f"{self.num_microbatches} micro-batches cannot be divided into sweeps of {self.sweep}. Use a "
                 f"number of micro-batches that {self.sweep} divides."
             )
+        if self.shares and len(self.shares) != self.num_stages:
+            raise BiremeError(
+                f"There are shares for the ranks of {len(self.shares)} stages, and {self.num_stages} stages. "
+                "Give each stage the shares of its ranks."
+            )
+        shares_of_stages(tuple(map(len, self.shares)), self.shares, self.num_microbatches)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the stages are dealt out to."""
+        """How many ranks the stages are assigned to, if each stage is on one rank."""
         return self.num_stages // self.stages_per_rank
+
+    def num_ranks_from(self, stage: int) -> int:
+        """How many ranks a stage and the stages after it have, if each rank has one stage."""
+        return sum(map(len, self.shares[stage:])) if self.shares else self.num_stages - stage
 
 
 def _one_each(shape: Shape) -> tuple[int, ...]:
@@ -103,6 +116,8 @@ class Schedule:
     """Whether gradients of weights are made apart from those that go on to the stage before."""
     most_lookahead: Callable[[Shape], int] | None = None
     """The greatest lookahead of a shape, for schedules that have one."""
+    widens: bool = False
+    """Whether a stage may be on several ranks. Each rank then runs its micro-batches of the stage's order."""
 
     def whole(self, shape: Shape) -> Shape:
         """The shape with the neighbors of each rank as one stage, and each sweep as one micro-batch."""
@@ -115,15 +130,27 @@ class Schedule:
         """How many neighboring stages run as if they were one."""
         return shape.stages_per_rank if self.stages_per_rank == 1 else 1
 
-    def rank_of_stage(self, shape: Shape) -> tuple[int, ...]:
-        """The rank of each stage."""
+    def routes(self, shape: Shape) -> Routes:
+        """The ranks of each stage."""
+        if shape.shares:
+            return Routes.wide(shape.shares)
         ranks = self.placement(self.whole(shape))
-        return tuple(rank for rank in ranks for _ in range(self.num_neighbors(shape)))
+        return Routes(tuple(rank for rank in ranks for _ in range(self.num_neighbors(shape))))
 
     def in_order(self, shape: Shape) -> Orders:
-        """What each rank computes, with its neighbors one after the other."""
+        """What each rank computes, with its neighbors one after the other.
+
+        Each rank of a stage runs its own micro-batches in the stage's order. So if the orders of the stages
+        can run, those of the ranks can: the same instructions may run at the same times.
+        """
         num = self.num_neighbors(shape)
         orders = self.orders(self.whole(shape))
+        if shape.shares:
+            routes = self.routes(shape)
+            return [
+                [step for step in orders[stage] if routes.rank_of(stage, step.microbatch) == rank]
+                for stage, rank in routes.places()
+            ]
         if num > 1:
             orders = [list(_apart(order, num)) for order in orders]
         return orders if shape.sweep == 1 else [list(_swept(order, shape.sweep)) for order in orders]
@@ -138,6 +165,14 @@ class Schedule:
         if shape.sweep > 1 and (self.slices or self.rule is Rule.STASHED):
             why = "slices micro-batches" if self.slices else "updates after every micro-batch"
             raise BiremeError(f"{self.name} {why}, so it has no sweeps. Leave out the sweep, or use 1f1b.")
+        if shape.shares and (not self.widens or shape.stages_per_rank > 1 or shape.sweep > 1):
+            why = "its order is made for one rank for each stage"
+            if self.widens:
+                why = "each of these ranks has one stage, and takes one micro-batch at a time through it"
+            raise BiremeError(
+                f"{self.name} cannot put a stage on several ranks here: {why}. Use 1f1b, gpipe or 2bw "
+                "without sweep and stages_per_rank, or replicas of the whole pipeline (plan.width)."
+            )
         self.check(self.whole(shape))
 
 
@@ -173,23 +208,27 @@ def backward(stage: int, microbatch: int, batch: int = 0, kind: Kind = Kind.BACK
 
 
 @lru_cache(maxsize=64)
-def forward_only(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Program:
-    """One batch forward through all stages, each rank's stages one after the other."""
+def forward_only(routes: Routes, num_microbatches: int) -> Program:
+    """One batch forward through all stages, each rank's stages one after the other. The batch may have fewer
+    micro-batches than the routes are for.
+    """
     return lower(
         Program(
             name="evaluation",
             rule=Rule.SYNCHRONOUS,
-            rank_of_stage=rank_of_stage,
+            routes=routes,
             num_microbatches=num_microbatches,
             num_batches=1,
-            banks=(1,) * len(rank_of_stage),
-            tracks=tuple(
-                Track(_order(rank_of_stage, rank, num_microbatches)) for rank in range(max(rank_of_stage) + 1)
-            ),
+            banks=(1,) * routes.num_stages,
+            tracks=tuple(Track(_order(routes, rank, num_microbatches)) for rank in range(routes.num_ranks)),
         )
     )
 
 
-def _order(rank_of_stage: Sequence[int], rank: int, num_microbatches: int) -> tuple[Instruction, ...]:
-    own = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
-    return tuple(replace(forward(stage, k), version=0) for stage in own for k in range(num_microbatches))
+def _order(routes: Routes, rank: int, num_microbatches: int) -> tuple[Instruction, ...]:
+    return tuple(
+        replace(forward(stage, k), version=0)
+        for stage in routes.stages_of(rank)
+        for k in range(num_microbatches)
+        if routes.rank_of(stage, k) == rank
+    )

@@ -36,12 +36,13 @@ def never_drain(shape: Shape) -> Orders:
 
 
 def _refuse_short_batches(shape: Shape) -> None:
-    """Two versions hold only where a batch is at least as long as the pipeline is deep."""
-    if shape.num_microbatches < shape.num_stages:
+    """Two versions hold only if a batch is at least as long as the pipeline is deep."""
+    least, of = shape.num_ranks_from(0), "ranks" if shape.shares else "stages"
+    if shape.num_microbatches < least:
         raise BiremeError(
-            f"Two weight versions need at least as many micro-batches in a batch as stages, but "
-            f"there are {shape.num_microbatches} for {shape.num_stages} stages. Use "
-            f"{shape.num_stages} or more micro-batches, fewer stages, or a schedule that drains (1f1b)."
+            f"Two weight versions need at least as many micro-batches in a batch as {of}, but there are "
+            f"{shape.num_microbatches} for {least} {of}. Use {least} or more micro-batches, fewer {of}, or a "
+            "schedule that drains (1f1b)."
         )
 
 
@@ -53,6 +54,7 @@ TWO_BUFFER = Schedule(
     orders=never_drain,
     check=_refuse_short_batches,
     most_lookahead=within_a_batch,
+    widens=True,
 )
 
 

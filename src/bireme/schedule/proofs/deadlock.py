@@ -4,7 +4,7 @@ Two semantics. *Synchronous sends*: a send completes only when its receive has b
 rank waits until then; a program without deadlock under them has none anywhere. *Buffered*: a send completes
 at once. In both a receive only posts, and the instruction that uses the message waits for it.
 
-In both, the UPDATE of a batch waits until every stage of every rank has come to the batch's REDUCE, for all
+In both, the UPDATE of a batch waits until every rank has come to the batch's REDUCE of all its stages: all
 ranks agree on a batch before any of them steps. An UPDATE that is apart waits for none.
 
 Replicas that average weights run the same program side by side, and meet at AVERAGE_END alone: it waits until
@@ -131,9 +131,9 @@ class _Channel:
 
 @dataclass(slots=True)
 class _Sum:
-    """The sum of a batch: the stages that have come to it, and the ranks that wait for the others."""
+    """The sum of a batch: the stages and ranks that have come to it, and the ranks that wait for others."""
 
-    reduced: set[int] = field(default_factory=set)
+    reduced: set[tuple[int, int]] = field(default_factory=set)
     waiting: list[int] = field(default_factory=list)
 
 
@@ -223,12 +223,12 @@ class _Rank:
             freed.append(ends[1])
 
     def _sum(self, step: Instruction, batch_sum: _Sum, freed: list[int]) -> None:
-        missing = set(range(self.program.num_stages)) - batch_sum.reduced
+        missing = set(self.program.routes.places()) - batch_sum.reduced
         if step.kind is Kind.UPDATE and missing:
             batch_sum.waiting.append(self.number)
-            self.waits_for = self.first + self.program.rank_of_stage[min(missing)]
+            self.waits_for = self.first + min(missing)[1]
         elif step.kind is Kind.REDUCE:
-            batch_sum.reduced.add(step.stage)
+            batch_sum.reduced.add((step.stage, self.number - self.first))
             freed.extend(batch_sum.waiting)
             batch_sum.waiting.clear()
 

@@ -76,7 +76,7 @@ def channel_of(program: Program, instruction: Instruction) -> tuple[int, int] | 
     message = instruction.carries()
     if not all(0 <= stage < program.num_stages for stage in (message.from_stage, message.to_stage)):
         return None
-    return program.rank_of_stage[message.from_stage], program.rank_of_stage[message.to_stage]
+    return program.ends_of(message)
 
 
 def message_problems(program: Program) -> Iterator[str]:
@@ -166,7 +166,7 @@ class _Walk:
         message = instruction.needs(self.program.num_stages)
         if message is None:
             return
-        if self.program.rank_of_stage[message.from_stage] == self.rank:
+        if self.program.ends_of(message)[0] == self.rank:
             if not self.unsent.take(message):
                 yield (
                     f"Rank {self.rank} runs {instruction} before stage {message.from_stage} has made the "
@@ -187,7 +187,7 @@ class _Walk:
         for message in sorted(self.posted, key=str):
             yield f"Rank {self.rank} receives the {message} but does not use it afterwards."
         for message in self.unsent.left():
-            to_rank = self.program.rank_of_stage[message.to_stage]
+            to_rank = self.program.ends_of(message)[1]
             if to_rank != self.rank:
                 yield f"Rank {self.rank} computes the {message} but never sends it to rank {to_rank}."
 

@@ -1,9 +1,10 @@
 """Proofs about single stages: every pass once and in order, and always on the right weights.
 
-Each stage is walked through on its own, in the order of its rank. What is proved: every micro-batch has one
-forward and one whole backward; both run on the version that the update rule asks for; that version has been
-made and not been overwritten; gradients are complete when their batch is reduced, in the order of
-batches, and reduced when it is updated; trial steps see just the micro-batches they claim to see.
+Each stage is walked through on its own, in the order of its rank; a stage on several ranks once for each,
+with that rank's micro-batches. What is proved: every micro-batch has one forward and one whole backward; both
+run on the version that the update rule asks for; that version has been made and not been overwritten;
+gradients are complete when their batch is reduced, in the order of batches, and reduced when it is updated;
+trial steps see just the micro-batches they claim to see.
 """
 
 from collections.abc import Iterator
@@ -116,22 +117,24 @@ _WHOLE = frozenset({0, 1})
 
 def stage_problems(program: Program) -> Iterator[str]:
     """What is wrong with the passes and versions of any stage. Every instruction must be in its place."""
-    proofs = [_StageProof(program, stage) for stage in range(program.num_stages)]
+    proofs = {(stage, rank): _StageProof(program, stage, rank) for stage, rank in program.routes.places()}
     for rank, track in enumerate(program.tracks):
         averages = _RankAverages(() if program.average_lag is None else program.stages_of(rank))
         for instruction in track:
-            yield from proofs[instruction.stage].step(instruction)
+            yield from proofs[instruction.stage, rank].step(instruction)
             yield from averages.step(instruction)
-    for proof in proofs:
+    for proof in proofs.values():
         yield from proof.finish()
 
 
 class _StageProof:
-    """One stage's state while its instructions go by."""
+    """One stage's state on a rank while its instructions go by."""
 
-    def __init__(self, program: Program, stage: int) -> None:
+    def __init__(self, program: Program, stage: int, rank: int) -> None:
         self.program = program
         self.stage = stage
+        self.own = program.routes.microbatches_of(rank, program.num_microbatches)
+        """The micro-batches of a batch that the rank takes through the stage."""
         self.recompute = stage in program.recomputed
         self.banks = program.banks[stage]
         per_batch = program.num_microbatches if program.rule is Rule.STASHED else 1
@@ -173,20 +176,18 @@ class _StageProof:
 
     def finish(self) -> Iterator[str]:
         """What is missing at the end of the window."""
-        m = self.program.num_microbatches
         stashed = self.program.rule is Rule.STASHED
         for batch in self.program.batches:
-            for k in range(m) if stashed else (None,):
+            for k in self.own if stashed else (None,):
                 if (batch, k) not in self.updated:
                     where = f"batch {batch}" if k is None else f"micro-batch {k} of batch {batch}"
                     yield from self._missing(batch, where)
         yield from self.averages.finish()
 
     def _missing(self, batch: int, where: str) -> Iterator[str]:
-        m = self.program.num_microbatches
         finished = self.finished.get(batch, set())
         begun = {k for b, k in self.halves if b == batch}
-        never = sorted(set(range(m)) - finished - begun)
+        never = sorted(set(self.own) - finished - begun)
         if never:
             yield f"Stage {self.stage} never runs the forward of micro-batch {never[0]} of batch {batch}."
         for k in sorted(begun):
@@ -256,11 +257,8 @@ class _StageProof:
         finished = self.finished.get(step.batch, set())
         if key in self.reduced or key in self.updated:
             yield f"{step} runs a second time."
-        elif step.microbatch is None and len(finished) < self.program.num_microbatches:
-            yield (
-                f"{step} comes when {len(finished)} of {self.program.num_microbatches} micro-batches "
-                "have their gradient."
-            )
+        elif step.microbatch is None and len(finished) < len(self.own):
+            yield (f"{step} comes when {len(finished)} of {len(self.own)} micro-batches have their gradient.")
         elif step.microbatch is not None and step.microbatch not in finished:
             yield f"{step} comes before the gradient that it reduces."
         elif step.microbatch is None and step.batch != self.newest_reduced + 1:
@@ -308,7 +306,7 @@ class _StageProof:
         finished = self.finished.get(before, set())
         if step.seen != len(finished):
             yield f"{step}, but then {len(finished)} micro-batches of batch {before} have their gradient."
-        elif finished != set(range(len(finished))):
+        elif finished != set(self.own[: len(finished)]):
             seen = ", ".join(map(str, sorted(finished)))
             yield f"{step} sees the gradients of micro-batches {seen}, not of the first {step.seen}."
         yield from self._overwrite(step, step.batch - self.banks)
