@@ -22,6 +22,7 @@ from benchmarks.engine_bench.emulated import (
     StagePace,
     square_loss,
 )
+from benchmarks.rehearsal.shaped import rings_of
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
 from bireme.model.chain import chain, chain_resolver
@@ -80,7 +81,7 @@ def rehearsed(
             f"The plan is for {num_ranks * plan.width} devices, and the cluster has {cluster.num_devices}."
         )
     if plan.devices:
-        devices = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
+        devices = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.rank_devices)
         if len({device for row in devices for device in row}) < num_ranks * plan.width:
             raise BiremeError("The plan names a device for two ranks. Give each a device of its own.")
     else:
@@ -113,7 +114,7 @@ def simulated_s(one: Rehearsed, cluster: Cluster) -> float:
     messages.
     """
     program = one.plan.program(SIMULATED_BATCHES)
-    rings = dict(enumerate(one.devices)) if one.plan.width > 1 else None
+    rings = rings_of(one.plan, one.devices)
     found = []
     for replica, costs in enumerate(one.costs):
         row = [devices[replica] for devices in one.devices]
@@ -159,7 +160,7 @@ def _costs(profile: Profile, plan: Plan, micro_batch: int, speeds: Sequence[floa
     halves = [0.0, *(one for one in inputs[1:] if one is not None)]
     if None in inputs:
         halves = [0.0, *(stage.backward_s / 2 for stage in stages[1:])]
-    share = ring_share(plan.width)
+    widths = plan.stage_widths or (plan.width,) * plan.num_stages
     return Costs.per_stage(
         plan.num_stages,
         forward_s=[stage.forward_s for stage in stages],
@@ -168,7 +169,9 @@ def _costs(profile: Profile, plan: Plan, micro_batch: int, speeds: Sequence[floa
         recompute_s=[max(stage.recompute_backward_s - stage.backward_s, 0.0) for stage in stages],
         update_s=[stage.update_s for stage in stages],
         message_bytes=[*(float(stage.boundary_bytes) for stage in stages[:-1]), 0.0],
-        reduce_bytes=[share * stage.gradient_bytes for stage in stages],
+        reduce_bytes=[
+            ring_share(width) * stage.gradient_bytes for width, stage in zip(widths, stages, strict=True)
+        ],
         weight_bytes=[float(stage.parameter_bytes) for stage in stages],
         gradient_bytes=[float(stage.gradient_bytes) for stage in stages],
         optimizer_bytes=[

@@ -23,15 +23,15 @@ from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network
 from bireme.sync.group import MessageGroup, OwnedGroup, Pending, Sums
 
-__all__ = ["ShapedFabric", "Wiring", "wiring_of"]
+__all__ = ["ShapedFabric", "Wiring", "rings_of", "wiring_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The channels of a plan on a cluster. Ranks are dealt out replica by replica, as the engine does it.
+    """The channels of a plan on a cluster. Ranks are assigned replica by replica, as in the engine.
 
-    `messages[a, b]` is the channel from rank a to rank b, `sums[r]` that of the sums over the replicas of
-    pipeline rank r.
+    `messages[a, b]` is the channel from rank a to rank b, `sums[r]` that of the sums over all ranks with the
+    stages of rank r, which is the first of them.
     """
 
     bytes_per_s: tuple[float, ...]
@@ -56,8 +56,8 @@ def wiring_of(cluster: Cluster, plan: Plan, devices: Sequence[Sequence[int]]) ->
                 bytes_per_s.append(wire.bytes_per_s)
         return tuple(number[network.wires[one].name] for one in wires)
 
+    rings = rings_of(plan, devices)
     for replica in range(plan.width):
-        rings = dict(enumerate(devices)) if plan.width > 1 else None
         network = cluster_network(cluster, program, [row[replica] for row in devices], replicas=rings)
         first = replica * program.num_ranks
         for (a, b), path in network.paths.items():
@@ -70,8 +70,19 @@ def wiring_of(cluster: Cluster, plan: Plan, devices: Sequence[Sequence[int]]) ->
                 own = (len(bytes_per_s),)
                 bytes_per_s.append(1 / network.seconds(path, 1.0) if path.wires else math.inf)
                 lanes = lanes_of(network, path.wires)
-                channels.append(Channel(lanes + own, path.latency_s, plan.width, plan.width))
+                num = len(rings[rank])
+                channels.append(Channel(lanes + own, path.latency_s, num, num))
     return Wiring(tuple(bytes_per_s), tuple(channels), messages, sums)
+
+
+def rings_of(plan: Plan, devices: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The devices that sum gradients with each other, by the first rank of each group."""
+    routes = plan.source.routes
+    groups = {
+        ranks[0]: tuple(devices[rank % routes.num_ranks][rank // routes.num_ranks] for rank in ranks)
+        for ranks in routes.alike(plan.width)
+    }
+    return {first: ring for first, ring in groups.items() if len(ring) > 1}
 
 
 class ShapedFabric:
@@ -95,6 +106,7 @@ class ShapedFabric:
         self._num_elements = num_elements
         self._lanes = lanes
         self._routes = plan.source.routes
+        self._summed = [ranks for ranks in self._routes.alike(plan.width) if len(ranks) > 1]
         self._num_asked: dict[tuple[int, ...], int] = {}
 
     @property
@@ -127,12 +139,10 @@ class ShapedFabric:
         key = tuple(ranks)
         turn = self._num_asked[key] = self._num_asked.get(key, 0) + 1
         inner = self._fabric.group(ranks)
-        pipeline_rank = ranks[0]
-        num_ranks = max(self._rank_of_stage) + 1
-        replicas = tuple(pipeline_rank + num_ranks * replica for replica in range(self._width))
-        if inner is None or self._width == 1 or key != replicas or turn > 1:
+        if inner is None or key not in self._summed or turn > 1:
             return inner
-        stages = [stage for stage, rank in enumerate(self._rank_of_stage) if rank == pipeline_rank]
+        pipeline_rank = ranks[0]
+        stages = self._routes.stages_of(pipeline_rank)
         num_bytes = sum(self._costs.reduce_bytes[stage] for stage in stages)
         num_elements = sum(self._num_elements[stage] for stage in stages)
         channel = self._wiring.sums[pipeline_rank]

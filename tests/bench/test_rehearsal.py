@@ -63,6 +63,20 @@ def test_the_wiring_shares_lanes_over_all_replicas() -> None:
     assert (sums.num_ready, sums.num_takers) == (2, 2)
 
 
+def test_the_ranks_of_a_wide_stage_have_channels_of_their_own_and_one_sum() -> None:
+    cluster = emulated([1.0] * 3, Link(1e9))
+    plan = Plan((4,), 4, "1f1b", stage_widths=(2, 1))
+    one = rehearsed(PROFILE, cluster, plan)
+    assert one.devices == ((0,), (1,), (2,))
+    wiring = wiring_of(cluster, plan, one.devices)
+    assert set(wiring.messages) == {(0, 2), (2, 0), (1, 2), (2, 1)}
+    assert set(wiring.sums) == {0}
+    sums = wiring.channels[wiring.sums[0]]
+    assert (sums.num_ready, sums.num_takers) == (2, 2)
+    (costs,) = one.costs
+    assert costs.reduce_bytes == (stage_cost(PROFILE, 0, 4, 1).gradient_bytes, 0.0)
+
+
 @pytest.mark.parametrize(
     ("plan", "cluster", "part"),
     [
@@ -89,6 +103,7 @@ def test_plans_of_every_kind_run_and_none_is_faster_than_its_devices_and_links_a
     cluster = emulated([1.0, 0.5], Link(100e6, 1e-3))
     plans = [Plan((4,), 4, "2bw"), Plan((), 2, "2bw-fresh", width=2, micro_batch_sizes=(2, 2))]
     if TRY_ALL:
+        plans += [Plan((4,), 4, "2bw", stage_widths=(2, 1))]
         plans += [Plan((5,), 4, "1f1b-sliced", recompute=(0,)), Plan((2, 4, 6), 4, "interleaved")]
     found = rehearse(PROFILE, cluster, plans, micro_batches=[2] * len(plans), effort=Effort(1, 1))
     for one, plan in zip(found, plans, strict=True):

@@ -16,6 +16,7 @@ from bireme.runtime.fabric import NcclTransport
 from bireme.runtime.message_format import TensorSpec, WireFormat
 from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
+from bireme.schedule.routes import Routes
 from tests.runtime.test_message_format import ACTIVATION, KEY, every_dtype, packed, same_bits
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_processes, run_threads
@@ -216,7 +217,7 @@ def test_transports_made_twice_do_not_hear_each_other() -> None:
 def _over_nccl(rank: int) -> dict[str, Any]:
     use(torch.device("cuda", rank))
     device = torch.device("cuda", rank)
-    transport = NcclTransport((0, 1), (0, 1, 0, 1, 0, 1), device)
+    transport = NcclTransport((0, 1), Routes((0, 1, 0, 1, 0, 1)), device)
     message = torch.full((64,), rank, dtype=torch.uint8, device=device)
     payload = torch.empty_like(message)
     key, back = _key(0, forward=rank == 0, to_stage=1 - rank), _key(0, forward=rank == 1, to_stage=rank)

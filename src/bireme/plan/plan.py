@@ -264,6 +264,18 @@ class Plan:
         return self.width * self.source.num_ranks
 
     @property
+    def rank_devices(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each rank, one for each replica of the pipeline; empty if the plan names none."""
+        if not self.stage_widths:
+            return self.devices
+        return tuple((name,) for names in self.devices for name in names)
+
+    @property
+    def process_devices(self) -> tuple[str, ...]:
+        """The device of each process, as the engine numbers them: replica by replica."""
+        return tuple(row[replica] for replica in range(self.width) for row in self.rank_devices)
+
+    @property
     def shares(self) -> tuple[tuple[int, ...], ...]:
         """The micro-batches of a batch that each replica of each stage takes, if `stage_widths` are given."""
         return shares_of_stages(self.stage_widths, self.stage_shares, self.num_microbatches)
@@ -411,7 +423,7 @@ def servers_of_places(plan: Plan, cluster: Cluster) -> list[str]:
     A plan that names no devices, or those of another cluster, takes them in their order.
     """
     servers = {placed.name: cluster.servers[placed.server].name for placed in cluster.devices()}
-    named = [row[replica] for replica in range(plan.width) for row in plan.devices]
+    named = plan.process_devices
     if named and set(named) <= servers.keys():
         return [servers[name] for name in named]
     return list(servers.values())[: plan.num_ranks]

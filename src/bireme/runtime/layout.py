@@ -261,8 +261,7 @@ class Layout:
     @property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """All ranks, each beside those with the same stages, in all replicas."""
-        firsts = sorted(set(self.routes.rank_of_stage))
-        return tuple(_ranks_of(self.routes, first, self.width) for first in firsts)
+        return self.routes.alike(self.width)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -285,12 +284,6 @@ class Layout:
         return self.width > 1 or bool(self.routes.shares)
 
 
-def _ranks_of(routes: Routes, first: int, width: int) -> tuple[int, ...]:
-    """The ranks with the stages of a pipeline rank, in so many replicas."""
-    own = routes.ranks_of(routes.stages_of(first)[0])
-    return tuple(replica * routes.num_ranks + rank for replica in range(width) for rank in own)
-
-
 def layout_of(graph: Graph, units: Sequence[Unit], plan: ProgramPlan, rank: int, num_ranks: int) -> Layout:
     """The place of a rank among so many."""
     routes = plan.source.routes
@@ -311,6 +304,7 @@ def layout_of(graph: Graph, units: Sequence[Unit], plan: ProgramPlan, rank: int,
         for stage in routes.stages_of(pipeline_rank)
     }
     trainable = {state.name for state in graph.parameters if state.trainable}
+    alike = routes.alike(plan.width)
     return Layout(
         rank=rank,
         replica=replica,
@@ -319,7 +313,7 @@ def layout_of(graph: Graph, units: Sequence[Unit], plan: ProgramPlan, rank: int,
         width=plan.width,
         units=own,
         tied={
-            name: tuple(sorted(rank for place in places for rank in _ranks_of(routes, place, plan.width)))
+            name: tuple(sorted(rank for ranks in alike if ranks[0] in places for rank in ranks))
             for name, places in sorted(holders.items())
             if len(places) > 1 and name in trainable
         },

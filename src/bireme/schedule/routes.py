@@ -111,6 +111,13 @@ class Routes:
         first = self.rank_of_stage[stage]
         return range(first, first + (len(self.shares[stage]) if self.shares else 1))
 
+    def alike(self, width: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of so many replicas of the pipeline, in groups of those with the same stages."""
+        return tuple(
+            tuple(replica * self.num_ranks + rank for replica in range(width) for rank in ranks)
+            for ranks in dict.fromkeys(self.ranks_of(stage) for stage in range(self.num_stages))
+        )
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on a rank, in the model's order."""
         return tuple(stage for stage in range(self.num_stages) if rank in self.ranks_of(stage))

@@ -189,8 +189,7 @@ def _run(
     begin = replace(begin, is_shown=is_shown, may_replan=may_replan, census=prepared.census)
     if keeper is not None:
         begin = replace(begin, copying=keeper.orders(prepared.run, _step_of(checkpoint)))
-    names = [row[replica] for replica in range(plan.width) for row in plan.devices]
-    gpus = gpus_here(names, machines.cluster, machines.device)
+    gpus = gpus_here(plan.process_devices, machines.cluster, machines.device)
     with signals_passed_on(), environment({VISIBLE: gpus}):
         if prepared.run.sync.mode != "allreduce":
             settings = replica_settings(prepared, folder, checkpoint)

@@ -114,7 +114,7 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
             "plan for fewer."
         )
     number = {placed.name: place for place, placed in enumerate(cluster.devices())}
-    names = [row[replica] for replica in range(plan.width) for row in plan.devices]
+    names = plan.process_devices
     if not names or not set(names) <= set(number):
         return list(ranks[: plan.num_ranks])
     return [ranks[number[name]] for name in names]

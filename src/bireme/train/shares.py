@@ -51,14 +51,14 @@ def stage_watch_of(plan: Plan, cluster: Cluster, sample_s: Sequence[float] | Non
     if sample_s is None or not plan.devices:
         return None
     speeds = {placed.name: placed.device.speed for placed in cluster.devices()}
-    ranks = range(len(plan.devices))
+    ranks = range(len(plan.rank_devices))
     of_rank = [sum(sample_s[stage] for stage in plan.source.stages_of(rank)) for rank in ranks]
     expected_s = [
         of_rank[rank] / speeds.get(row[replica], 1.0)
         for replica in range(plan.width)
-        for rank, row in enumerate(plan.devices)
+        for rank, row in enumerate(plan.rank_devices)
     ]
-    return StageWatch(expected_s, len(plan.devices)) if min(expected_s) > 0 else None
+    return StageWatch(expected_s, len(ranks)) if min(expected_s) > 0 else None
 
 
 class ReplicaNotes:

@@ -77,7 +77,7 @@ def flows(run: Run) -> tuple[Flow, ...]:
 def _names(run: Run, plan: Plan, num_ranks: int) -> tuple[tuple[str, ...], ...]:
     """The plan's devices by rank and replica, or those that the run began with."""
     if plan.devices:
-        return plan.devices
+        return plan.rank_devices
     started = run.metrics.starts[-1].devices if run.metrics.starts else ()
     if len(started) != num_ranks * plan.width:
         return ()
