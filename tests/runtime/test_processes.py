@@ -5,7 +5,7 @@ A launch runs many settings one after the other, for starting processes takes lo
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
@@ -73,6 +73,12 @@ def job(
     return Job(dropout, Setting(plan, clip_norm=0.5, windows=windows), token_batches(9 * width, 3))
 
 
+def unequal(schedule: str, widths: tuple[int, ...]) -> Job:
+    """Stages of unequal width."""
+    plan = replace(plan_for(schedule, len(widths)), stage_widths=widths)
+    return Job(DROPPING, Setting(plan, clip_norm=0.5), token_batches(9, 3))
+
+
 def run_jobs(world: World, models: dict[float, Model], jobs: Sequence[Job]) -> list[Outcome]:
     """On every rank: train, evaluate, and put the weights together."""
     outcomes = []
@@ -119,7 +125,8 @@ def test_four_processes_compute_what_one_does() -> None:
     pairs = [job(schedule, 2, width=2, recompute=next(recompute)) for schedule in several(ALL, 5)]
     windows = [job("2bw", 2, width=2, windows=(1, 2)), job("2bw-fresh", 2, width=2, windows=(2, 1))]
     deep = [job("2bw", 4, recompute="some"), *(job(one, 4, recompute="all") for one in ("zb-h1", "1f1b"))]
-    assert_all_equal([*pairs, *several(windows, 1), *several(deep, 2)], 4)
+    wide = [unequal("2bw", (3, 1)), unequal("1f1b", (1, 2, 1)), unequal("gpipe", (1, 3))]
+    assert_all_equal([*pairs, *several(windows, 1), *several(deep, 2), *several(wide, 1)], 4)
 
 
 # --- the timeline
