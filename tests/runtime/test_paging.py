@@ -125,6 +125,12 @@ CASES = {
     "shared weights that are updated on the host": Case(
         parts("zb-h1", width=2, whole_weights=2), more=(("host_updates", True),), shard="weights"
     ),
+    "stages of unequal width": Case(
+        Plan((3, 5), 4, "2bw", stage_widths=(1, 2, 1)), host=0.0, disk=True, windows=(1, 2), is_summed=True
+    ),
+    "all micro-batches of a wide stage at once": Case(
+        Plan((4,), 4, "gpipe", stage_widths=(2, 1), stage_shares=((3, 1), (4,))), is_summed=True, tied=True
+    ),
     "one rank on its host": Case(parts("1f1b", 4)),
     "one rank on a disk, in sweeps": Case(replace(parts("gpipe", 4), sweep=3), host=0.0, disk=True),
     "2bw on three tiers": Case(parts("2bw"), host=0.3, disk=True, windows=(1, 2)),

@@ -61,8 +61,8 @@ def paging_of(
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_tied = layout.tied or any(count > 1 for count in names.values())
     # Replicas that share weights sum their parts before a batch ends.
-    is_summed = is_tied or agrees or (layout.width > 1 and program.num_sharers == 1)
-    if is_apart and (is_tied or merges or layout.width > 1):
+    is_summed = is_tied or agrees or (layout.is_summed and program.num_sharers == 1)
+    if is_apart and (is_tied or merges or layout.is_summed):
         raise BiremeError(
             "The plan updates stages before the others have their gradients, so gradients cannot be summed "
             "over replicas or stages, and principal components cannot be found. Plan with memory.updates = "
