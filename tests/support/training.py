@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +74,22 @@ sample_tokens = 0
 
 
 def write_run(
-    folder: Path, schedule: str = "2bw", depth: int = 2, *, width: int = 1, model: str = GPT, data: str = ""
+    folder: Path,
+    schedule: str = "2bw",
+    depth: int = 2,
+    *,
+    width: int = 1,
+    widths: Sequence[int] = (),
+    model: str = GPT,
+    data: str = "",
 ) -> Path:
-    """A run file of a tiny model with a plan made by hand, and a folder of text if there is no other data."""
+    """A run file of a tiny model with a plan made by hand, and a folder of text if there is no other data.
+    `widths` are those of stages, if they are unequal.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / f"plan-{schedule}-{depth}.json"
     table = {"cuts": CUTS[depth], "num_microbatches": 2, "schedule": schedule, "width": width}
+    table |= {"stage_widths": list(widths)} if widths else {}
     plan.write_text(json.dumps({"format": 1, "plan": table}))
     if not data:
         texts = folder / "texts"
@@ -87,7 +97,8 @@ def write_run(
         (texts / "numbers.py").write_text(TEXT)
         data = str(texts)
     path = folder / f"run-{schedule}-{depth}.toml"
-    path.write_text(RUN.format(model=model, data=data, plan=plan, ranks=depth * width, runs=folder / "runs"))
+    ranks = sum(widths) or depth * width
+    path.write_text(RUN.format(model=model, data=data, plan=plan, ranks=ranks, runs=folder / "runs"))
     return path
 
 

@@ -81,6 +81,23 @@ def test_four_stages_learn_what_one_learns(tmp_path: Path, capsys: pytest.Captur
     assert one[12] < one[1] - 0.5
 
 
+def test_stages_of_unequal_width_learn_what_one_process_learns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan file puts the first stage on two processes, the second on one."""
+    trained_alone(capsys, write_run(tmp_path / "one", "1f1b", 1))
+    path = write_run(tmp_path / "three", "1f1b", 2, widths=(2, 1))
+    document = trained(capsys, path, *settings(training__evaluate_every=6))
+    one, three = (losses(tmp_path / name / "runs" / "run") for name in ("one", "three"))
+    assert three == pytest.approx(one, rel=1e-5)
+    assert [stage["rank"] for stage in document["stages"]] == [0, 2]
+    assert all(rank["measured_peak_bytes"] > 2**26 for rank in document["ranks"])
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1, 2]
+    run = tmp_path / "three" / "runs" / "run"
+    assert [line["step"] for line in metrics(run, "evaluation")] == [6, 12]
+    assert steps_of_checkpoints(run) == [4, 8, 12]
+
+
 def test_delayed_updates_learn_what_a_plain_loop_with_the_same_delay_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

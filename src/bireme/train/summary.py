@@ -123,10 +123,10 @@ def _waited_share(tiers: Sequence[TierMoves]) -> float:
 
 def _planned(plan: Plan, cluster: Cluster, rank: int, tier: str) -> float:
     """The bytes per second that a plan counts on between a tier and the one above."""
-    replica, of_pipeline = divmod(rank, plan.source.num_ranks)
     places = {device.name: index for index, device in enumerate(cluster.devices())}
-    used = [places[name] for row in plan.devices for name in row if name in places] or list(places.values())
-    name = plan.devices[of_pipeline][replica] if plan.devices else ""
+    names = plan.process_devices
+    used = [places[name] for name in names if name in places] or list(places.values())
+    name = names[rank] if names else ""
     share = tier_share(cluster, places.get(name, rank), used)
     return share.disk_bytes_per_s if tier == "disk" else share.host_bytes_per_s
 
@@ -135,7 +135,8 @@ def _planned(plan: Plan, cluster: Cluster, rank: int, tier: str) -> float:
 class _StageSummary:
     """One stage. `units` are its first and last; of several replicas the largest figures count.
 
-    Bytes and busy shares are those of its `rank` in the pipeline, which may have other stages too.
+    Bytes and busy shares are those of its `rank` in the pipeline, which may have other stages too. A stage on
+    several ranks counts as replicas of the first.
     """
 
     units: tuple[int, int]
@@ -462,9 +463,11 @@ def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_StageSumma
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     source = plan.source
     bounds = (0, *plan.cuts, _num_units(prepared))
+    alike = {ranks[0]: ranks for ranks in source.routes.alike(plan.width)}
+    names = plan.process_devices
     found = []
     for stage, rank in enumerate(source.rank_of_stage):
-        of_rank = [one.own for one in outcomes if one.own.rank % source.num_ranks == rank]
+        of_rank = [one.own for one in outcomes if one.own.rank in alike[rank]]
         peaks = [one.peak_bytes for one in of_rank if one.peak_bytes is not None]
         shares = [one.busy_share for one in of_rank if one.busy_share is not None]
         promised = None if forecast is None else forecast.stages[stage]
@@ -472,7 +475,7 @@ def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_StageSumma
             _StageSummary(
                 units=(bounds[stage], bounds[stage + 1] - 1),
                 rank=rank,
-                device=", ".join(plan.devices[rank]) if plan.devices else "",
+                device=", ".join(names[one] for one in alike[rank]) if names else "",
                 predicted_peak_bytes=None
                 if promised is None
                 else promised.peak_bytes + _beside_bytes(prepared, rank, promised),
@@ -499,8 +502,9 @@ def _ranks(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_RankSummary
         replica, rank = divmod(own.rank, program.num_ranks)
         promised = None
         if forecast is not None:
-            stage = forecast.stages[program.stages_of(rank)[0]]
-            _, promised, _ = list(stage.bytes_of_devices())[replica]
+            number = program.stages_of(rank)[0]
+            stage, ranks = forecast.stages[number], program.routes.ranks_of(number)
+            _, promised, _ = list(stage.bytes_of_devices())[replica * len(ranks) + ranks.index(rank)]
             promised += _beside_bytes(prepared, rank, stage)
         found.append(_RankSummary(own.rank, promised, own.peak_bytes, own.kept_bytes))
     return tuple(found)
