@@ -7,7 +7,8 @@ On emulated clusters of eight devices every stage is a process that sleeps for a
 and messages come through emulated links; schedule, weights, messages and sums are the real engine's. The
 chosen plan is measured and compared with its prediction, with the best of a list of all other shapes,
 schedules and partitions, and with the equal and Piper's cuts of the same shape. All take turns; figures are
-medians.
+medians. Three plans with stages of unequal width, made by hand, are measured and compared with what the
+simulator predicts of them.
 """
 
 import sys
@@ -309,6 +310,42 @@ def spread_out(others: Sequence[Other], most: int) -> list[Other]:
     return best
 
 
+def _places(*numbers: int, server: int = 0) -> tuple[str, ...]:
+    return tuple(f"server{server}/emulated{number}" for number in numbers)
+
+
+WIDE_PLANS = {
+    "emulated-8-equal": Plan((13,), 12, "1f1b", devices=(_places(0, 1), _places(2)), stage_widths=(2, 1)),
+    "emulated-8-one-slow": Plan(
+        (4, 15),
+        12,
+        devices=(_places(0), _places(1, 2, 3), _places(4, 7)),
+        stage_widths=(1, 3, 2),
+        stage_shares=((12,), (4, 4, 4), (8, 4)),
+    ),
+    "emulated-two-servers": Plan(
+        (15,), 12, devices=(_places(0, 1, 2), _places(0, server=1)), stage_widths=(3, 1)
+    ),
+}
+"""Two devices beside one, a slow device with half the share of its neighbor, and a stage on each server."""
+WIDE_UNITS = 20
+
+
+def measure_wide(effort: Effort) -> Iterator[dict[str, Any]]:
+    """Each plan with stages of unequal width, measured and predicted."""
+    for name, plan in WIDE_PLANS.items():
+        (found,) = rehearse(unequal_units(WIDE_UNITS), load_cluster(name), [plan], effort=effort)
+        yield {
+            "cluster": name,
+            "schedule": plan.schedule,
+            "widths": "-".join(map(str, plan.stage_widths)),
+            "shares": " ".join("-".join(map(str, share)) for share in plan.shares),
+            "measured_s": found.measured_s,
+            "predicted_s": found.simulated_s,
+            "error": found.error,
+        }
+
+
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
     for name in dict.fromkeys(row.cluster for row in rows):
         own = [row for row in rows if row.cluster == name]
@@ -327,6 +364,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only this one; may be repeated")
     parser.add_argument("--most", type=int, help="how many other plans to measure on each cluster")
+    parser.add_argument("--widths", action="store_true", help="only the plans with stages of unequal width")
 
 
 def measured(asked: Namespace) -> Findings:
@@ -334,8 +372,15 @@ def measured(asked: Namespace) -> Findings:
     effort = Effort(counted=2, rounds=1) if asked.quick else Effort(counted=4, rounds=3)
     names = asked.cluster or (QUICK_CLUSTERS if asked.quick else CLUSTERS)
     profile = unequal_units()
-    rows = [row for name in names for row in measure(name, profile, most, effort)]
-    return Findings([Section("Seconds of a batch", [row.shown() for row in rows])], list(verdicts(rows)))
+    rows = [] if asked.widths else [row for name in names for row in measure(name, profile, most, effort)]
+    wide = list(measure_wide(effort))
+    found = [
+        at_most(f"stages on {row['widths']} ranks: error of the prediction", abs(row["error"]), MOST_ERROR)
+        for row in wide
+    ]
+    sections = [Section("Seconds of a batch", [row.shown() for row in rows])] if rows else []
+    sections.append(Section("Seconds of a batch with stages of unequal width", wide))
+    return Findings(sections, [*verdicts(rows), *found])
 
 
 if __name__ == "__main__":

@@ -176,6 +176,18 @@ def test_the_sum_of_a_stage_begins_when_all_its_ranks_are_there_and_ends_for_all
         assert [list(one.num_bytes) for one in timeline.transfers] == [[10.0]]
 
 
+def test_only_stages_on_several_ranks_need_a_path_for_their_sums() -> None:
+    program = program_of("1f1b", ((2, 2), (4,)))
+    network = Network.dedicated(pairs_that_talk(program))
+    ring = {0: Path((len(network.wires),))}
+    summed = replace(network, wires=(*network.wires, Wire("ring", 1.0)), sync_paths=ring)
+    costs = Costs.per_stage(2, forward_s=1, backward_s=2, reduce_bytes=[10, 0])
+    apart = replace(costs, reduce_bytes=(0.0, 0.0), reduce_s=(10.0, 0.0))
+    assert simulate(program, costs, summed).makespan_s == simulate(program, apart, network).makespan_s
+    with pytest.raises(BiremeError, match="no path for rank 0's gradient sync"):
+        simulate(program, costs, network)
+
+
 def test_messages_cross_between_the_ranks_that_have_the_microbatch() -> None:
     program = program_of("1f1b", ((2, 2), (1, 3)))
     assert pairs_that_talk(program) == {

@@ -175,7 +175,7 @@ class _Operations:
 
     def _sync_path(self, rank: int) -> Path:
         path = self._network.sync_paths.get(rank)
-        if path is None and any(self._costs.reduce_bytes):
+        if path is None and any(self._costs.reduce_bytes[stage] for stage in self._program.stages_of(rank)):
             raise BiremeError(
                 f"The costs have reduce_bytes, but the network has no path for rank {rank}'s gradient sync. "
                 "Give sync_paths, or the time as reduce_s."
