@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bireme.schedule.catalogue import SCHEDULES
+from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.grid import ascii_picture
 from bireme.simulate.costs import CostsFile
 from tests.support.command import bireme, with_sets
 from tests.support.ranks import run_script
@@ -82,6 +83,12 @@ def test_every_schedule_is_explained_under_its_picture(name: str) -> None:
     text = (ROOT / "docs" / "schedules.md").read_text()
     section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
     assert SCHEDULES[name].picture.strip("\n") in section
+
+
+def test_stages_of_unequal_width_are_drawn_as_they_run() -> None:
+    text = (ROOT / "docs" / "schedules.md").read_text()
+    program = generate("1f1b", num_stages=2, num_microbatches=6, shares=((3, 3), (6,)))
+    assert f"\n{ascii_picture(program)}\n" in text.split("\n## Stages of unequal width\n")[1]
 
 
 def test_every_test_that_a_document_names_is_there() -> None:
