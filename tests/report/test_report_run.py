@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from array import array
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ import pytest
 
 from bireme.bounds import against_predicted
 from bireme.errors import BiremeError
+from bireme.plan.plan import Plan
 from bireme.plan.plan_file import write_plan
 from bireme.report.axes import Quantity, Scale, clock_text, number_text
 from bireme.report.page.charts import Points, evened, finite, replicas_figure, smoothed, thinned
@@ -552,6 +554,18 @@ def test_links_carry_the_bytes_of_the_plan(run: Path) -> None:
         assert flow.forth_bytes == flow.back_bytes == 4 * 4e6
         assert flow.used_bytes_per_s == pytest.approx(16e6 / (0.24 * 1.04))
     assert found[1].most_bytes_per_s == 1.2e9
+
+
+def test_links_lead_to_every_rank_of_a_wide_stage(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    shutil.copytree(run, folder)
+    log = folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"num_stages": 4', '"num_stages": 3'))
+    one, two, three, four = DEVICES
+    wide = Plan((1, 2), 4, "1f1b", devices=((one,), (two, three), (four,)), stage_widths=(1, 2, 1))
+    write_plan(folder / "plan.json", replace(plan_of(), plan=wide, forecast=None))
+    found = [(flow.source.device, flow.destination.device) for flow in flows(read_run(folder))]
+    assert found == [(one, two), (one, three), (two, four), (three, four)]
 
 
 def test_joules_are_the_watts_of_the_plan_at_the_measured_pace(run: Path) -> None:

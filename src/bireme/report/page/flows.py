@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
@@ -63,8 +62,8 @@ def flows(run: Run) -> tuple[Flow, ...]:
     """What goes between the devices of each replica, each pair once."""
     if run.plan is None:
         return ()
-    ranks = run.plan.plan.source.rank_of_stage
-    pairs = dict.fromkeys((min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1])
+    hops = run.plan.plan.source.routes.hops()
+    pairs = dict.fromkeys((min(pair), max(pair)) for _, *pair in hops)
     placed = {(post.replica, post.rank): post for post in posts(run)}
     replicas = sorted({replica for replica, _ in placed})
     return tuple(

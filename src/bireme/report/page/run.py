@@ -193,11 +193,11 @@ def _of_run(reading: "_Reading", saved: SavedPlan | None, log: Metrics) -> Saved
 
 
 def _alone(timeline: Timeline, plan: Plan) -> Timeline:
-    """The timeline without syncs with replicas, if the plan has one replica.
+    """The timeline without syncs with replicas, if the plan has one replica of each stage.
 
     A prediction lists as such that the ranks of the pipeline agree, and sums of gradients of tied weights.
     """
-    if plan.width > 1:
+    if plan.width > 1 or plan.stage_widths:
         return timeline
     return replace(timeline, transfers=tuple(one for one in timeline.transfers if not one.is_sync))
 
