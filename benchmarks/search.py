@@ -1,5 +1,5 @@
 """How long the search takes, what it makes of the published models, whether constraints find faster plans,
-and what a sum over replicas costs after many micro-batches.
+what a sum over replicas costs after many micro-batches, and what stages of unequal width gain.
 
     python benchmarks/search.py [--quick] [--json]
 
@@ -9,6 +9,9 @@ a deep pipeline can be compared with what does not.
 Six servers of one device each on 1 Gbit/s train a GPT of 355M with 512 samples a batch; what is asked of a
 plan may only make it slower. Two replicas of two stages sum gradients for 1.0 s after the pipeline has
 drained, however many micro-batches came before.
+
+VGG16 on four servers of four V100 is planned with stages of any width and of equal width. PipeDream's own
+plan for it must be among those found (`made_up/vgg16.py`).
 """
 
 import sys
@@ -22,13 +25,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
-from benchmarks.common.verdicts import at_most
+from benchmarks.common.verdicts import at_least, at_most
 from benchmarks.made_up.models import profile_of
 from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, GPT_355M, p3_16xlarge, profile_of_model
+from benchmarks.made_up.vgg16 import MICRO_BATCH, PUBLISHED, cluster_a, vgg16
 from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.plan.forecast import Answer
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, widths_text
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
@@ -100,11 +104,13 @@ def row_of(case: Case, **constraints: Any) -> dict[str, Any]:
         return {"case": case.name, "processor_s": spent_s, "best_plan": str(answer)}
     plan, forecast = answer.best.plan, answer.best.forecast
     sizes = "/".join(map(str, sorted(set(plan.micro_batch_sizes))))
-    depth = plan.num_ranks // plan.width
+    shape = f"{plan.num_ranks // plan.width} deep, {plan.width} wide"
+    if plan.stage_widths:
+        shape = f"{widths_text(plan.stage_widths)}, cut at {', '.join(map(str, plan.cuts))}"
     return {
         "case": case.name,
         "processor_s": spent_s,
-        "best_plan": f"{plan.schedule}, {depth} deep, {plan.width} wide, micro-batches of {sizes}",
+        "best_plan": f"{plan.schedule}, {shape}, micro-batches of {sizes}",
         "samples_per_s": forecast.samples_per_s,
         "cost_s_per_sample": forecast.cost_s_per_sample,
         "how": answer.origin.how,
@@ -159,6 +165,18 @@ def sum_row(num_microbatches: int) -> dict[str, Any]:
     return {"micro_batches": num_microbatches, "sum_s": batch_s(2) - batch_s(1)}
 
 
+def width_rows(schedules: Sequence[str]) -> list[dict[str, Any]]:
+    """VGG16 planned with stages of any width and of equal width."""
+    rows = []
+    for schedule in schedules:
+        for widths in ("any", "equal"):
+            case = Case("VGG16, 4 × 4 V100", vgg16(), cluster_a(), 30 * MICRO_BATCH)
+            rows.append(
+                {"schedule": schedule, "asked": widths} | row_of(case, schedule=schedule, stage_widths=widths)
+            )
+    return rows
+
+
 def measure(asked: Namespace) -> Findings:
     chosen = cases()[: 3 if asked.quick else None]
     rows = [row_of(case) for case in chosen]
@@ -176,7 +194,17 @@ def measure(asked: Namespace) -> Findings:
     verdicts.append(
         at_most("seconds of a sum that takes 1.0 s alone", max(row["sum_s"] for row in sums), 1.02)
     )
-    sections = [Section("find_plan", rows), Section("Constraints", constrained), Section("Sums", sums)]
+    widths = width_rows(["1f1b"] if asked.quick else ["auto", "1f1b", "2bw"])
+    any_width, equal = (row["cost_s_per_sample"] for row in widths[:2])
+    found = [row["best_plan"] for row in widths if widths_text(PUBLISHED) in row["best_plan"]]
+    verdicts.append(at_least("VGG16: cost with equal widths, by that with any", equal / any_width, 1.2))
+    verdicts.append(at_least("VGG16: plans of PipeDream's widths among those found", len(found), 1))
+    sections = [
+        Section("find_plan", rows),
+        Section("Constraints", constrained),
+        Section("Sums", sums),
+        Section("Widths", widths),
+    ]
     return Findings(sections, verdicts)
 
 

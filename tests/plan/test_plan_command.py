@@ -97,10 +97,11 @@ def test_the_document_says_the_plan(capsys: Capture, cluster: str) -> None:
     stages = found["stages"]
     assert len(stages) == found["num_stages"]
     used = {name for stage in stages for name in stage["devices"]}
-    assert len(used) == found["depth"] * found["width"]
+    widths = found["stage_widths"] or [found["width"]] * len(stages)
+    assert len(used) == (sum(found["stage_widths"]) or found["depth"] * found["width"])
     assert [unit for stage in stages for unit in stage["units"]] == list(range(10))
-    for stage in stages:
-        assert len(stage["devices"]) == found["width"]
+    for stage, stage_width in zip(stages, widths, strict=True):
+        assert len(stage["devices"]) == stage_width
         assert stage["recompute"] in (False, True)
         assert stage["predicted_busy_s"] > 0
         assert 0 < stage["peak_bytes"] <= stage["limit_bytes"]
@@ -251,6 +252,25 @@ def test_the_plan_is_written_as_it_was_found(capsys: Capture) -> None:
     assert "Wrote plan.json." in plan(capsys, "--output plan.json --force").out
 
 
+def test_stages_of_unequal_width_are_shown_and_written(capsys: Capture) -> None:
+    words = "plan.stage_widths=3-1 plan.schedule=1f1b plan.micro_batch=1"
+    shown = plan(capsys, f"{words} --output plan.json").out
+    assert "1f1b on 4 devices: 2 stages of 3-1 replicas, 16 micro-batches of 1 sample" in shown
+    assert "share" in shown
+    assert "flush (1f1b)" in shown
+    assert "3-1, 16×1" in shown
+    found = plan(capsys, f"{words} --json").document
+    assert found["stage_widths"] == [3, 1]
+    assert [sum(share) for share in found["stage_shares"]] == [16, 16]
+    assert len(set(found["stage_shares"][0])) == 2  # a device is half as fast as another
+    assert (found["depth"], found["width"], found["num_stages"]) == (2, 1, 2)
+    assert [len(stage["devices"]) for stage in found["stages"]] == [3, 1]
+    saved = load_plan(Path("plan.json")).plan
+    assert saved.stage_widths == (3, 1)
+    again = plan(capsys, f"{words.replace('3-1', '[3,1]')} --json").document
+    assert again["stages"] == found["stages"]
+
+
 @pytest.mark.slow
 def test_exports_are_written_or_printed(capsys: Capture) -> None:
     words = "plan.schedule=1f1b plan.depth=2 plan.width=2 plan.whole_layers=true"
@@ -331,6 +351,10 @@ def test_help_names_the_run_file_and_no_option_that_became_a_key(capsys: Capture
         ("plan.recompute=some", "plan.recompute is"),
         ("plan.depth=9", "the run has 4 devices"),
         ("plan.depth=4 plan.width=2", "plan.depth times plan.width is 8, but the run has 4 devices"),
+        ("plan.stage_widths=4-1", "plan.stage_widths is 4-1, added up 5, but the run has 4 devices"),
+        ("plan.stage_widths=3-x", "such as 3-1"),
+        ("plan.stage_widths=3-1 plan.width=2", "the width of all stages is 2. Leave out the width"),
+        ("plan.stage_widths=3-1 plan.schedule=zbv", "zbv runs stages of equal width only"),
         ("cluster.source=emulated-8-equals", "Did you mean 'emulated-8-equal'?"),
         ("plan.file=plan.json", "which is a plan already"),
         ("plan.schedule=pipedream", "plan.schedule is"),

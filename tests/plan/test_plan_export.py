@@ -299,6 +299,12 @@ def test_nemo_s_section_says_the_plan() -> None:
     assert "activation_checkpointing: true" in text("nemo", replace(BY_LAYERS, recompute=(0, 1, 2, 3)))
 
 
+@pytest.mark.parametrize("name", list(EXPORTS))
+def test_stages_of_unequal_width_are_refused(name: str) -> None:
+    with pytest.raises(BiremeError, match=r"3-1 replicas, but .* Plan with plan\.stage_widths = equal"):
+        text(name, Plan((5,), 8, "1f1b", stage_widths=(3, 1)))
+
+
 @pytest.mark.parametrize("name", ["torchtitan", "nemo", "megatron"])
 @pytest.mark.parametrize(
     ("plan", "said"),

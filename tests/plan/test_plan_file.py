@@ -47,21 +47,28 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any plan of a schedule with one stage on each rank."""
     schedule = draw(st.sampled_from(["sequential", "gpipe", "1f1b", "2bw", "2bw-fresh", "zb-h1"]))
     depth = 1 if schedule == "sequential" else draw(st.integers(1, 4))
-    width = draw(st.integers(1, 3))
+    is_wide = schedule in ("gpipe", "1f1b", "2bw") and depth > 1 and draw(st.booleans())
+    width = 1 if is_wide else draw(st.integers(1, 3))
+    widths = draw(st.lists(st.integers(1, 3), min_size=depth, max_size=depth)) if is_wide else []
     cuts = draw(st.sets(st.integers(1, 30), min_size=depth - 1, max_size=depth - 1))
     stages = st.sets(st.integers(0, depth - 1))
     sizes = st.lists(st.integers(1, 64), min_size=width, max_size=width)
-    devices = st.lists(
-        st.lists(names, min_size=width, max_size=width).map(tuple), min_size=depth, max_size=depth
+    devices = st.tuples(
+        *(st.lists(names, min_size=count, max_size=count).map(tuple) for count in widths or [width] * depth)
     )
+    num_microbatches = draw(st.integers(sum(widths) or depth, 12))
+    # The last replica of each stage takes all that is left over.
+    shares = tuple((1,) * (count - 1) + (num_microbatches - count + 1,) for count in widths)
     return Plan(
         cuts=tuple(sorted(cuts)),
-        num_microbatches=draw(st.integers(depth, 12)),
+        num_microbatches=num_microbatches,
         schedule=schedule,
         width=width,
         recompute=tuple(sorted(draw(stages))),
         micro_batch_sizes=tuple(draw(st.just([]) | sizes)),
-        devices=tuple(draw(st.just([]) | devices)),
+        devices=draw(st.just(()) | devices),
+        stage_widths=tuple(widths),
+        stage_shares=shares if draw(st.booleans()) else (),
     )
 
 

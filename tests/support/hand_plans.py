@@ -34,13 +34,13 @@ def candidate_of(
     program = plan.program(1)
     if not plan.devices:
         names = iter(f"server0/gpu{n}" for n in range(plan.num_ranks))
-        ranks = range(program.num_ranks)
-        plan = replace(plan, devices=tuple(tuple(next(names) for _ in range(plan.width)) for _ in ranks))
+        widths = plan.stage_widths or (plan.width,) * program.num_ranks
+        plan = replace(plan, devices=tuple(tuple(next(names) for _ in range(width)) for width in widths))
     stages = tuple(
         StageForecast(
             begin=begin,
             end=end,
-            devices=plan.devices[program.rank_of_stage[stage]],
+            devices=plan.devices[stage if plan.stage_widths else program.rank_of_stage[stage]],
             recompute=stage in plan.recompute,
             busy_s=batch_s * 0.9,
             peak_bytes=peak_bytes[stage] if peak_bytes else limit_bytes / (stage + 2),

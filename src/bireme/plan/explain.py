@@ -172,6 +172,7 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
         "devices": f"all {cluster.num_devices} devices",
         "recompute": "recomputation where needed",
         "lookahead": "stages that may run further ahead",
+        "stage_widths": "stages of any width",
         "sums": f"sums of gradients as they are, not through {request.sums.codec}",
     }
     if request.rounds is not None and request.rounds.state_share:

@@ -13,7 +13,7 @@ from bireme.model.graph import Graph
 from bireme.model.units import Unit, units_of
 from bireme.plan.forecast import Candidate, PlanSummary, summarize
 from bireme.plan.partition.chain import layer_bounds
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, widths_text
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 from bireme.schedule.torch_csv import to_csv
@@ -218,7 +218,12 @@ def _check_synchronous(plan: Plan, framework: str) -> None:
 
 
 def _check_equal_replicas(plan: Plan, framework: str) -> None:
-    """Refuse replicas that get different numbers of samples."""
+    """Refuse replicas that get different numbers of samples, and stages of unequal width."""
+    if plan.stage_widths:
+        raise BiremeError(
+            f"The stages have {widths_text(plan.stage_widths)} replicas, but {framework} gives all stages "
+            "the same number. Plan with plan.stage_widths = equal."
+        )
     if len(set(plan.micro_batch_sizes)) > 1:
         sizes = " and ".join(map(str, sorted(set(plan.micro_batch_sizes))))
         raise BiremeError(

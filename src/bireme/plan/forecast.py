@@ -9,7 +9,7 @@ from annotated_types import MinLen
 
 from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share, bytes_text
 from bireme.errors import BiremeError
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, widths_text
 from bireme.plan.plan_request import Goal
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
@@ -34,7 +34,7 @@ def joules_per_sample(watts: float | None, samples_per_s: float) -> float | None
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """A stage: the units from `begin` up to but without `end`, on one device of each replica.
+    """A stage: the units from `begin` up to but without `end`, and the device of each of its replicas.
 
     `busy_s` is for how long a batch keeps the slowest of them busy. `peak_bytes` and `limit_bytes` are those
     of the device that has least left; `device_peak_bytes` and `device_limit_bytes` those of each. Of the
@@ -259,8 +259,9 @@ _OF_DELAY = {Rule.DELAYED: PlanKind.DELAYED, Rule.FRESH: PlanKind.FRESH, Rule.ST
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """`depth` is how many devices a replica has, on which its stages lie; `micro_batch_sizes` has a size for
-    each replica. The rest means what it does in plan and forecast.
+    """`depth` is how many devices a replica has, on which its stages lie, or the number of stages if these
+    are of unequal width; `micro_batch_sizes` has a size for each replica. The rest means what it does in plan
+    and forecast.
     """
 
     kind: PlanKind
@@ -280,6 +281,14 @@ class PlanSummary:
     bottleneck: str
     joules_per_sample: Positive | None = None
     assumptions: tuple[str, ...] = ()
+    stage_widths: tuple[Count, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        """Such as `4×2`: devices of a replica and replicas; of unequal widths `3-1`, the replicas of each
+        stage.
+        """
+        return widths_text(self.stage_widths) or f"{self.depth}×{self.width}"
 
 
 def summarize(candidate: Candidate) -> PlanSummary:
@@ -290,7 +299,7 @@ def summarize(candidate: Candidate) -> PlanSummary:
     return PlanSummary(
         kind=PlanKind.of(plan),
         schedule=plan.schedule,
-        depth=plan.num_ranks // plan.width,
+        depth=plan.num_stages if plan.stage_widths else plan.num_ranks // plan.width,
         width=plan.width,
         num_stages=plan.num_stages,
         micro_batch_sizes=plan.micro_batch_sizes or (equal,) * plan.width,
@@ -305,6 +314,7 @@ def summarize(candidate: Candidate) -> PlanSummary:
         bottleneck=forecast.bottleneck,
         joules_per_sample=forecast.joules_per_sample,
         assumptions=forecast.assumptions,
+        stage_widths=plan.stage_widths,
     )
 
 

@@ -165,6 +165,11 @@ _COMPARED = 2
 """A loop is found from its shortest window and from those of up to so many batches more."""
 
 
+def widths_text(widths: Iterable[int]) -> str:
+    """The replicas of each stage as people write them, such as 3-1."""
+    return "-".join(map(str, widths))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Stages, replicas and schedule.
@@ -262,6 +267,13 @@ class Plan:
     def num_ranks(self) -> int:
         """How many processes it takes, replicas counted."""
         return self.width * self.source.num_ranks
+
+    @property
+    def replicas_text(self) -> str:
+        """How many replicas there are, after the number of stages; nothing if there is one."""
+        if self.stage_widths:
+            return f" of {widths_text(self.stage_widths)} replicas"
+        return f", {self.width} replicas" if self.width > 1 else ""
 
     @property
     def rank_devices(self) -> tuple[tuple[str, ...], ...]:

@@ -299,6 +299,8 @@ def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
         del plain["plan"]["sites"]
     if not saved.plan.shard:
         del plain["plan"]["shard"]
+    if not saved.plan.stage_widths:
+        del plain["plan"]["stage_widths"], plain["plan"]["stage_shares"]
     if saved.forecast is not None and not saved.forecast.tiers:
         del plain["forecast"]["tiers"]
     return plain

@@ -20,6 +20,7 @@ from bireme.plan.penalties import (
     sum_steps,
     unseen_share,
 )
+from bireme.plan.plan import widths_text
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 
@@ -126,6 +127,26 @@ _SHORT_BYTES = 2
 """Weights whose values have so many bytes are made from a float32 master copy."""
 
 
+EQUAL, ANY = "equal", "any"
+"""Widths of stages: the same for all, or whatever is best."""
+
+UNEQUAL_WIDTHS = ("gpipe", "1f1b", "2bw")
+"""The schedules that run stages of unequal width."""
+
+
+def parse_stage_widths(text: str) -> str | tuple[int, ...]:
+    """Widths of stages as people write them: equal, any, or the replicas of each stage, such as 3-1."""
+    word = text.strip().lower()
+    if word in (EQUAL, ANY):
+        return word
+    parts = [part.strip() for part in word.split("-")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise BiremeError(
+            f"There are no stage widths {text!r}. Use any, equal, or the replicas of each stage, such as 3-1."
+        )
+    return tuple(map(int, parts))
+
+
 def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:
     """Whether a plan with this schedule, or with any if it is auto, may delay updates."""
     return not synchronous and (schedule == AUTO or SCHEDULES[schedule].rule is not Rule.SYNCHRONOUS)
@@ -167,6 +188,7 @@ class PlanRequest:
     hosts for each byte of a stage's gradients. `masters` says whether the optimizer has a float32 copy of the
     weights that it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
     messages overlap with work in the framework that will run the plan; fully where it says nothing.
+    `stage_widths` are the replicas of each stage, "equal" for the same number for all stages, or "any".
     """
 
     batch_size: int
@@ -200,8 +222,10 @@ class PlanRequest:
     copied_share: float = 0.0
     masters: bool | None = None
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)
+    stage_widths: str | tuple[int, ...] = ANY
 
     def __post_init__(self) -> None:
+        self._check_widths()
         for name in ("batch_size", "largest_batch", "depth", "width", "micro_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -220,6 +244,51 @@ class PlanRequest:
         for rule, steps in self.penalties.items():
             if not 1 <= steps < 1e6:
                 raise BiremeError(f"The penalty of {rule} is {steps}; it must be 1 or more.")
+
+    def _check_widths(self) -> None:
+        """Refuse widths of stages that are none, and those that another part of the request forbids."""
+        asked = self.stage_widths
+        if isinstance(asked, str):
+            parse_stage_widths(asked)
+            return
+        named = widths_text(asked)
+        if min(asked, default=0) < 1:
+            raise BiremeError(f"The stage widths are {named}; each stage has one replica or more.")
+        if len(set(asked)) == 1:
+            raise BiremeError(
+                f"The stage widths {named} are equal. Set depth = {len(asked)} and width = {asked[0]} "
+                "instead."
+            )
+        if self.depth not in (None, len(asked)):
+            raise BiremeError(
+                f"The stage widths {named} are of {len(asked)} stages, but the depth is {self.depth}. "
+                "Leave out one of the two."
+            )
+        if reason := self.equal_widths_because:
+            raise BiremeError(f"The stage widths are {named}, but {reason}")
+
+    @property
+    def equal_widths_because(self) -> str:
+        """Why all stages of a plan must have the same width, with a remedy; nothing if they need not."""
+        if self.stage_widths == EQUAL:
+            return "all stages are to have the same width. Set the stage widths to any."
+        if self.width is not None:
+            return f"the width of all stages is {self.width}. Leave out the width."
+        if self.schedule not in (AUTO, *UNEQUAL_WIDTHS):
+            able = ", ".join(UNEQUAL_WIDTHS)
+            return f"the schedule {self.schedule} runs stages of equal width only. These run others: {able}."
+        if self.owners:
+            return "private samples need whole replicas on their servers. Leave out one of the two."
+        if self.rounds is not None or self.sites > 1:
+            return (
+                "replicas that may die, average weights or are in sites are whole pipelines. Use allreduce."
+            )
+        if self.shard != "none" or self.memory is not None:
+            what = "share" if self.shard != "none" else "offload"
+            return f"only stages of equal width {what} memory. Leave out one of the two."
+        if self.whole_backwards or self.sums.codec != DENSE:
+            return "only the gradients of equal replicas go through codecs. Leave out one of the two."
+        return ""
 
     @property
     def used(self) -> dict[str, str]:

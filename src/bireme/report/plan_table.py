@@ -1,6 +1,7 @@
 """A plan for people: its stages, what it promises, what limits it, and other kinds of plans."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.markup import escape
@@ -82,7 +83,7 @@ def ways_table(answer: Answer) -> Table:
         table.add_row(
             escape(way.words),
             plan.schedule,
-            f"{short.depth}×{short.width}, {short.num_microbatches}×{max(short.micro_batch_sizes)}",
+            f"{short.shape}, {short.num_microbatches}×{max(short.micro_batch_sizes)}",
             str(short.num_stages // short.depth),
             str(plan.sweep),
             str(short.num_recomputed),
@@ -106,8 +107,8 @@ _NOT_SHOWN = PlanKind.STASHED
 """The kind that the engine does not run."""
 
 LEGEND = (
-    "shape: depth×width, micro-batches×samples; steps: with this update rule, for one synchronous step "
-    "(plan.penalties); cost: seconds per sample times steps"
+    "shape: depth×width or the replicas of each stage, micro-batches×samples; steps: with this update rule, "
+    "for one synchronous step (plan.penalties); cost: seconds per sample times steps"
 )
 
 _AGREEMENTS = (
@@ -235,7 +236,7 @@ def _shape(plan: Plan, short: PlanSummary) -> str:
     """The plan in a line."""
     devices = counted(plan.num_ranks, "device")
     stages = counted(plan.num_stages, "stage")
-    replicas = f" in each of {plan.width} replicas" if plan.width > 1 else ""
+    replicas = f" in each of {plan.width} replicas" if plan.width > 1 else plan.replicas_text
     sizes = sorted(set(short.micro_batch_sizes))
     samples = counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
     more = "".join(
@@ -269,12 +270,15 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
         "stage": [str(place) for place in range(len(stages))],
         "devices": [device_ranges(stage.devices) for stage in stages],
         "forward": again,
+        "share": [_ranges(share) for share in best.plan.shares] or [""] * len(stages),
         "busy": [seconds_text(stage.busy_s) for stage in stages],
         "": [f"{stage.busy_s / best.forecast.batch_s:.0%}" for stage in stages],
         "memory": memory,
     }
     if not any(again):
         del cells["forward"]
+    if not best.plan.stage_widths:
+        del cells["share"]
     wide = {heading: max(map(len, (heading, *texts))) for heading, texts in cells.items()}
     wide["devices"] = min(wide["devices"], _MOST_DEVICES)
     room = width - sum(GAP + letters for letters in wide.values())
@@ -287,6 +291,12 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
     for name, (number, *others) in zip(units, zip(*cells.values(), strict=True), strict=True):
         table.add_row(number, escape(name), *map(escape, others))
     return table
+
+
+def _ranges(share: Sequence[int]) -> str:
+    """The micro-batches of a batch that each replica of a stage takes, such as `4 × 15` or `8, 4 × 2`."""
+    runs = [(count, len(list(group))) for count, group in groupby(share)]
+    return ", ".join(f"{count} × {times}" if times > 1 else str(count) for count, times in runs)
 
 
 def _units(stage: StageForecast, profile: Profile, longest: int) -> str:
@@ -379,10 +389,10 @@ def _kinds(answer: Answer, searched: Sequence[PlanKind]) -> Table:
 
 
 def _sizes(short: PlanSummary) -> str:
-    """Such as `4×2, 8×4`: devices of a replica and replicas, micro-batches and their samples."""
+    """Such as `4×2, 8×4`: the shape, micro-batches and their samples."""
     sizes = sorted(set(short.micro_batch_sizes))
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}…{sizes[-1]}"
-    return f"{short.depth}×{short.width}, {short.num_microbatches}×{samples}"
+    return f"{short.shape}, {short.num_microbatches}×{samples}"
 
 
 def _rate(short: PlanSummary) -> str:

@@ -63,9 +63,8 @@ def print_prepared(
     plan, forecast = saved.plan, saved.forecast
     which = "stage" if len(plan.recompute) == 1 else "stages"
     recompute = f", recomputing {which} {', '.join(map(str, plan.recompute))}" if plan.recompute else ""
-    replicas = f", {plan.width} replicas" if plan.width > 1 else ""
     say(
-        f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{replicas}, "
+        f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{plan.replicas_text}, "
         f"{counted(plan.num_microbatches, 'micro-batch')}{recompute}",
         highlight=False,
     )

@@ -12,7 +12,16 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.plan.plan_request import AUTO, Goal, PlanRequest, TierLimits, pins_of, ranges_of
+from bireme.plan.plan_request import (
+    ANY,
+    AUTO,
+    Goal,
+    PlanRequest,
+    TierLimits,
+    parse_stage_widths,
+    pins_of,
+    ranges_of,
+)
 from bireme.plan.search.search import find_plan
 from bireme.profile.optimizers import moments_share, whole_bytes
 from bireme.profile.profile import Profile
@@ -143,6 +152,7 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanReq
         memory_fraction=asked.memory_fraction,
         depth=asked.depth,
         width=asked.width,
+        stage_widths=parse_stage_widths(asked.stage_widths),
         micro_batch=asked.micro_batch,
         devices=asked.devices or (),
         recompute=Recompute(asked.recompute.replace("-", " ")),
@@ -214,7 +224,7 @@ def full_request_of(
         pinned=pins_of(asked.pin or (), names, "plan.pin"),
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
-    is_free = asked.depth is None and asked.width is None
+    is_free = asked.depth is None and asked.width is None and asked.stage_widths == ANY
     if is_free and run.cluster.source is None and not run.sync.is_coordinated:
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         num_devices = len(request.devices) or cluster.num_devices

@@ -19,6 +19,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import write_plan
+from bireme.plan.plan_request import ANY
 from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
@@ -325,6 +326,7 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
     changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
     plan = run.plan
     is_free = plan.file is None and plan.depth is None and plan.width is None and not run.data.private
+    is_free = is_free and plan.stage_widths == ANY
     if is_free and run.sync.is_coordinated:
         depth = gcd(*map(len, nodes.values()))  # whole replicas on each host
         plan = plan.model_copy(update={"depth": depth, "width": num_ranks // depth})

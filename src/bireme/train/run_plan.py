@@ -56,17 +56,13 @@ def check_searches(run: RunFile) -> None:
 def check_devices(run: RunFile, cluster: Cluster) -> None:
     """Refuse a plan for more devices than there are, and devices and servers that are not there."""
     check_servers(run.data.private or (), cluster)
-    needed, num_devices = (run.plan.depth or 1) * (run.plan.width or 1), cluster.num_devices
     for name in run.plan.devices or ():
         cluster.number_of(name)
-    if needed > num_devices:
-        remedy = "Plan for fewer devices, or name a larger cluster."
-        if run.cluster.source is None:
-            remedy = f"Set cluster.workers to {needed}, or plan for fewer devices."
-        raise BiremeError(
-            f"plan.depth times plan.width is {needed}, but the run has {num_devices} devices: each of them "
-            f"is a process. {remedy}"
-        )
+    remedy = "Plan for fewer devices, or name a larger cluster."
+    if run.cluster.source is None:
+        remedy = "Set cluster.workers to {needed}, or plan for fewer devices."
+    than = f"the run has {cluster.num_devices} devices: each of them is a process."
+    run.plan.refuse_more_devices(cluster.num_devices, than, remedy)
 
 
 def check_depth(run: RunFile, num_units: int) -> None:

@@ -42,7 +42,7 @@ def _host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
     """The most that the plan says a rank of a pipeline keeps on the host, if that is memory of its process
     that counts as the device's.
     """
-    forecast, names = prepared.plan.forecast, prepared.plan.plan.devices
+    forecast, names = prepared.plan.forecast, prepared.plan.plan.rank_devices
     if forecast is None or not names:
         return 0.0
     cluster = prepared.machines.cluster

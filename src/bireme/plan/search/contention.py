@@ -6,7 +6,7 @@ Replicas that are simulated one by one then meet on wires that carry the message
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -60,25 +60,17 @@ def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
 
 
 def busiest_lane(
-    problem: PlanningProblem,
-    grid: Grid,
-    rank_of_stage: Sequence[int],
-    boundary_bytes: Sequence[tuple[Sequence[float], Sequence[float]]],
-    num_microbatches: int,
-    rings: Sequence[HopBytes],
+    problem: PlanningProblem, flows: Iterable[tuple[int, int, float, int]], rings: Sequence[HopBytes]
 ) -> tuple[str, float]:
     """The lane that needs longest for its bytes, and how long that is.
 
-    `boundary_bytes` are those of a micro-batch that cross each boundary of each replica forth and back.
+    `flows` are the bytes of a message from one device to another, and the number of such messages.
     """
     total: defaultdict[Lane, float] = defaultdict(float)
-    for replica, (forth, back) in enumerate(boundary_bytes):
-        for boundary, (one, other) in enumerate(pairwise(rank_of_stage)):
-            here, there = grid[one][replica], grid[other][replica]
-            for ends, num_bytes in (((here, there), forth[boundary]), ((there, here), back[boundary])):
-                busy = num_microbatches * busy_bytes(problem.curved(*ends), num_bytes)
-                for lane in problem.path(*ends):
-                    total[lane] += busy
+    for here, there, num_bytes, count in flows:
+        busy = count * busy_bytes(problem.curved(here, there), num_bytes)
+        for lane in problem.path(here, there):
+            total[lane] += busy
     for ring in rings:
         for lane, num_bytes in ring.on_lanes(problem):
             total[lane] += num_bytes

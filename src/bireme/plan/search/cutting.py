@@ -29,8 +29,8 @@ _RECKONED_AS = {"1f1b-sliced": "1f1b"}
 def all_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> Iterator[Draft]:
     """All ways to cut, and all sets of stages that could run again."""
     for cuts in combinations(problem.bounds[1:-1], outline.num_stages - 1):
-        if _keeps_pins(problem, outline, grid, cuts) and keeps_home(problem, outline, grid, cuts):
-            for recompute in _sets(problem, outline.num_stages):
+        if keeps_pins(problem, outline, grid, cuts) and keeps_home(problem, outline, grid, cuts):
+            for recompute in recompute_sets(problem, outline.num_stages):
                 yield Draft(outline, grid, cuts, recompute)
 
 
@@ -43,7 +43,8 @@ def num_cuts_and_sets(problem: PlanningProblem, outline: Outline) -> int:
     return count * num_sets
 
 
-def _sets(problem: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]]:
+def recompute_sets(problem: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """All sets of stages that may run their forward again."""
     match problem.request.recompute:
         case Recompute.NEVER:
             yield ()
@@ -54,7 +55,8 @@ def _sets(problem: PlanningProblem, num_stages: int) -> Iterator[tuple[int, ...]
                 yield from combinations(range(num_stages), count)
 
 
-def _keeps_pins(problem: PlanningProblem, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
+def keeps_pins(problem: PlanningProblem, outline: Outline, grid: Grid, cuts: tuple[int, ...]) -> bool:
+    """Whether every pinned unit is on its device."""
     if not problem.pins:
         return True
     ranks = outline.rank_of_stage

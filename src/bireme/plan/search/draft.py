@@ -1,8 +1,11 @@
 """A plan as the search handles it: devices by their numbers, cuts at units of the whole chain."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import pairwise
+from math import lcm
 
 from bireme.cluster.cluster import Cluster
 from bireme.codec.description import BoundaryCodecs
@@ -16,7 +19,7 @@ from bireme.schedule.program import Program, Rule
 from bireme.schedule.source import WRITTEN_OUT
 
 Grid = tuple[tuple[int, ...], ...]
-"""The device of each replica of each rank: `grid[rank][replica]`."""
+"""The device of each replica of each rank: `grid[rank][replica]`. Stages of unequal width are a rank each."""
 
 _SETTLED = 2
 """Times as many micro-batches as there are stages: after so many, each more takes as long as the last."""
@@ -35,6 +38,31 @@ _LOOPED = WRITTEN_OUT + 2
 """Batches where chunks are paged: what becomes of them is decided for a loop, as in a long run."""
 
 
+def shares_by_speed(speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
+    """Whole micro-batches for replicas of these speeds, one at least for each, so that the last is done as
+    early as possible. Of replicas that are equally good the first takes more.
+    """
+    each = (num_microbatches - len(speeds)) / sum(speeds)
+    found = [max(1, int(each * speed)) for speed in speeds]
+    ends = [((one + 1) / speed, place) for place, (one, speed) in enumerate(zip(found, speeds, strict=True))]
+    heapify(ends)
+    for _ in range(num_microbatches - sum(found)):
+        place = ends[0][1]
+        found[place] += 1
+        heapreplace(ends, ((found[place] + 1) / speeds[place], place))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A replica of a stage of unequal width: its rank, its device, and its micro-batches of a batch."""
+
+    stage: int
+    rank: int
+    device: int
+    num_microbatches: int
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A plan in the making."""
@@ -50,6 +78,8 @@ class Draft:
     sweep: int = 1
     paging: Paging | None = None
     whole_weights: int = 0
+    shares: tuple[tuple[int, ...], ...] = ()
+    """Of stages of unequal width, the micro-batches of a batch that each replica takes."""
 
     @property
     def splits_backward(self) -> bool:
@@ -67,8 +97,27 @@ class Draft:
 
     def sites(self, request: PlanRequest) -> list[slice]:
         """The replicas of each site."""
+        if self.outline.stage_widths:
+            return [slice(0, self.outline.most_replicas)]
         width = request.site_width(self.outline.width)
         return [slice(first, first + width) for first in range(0, self.outline.width, width)]
+
+    def sizes_of(self, stage: int) -> tuple[int, ...]:
+        """The samples of a micro-batch on each replica of a stage."""
+        return self.outline.sizes * len(self.shares[stage]) if self.shares else self.outline.sizes
+
+    def counts_of(self, stage: int) -> tuple[int, ...]:
+        """The micro-batches of a batch on each replica of a stage."""
+        outline = self.outline
+        return self.shares[stage] if self.shares else (outline.num_microbatches,) * outline.width
+
+    def seats(self) -> Iterator[Seat]:
+        """The seats of stages of unequal width, stage by stage."""
+        rank = 0
+        for stage, (row, share) in enumerate(zip(self.grid, self.shares, strict=True)):
+            for device, count in zip(row, share, strict=True):
+                yield Seat(stage, rank, device, count)
+                rank += 1
 
     @property
     def may_be_shortened(self) -> bool:
@@ -84,6 +133,8 @@ class Draft:
         outline, ranks = self.outline, self.outline.num_ranks
         if not self.may_be_shortened:
             return None
+        if outline.stage_widths:
+            return self._shortened_unequal(least)
         stages = ranks * (2 if outline.stages_per_rank > 1 else 1)
         times = _SETTLED if outline.num_stages * _SETTLED * stages <= _MOST_PASSES else 1
         shows_all = max(times * stages + self.lookahead, self.num_sliced or 0, _FEWEST, least)
@@ -95,6 +146,27 @@ class Draft:
             replace(self, outline=replace(outline, num_microbatches=count)) for count in (one, other)
         )
         return short, longer
+
+    def _shortened_unequal(self, least: int) -> tuple["Draft", "Draft"] | None:
+        """The same for stages of unequal width, whose replicas take turns: a period is a number of rounds of
+        all of them, if these are short enough, and what is left over stays.
+        """
+        outline, ranks = self.outline, self.outline.num_devices
+        times = _SETTLED if outline.num_stages * _SETTLED * ranks <= _MOST_PASSES else 1
+        round_of_all = lcm(*outline.stage_widths)
+        if round_of_all > times * ranks:
+            round_of_all = max(outline.stage_widths)
+        period = -(-times * ranks // round_of_all) * round_of_all
+        shows_all = max(times * ranks + self.lookahead, _FEWEST, least)
+        one = outline.num_microbatches - (outline.num_microbatches - shows_all) // round_of_all * round_of_all
+        if 2 * one + period >= outline.num_microbatches:
+            return None
+        return self._with_count(one), self._with_count(one + period)
+
+    def _with_count(self, count: int) -> "Draft":
+        """The same with another number of micro-batches, in proportion."""
+        shares = tuple(shares_by_speed(share, count) for share in self.shares)
+        return replace(self, outline=replace(self.outline, num_microbatches=count), shares=shares)
 
     def program(self, *, is_brief: bool = False) -> Program:
         """What one replica does in a few batches; with `is_brief` in very few, where it pages."""
@@ -118,6 +190,7 @@ class Draft:
             outline.updates_early,
             outline.updates_halfway,
             self.sweep,
+            self.shares,
             is_looped=self.paging is not None,
         )
 
@@ -143,6 +216,8 @@ class Draft:
             paging=self.paging,
             whole_weights=self.whole_weights,
             sites=outline.sites,
+            stage_widths=outline.stage_widths,
+            stage_shares=self.shares,
         )
 
 
@@ -158,6 +233,7 @@ def _program(
     updates_early: bool,
     updates_halfway: bool,
     sweep: int,
+    shares: tuple[tuple[int, ...], ...],
     *,
     is_looped: bool,
 ) -> Program:
@@ -175,6 +251,7 @@ def _program(
         recompute=recompute,
         updates_early=updates_early,
         updates_halfway=updates_halfway,
+        shares=shares,
     )
 
 
@@ -202,7 +279,7 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             "Plans that recompute single units cannot be predicted. Name whole stages to recompute."
         )
-    num_ranks = plan.source.num_ranks
+    num_ranks = plan.num_stages if plan.stage_widths else plan.source.num_ranks
     outline = Outline(
         plan.schedule,
         num_ranks,
@@ -212,6 +289,7 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.is_early,
         plan.updates_halfway,
         plan.sites,
+        plan.stage_widths,
     )
     grid = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
     used = [device for row in grid for device in row]
@@ -231,4 +309,5 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.sweep,
         plan.paging,
         plan.whole_weights,
+        plan.shares,
     )

@@ -261,7 +261,7 @@ class EvaluatedDrafts:
         self.evaluator = evaluator
         self.progress = progress
         self._of_kind: dict[PlanKind, EvaluatedDraft] = {}
-        self._of_shape: dict[tuple[str, int, int], EvaluatedDraft] = {}
+        self._of_shape: dict[tuple[str, tuple[int, ...], int], EvaluatedDraft] = {}
         self._seen: dict[Draft, EvaluatedDraft] = {}
 
     @property
@@ -290,7 +290,7 @@ class EvaluatedDrafts:
     def least_cost(self, outline: Outline, least_batch_s: float) -> float:
         """The cost at the least of a plan whose batch takes that at the least."""
         penalty = self._problem.penalty(
-            outline.schedule, outline.num_stages, outline.num_microbatches, outline.width
+            outline.schedule, outline.num_stages, outline.microbatches_of_rank, outline.most_replicas
         )
         least_s = penalty * least_batch_s / outline.batch_size
         return least_s * self._problem.least_power(outline.num_devices)
@@ -323,8 +323,8 @@ class EvaluatedDrafts:
         return Candidate(draft.plan(problem.names, codecs), found.forecast)
 
 
-def _shape(outline: Outline) -> tuple[str, int, int]:
-    return outline.schedule, outline.width, outline.num_ranks
+def _shape(outline: Outline) -> tuple[str, tuple[int, ...], int]:
+    return outline.schedule, outline.stage_widths or (outline.width,), outline.num_ranks
 
 
 def _keep(book: dict[_Key, EvaluatedDraft], key: _Key, found: EvaluatedDraft) -> None:

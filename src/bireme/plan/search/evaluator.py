@@ -9,7 +9,7 @@ Parameters that stages on several ranks share are summed over all of these, in a
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -47,6 +47,7 @@ from bireme.plan.search.draft_paging import (
 )
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
+from bireme.plan.search.unequal_costs import flows, hop_bytes, least_path_s, rings, simulated
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.simulate.copies import REPLICAS
@@ -142,14 +143,13 @@ class PlanEvaluator:
         return self._last_floor[1]
 
     def _floor(self, draft: Draft) -> _LowerBound:
-        problem, outline = self._problem, draft.outline
+        problem = self._problem
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
-        for replica, work in enumerate(self._replica_works(draft)):
-            for stage, rank in enumerate(rank_of_stage):
-                device = draft.grid[rank][replica]
-                speeds = problem.resource_speeds[device]
-                busy_s = work.busy_s(stage, outline.num_microbatches, draft.rule, speeds)
+        for stage, rank in enumerate(rank_of_stage):
+            seats = zip(draft.grid[rank], self._works_of(draft, stage), draft.counts_of(stage), strict=True)
+            for device, work, count in seats:
+                busy_s = work.busy_s(stage, count, draft.rule, self._speeds(draft, device))
                 device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._busiest_lane(draft)
@@ -168,6 +168,8 @@ class PlanEvaluator:
         least_s = self.floor(draft).seconds
         if outline.schedule not in PATH_BOUND and outline.schedule != "sequential":
             return least_s
+        if outline.stage_widths:
+            return max(least_s, least_path_s(self._problem, draft, self._work(draft, outline.sizes[0]).costs))
         m = outline.num_microbatches
         for replica, work in enumerate(self._replica_works(draft)):
             before_s = all_s = 0.0
@@ -199,8 +201,8 @@ class PlanEvaluator:
         penalty = problem.penalty(
             outline.schedule,
             outline.num_stages,
-            outline.num_microbatches,
-            outline.width,
+            outline.microbatches_of_rank,
+            outline.most_replicas,
             lookahead=draft.lookahead,
         )
         codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
@@ -211,10 +213,10 @@ class PlanEvaluator:
             penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
-            stages=tuple(self._stages(draft, program, [timeline for _, timeline in of_replica])),
+            stages=tuple(self._stages(draft, seen, [timeline for _, timeline in of_replica])),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
-            sum_penalty=problem.request.sum_penalty(outline.width, problem.profile.optimizer),
+            sum_penalty=problem.request.sum_penalty(outline.most_replicas, problem.profile.optimizer),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=self._tiers(draft, slowest),
             assumptions=assumptions(problem, draft),
@@ -224,8 +226,11 @@ class PlanEvaluator:
         """What each replica does and the seconds of a batch; of those that run alike one is simulated.
 
         If the plan is large, of all replicas with micro-batches of a size the one with the busiest device
-        stands for all.
+        stands for all. A pipeline of stages of unequal width is simulated as it is.
         """
+        if draft.outline.stage_widths:
+            timeline = self._simulate_unequal(draft, program)
+            return [(timeline.steady_batch_s, timeline)]
         networks = self._networks(draft)
         known: dict[object, tuple[float, Timeline]] = {}
         of_size: dict[int, tuple[float, Timeline]] = {}
@@ -244,13 +249,18 @@ class PlanEvaluator:
     def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
         """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
         outline = draft.outline
-        if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or outline.width == 1:
+        if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or outline.most_replicas == 1:
             return 0
         if outline.num_microbatches == 1:
             return 0
-        one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
-        pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
-        end_s = _SLOWED * one.seconds + sum(self._syncs(draft)[0])
+        if outline.stage_widths:
+            sums = rings(draft, hop_bytes(self._problem, draft, self._work(draft, outline.sizes[0]).costs))
+            pace_s = floor.seconds / outline.num_microbatches
+            end_s = _SLOWED * rings_s(self._problem, sums)
+        else:
+            one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
+            pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
+            end_s = _SLOWED * one.seconds + sum(self._syncs(draft)[0])
         return ceil(min(end_s / pace_s, outline.num_microbatches)) if pace_s else outline.num_microbatches
 
     def _more_s(self, draft: Draft, short: Draft, longer: Draft, longer_s: float) -> float:
@@ -325,6 +335,8 @@ class PlanEvaluator:
 
     def timeline(self, draft: Draft, program: Program) -> Timeline:
         """What the slowest replica of a draft does in the window of a program of its plan."""
+        if draft.outline.stage_widths:
+            return self._simulate_unequal(draft, program)
         replica = self._slowest_first(draft, self.floor(draft))[0]
         return self._simulate(draft, program, replica, self._networks(draft).of(replica))
 
@@ -335,28 +347,31 @@ class PlanEvaluator:
         ]
         return sorted(range(len(busiest_s)), key=lambda replica: (-busiest_s[replica], replica))
 
-    def _stages(self, draft: Draft, program: Program, timelines: Sequence[Timeline]) -> list[StageForecast]:
+    def _stages(self, draft: Draft, seen: Draft, timelines: Sequence[Timeline]) -> list[StageForecast]:
+        """The stages of a draft, of which `seen` was simulated, with fewer micro-batches."""
         problem, outline = self._problem, draft.outline
-        works = self._replica_works(draft)
         found = []
         for stage, (begin, end) in enumerate(draft.stages(len(problem.profile.units))):
-            rank = program.rank_of_stage[stage]
-            row = draft.grid[rank]
-            more = [0.0] * outline.width
+            rank = outline.rank_of_stage[stage]
+            row, works, counts = draft.grid[rank], self._works_of(draft, stage), draft.counts_of(stage)
+            more = [0.0] * len(row)
             if outline.schedule == "gpipe":  # the one that keeps all micro-batches of a batch
                 each = [work.kept_bytes(stage, draft) for work in works]
-                more = [(outline.num_microbatches - program.num_microbatches) * one for one in each]
-            sent = [work.sent_bytes(rank, program.rank_of_stage) for work in works]
-            held = [
-                timeline.memory[rank].peak_bytes + extra
-                for timeline, extra in zip(timelines, more, strict=True)
-            ]
+                longer = zip(counts, seen.counts_of(stage), each, strict=True)
+                more = [(count - fewer) * one for count, fewer, one in longer]
+            sent = [work.sent_bytes(rank, outline.rank_of_stage) for work in works]
+            memories = (
+                [timelines[0].memory[seat.rank] for seat in draft.seats() if seat.stage == stage]
+                if outline.stage_widths
+                else [timeline.memory[rank] for timeline in timelines]
+            )
+            held = [memory.peak_bytes + extra for memory, extra in zip(memories, more, strict=True)]
             apart = [float(problem.process_bytes[device]) for device in row]
             if problem.profile.engine and problem.request.memory is None:
                 held = [one + room for one, room in zip(held, sent, strict=True)]
             elif problem.profile.engine:  # what is sent lies beside the tier whose limit was asked for
                 apart = [one + room for one, room in zip(apart, sent, strict=True)]
-            tightest = min(range(outline.width), key=lambda r: problem.limits[row[r]] - held[r])
+            tightest = min(range(len(row)), key=lambda r: problem.limits[row[r]] - held[r])
             peaks = tuple(one + own for one, own in zip(held, apart, strict=True))
             limits = tuple(problem.limits[device] + own for device, own in zip(row, apart, strict=True))
             found.append(
@@ -366,10 +381,8 @@ class PlanEvaluator:
                     devices=tuple(problem.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
-                        work.busy_s(
-                            stage, outline.num_microbatches, draft.rule, problem.resource_speeds[device]
-                        )
-                        for work, device in zip(works, row, strict=True)
+                        work.busy_s(stage, count, draft.rule, self._speeds(draft, device))
+                        for work, count, device in zip(works, counts, row, strict=True)
                     ),
                     peak_bytes=peaks[tightest],
                     limit_bytes=limits[tightest],
@@ -404,6 +417,11 @@ class PlanEvaluator:
             tier_links=tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else None,
         )
 
+    def _simulate_unequal(self, draft: Draft, program: Program) -> Timeline:
+        self.num_instructions += program.num_instructions
+        costs = self._work(draft, draft.outline.sizes[0]).costs
+        return simulated(self._problem, draft, program, costs, self._tied_of(draft))
+
     def _likeness(self, draft: Draft, program: Program, replica: int, network: Network) -> object:
         """What is equal for replicas that run alike."""
         problem = self._problem
@@ -427,6 +445,17 @@ class PlanEvaluator:
         ]
         works = {one: self._work(draft, *one) for one in set(alike)}
         return [works[one] for one in alike]
+
+    def _works_of(self, draft: Draft, stage: int) -> list[ReplicaWork]:
+        """The work of each replica of a stage."""
+        if draft.outline.stage_widths:
+            return [self._work(draft, draft.outline.sizes[0])] * len(draft.grid[stage])
+        return self._replica_works(draft)
+
+    def _speeds(self, draft: Draft, device: int) -> Speeds:
+        """The speeds of a device, relative to the profile that a draft's work is counted with there."""
+        speeds = self._problem.usual_resource_speeds if draft.outline.stage_widths else None
+        return (speeds or self._problem.resource_speeds)[device]
 
     def _work(self, draft: Draft, size: int, kinds: tuple[int, ...] = ()) -> ReplicaWork:
         """The work of a replica with micro-batches of a size whose ranks have devices of these kinds: all of
@@ -517,20 +546,32 @@ class PlanEvaluator:
     def _busiest_lane(self, draft: Draft) -> tuple[str, float]:
         """The lane that needs longest for the bytes of a batch, and how long that is."""
         outline = draft.outline
+        if outline.stage_widths:
+            costs = self._work(draft, outline.sizes[0]).costs
+            sums = rings(draft, hop_bytes(self._problem, draft, costs))
+            return busiest_lane(self._problem, flows(draft, costs), sums)
         reduced = self._of_ranks(draft, self._reduce_bytes(draft))
-        rings = [
+        sums = [
             HopBytes(row[site], num_bytes)
             for row, num_bytes in zip(draft.grid, reduced, strict=True)
             for site in draft.sites(self._problem.request)
         ]
-        rings += self._rounds(draft, self._round_bytes(draft))
+        sums += self._rounds(draft, self._round_bytes(draft))
+        count = outline.num_microbatches
         of_size = {}
         for size in set(outline.sizes):
             costs = self._work(draft, size).costs
             of_size[size] = costs.forward_bytes, costs.backward_bytes
-        boundaries = [of_size[size] for size in outline.sizes]
-        count = outline.num_microbatches
-        return busiest_lane(self._problem, draft.grid, outline.rank_of_stage, boundaries, count, rings)
+
+        def sent() -> Iterator[tuple[int, int, float, int]]:
+            for replica, size in enumerate(outline.sizes):
+                forth, back = of_size[size]
+                for boundary, (one, other) in enumerate(pairwise(outline.rank_of_stage)):
+                    here, there = draft.grid[one][replica], draft.grid[other][replica]
+                    yield here, there, forth[boundary], count
+                    yield there, here, back[boundary], count
+
+        return busiest_lane(self._problem, sent(), sums)
 
     def _networks(self, draft: Draft) -> ReplicaNetworks:
         """The networks of a draft's replicas."""

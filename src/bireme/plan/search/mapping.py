@@ -171,7 +171,7 @@ def all_grids(problem: PlanningProblem, outline: Outline, most: int) -> list[Gri
     if outline.width > _MOST_REPLICAS:
         return None
     found: dict[tuple[tuple[int, ...], ...], Grid] = {}
-    for number, order in enumerate(_orders(problem, (), outline.num_devices)):
+    for number, order in enumerate(orders_of_devices(problem, outline.num_devices)):
         if number > _MOST_ORDERS:
             return None
         pipelines = _dealt(order, outline)
@@ -183,14 +183,17 @@ def all_grids(problem: PlanningProblem, outline: Outline, most: int) -> list[Gri
     return list(found.values())
 
 
-def _orders(problem: PlanningProblem, used: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+def orders_of_devices(
+    problem: PlanningProblem, left: int, used: tuple[int, ...] = ()
+) -> Iterator[tuple[int, ...]]:
+    """All orders of so many devices, but those that exchanging equal devices makes alike, after `used`."""
     if not left:
         yield used
         return
     free = problem.symmetry.choices(used) if problem.is_symmetric else problem.devices
     for device in free:
         if device not in used:
-            yield from _orders(problem, (*used, device), left - 1)
+            yield from orders_of_devices(problem, left - 1, (*used, device))
 
 
 def _dealt(order: Sequence[int], outline: Outline) -> tuple[tuple[int, ...], ...]:
@@ -225,7 +228,7 @@ def _written(problem: PlanningProblem, pipelines: tuple[tuple[int, ...], ...]) -
 def promising_grids(problem: PlanningProblem, outline: Outline) -> Iterator[Grid]:
     """Mappings worth a look."""
     seen: set[Grid] = set()
-    for order in _device_orders(problem, outline):
+    for order in device_orders(problem, outline.num_devices):
         for tile in _tiles(outline.width):
             pinned = _with_pins(problem, _tiled(order, outline, tile))
             for grid in _at_home(problem, outline, pinned):
@@ -269,9 +272,8 @@ def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
     return tuple(map(tuple, grid))
 
 
-def _device_orders(problem: PlanningProblem, outline: Outline) -> Iterator[tuple[int, ...]]:
-    """Orders of as many devices as are needed, those of a server next to each other."""
-    count = outline.num_devices
+def device_orders(problem: PlanningProblem, count: int) -> Iterator[tuple[int, ...]]:
+    """Orders of so many devices, those of a server next to each other."""
     speed, memory = problem.usual_speeds.__getitem__, problem.limits.__getitem__
     by_server: dict[int, list[int]] = {}
     for device in problem.devices:

@@ -180,6 +180,15 @@ class PlanningProblem:
             lambda gains, seconds: float(seconds.sum() / (seconds / gains).sum()) if len(gains) else 1.0
         )
 
+    @cached_property
+    def usual_resource_speeds(self) -> tuple[Speeds, ...]:
+        """The speeds of devices relative to the first profile, for plans that count all work with it."""
+        found = []
+        for speeds, own, usual in zip(self.resource_speeds, self.speeds, self.usual_speeds, strict=True):
+            gain = usual / own
+            found.append(replace(speeds, compute=gain * speeds.compute, memory=gain * speeds.memory))
+        return tuple(found)
+
     def _relative_speeds(self, of_kind: Callable[[Seconds, Seconds], float]) -> tuple[float, ...]:
         """The speeds of devices, by what `of_kind` makes of the gains over the seconds of all units."""
         if len(self.profiles) == 1:

@@ -22,9 +22,9 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, NoRoomError, NothingFits, Origin, StageForecast
 from bireme.plan.partition.loads import DeviceRow, DeviceSlot, Recompute, RowLink, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition, exact
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, widths_text
 from bireme.plan.plan_file import profile_hash
-from bireme.plan.plan_request import AUTO, PlanRequest, TierLimits
+from bireme.plan.plan_request import ANY, AUTO, EQUAL, PlanRequest, TierLimits
 from bireme.plan.search.cutting import loads_on
 from bireme.plan.search.draft import Draft, Grid, draft_of
 from bireme.plan.search.evaluated import (
@@ -41,6 +41,7 @@ from bireme.plan.search.paged_walk import PagedWalk, with_paging
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.plan.search.subsets import with_subsets
+from bireme.plan.search.unequal_widths import UnequalExplorer
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named
@@ -325,6 +326,8 @@ def _given_up(request: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
         value = getattr(request, name)
         if value is not None:
             yield f"another {name} than {value}", {name: None}
+    if isinstance(request.stage_widths, tuple):
+        yield "stages of any width", {"stage_widths": ANY}
 
 
 def _learns_all(profile: Profile) -> bool:
@@ -445,6 +448,8 @@ def find_plan(
     Without `advises` the changes that would make a plan fit are not looked for.
     """
     tell = progress or (lambda _share: None)
+    if request.equal_widths_because:
+        request = replace(request, stage_widths=EQUAL)  # also where a part of the search asks for less
     if request.shard == AUTO:
 
         def sharing(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
@@ -517,8 +522,8 @@ def _found(
     """
     problem = PlanningProblem(profile, cluster, request)
     outlines = Outlines(problem)
-    shapes = list(outlines)
-    if not shapes:
+    shapes = [] if isinstance(request.stage_widths, tuple) else list(outlines)
+    if not shapes and request.equal_widths_because:
         raise BiremeError(_no_shape(problem, outlines.refusal))
     if homeless := why_homeless(problem, shapes):
         raise BiremeError(homeless)
@@ -528,12 +533,21 @@ def _found(
         explorer = ExhaustiveExplorer(problem, outlines, ledger, is_brief=is_brief)
     else:
         explorer = HeuristicExplorer(problem, outlines, ledger)
-    explorer.explore(shapes)
+    how = []
+    if shapes:
+        explorer.explore(shapes)
+        how.append(explorer.how)
+    if not request.equal_widths_because:
+        unequal = UnequalExplorer(problem, outlines, ledger, is_brief=is_brief)
+        unequal.explore()
+        how.append(unequal.how)
     is_exhaustive = isinstance(explorer, ExhaustiveExplorer)
     candidates = ledger.candidates()
     if not candidates:
         next((draft for draft in _fitting_drafts(problem, shapes) if ledger.evaluated(draft).fits), None)
         candidates = ledger.candidates()
+    if not candidates and not shapes and not ledger.misfits():
+        raise BiremeError(_no_shape(problem, outlines.refusal))
     if not candidates:
         nearest = _nearest_misfit(problem, shapes, ledger.misfits())
         return replace(nearest, is_exhaustive=is_exhaustive)
@@ -542,7 +556,7 @@ def _found(
         profile=profile_hash(profile),
         cluster=cluster_hash(cluster),
         batch_size=request.batch_size,
-        how=explorer.how,
+        how="; ".join(how),
     )
     is_exhaustive = is_exhaustive and not is_brief
     return Answer(candidates, origin, ledger.num_evaluated, is_exhaustive=is_exhaustive)
@@ -574,6 +588,8 @@ def _no_shape(problem: PlanningProblem, refusal: str) -> str:
     fixed = [
         f"{name} {value}" for name in ("depth", "width") if (value := getattr(request, name)) is not None
     ]
+    if isinstance(request.stage_widths, tuple):
+        fixed.append(f"stage widths {widths_text(request.stage_widths)}")
     shape = f" with {' and '.join(fixed)}" if fixed else ""
     schedule = "any schedule" if request.schedule == "auto" else request.schedule
     if refusal:

@@ -49,7 +49,8 @@ class Outline:
     """A plan without devices and cuts; `sizes` are the samples of each replica's micro-batches, falling.
 
     `updates_early` lets stages update while the first rank has one set of gradients, and `updates_halfway`
-    in time for what replicas make of a shared optimizer to travel. Replicas share within `sites`.
+    in time for what replicas make of a shared optimizer to travel. Replicas share within `sites`. With
+    `stage_widths` the plan is one pipeline whose stages have these numbers of replicas.
     """
 
     schedule: str
@@ -60,11 +61,24 @@ class Outline:
     updates_early: bool = False
     updates_halfway: bool = False
     sites: int = 1
+    stage_widths: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
-        """How many replicas there are."""
+        """How many replicas of the pipeline there are."""
         return len(self.sizes)
+
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas of any stage."""
+        return max(self.stage_widths, default=self.width)
+
+    @property
+    def microbatches_of_rank(self) -> int:
+        """The micro-batches of a batch that a rank takes, in the mean."""
+        if not self.stage_widths:
+            return self.num_microbatches
+        return max(1, self.num_microbatches * self.num_ranks // self.num_devices)
 
     @property
     def num_stages(self) -> int:
@@ -84,7 +98,7 @@ class Outline:
     @property
     def num_devices(self) -> int:
         """How many devices it takes."""
-        return self.num_ranks * self.width
+        return sum(self.stage_widths) or self.num_ranks * self.width
 
 
 @lru_cache(maxsize=4096)
@@ -120,7 +134,7 @@ class Outlines:
         widths = [request.width] if request.width else [width for width in self._widths if width >= least]
         for width in widths:
             for sizes in self._sizes(width) if width % request.sites == 0 else ():
-                for m in self._counts(sum(sizes)):
+                for m in self.counts(sum(sizes)):
                     yield from self._of(sizes, m)
 
     def _of(self, sizes: tuple[int, ...], num_microbatches: int) -> Iterator[Outline]:
@@ -177,7 +191,8 @@ class Outlines:
         found = {width // 4, width // 2, 3 * width // 4, int(width * share)}
         return sorted(number for number in found if 0 < number < width)
 
-    def _counts(self, samples: int) -> list[int]:
+    def counts(self, samples: int) -> list[int]:
+        """The numbers of micro-batches that batches have, if one in every replica has so many samples."""
         batches = self._problem.batches
         least, most = -(-batches.start // samples), (batches.stop - 1) // samples
         if most - least < _MOST_BATCHES:
@@ -187,6 +202,10 @@ class Outlines:
     def least_s(self, outline: Outline) -> float:
         """What a batch takes at the least, whatever the devices and the cuts."""
         m, p = outline.num_microbatches, outline.num_ranks
+        if outline.stage_widths:
+            work_s, longest_s = self._work_of(outline.sizes[0])
+            widest = self._fastest[max(outline.stage_widths)]
+            return float(m * max(work_s / self._fastest[outline.num_devices], longest_s / widest))
         least_s = m * self.least_pace_s(outline)
         for size in set(outline.sizes):
             work_s, _ = self._work_of(size)

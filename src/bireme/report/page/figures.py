@@ -221,8 +221,13 @@ def _seen_bytes(run: Run, stage: int) -> float | None:
         return None
     width = run.plan.plan.width
     source = run.plan.plan.source
-    rank = source.rank_of_stage[stage]
-    own = [num_bytes for num_bytes in seen[rank :: source.num_ranks] if num_bytes > 0]
+    ranks = source.routes.ranks_of(stage)
+    own = [
+        num_bytes
+        for place, num_bytes in enumerate(seen)
+        if place % source.num_ranks in ranks
+        if num_bytes > 0
+    ]
     return max(own, default=None) if len(seen) == width * source.num_ranks else None
 
 

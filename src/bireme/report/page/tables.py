@@ -152,7 +152,7 @@ def _schedule_text(run: Run) -> str:
             return _UNKNOWN
         return f"{started.schedule}, {counted(started.num_stages, 'stage')}"
     plan = run.plan.plan
-    replicas = f" × {plan.width} replicas" if plan.width > 1 else ""
+    replicas = f" × {plan.width} replicas" if plan.width > 1 else plan.replicas_text
     batches = counted(plan.num_microbatches, "micro-batch")
     return f"{plan.schedule}, {counted(plan.num_stages, 'stage')}{replicas}, {batches}"
 

@@ -410,12 +410,10 @@ def _check_machines(cluster: ClusterTable, plan: Planning) -> None:
             'cluster.backend is "nccl", which joins only GPUs, but cluster.device is "cpu". Use "gloo" or '
             '"auto".'
         )
-    needed = (plan.depth or 1) * (plan.width or 1)
-    if cluster.workers is not None and needed > cluster.workers:
-        raise BiremeError(
-            f"plan.depth times plan.width is {needed}, but cluster.workers is {cluster.workers}: every "
-            f"device of the plan is a process. Set cluster.workers to {needed}, or plan for fewer devices."
-        )
+    if cluster.workers is not None:
+        than = f"cluster.workers is {cluster.workers}: every device of the plan is a process."
+        remedy = "Set cluster.workers to {needed}, or plan for fewer devices."
+        plan.refuse_more_devices(cluster.workers, than, remedy)
 
 
 def _check_balance(balance: Balancing, plan: Planning) -> None:

@@ -9,6 +9,8 @@ from bireme.bounds import bytes_of, bytes_per_s_of
 from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.errors import BiremeError
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
+from bireme.plan.plan import widths_text
+from bireme.plan.plan_request import ANY, parse_stage_widths
 from bireme.train.run_file.table import (
     Devices,
     Samples,
@@ -295,6 +297,18 @@ class Penalties(Table):
     )
 
 
+def _widths(value: Any) -> Any:
+    """A list of numbers is the replicas of each stage too."""
+    if isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
+        return widths_text(value)
+    return value
+
+
+def _stage_widths(value: str) -> str:
+    found = parsed(value, parse_stage_widths, "any, equal, or the replicas of each stage, such as 3-1")
+    return found if isinstance(found, str) else widths_text(found)
+
+
 class Planning(Table):
     """`[plan]`."""
 
@@ -318,6 +332,12 @@ class Planning(Table):
     depth: Devices | None = Field(default=None, description="Number of devices per replica", examples=[2])
     width: Devices | None = Field(
         default=None, description="Number of replicas of the pipeline", examples=[1]
+    )
+    stage_widths: Annotated[str, BeforeValidator(_widths), AfterValidator(_stage_widths)] = Field(
+        default=ANY,
+        description="Replicas of each stage, such as 3-1: three of the first stage, one of the second; equal "
+        "gives all stages the same number, any leaves it to the planner",
+        examples=["3-1"],
     )
     microbatches: Samples | None = Field(
         default=None, description="Number of micro-batches per batch and replica", examples=[4]
@@ -384,6 +404,15 @@ class Planning(Table):
         default_factory=Penalties,
         description="Steps with delayed updates that equal one synchronous step.",
     )
+
+    def refuse_more_devices(self, most: int, than: str, remedy: str) -> None:
+        """Refuse a plan that needs more devices than there are; `{needed}` in the remedy is that number."""
+        widths = parse_stage_widths(self.stage_widths)
+        what, needed = "plan.depth times plan.width is", (self.depth or 1) * (self.width or 1)
+        if isinstance(widths, tuple):
+            what, needed = f"plan.stage_widths is {self.stage_widths}, added up", sum(widths)
+        if needed > most:
+            raise BiremeError(f"{what} {needed}, but {than} {remedy.format(needed=needed)}")
 
     def num_delay_warmup_steps(self, steps: int) -> int | None:
         """How many of so many steps go without delayed updates at first; None leaves it to the plan."""

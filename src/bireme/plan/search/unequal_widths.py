@@ -1,0 +1,329 @@
+"""Plans whose stages have unequal numbers of replicas: which are worth a look, and the best of them.
+
+A dynamic program finds the likely ones (`stage_widths.py`), the simulator judges them, and a walk follows. In
+small clusters all plans are gone through instead.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, islice, pairwise
+
+from bireme.plan.partition.loads import Recompute
+from bireme.plan.plan_request import UNEQUAL_WIDTHS
+from bireme.plan.search.cutting import recompute_sets
+from bireme.plan.search.draft import Draft, Grid
+from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
+from bireme.plan.search.mapping import device_orders, exchanged, orders_of_devices
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.shapes import Outlines
+from bireme.plan.search.stage_widths import (
+    BatchShape,
+    DeviceOrder,
+    LikelyPlan,
+    StageCosts,
+    Widths,
+    coarse_chain,
+    cut_for,
+    most_lookahead,
+    placed_on,
+)
+from bireme.schedule.catalogue import schedule_named
+
+_MOST_PLANS = 6_000
+"""So many plans are all gone through."""
+
+_MOST_DEVICES, _MANY_DEVICES = 8, 128
+"""Of clusters whose plans may all be gone through, and of those in which stages may be of unequal width. All
+ranks of such a plan are simulated, which takes long if there are more.
+"""
+
+_MOST_STAGES = 8
+"""Stages of which some may be wider than others; deeper pipelines have stages of equal width."""
+
+_MOST_ORDERS = 3
+"""Orders of the devices."""
+
+_MOST_INSTRUCTIONS, _LEAST_INSTRUCTIONS = 20_000, 8_000
+"""To be simulated, with few devices and with many; the walk may as many."""
+
+_FEW = 16
+"""Devices; with more, less is simulated."""
+
+_AHEAD = (1, 2, 4, 8, 16, 32)
+"""Lookaheads that are tried if links take time."""
+
+_FAR = 1.25
+"""A plan that looks so many times as slow as the best one is not simulated."""
+
+_AS_GOOD = 1.001
+"""A thousandth of a batch is not worth another stashed micro-batch."""
+
+
+class UnequalExplorer:
+    """Goes through plans of unequal widths; `how` says what was done, for people."""
+
+    def __init__(
+        self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
+    ) -> None:
+        self._problem = problem
+        self._outlines = outlines
+        self._ledger = ledger
+        self._is_brief = is_brief
+        share = min(1.0, _FEW / len(problem.devices))
+        self._most = ledger.evaluator.num_instructions + max(
+            _LEAST_INSTRUCTIONS, round(_MOST_INSTRUCTIONS * share)
+        )
+        self.is_exhaustive = not is_brief and _few_enough(problem, outlines)
+        """Whether all plans of unequal widths are gone through."""
+        self.how = ""
+
+    def explore(self) -> None:
+        """Judge the plans of unequal widths that the request allows."""
+        before = self._ledger.num_evaluated
+        if len(self._problem.devices) > _MANY_DEVICES:
+            self.how = "no plans of unequal widths, as there are too many devices"
+            return
+        if self.is_exhaustive:
+            for draft in _all_drafts(self._problem, self._shapes()):
+                self._look(draft)
+        else:
+            self._explore_likely()
+        count = self._ledger.num_evaluated - before
+        words = "all plans of unequal widths considered, " if self.is_exhaustive else ""
+        self.how = f"{words}{count:,} {'' if words else 'plans of unequal widths '}simulated"
+
+    def _shapes(self) -> Iterator[BatchShape]:
+        for schedule in self._problem.schedules:
+            if schedule in UNEQUAL_WIDTHS:
+                for size in self._problem.sizes:
+                    for count in self._outlines.counts(size):
+                        yield BatchShape(schedule, size, count)
+
+    def _look(self, draft: Draft) -> None:
+        """Evaluate a draft and all its lookaheads, unless none can be the best of its kind."""
+        ledger, outline = self._ledger, draft.outline
+        if not ledger.could_win(outline, self._outlines.least_s(outline)):
+            return
+        least_s = ledger.evaluator.least_s(draft)
+        for lookahead in range(most_lookahead(self._problem, draft) + 1):
+            if not ledger.could_win(outline, least_s):
+                return
+            ledger.evaluated(replace(draft, lookahead=lookahead))
+
+    def _explore_likely(self) -> None:
+        """What the dynamic program finds for every schedule, size of micro-batches and number of stages,
+        simulated as long as it could be the best of all, and a walk from there.
+        """
+        ledger = self._ledger
+        found: dict[tuple[str, int, int], EvaluatedDraft] = {}
+        for likely in sorted(
+            self._likely(), key=lambda one: ledger.least_cost(one.draft.outline, one.seconds)
+        ):
+            draft, outline = likely.draft, likely.draft.outline
+            is_enough = found and ledger.evaluator.num_instructions > self._most
+            if is_enough or not ledger.could_be_best(outline, likely.seconds / _FAR):
+                break
+            if not ledger.could_be_best(outline, ledger.evaluator.least_s(draft)):
+                continue
+            best = self._evaluated(draft)
+            if best is not None:
+                best = self._run_ahead(best)
+                key = outline.schedule, outline.sizes[0], outline.num_ranks
+                if key not in found or best.cost < found[key].cost:
+                    found[key] = best
+        self._most = max(self._most, ledger.evaluator.num_instructions) + _LEAST_INSTRUCTIONS
+        for start in sorted(found.values(), key=lambda one: one.cost):
+            outline = start.draft.outline
+            if not self._is_brief and ledger.could_be_best(outline, self._outlines.least_s(outline)):
+                self._walk(start)
+
+    def _likely(self) -> Iterator[LikelyPlan]:
+        """The plans that the dynamic program finds."""
+        problem = self._problem
+        rows = [DeviceOrder(problem, order) for order in _orders(problem)]
+        known: dict[tuple[DeviceOrder, bool, int, int], list[tuple[int, ...]]] = {}
+        for shape in self._shapes():
+            if not self._is_worth_it(shape):
+                continue
+            rule = schedule_named(shape.schedule).rule
+            chain = problem.merged(shape.size, 1, rule)
+            fine = StageCosts(chain, rule, problem.request.recompute)
+            coarse = StageCosts(coarse_chain(chain), rule, problem.request.recompute)
+            for row in rows:
+                key = row, shape.drains, shape.size, shape.num_microbatches
+                if key not in known:
+                    known[key] = list(self._widths(row, coarse, shape))
+                for widths in known[key]:
+                    found = cut_for(problem, row, fine, shape, widths)
+                    if found is not None:
+                        yield found
+
+    def _is_worth_it(self, shape: BatchShape) -> bool:
+        """Whether any plan of a shape could be the best of all, if its work were divided as if there were no
+        units, over two stages.
+        """
+        outline = shape.outline((max(1, len(self._problem.devices) - 1), 1))
+        return self._ledger.could_be_best(outline, self._outlines.least_s(outline))
+
+    def _widths(self, row: DeviceOrder, costs: StageCosts, shape: BatchShape) -> Iterator[tuple[int, ...]]:
+        """The widths that are asked for, or for each number of stages the best unequal ones."""
+        depth, asked = self._problem.request.depth, self._problem.request.stage_widths
+        if isinstance(asked, tuple):
+            yield asked
+            return
+        most = min(_MOST_STAGES, costs.num_units, len(row.order) - 1)
+        if not 2 <= (depth or 2) <= most:
+            return
+        widths = Widths(row, costs, shape, depth or most)
+        for num_stages in [depth] if depth else range(2, most + 1):
+            best = widths.best(num_stages)
+            if best is not None:
+                yield best
+
+    def _least_cost(self, draft: Draft) -> float:
+        return self._ledger.least_cost(draft.outline, self._ledger.evaluator.least_s(draft))
+
+    def _evaluated(self, draft: Draft) -> EvaluatedDraft | None:
+        """A draft that fits, with stages that run forwards again if they must; None if that is not enough."""
+        found = self._ledger.evaluated(draft)
+        if found.fits or self._problem.request.recompute is not Recompute.WHERE_NEEDED:
+            return found if found.fits else None
+        stages = found.forecast.stages
+        over = {place for place, stage in enumerate(stages) if stage.peak_bytes > stage.limit_bytes}
+        if over <= set(draft.recompute):
+            return None
+        again = self._ledger.evaluated(replace(draft, recompute=tuple(sorted({*draft.recompute, *over}))))
+        return again if again.fits else None
+
+    def _run_ahead(self, best: EvaluatedDraft) -> EvaluatedDraft:
+        """The plan with the lookahead from which on more makes it no faster."""
+        most = most_lookahead(self._problem, best.draft)
+        for lookahead in _AHEAD:
+            if lookahead > most or self._is_over(best.draft, best):
+                break
+            found = self._ledger.evaluated(replace(best.draft, lookahead=lookahead))
+            if not found.fits or found.cost * _AS_GOOD >= best.cost:
+                break
+            best = found
+        return best
+
+    def _is_over(self, draft: Draft, best: EvaluatedDraft) -> bool:
+        """Whether a draft cannot be better than another, or enough was simulated."""
+        return self._ledger.evaluator.num_instructions > self._most or self._least_cost(draft) >= best.cost
+
+    def _walk(self, best: EvaluatedDraft) -> None:
+        """From neighbor to neighbor as long as that is better."""
+        is_better = True
+        while is_better:
+            is_better = False
+            for draft in self._neighbors(best.draft):
+                if self._is_over(draft, best):
+                    continue
+                found = self._evaluated(draft)
+                if found is not None and found.cost * _AS_GOOD < best.cost:
+                    best, is_better = found, True
+                    break
+
+    def _neighbors(self, draft: Draft) -> Iterator[Draft]:
+        """The plans with one cut moved, with one device in the next stage, and with two devices exchanged."""
+        problem, bounds = self._problem, self._problem.bounds
+        place_of = {unit: place for place, unit in enumerate(bounds)}
+        for which, cut in enumerate(draft.cuts):
+            for step in (-1, 1):
+                place = place_of[cut] + step
+                cuts = (*draft.cuts[:which], bounds[place], *draft.cuts[which + 1 :])
+                if all(a < b for a, b in pairwise((0, *cuts, bounds[-1]))):
+                    yield from self._on(replace(draft, cuts=cuts), draft.grid)
+        if isinstance(problem.request.stage_widths, str):
+            for here, there in pairwise(range(len(draft.grid))):
+                for giver, taker in ((here, there), (there, here)):
+                    rows = [list(row) for row in draft.grid]
+                    rows[taker].append(rows[giver].pop())
+                    if rows[giver]:
+                        yield from self._on(draft, tuple(map(tuple, rows)))
+        if len(problem.devices) <= _FEW:
+            for grid in islice(exchanged(problem, draft.grid), 2 * _FEW):
+                yield from self._on(draft, grid)
+
+    def _on(self, draft: Draft, grid: Grid) -> Iterator[Draft]:
+        """The draft on other devices, if the widths are unequal and pinned units stay on their devices."""
+        found = placed_on(self._problem, draft, grid)
+        if len(set(map(len, grid))) > 1 and found is not None:
+            yield replace(found, lookahead=min(draft.lookahead, most_lookahead(self._problem, found)))
+
+
+def _orders(problem: PlanningProblem) -> list[tuple[int, ...]]:
+    """Orders of the devices that differ in more than names."""
+    found: dict[tuple[tuple[float, float, bool], ...], tuple[int, ...]] = {}
+    for order in device_orders(problem, len(problem.devices)):
+        before = (-1, *(problem.servers[device] for device in order))
+        look = tuple(
+            (problem.usual_speeds[device], problem.limits[device], problem.servers[device] == server)
+            for device, server in zip(order, before, strict=False)
+        )
+        found.setdefault(look, order)
+    return list(islice(found.values(), _MOST_ORDERS))
+
+
+# All plans of a small cluster.
+
+
+def _few_enough(problem: PlanningProblem, outlines: Outlines) -> bool:
+    """Whether all plans can be gone through, those that the request excludes among them: so no constraint
+    makes a search find more.
+    """
+    if len(problem.devices) > _MOST_DEVICES:
+        return False
+    most = max(
+        (count for size in problem.profile.micro_batches for count in outlines.counts(size)), default=0
+    )
+    num_kinds = len(UNEQUAL_WIDTHS) * sum(
+        len(outlines.counts(size)) for size in set(problem.profile.micro_batches)
+    )
+    num_sets = 2 if problem.request.recompute is Recompute.WHERE_NEEDED else 1
+    num_plans = 0
+    for grid in _all_grids(problem, None):
+        num_cuts = math.comb(problem.num_units - 1, len(grid) - 1)
+        num_plans += num_kinds * num_cuts * num_sets ** len(grid) * max(most - 1, 1)
+        if num_plans > _MOST_PLANS:
+            return False
+    return True
+
+
+def _all_grids(problem: PlanningProblem, depth: int | None) -> Iterator[Grid]:
+    """All ways to give stages unequal numbers of devices, but those that exchanging equal devices makes
+    alike.
+    """
+    most = min(len(problem.devices), problem.num_units + len(problem.devices) - 1)
+    for count in range(3, most + 1):
+        orders = list(islice(orders_of_devices(problem, count), _MOST_PLANS + 1))
+        for num_stages in [depth] if depth else range(2, min(count, problem.num_units + 1)):
+            seen: set[Grid] = set()
+            for cuts in combinations(range(1, count), num_stages - 1):
+                widths = [b - a for a, b in pairwise((0, *cuts, count))]
+                if len(set(widths)) == 1:
+                    continue
+                for order in orders:
+                    grid = tuple(tuple(sorted(order[a:b])) for a, b in pairwise((0, *cuts, count)))
+                    if grid not in seen:
+                        seen.add(grid)
+                        yield grid
+
+
+def _all_drafts(problem: PlanningProblem, shapes: Iterator[BatchShape]) -> Iterator[Draft]:
+    """All plans of unequal widths, without lookahead."""
+    asked = problem.request.stage_widths
+    grids = [
+        grid
+        for grid in _all_grids(problem, problem.request.depth)
+        if isinstance(asked, str) or tuple(map(len, grid)) == asked
+    ]
+    for shape in shapes:
+        for grid in grids:
+            outline = shape.outline(tuple(map(len, grid)))
+            for cuts in combinations(problem.bounds[1:-1], outline.num_stages - 1):
+                placed = placed_on(problem, Draft(outline, grid, cuts), grid)
+                if placed is not None:
+                    for recompute in recompute_sets(problem, outline.num_stages):
+                        yield replace(placed, recompute=recompute)
