@@ -214,7 +214,9 @@ def test_the_plan_of_unequal_widths_is_that_of_brute_force(
     evaluator = PlanEvaluator(PlanningProblem(profile, cluster, request))
     least: dict[tuple[int, ...], float] = {}
     for plan in every_plan(profile, cluster, request):
-        forecast = evaluator.forecast(draft_of(plan, cluster))
+        draft = draft_of(plan, cluster)
+        forecast = evaluator.forecast(draft)
+        assert evaluator.least_s(draft) <= forecast.batch_s * (1 + 1e-9)
         if fits(forecast):
             known = least.get(plan.stage_widths, math.inf)
             least[plan.stage_widths] = min(known, forecast.cost_s_per_sample)
