@@ -164,7 +164,12 @@ def test_where_everything_fits_the_plan_file_has_no_word_of_paging(tmp_path: Pat
     off, allowed = found(None), found(TierLimits())
     write_plan(tmp_path / "off.json", off)
     write_plan(tmp_path / "allowed.json", allowed)
-    assert (tmp_path / "off.json").read_bytes() == (tmp_path / "allowed.json").read_bytes()
+    without, with_limits = (
+        json.loads((tmp_path / name).read_text()) for name in ("off.json", "allowed.json")
+    )
+    for one in (without, with_limits):
+        del one["origin"]["how"]  # stages of unequal width are not searched if memory may be offloaded
+    assert without == with_limits
     plain = json.loads((tmp_path / "off.json").read_text())
     assert not {"paging", "sweep"} & plain["plan"].keys()
     assert "tiers" not in plain["forecast"]

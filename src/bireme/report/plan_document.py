@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from bireme.bounds import bytes_text, seconds_text
@@ -230,12 +230,15 @@ def _figures(candidate: Candidate) -> str:
 def _waiting_links(cluster: Cluster, plan: Plan) -> str:
     """Which ends wait while messages of a plan cross, in words; nothing if both ends compute."""
     grid = [tuple(map(cluster.number_of, row)) for row in plan.devices]
-    ends = {
-        pair
-        for one, other in pairwise(plan.source.rank_of_stage)
-        for pair in zip(grid[one], grid[other], strict=True)
-        if one != other
-    }
+    if plan.stage_widths:  # a row is a stage, and its replicas send to any of the next
+        ends = {pair for one, other in pairwise(grid) for pair in product(one, other)}
+    else:
+        ends = {
+            pair
+            for one, other in pairwise(plan.source.rank_of_stage)
+            for pair in zip(grid[one], grid[other], strict=True)
+            if one != other
+        }
     overlap = Overlap.least(cluster.overlap(*pair) for pair in ends)
     return "" if overlap is Overlap.FULL else overlap.words
 
