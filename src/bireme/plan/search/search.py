@@ -540,7 +540,7 @@ def _found(
     if not request.equal_widths_because:
         unequal = UnequalExplorer(problem, outlines, ledger, is_brief=is_brief)
         unequal.explore()
-        how.append(unequal.how)
+        how += [unequal.how] if unequal.how else []
     is_exhaustive = isinstance(explorer, ExhaustiveExplorer)
     candidates = ledger.candidates()
     if not candidates:

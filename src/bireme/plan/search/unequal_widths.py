@@ -33,7 +33,7 @@ from bireme.schedule.catalogue import schedule_named
 _MOST_PLANS = 6_000
 """So many plans are all gone through."""
 
-_MOST_DEVICES, _MANY_DEVICES = 8, 128
+_FEWEST_DEVICES, _MOST_DEVICES, _MANY_DEVICES = 3, 8, 128
 """Of clusters whose plans may all be gone through, and of those in which stages may be of unequal width. All
 ranks of such a plan are simulated, which takes long if there are more.
 """
@@ -81,6 +81,8 @@ class UnequalExplorer:
     def explore(self) -> None:
         """Judge the plans of unequal widths that the request allows."""
         before = self._ledger.num_evaluated
+        if len(self._problem.devices) < _FEWEST_DEVICES:
+            return
         if len(self._problem.devices) > _MANY_DEVICES:
             self.how = "no plans of unequal widths, as there are too many devices"
             return
