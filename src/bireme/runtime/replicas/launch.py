@@ -28,7 +28,7 @@ from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.launch import LOCALHOST, Crew, Launcher, RankSetup, pickled, preload_own
 from bireme.runtime.replicas.hosts import HostContact, LaunchHost, ReplicaPart, StartProposals
-from bireme.runtime.replicas.ledger_tail import AveragingTail, LedgerTail
+from bireme.runtime.replicas.ledger_tail import LedgerTail
 from bireme.sync.coordinator.messages import Absence, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.wire.listener import new_key, own_address
@@ -130,7 +130,7 @@ def launch_replicas(
 
     try:
         with Launcher() as launcher:
-            tail = AveragingTail(ledger) if settings.averages else LedgerTail(ledger)
+            tail = LedgerTail(ledger, averages=settings.averages)
             run = _Supervision(launcher, here, settings, crew_of, observer, tail, tell)
             return run.results(f"{own_address()}:{store.port}")
     finally:
