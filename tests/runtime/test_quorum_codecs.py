@@ -9,7 +9,7 @@ from torch import Tensor
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.plan.plan import Plan
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coded import CodedSums
+from bireme.sync.coded import GradientSummation
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.exchange import BatchGradients, SentBytes
 from bireme.sync.feedback import RESIDUAL
@@ -133,7 +133,9 @@ def test_an_attempt_that_is_repeated_over_other_members_sends_the_same(codec: st
     gradients = [torch.randn(30, 30, dtype=torch.float64, generator=generator) for _ in range(3)]
     parsed = parse_sum_codec(codec)
 
-    def summed(me: int, coded: CodedSums, mesh: Mesh, members: tuple[int, ...], attempt: int) -> Tensor:
+    def summed(
+        me: int, coded: GradientSummation, mesh: Mesh, members: tuple[int, ...], attempt: int
+    ) -> Tensor:
         found = gradients[me].clone()
         coded.sum(
             mesh.group(me, members, Stamp(0, 4, attempt)),
@@ -148,7 +150,7 @@ def test_an_attempt_that_is_repeated_over_other_members_sends_the_same(codec: st
         return found
 
     def residual_of(me: int, mesh: Mesh, *, is_repeated: bool) -> tuple[Tensor, Tensor]:
-        coded = CodedSums(replace(parsed, whole_steps=0))
+        coded = GradientSummation(replace(parsed, whole_steps=0))
         assert coded.feedback is not None
         if is_repeated:
             summed(me, coded, mesh, (0, 1, 2), 0)
@@ -166,7 +168,10 @@ def test_an_attempt_that_is_repeated_over_other_members_sends_the_same(codec: st
 
 
 def test_the_last_member_sends_itself_all_that_it_had_not_sent() -> None:
-    coded, gradient = CodedSums(parse_sum_codec("threshold:0.05:3")), torch.ones(300, dtype=torch.float64)
+    coded, gradient = (
+        GradientSummation(parse_sum_codec("threshold:0.05:3")),
+        torch.ones(300, dtype=torch.float64),
+    )
     assert coded.feedback is not None
     coded.feedback.load({"w": {RESIDUAL: torch.full((300,), 0.5, dtype=torch.float64)}}, num_batches=3)
     found = gradient.clone()

@@ -21,7 +21,7 @@ from bireme.compiled import IS_COMPILED
 from bireme.profile.control import cache_path, cached_figures, device_here, keep_figures, versions_here
 from bireme.profile.profile import Profile
 from bireme.profile.timing import Clock
-from bireme.sync.coded import CodedSums
+from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients, SentBytes
 from bireme.sync.group import Pending, SingleRankGroup
 from bireme.sync.slices import SLICE_BYTES
@@ -115,7 +115,7 @@ def _seconds_of_sum(codec: SumCodec, size: int, device: torch.device) -> float:
     kept = given.clone()
     views = {str(number): part for number, part in enumerate(kept.chunk(_NUM_GRADIENTS))}
     gradients = BatchGradients(views, set(views))
-    sums, group = CodedSums(replace(codec, whole_steps=0)), _Alike(size)
+    sums, group = GradientSummation(replace(codec, whole_steps=0)), _Alike(size)
 
     def once() -> None:
         sums.sum(group, [*views], gradients, SLICE_BYTES, SentBytes(), batch=0)

@@ -62,7 +62,7 @@ from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, own_limits, result_of
 from bireme.runtime.world import World
-from bireme.sync.coded import sums_through
+from bireme.sync.coded import GradientSummation
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
 from bireme.sync.group import Group, SharingGroup, SingleRankGroup
@@ -154,7 +154,7 @@ def _reducer_of(
         return GroupReducer(quick, counted=layout.counted, in_background=False)
     replicas = _replicas(fabric, layout)
     of_group = DENSE if not layout.is_summed or agreement is not None else codec
-    how = sums_through(of_group, in_parts=sharers is not None)
+    how = GradientSummation(of_group, in_parts=sharers is not None)
     if sharers is not None:
         # In other groups, for other threads.
         gathers = _replicas(fabric, layout)

@@ -27,7 +27,7 @@ from bireme.runtime.parameter_groups import (
 from bireme.runtime.stepper import Home, Stepper, StepShare
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.schedule.instruction import Item
-from bireme.sync.coded import DenseSums, GradientSummation
+from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of
 from bireme.sync.group import Pending, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
@@ -50,7 +50,7 @@ class Sharers:
         """What this replica has sent the others in training so far of weights that it makes or keeps."""
         self.summed = SentBytes()
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
-        self.how: GradientSummation = DenseSums(in_parts=True)
+        self.how = GradientSummation(in_parts=True)
         """How gradients are summed."""
         self._group: SharingGroup | None = None
         self._sums: SharingGroup | None = None

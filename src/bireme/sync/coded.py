@@ -8,7 +8,6 @@ Gradients that are small, or of another kind than real numbers, are summed as th
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -31,77 +30,15 @@ from bireme.sync.group import Group, SharingGroup
 from bireme.sync.slices import PART_SLICE_BYTES
 
 
-class GradientSummation(Protocol):
-    """How gradients are summed over a group: whole on all members, or each piece where its owner is; as they
-    are, or through a codec.
-    """
+class GradientSummation:
+    """Sums of one rank's gradients over a group, batch by batch, as they are or through a codec: whole on all
+    members or, `in_parts`, each piece at its owner.
 
-    @property
-    def feedback(self) -> Feedback | None:
-        """What was not sent yet, if that is kept."""
-
-    def sum(
-        self,
-        group: SharingGroup,
-        names: Sequence[str],
-        gradients: BatchGradients,
-        slice_bytes: int,
-        sent: SentBytes,
-        *,
-        batch: int,
-    ) -> None:
-        """Sum the gradients of `names`, in place, and mark those that any member had. What a member holds of
-        pieces that others own is of no use afterwards.
-        """
-
-    def settle(self, *, counts: bool) -> None:
-        """The batch is done; what it left is kept if it counts."""
-
-
-class DenseSums:
-    """Gradients are summed as they are, whole or `in_parts`."""
-
-    feedback: Feedback | None = None
-
-    def __init__(self, *, in_parts: bool = False) -> None:
-        self._in_parts = in_parts
-
-    def sum(
-        self,
-        group: SharingGroup,
-        names: Sequence[str],
-        gradients: BatchGradients,
-        slice_bytes: int,
-        sent: SentBytes,
-        *,
-        batch: int,
-    ) -> None:
-        """Sum the gradients of `names`, in place."""
-        del batch
-        if self._in_parts:
-            sum_parts(group, names, gradients, min(slice_bytes, PART_SLICE_BYTES), sent)
-        else:
-            sum_in_slices(group, names, gradients, gradients.flats, slice_bytes, sent)
-
-    def settle(self, *, counts: bool) -> None:
-        """Nothing is kept."""
-
-
-def sums_through(codec: SumCodec, *, in_parts: bool) -> GradientSummation:
-    """How a run sums its gradients."""
-    if codec == DENSE:
-        return DenseSums(in_parts=in_parts)
-    return CodedSums(codec, in_parts=in_parts)
-
-
-class CodedSums:
-    """Sums of one rank's gradients through a codec, batch by batch: whole, or `in_parts`.
-
-    Where members change from sum to sum no basis is the same on all of them, so none `keeps_basis`: each sum
+    If members change from sum to sum no basis is the same on all of them, so none `keeps_basis`: each sum
     begins with a random one.
     """
 
-    def __init__(self, codec: SumCodec, *, in_parts: bool = False, keeps_basis: bool = True) -> None:
+    def __init__(self, codec: SumCodec = DENSE, *, in_parts: bool = False, keeps_basis: bool = True) -> None:
         self.codec = codec
         self._in_parts, self._keeps_basis = in_parts, keeps_basis
         made = PartFeedback if in_parts else Feedback
@@ -122,13 +59,20 @@ class CodedSums:
         plain: Collection[str] = (),
         apart: Collection[str] = (),
     ) -> None:
-        """Sum the gradients of `names`, in place, over a group, and mark those that any member had.
+        """Sum the gradients of `names`, in place, over a group, and mark those that any member had. What a
+        member holds of pieces that others own is of no use afterwards.
 
         Each member's part counts times its factor, if there are factors; a codec sees it without. `sender` is
         this member's number wherever groups change; it seeds what is random in its messages. What is `plain`
         goes as it is. What is `apart` is summed in the same way whatever it is summed with.
         """
         if not names:
+            return
+        if self.codec == DENSE and factors is None:
+            if self._in_parts:
+                sum_parts(group, names, gradients, min(slice_bytes, PART_SLICE_BYTES), sent)
+            else:
+                sum_in_slices(group, names, gradients, gradients.flats, slice_bytes, sent)
             return
         if group.size == 1:
             self._send_all_to_itself(names, gradients, 1.0 if factors is None else factors[0])

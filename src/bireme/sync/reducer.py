@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.sync.coded import DenseSums, GradientSummation
+from bireme.sync.coded import GradientSummation
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
     BatchGradients,
@@ -229,7 +229,7 @@ class GroupReducer(Reducer):
         self._tied = dict(tied or {})
         self.summed_apart = self._tied.keys()
         self.sums_gradients = any(group.size > 1 for group in (self._replicas, *self._tied.values()))
-        self._sums = sums or DenseSums()
+        self._sums = sums or GradientSummation()
         self._slice_bytes = slice_bytes
         self._queue: queue.SimpleQueue[Reduction | None] = queue.SimpleQueue()
         self._error: BaseException | None = None

@@ -28,7 +28,7 @@ from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.snapshot import piece_name
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction
-from bireme.sync.coded import CodedSums
+from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import FlatViews, SentBytes
 from bireme.sync.feedback import RESIDUAL
 from bireme.sync.rounds.contribution import CodedFlats, Contribution, bases_in
@@ -219,7 +219,7 @@ class _CodedDrifts:
         *,
         keeps_basis: bool,
     ) -> None:
-        self._coded, self._sent = CodedSums(codec, keeps_basis=keeps_basis), sent
+        self._coded, self._sent = GradientSummation(codec, keeps_basis=keeps_basis), sent
         slots: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         for number, (part, place) in enumerate(zip(parts, places, strict=True)):
             for name, slot in part.slots.items():

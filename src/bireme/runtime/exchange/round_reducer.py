@@ -16,7 +16,7 @@ from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import pinned_like
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.rounds import BatchOffer, RoundSum, SettledRound
-from bireme.sync.coded import CodedSums
+from bireme.sync.coded import GradientSummation
 from bireme.sync.components import HostStream, components_in
 from bireme.sync.coordinator.state import numbers_of_healing
 from bireme.sync.exchange import (
@@ -96,7 +96,7 @@ class RoundReducer(Reducer):
         self._tied = {name: tied[name] for name in sorted(tied)}
         # In a site tied parameters are not cut into parts; else none is summed over other ranks.
         self.summed_apart = frozenset() if site is None else self._tied.keys()
-        self._coded = None if codec == DENSE else CodedSums(codec)
+        self._coded = None if codec == DENSE else GradientSummation(codec)
         self._under_way: dict[int, _UnderWay] = {}
         self._last_known: threading.Event | None = None
         self.first = 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.sum_description import DENSE
-from bireme.sync.coded import CodedSums
+from bireme.sync.coded import GradientSummation
 from bireme.sync.components import HostStream, labelled, merge_components
 from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes
 from bireme.sync.group import SharingGroup
@@ -70,7 +70,7 @@ class CodedFlats:
         self,
         number: int,
         views: FlatViews,
-        coded: CodedSums | None,
+        coded: GradientSummation | None,
         sent: SentBytes,
         *,
         plain: Collection[str] = (),
@@ -97,7 +97,7 @@ class CodedFlats:
         gradients = BatchGradients(self._views.in_(into), held, into, streams=streams)
         for flat, mine in zip(into, own.flats, strict=True):
             flat.copy_(mine)
-        coded = self._coded or CodedSums(DENSE)
+        coded = self._coded or GradientSummation()
         coded.sum(
             group,
             names,
