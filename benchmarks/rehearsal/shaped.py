@@ -244,14 +244,6 @@ class _ShapedGroup:
         """Begin to fill the tensor with that of the member `source`, which is not shaped either."""
         return self._inner.copy_from(tensor, source)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill the tensor with that of the member `source`; nothing that counts goes this way."""
-        self._inner.broadcast(tensor, source)
-
-    def barrier(self) -> None:
-        """Return once every member has called this."""
-        self._inner.barrier()
-
     def abort(self) -> None:
         """Give up."""
         self._inner.abort()

@@ -156,7 +156,7 @@ def test_an_attempt_that_is_repeated_over_other_members_sends_the_same(codec: st
             summed(me, coded, mesh, (0, 1, 2), 0)
         found = summed(me, coded, mesh, (0, 1), 1) if me < 2 else gradients[me]
         coded.settle(counts=True)
-        return found, coded.feedback.before["w"][RESIDUAL]
+        return found, coded.feedback.after(coded.feedback.num_batches)["w"][RESIDUAL]
 
     twice, once = Mesh(3), Mesh(3)
     repeated = run_threads(3, lambda me: residual_of(me, twice, is_repeated=True))[:2]
@@ -180,4 +180,4 @@ def test_the_last_member_sends_itself_all_that_it_had_not_sent() -> None:
     coded.settle(counts=True)
 
     assert torch.equal(found, torch.full((300,), 3.0, dtype=torch.float64))
-    assert not coded.feedback.before["w"][RESIDUAL].count_nonzero()
+    assert not coded.feedback.after(coded.feedback.num_batches)["w"][RESIDUAL].count_nonzero()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bireme.memory.arena import Arena, Slots
 from bireme.sync.exchange import BatchGradients, SentBytes, squared_norm, sum_parts
-from bireme.sync.group import CollectiveError, DistGroup, Pending, SharingGroup, SingleRankGroup
+from bireme.sync.group import CollectiveError, DistGroup, Group, Pending, SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reduced, Reduction
 from bireme.sync.slices import NUM_IN_FLIGHT, beside_parts
 from tests.support.thread_transport import ThreadFabric
@@ -24,7 +24,7 @@ from tests.support.together import run_processes, run_threads
 
 NOTHING = BatchGradients({}, set())
 
-MakeGroup = Callable[[Sequence[int]], SharingGroup | None]
+MakeGroup = Callable[[Sequence[int]], Group | None]
 
 SHAPES = {"a": (3,), "b": (2, 5), "large": (40, 8), "scalar": (), "z": (7, 1, 2)}
 SMALL_SLICE_BYTES = 160
@@ -56,7 +56,7 @@ def _laid_out(tensors: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) 
     return BatchGradients(views, held, [arena.flat])
 
 
-def _group(make: MakeGroup, ranks: Sequence[int]) -> SharingGroup:
+def _group(make: MakeGroup, ranks: Sequence[int]) -> Group:
     group = make(ranks)
     assert group is not None
     return group
@@ -137,18 +137,17 @@ def test_replicas_and_tied_copies_are_summed_exactly_while_batches_overlap() -> 
 
 
 def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
-    def make(ranks: Sequence[int]) -> SharingGroup | None:
+    def make(ranks: Sequence[int]) -> Group | None:
         group = dist.new_group(list(ranks))
         return DistGroup(group) if rank in ranks else None
 
     everyone = _group(make, ALL)
     tensor = torch.full((3,), float(rank))
-    everyone.broadcast(tensor, 2)
-    everyone.barrier()
+    everyone.copy_from(tensor, 2).wait()
     message = torch.full((5,), rank, dtype=torch.uint8)
     gathered = [torch.empty_like(message) for _ in ALL]
     everyone.gather(message, gathered).wait()
-    outcome = {"training": _train(rank, make), "broadcast": tensor, "gathered": gathered}
+    outcome = {"training": _train(rank, make), "copied": tensor, "gathered": gathered}
     doomed = _group(make, ALL)
     if rank == 3:
         torch.save(outcome, folder / "last words")
@@ -170,7 +169,7 @@ def test_processes_sum_as_threads_do_and_learn_when_one_is_killed(tmp_path: Path
     killed = torch.load(tmp_path / "last words", weights_only=False)
     _check_training([outcome["training"] for outcome in (*survivors, killed)])
     for rank, outcome in enumerate(survivors):
-        assert outcome["broadcast"].tolist() == [2.0] * 3
+        assert outcome["copied"].tolist() == [2.0] * 3
         assert [one.tolist() for one in outcome["gathered"]] == [[member] * 5 for member in ALL]
         assert outcome["size"] == (rank, 4)
 

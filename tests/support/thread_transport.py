@@ -333,15 +333,6 @@ class _ThreadGroup:
 
         return _Waiting(wait)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill the tensor with that of the member `source`."""
-        what = f"broadcast of {tensor.dtype} {list(tensor.shape)} from {source}"
-        tensor.copy_(self._all_brought(self._bring(what, tensor.clone()))[source])
-
-    def barrier(self) -> None:
-        """Return once every member has called this."""
-        self._all_brought(self._bring("barrier", torch.empty(0)))
-
     def abort(self) -> None:
         """Give up, as if this rank's process had died."""
         self._hub.lose(self._members[self.rank])

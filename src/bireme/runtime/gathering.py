@@ -119,16 +119,16 @@ PIECE_ELEMENTS = 4 * 2**20
 def _clock_offset_s(group: Group) -> float:
     """What to add to this rank's `perf_counter` to have rank 0's, to about the time a small message takes.
 
-    Ranks come out of a barrier at nearly the same time.
+    Ranks come out of a sum at nearly the same time.
     """
     if group.size == 1:
         return 0.0
     differences = []
     for _ in range(_NUM_ROUNDS):
-        group.barrier()
+        group.all_reduce(torch.zeros(1)).wait()
         now = perf_counter()
         first = torch.tensor([now], dtype=torch.float64)
-        group.broadcast(first, 0)
+        group.copy_from(first, 0).wait()
         differences.append(float(first) - now)
     return median(differences)
 

@@ -65,7 +65,7 @@ from bireme.runtime.world import World
 from bireme.sync.coded import GradientSummation
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
-from bireme.sync.group import Group, SharingGroup, SingleRankGroup
+from bireme.sync.group import Group, SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reducer
 from bireme.timeline.timeline import Timeline
 
@@ -188,8 +188,8 @@ def _reducer_of(
     )
 
 
-def _replicas(fabric: Fabric, layout: Layout) -> SharingGroup:
-    replicas: SharingGroup = SingleRankGroup()
+def _replicas(fabric: Fabric, layout: Layout) -> Group:
+    replicas: Group = SingleRankGroup()
     for ranks in layout.alike:
         made = fabric.group(ranks) if len(ranks) > 1 else None
         if made is not None and layout.rank in ranks:

@@ -29,7 +29,7 @@ from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.schedule.instruction import Item
 from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of
-from bireme.sync.group import Pending, SharingGroup
+from bireme.sync.group import Group, Pending
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
 # The replicas of a stage that share its optimizer or weights: who owns what, and how all get the rest.
@@ -52,26 +52,26 @@ class Sharers:
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
         self.how = GradientSummation(in_parts=True)
         """How gradients are summed."""
-        self._group: SharingGroup | None = None
-        self._sums: SharingGroup | None = None
+        self._group: Group | None = None
+        self._sums: Group | None = None
         self._worker: ThreadMover | None = None
 
     @property
-    def group(self) -> SharingGroup:
+    def group(self) -> Group:
         """What joins them. It belongs to the rank's own thread."""
         assert self._group is not None, "a pipeline is joined before it trains"
         return self._group
 
     @property
-    def sums(self) -> SharingGroup:
+    def sums(self) -> Group:
         """What joins them for what is posted here, where they share the weights."""
         assert self._sums is not None, "who sums stage by stage is joined for that"
         return self._sums
 
     def join(
         self,
-        group: SharingGroup,
-        sums: SharingGroup | None,
+        group: Group,
+        sums: Group | None,
         device: torch.device,
         how: GradientSummation | None = None,
     ) -> None:

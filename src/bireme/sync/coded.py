@@ -25,8 +25,8 @@ from bireme.sync.exchange import (
     sum_in_slices,
     sum_parts,
 )
-from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback, PartFeedback
-from bireme.sync.group import Group, SharingGroup
+from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
+from bireme.sync.group import Group
 from bireme.sync.slices import PART_SLICE_BYTES
 
 
@@ -41,13 +41,12 @@ class GradientSummation:
     def __init__(self, codec: SumCodec = DENSE, *, in_parts: bool = False, keeps_basis: bool = True) -> None:
         self.codec = codec
         self._in_parts, self._keeps_basis = in_parts, keeps_basis
-        made = PartFeedback if in_parts else Feedback
-        self.feedback: Feedback | None = made() if codec.has_feedback else None
+        self.feedback = Feedback() if codec.has_feedback else None
         """What was not sent yet, where that is kept."""
 
     def sum(
         self,
-        group: SharingGroup,
+        group: Group,
         names: Sequence[str],
         gradients: BatchGradients,
         slice_bytes: int,
@@ -145,10 +144,9 @@ class GradientSummation:
 
     def _opened(self, batch: int, coded: Mapping[str, Tensor]) -> Mapping[str, dict[str, Tensor]]:
         """What is kept of these gradients, to which they are added."""
-        if isinstance(self.feedback, PartFeedback):
-            return self.feedback.open_some(batch, coded)
-        staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
-        return {name: staged.get(name, {}) for name in coded}
+        if self.feedback is None:
+            return {name: {} for name in coded}
+        return self.feedback.open(coded, batch if self._in_parts else None)
 
     def _send_all_to_itself(self, names: Sequence[str], gradients: BatchGradients, factor: float) -> None:
         """The sum of one member is all that it has, with what it has not sent before."""
@@ -157,10 +155,10 @@ class GradientSummation:
         views = {name: gradients.views[name] for name in names}
         known = {} if self.feedback is None else self.feedback.after(self.feedback.num_batches)
         coded = {name: view for name, view in views.items() if RESIDUAL in known.get(name, {})}
-        staged = self.feedback.open(coded) if self.feedback is not None and coded else {}
-        for name in coded if staged else ():
-            if name not in gradients.held:
-                views[name].zero_()
+        for name in coded.keys() - gradients.held:
+            views[name].zero_()
+        staged = {} if self.feedback is None else self.feedback.open(coded)
+        for name in coded:
             residual = staged[name][RESIDUAL]
             views[name].copy_(residual)
             residual.zero_()

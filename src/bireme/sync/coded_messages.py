@@ -16,7 +16,7 @@ from bireme.codec.description import ALIGNMENT_BYTES
 from bireme.codec.sum_description import SumCodec, SumKind
 from bireme.sync.exchange import SentBytes
 from bireme.sync.feedback import THRESHOLD
-from bireme.sync.group import Group, Pending, SharingGroup
+from bireme.sync.group import Group, Pending
 from bireme.sync.slices import NUM_IN_FLIGHT
 
 Coder = Threshold | BlockCodec
@@ -198,9 +198,7 @@ class Parted(_Messages):
 
     alignment_bytes = 16  # so that what goes as it is can be read as numbers of any kind
 
-    def __init__(
-        self, group: SharingGroup, coder: Coder | None, factors: Sequence[float], sent: SentBytes
-    ) -> None:
+    def __init__(self, group: Group, coder: Coder | None, factors: Sequence[float], sent: SentBytes) -> None:
         super().__init__(coder, factors, sent, group.rank)
         self._group = group
 

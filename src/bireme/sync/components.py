@@ -44,7 +44,7 @@ def _merged_over(group: Group, streams: Mapping[str, FactorStream], sent: SentBy
             sent.sent += (group.size - 1) * flat.nbytes
         else:
             flat = of_all[names[0]][0][0].new_empty(sum(map(math.prod, shapes)))
-        group.broadcast(flat, member)
+        group.copy_from(flat, member).wait()
         parts = iter(_cut(flat, shapes))
         for name in names:
             left, right, values = next(parts), next(parts), next(parts)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.lowrank import Components
-from bireme.sync.group import Group, Pending, SharingGroup
+from bireme.sync.group import Group, Pending
 from bireme.sync.slices import NUM_IN_FLIGHT
 
 # Norms of many tensors in a few calls, with one look at the device.
@@ -268,7 +268,7 @@ def rounds_of(parts: Parts, most: int) -> range:
 
 
 def sum_parts(
-    group: SharingGroup, names: Sequence[str], gradients: BatchGradients, slice_bytes: int, sent: SentBytes
+    group: Group, names: Sequence[str], gradients: BatchGradients, slice_bytes: int, sent: SentBytes
 ) -> None:
     """Sum the flats of some gradients, in which those of `names` lie, each part where its owner is.
 
@@ -322,7 +322,7 @@ class _Round:
             self.own.copy_(total)
 
 
-def _begin(group: SharingGroup, pieces: Sequence[Tensor], sent: SentBytes) -> _Round:
+def _begin(group: Group, pieces: Sequence[Tensor], sent: SentBytes) -> _Round:
     own = pieces[group.rank]
     others = [piece for member, piece in enumerate(pieces) if member != group.rank]
     given = others[0] if len(others) == 1 else torch.cat(others)

@@ -59,16 +59,6 @@ class Group(Sums, Protocol):
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill the tensor with that of the member `source`."""
-
-    def barrier(self) -> None:
-        """Return once every member has called this."""
-
-
-class SharingGroup(Group, Protocol):
-    """A group whose members each own a part of what all of them use."""
-
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Pending:
@@ -81,7 +71,7 @@ class SharingGroup(Group, Protocol):
         """Begin to fill the tensor, which is flat, with that of the member `source`."""
 
 
-class OwnedGroup(SharingGroup, Protocol):
+class OwnedGroup(Group, Protocol):
     """A group in the hands of who had it made, and ends it."""
 
     def abort(self) -> None:
@@ -178,16 +168,6 @@ class DistGroup:
             lambda group: dist.broadcast(whole, group=group, group_src=source, async_op=True),
             [(here, tensor)],
         )
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill the tensor with that of the member `source`."""
-        here = staged(tensor)
-        self._do("broadcast", lambda group: dist.broadcast(here, group=group, group_src=source))
-        _bring_back([(here, tensor)])
-
-    def barrier(self) -> None:
-        """Return once every member has called this."""
-        self._do("barrier", lambda group: dist.barrier(group=group))
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to the member `to`."""
@@ -292,12 +272,6 @@ class SingleRankGroup:
     def copy_from(self, _tensor: Tensor, _source: int) -> Pending:
         """The tensor is its own source."""
         return _Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """The tensor is its own source."""
-
-    def barrier(self) -> None:
-        """There is nobody to wait for."""
 
     def abort(self) -> None:
         """Nobody waits."""

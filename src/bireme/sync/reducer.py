@@ -28,7 +28,7 @@ from bireme.sync.exchange import (
     sum_in_slices,
 )
 from bireme.sync.feedback import Feedback
-from bireme.sync.group import Group, Pending, SharingGroup, SingleRankGroup, Sums
+from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.slices import SLICE_BYTES
 
 # What the ranks tell each other about a batch, and what comes of it.
@@ -216,7 +216,7 @@ class GroupReducer(Reducer):
         self,
         control: Sums,
         *,
-        replicas: SharingGroup | None = None,
+        replicas: Group | None = None,
         tied: Mapping[str, Group] | None = None,
         counted: Collection[str] | None = None,
         in_background: bool = True,
@@ -225,7 +225,7 @@ class GroupReducer(Reducer):
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         super().__init__(control, counted, device)
-        self._replicas: SharingGroup = replicas or SingleRankGroup()
+        self._replicas: Group = replicas or SingleRankGroup()
         self._tied = dict(tied or {})
         self.summed_apart = self._tied.keys()
         self.sums_gradients = any(group.size > 1 for group in (self._replicas, *self._tied.values()))

@@ -253,10 +253,11 @@ class _CodedDrifts:
 
     def add_unsent(self, drifts: Sequence[Tensor]) -> None:
         """Add what was not sent to drifts, in place."""
-        if self._coded.feedback is None:
+        feedback = self._coded.feedback
+        if feedback is None:
             return
         views = self._views.in_([*drifts, *(drifts[0].new_empty(0) for _ in self._plain)])
-        for label, kept in self._coded.feedback.before.items():
+        for label, kept in feedback.after(feedback.num_batches).items():
             if RESIDUAL in kept:
                 views[label].add_(kept[RESIDUAL])
 

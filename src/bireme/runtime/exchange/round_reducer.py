@@ -28,7 +28,7 @@ from bireme.sync.exchange import (
     sum_parts,
 )
 from bireme.sync.feedback import Feedback
-from bireme.sync.group import Group, SharingGroup, Sums
+from bireme.sync.group import Group, Sums
 from bireme.sync.reducer import (
     OwnPart,
     Reduced,
@@ -88,7 +88,7 @@ class RoundReducer(Reducer):
         counted: Collection[str],
         tied: Mapping[str, Group],
         codec: SumCodec = DENSE,
-        site: SharingGroup | None = None,
+        site: Group | None = None,
     ) -> None:
         super().__init__(control, counted, device)
         self.agent = agent
@@ -212,7 +212,7 @@ class RoundReducer(Reducer):
         return BatchGradients({**gradients.owned, **tied}, set(), [*gradients.owned_flats, *tied.values()])
 
     @torch.no_grad()
-    def _add_up(self, site: SharingGroup, gradients: BatchGradients, contributed: BatchGradients) -> None:
+    def _add_up(self, site: Group, gradients: BatchGradients, contributed: BatchGradients) -> None:
         """Sum a batch over the site. All its ranks call it."""
         names = [name for name in gradients.views if name not in self._tied]
         sum_parts(site, names, gradients, PART_SLICE_BYTES, self.sent)

@@ -224,7 +224,7 @@ def exchange_costs(joined: Fabric, device: torch.device, known: EngineCost) -> E
     def median_s(exchange: Callable[[], None]) -> float:
         laps = []
         for _ in range(1 + _NUM_EXCHANGES):
-            group.barrier()
+            group.all_reduce(torch.zeros(1, device=device)).wait()
             begin_s = _busy_s(device)
             exchange()
             laps.append(_busy_s(device) - begin_s)

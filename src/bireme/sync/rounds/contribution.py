@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from bireme.codec.sum_description import DENSE
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import HostStream, labelled, merge_components
 from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes
-from bireme.sync.group import SharingGroup
+from bireme.sync.group import Group
 from bireme.sync.rounds.digest import NO_DIGEST, Digest, check_same
 from bireme.sync.rounds.round_group import RoundGroup, bytes_of, scaled
 from bireme.sync.slices import SLICE_BYTES
@@ -82,7 +81,7 @@ class CodedFlats:
 
     def sum(
         self,
-        group: SharingGroup,
+        group: Group,
         own: Contribution,
         into: Sequence[Tensor],
         factors: Sequence[float],

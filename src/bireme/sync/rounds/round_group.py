@@ -127,14 +127,6 @@ class RoundGroup:
             return self._exchanged({}, {self.members[source]: tensor})
         return self._exchanged(dict.fromkeys(self._traffic.lines, tensor), {})
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill the tensor with that of the member `source`."""
-        self.copy_from(tensor, source).wait()
-
-    def barrier(self) -> None:
-        """Return once every member has called this."""
-        self.all_reduce(torch.zeros(1)).wait()
-
     def add_up(
         self,
         own: Sequence[Tensor],
