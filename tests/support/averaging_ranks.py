@@ -22,7 +22,7 @@ from bireme.memory.arena import Slots
 from bireme.plan.plan import Plan
 from bireme.runtime.coordinator_client import DroppedError
 from bireme.runtime.exchange.agent import ExchangeAgent, SupersededError
-from bireme.runtime.exchange.diloco import averages_of
+from bireme.runtime.exchange.averages import Averages
 from bireme.runtime.exchange.joining import join
 from bireme.runtime.exchange.rounds import Attempt, RoundLine, RoundSum
 from bireme.runtime.pipeline import Pipeline
@@ -518,7 +518,7 @@ class SimulatedRank:
         )
         stage = cast(Stage, SimpleNamespace(banks=banks))
         self.agent = world.agents[rank]
-        self.averages = averages_of(
+        self.averages = Averages(
             replica.averaging,
             {rank.stage: stage},
             cast(Any, SimpleNamespace(tied={}, repeated=frozenset())),

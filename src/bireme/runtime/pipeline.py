@@ -27,8 +27,7 @@ from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
 from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
 from bireme.runtime.exchange.agreement import QuorumAgreement
-from bireme.runtime.exchange.averages import Averaging, Met
-from bireme.runtime.exchange.diloco import averages_of
+from bireme.runtime.exchange.averages import Averages, Averaging, Met
 from bireme.runtime.exchange.joining import Donations, join
 from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
@@ -359,7 +358,7 @@ class Pipeline(HeldState):
         self._stage_messages = StageMessages(routes, self._boundaries, transport, self._device, self.codecs)
         self._averages = None
         if averaging is not None:
-            averages = self._averages = averages_of(averaging, self.stages, self.layout, self._device)
+            averages = self._averages = Averages(averaging, self.stages, self.layout, self._device)
             donations = Donations(
                 averaging.agent,
                 self.stages,
