@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def coordinator() -> Coordinator:
 
 @pytest.fixture
 def agent(coordinator: Coordinator) -> Iterator[ExchangeAgent]:
-    made = ExchangeAgent(OWN, coordinator, timeout_s=TIMEOUT_S)
+    made = ExchangeAgent(OWN, cast(Any, coordinator), timeout_s=TIMEOUT_S)
     made.bind([RoundLine(0, [torch.zeros(2)])])
     yield made
     made.close(is_leaving=False)

@@ -143,7 +143,7 @@ class Told:
 
 def test_a_rank_that_waits_for_a_sum_of_its_donor_learns_that_it_will_not_come() -> None:
     coordinator = Told(CoordinatorReply(1, 1, committed=(7,), heals=(Heal(1, donor=0, batch=5),)))
-    agent = ExchangeAgent(OWN, coordinator, timeout_s=5.0, of_batches=True)
+    agent = ExchangeAgent(OWN, cast(Any, coordinator), timeout_s=5.0, of_batches=True)
     agent.begin(used=[6], healed=6)
     offer = BatchOffer(None)
     agent.offer_batch(6, offer, [torch.zeros(1)])
@@ -166,7 +166,7 @@ def test_a_rank_asks_another_source_as_soon_as_one_that_says_nothing_is_replaced
         coordinator = Told(
             CoordinatorReply(1, 1, committed=(7,), members=members, commits=(commit,), heals=(heal,))
         )
-        agent = ExchangeAgent(OWN, coordinator, timeout_s=1e6, of_batches=True)
+        agent = ExchangeAgent(OWN, cast(Any, coordinator), timeout_s=1e6, of_batches=True)
         agent.begin(used=[6], healed=6)
         offer = BatchOffer(None)
         agent.offer_batch(6, offer, [torch.zeros(1)])
@@ -199,7 +199,7 @@ def test_a_rank_prepares_a_batch_as_soon_as_it_may_and_not_when_it_looks_again(
 ) -> None:
     """With a codec each batch waits for the verdict about the one before: that took half a second."""
     monkeypatch.setattr(bireme.runtime.exchange.agent, "LOOK_S", 1e6)
-    agent = ExchangeAgent(OWN, Told(CoordinatorReply(1, 1)), timeout_s=5.0, of_batches=True)
+    agent = ExchangeAgent(OWN, cast(Any, Told(CoordinatorReply(1, 1))), timeout_s=5.0, of_batches=True)
     agent.begin(used=[6])
     is_made, verdict, flats = threading.Event(), Verdict(), [torch.zeros(1)]
 

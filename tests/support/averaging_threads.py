@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ class AveragingReplicas:
 
     def _train(self, rank: RankId) -> None:
         told = self.told[rank]
-        agent = self._agents[rank] = ExchangeAgent(rank, self.hub.client(rank), timeout_s=20.0)
+        agent = self._agents[rank] = ExchangeAgent(rank, cast(Any, self.hub.client(rank)), timeout_s=20.0)
         pipeline = pipeline_of(
             self.model,
             self.setting,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -390,7 +390,11 @@ class Replicas:
 
     def _train(self, rank: RankId, fabric: ThreadFabric, seen: Seen) -> None:
         agent = ExchangeAgent(
-            rank, self.hub.client(rank), timeout_s=self._timeout_s, of_batches=True, spare=self._spare
+            rank,
+            cast(Any, self.hub.client(rank)),
+            timeout_s=self._timeout_s,
+            of_batches=True,
+            spare=self._spare,
         )
         with self._lock:
             self._agents[rank.own_life].append(agent)

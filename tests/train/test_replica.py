@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_who_takes_over_the_log_adds_the_lines_that_the_last_writer_could_not(tm
     def make() -> RunLog:
         return RunLog(RunFolder(tmp_path), run, {}, is_shown=False)
 
-    replicas = [SimpleNamespace(speaks=True), SimpleNamespace(speaks=False)]
+    replicas = [cast(Any, SimpleNamespace(speaks=speaks)) for speaks in (True, False)]
     logs = [LeaderLog(make, one, path) for one in replicas]
     logs[0].begin(0)
     for step in range(1, 4):
@@ -98,7 +98,7 @@ def test_the_end_of_a_run_is_written_once() -> None:
     log = cast(RunLog, SimpleNamespace(end=ended.append))
     outcome = Outcome(4, "finished", None, None, None, None, None, 0, 4, RankOutcome(0, None, None))
     for leads in (True, False):
-        own = LeaderLog(lambda: log, SimpleNamespace(speaks=True), Path())
+        own = LeaderLog(lambda: log, cast(Any, SimpleNamespace(speaks=True)), Path())
         own.end(replace(outcome, leads=leads))
 
     assert ended == [outcome]

@@ -93,15 +93,19 @@ def free_port() -> int:
 
 @pytest.mark.long
 def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp_path: Path) -> None:
-    """The one that coordinates and leads is cut off, then the one that took up dies. Both come back."""
+    """The host that coordinates and leads is cut off, then the one that took up dies. Both come back. The run
+    ends while the third one is cut off: it waited for ever for a coordinator that was gone, and its rank for
+    a batch that was over.
+    """
     run = tmp_path / "runs" / "run"
     run.parent.mkdir()
     training = {"training__steps": 5000, "training__optimizer": "sgd", "training__learning_rate": 0.003}
     more = settings(**training, cluster__timeout_s=TIMEOUT_SHARE * patience_s(), checkpoint__every_steps=0)
     words = [str(written(tmp_path)), "--json", *more]
     with hosts(NUM_HOSTS) as machines, ExitStack() as stack:
+        master = machines[0].address
         first, second, third = (
-            stack.enter_context(launcher(number, machine, run, *words, master=machines[0].address))
+            stack.enter_context(launcher(number, machine, run, *words, master=master))
             for number, machine in enumerate(machines)
         )
         wait_for_members(first, 0, 1, 2)
@@ -111,51 +115,32 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
         wait_for_members(first, 0, 1, 2)
         second.kill_all()
         wait_for_members(third, 0, 2)
-        again = launcher(1, machines[1], run, *words, master=machines[0].address)
-        second = stack.enter_context(again)
+        second = stack.enter_context(launcher(1, machines[1], run, *words, master=master))
         wait_for_members(third, 0, 1, 2)
-        os.kill(third.process.pid, signal.SIGTERM)
+        set_cable(2, is_plugged=False)
+        wait_for_members(first, 0, 1)
+        os.kill(first.process.pid, signal.SIGTERM)
         ended = [one.ended() for one in (first, second, third)]
+        (document,) = (json.loads(one.out) for one in ended if one.out)
+        words += settings(training__steps=document["steps"])
+        late = stack.enter_context(launcher(2, machines[2], run, *words, master=master)).ended()
 
-    assert [one.status for one in ended] == [0, 0, 0], ended
-    (document,) = (json.loads(one.out) for one in ended if one.out)
+    assert [one.status for one in (*ended, late)] == [0, 0, 0, 0], (ended, late)
     assert (document["reason"], document["checkpoint"]) == ("signal", document["steps"])
     rounds = rounds_of(run)
-    assert {(0, 1, 2), (1, 2), (0, 2)} <= {tuple(line["members"]) for line in rounds}
+    assert {(0, 1, 2), (1, 2), (0, 2), (0, 1)} <= {tuple(line["members"]) for line in rounds}
     assert "Replica 0 is back after" in ended[0].err
+    for one in ended[:2]:
+        assert f"Replica 2 ({machines[2].address}) is gone after step" in one.err
+    assert "No coordinator of the run has answered this host" in ended[2].err
+    assert f"The run ended after step {document['steps']} (signal)" in ended[2].err
+    assert f"has finished its {document['steps']} steps" in late.err
+    told = {(one["event"], one["replica"], one.get("why")) for one in metrics(run, "membership")}
+    assert ("gone", 2, "silent") in told
     assert check_ledger(run / "ledger.jsonl").is_whole
     expected = losses_of_one_process(run)
     for step, loss in losses(run).items():
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
-
-
-@pytest.mark.long
-def test_a_host_that_is_cut_off_when_the_run_ends_learns_so_and_ends(tmp_path: Path) -> None:
-    """It waited for ever for a coordinator that was gone, and its rank for a batch that was over."""
-    run = tmp_path / "runs" / "run"
-    run.parent.mkdir()
-    more = settings(training__steps=60, cluster__timeout_s=TIMEOUT_SHARE * patience_s())
-    words = [str(written(tmp_path)), "--json", *more]
-    with hosts(NUM_HOSTS) as machines, ExitStack() as stack:
-        launchers = [
-            stack.enter_context(launcher(number, machine, run, *words, master=machines[0].address))
-            for number, machine in enumerate(machines)
-        ]
-        wait_for_members(launchers[0], 0, 1, 2)
-        set_cable(2, is_plugged=False)
-        ended = [one.ended() for one in launchers]
-        with launcher(2, machines[2], run, *words, master=machines[0].address) as again:
-            late = again.ended()
-
-    assert [one.status for one in (*ended, late)] == [0, 0, 0, 0], (ended, late)
-    assert "No coordinator of the run has answered this host" in ended[2].err
-    assert "The run ended after step 60 (finished)" in ended[2].err
-    assert "has finished its 60 steps" in late.err
-    for one in ended[:2]:
-        assert f"Replica 2 ({machines[2].address}) is gone after step" in one.err
-    (gone,) = metrics(run, "membership")
-    assert (gone["event"], gone["replica"], gone["why"]) == ("gone", 2, "silent")
-    assert check_ledger(run / "ledger.jsonl").is_whole
 
 
 @pytest.mark.long

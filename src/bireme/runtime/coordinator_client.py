@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.messages import (
@@ -162,30 +162,10 @@ class DroppedError(Exception):
     """This replica is no member any more: its life is over, and the launcher begins its next one."""
 
 
-class Coordinator(Protocol):
-    """A rank's way to the coordinator. It reports by itself as often as its lease wants it. Processes of the
-    run know its `key`.
-    """
-
-    key: str
-
-    @property
-    def word(self) -> CoordinatorReply:
-        """The last word; before the first one it says that nobody is a member."""
-
-    def say(self, *, address: str, **fields: Any) -> None:
-        """Report these fields from now on. Does not wait."""
-
-    def on_word(self, act: Callable[[], None]) -> None:
-        """Have something called whenever there is a new word, from any thread that holds no lock."""
-
-    def close(self, *, is_leaving: bool) -> None:
-        """Say no more; where it is leaving, say so."""
-
-
 class CoordinatorClient:
-    """The `Coordinator` of one rank, for any thread. It begins to talk once there is something to say. A rank
-    that `is_empty` has no weights that the run could go on from.
+    """One rank's way to the coordinator, for any thread. It begins to talk once there is something to say,
+    and then reports as often as its lease needs. Processes of the run have its `key`. A rank that
+    `is_empty` has no weights that the run could go on from.
     """
 
     def __init__(

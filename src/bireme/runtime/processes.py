@@ -19,7 +19,6 @@ from multiprocessing import connection, get_context, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol
 
 from bireme.runtime.board import die_with_parent
 from bireme.runtime.fork_server import (
@@ -73,32 +72,9 @@ _ALWAYS = "bireme.runtime.pipeline"
 """The module that a new server imports: nearly all copies need it."""
 
 
-class Process(Protocol):
-    """A process that was started. It ends when this object is deleted."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    @property
-    def sentinel(self) -> Any:
-        """For `multiprocessing.connection.wait`: is ready once the process has ended."""
-
-    @property
-    def status(self) -> int | None:
-        """How it ended, negative for a signal, or `UNREPORTED`; None while it lives."""
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
-
-    def join(self, limit_s: float | None = None) -> None:
-        """Wait for its end, for so long at most."""
-
-    def close(self) -> None:
-        """End it, if it lives, and forget it."""
-
-
-def start_process(name: str, function: Callable[..., None], *arguments: object) -> tuple[Process, Connection]:
+def start_process(
+    name: str, function: Callable[..., None], *arguments: object
+) -> tuple["Process", Connection]:
     """A process that calls `function(talk, *arguments)`, and the other end of what it talks through.
 
     Signals that the calling thread holds back are held back from it too. The arguments go through pickle.
@@ -155,7 +131,7 @@ def be_server(file: int, owner_pid: int) -> None:
 
 def _copied(
     name: str, function: Callable[..., None], arguments: tuple[object, ...]
-) -> tuple[Process, Connection]:
+) -> tuple["_Copy", Connection]:
     for _ in range(_TRIES):
         near, far = connection.Pipe()
         here, there = socket.socketpair()
@@ -325,7 +301,7 @@ def _signals_held() -> Iterator[None]:
 
 def _spawned(
     name: str, function: Callable[..., None], arguments: tuple[object, ...]
-) -> tuple[Process, Connection]:
+) -> tuple["_Spawned", Connection]:
     near, far = connection.Pipe()
     words = (os.getpid(), far, function, arguments)
     process = get_context("spawn").Process(target=_live, args=words, name=name)
@@ -367,3 +343,7 @@ class _Spawned:
         """End it, if it lives."""
         self._process.kill()
         self._process.join()
+
+
+Process = _Copy | _Spawned
+"""A process that was started. It ends when this object is deleted."""

@@ -98,7 +98,9 @@ _PARTS = ("left", "values", "right")
 class HostStream:
     """The factors of a gradient that is kept as principal components, on the host, times a factor."""
 
-    own: FactorStream
+    num_pairs: int
+    rank: int
+    shape: tuple[int, int]
     left: Tensor
     right: Tensor
     factor: float = 1.0
@@ -107,27 +109,12 @@ class HostStream:
     def of(cls, own: FactorStream) -> "HostStream":
         """A copy of a stream's factors, or these if they are on the host."""
         left, right = own.factors()
-        return cls(own, left.to("cpu"), right.to("cpu"))
-
-    @property
-    def num_pairs(self) -> int:
-        """The pairs that the stream was fed."""
-        return self.own.num_pairs
-
-    @property
-    def rank(self) -> int:
-        """The number of components."""
-        return self.own.rank
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the gradient as a matrix."""
-        return self.own.shape
+        return cls(own.num_pairs, own.rank, own.shape, left.to("cpu"), right.to("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the factors."""
-        return self.own.dtype
+        return self.left.dtype
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Two matrices whose product is this member's part of the sum."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import read_json_lines
@@ -218,14 +218,6 @@ class DealtBatches(RankBatches):
             yield Task(number, chosen, seed, wanted)
 
 
-class _Speaks(Protocol):
-    """One of several replicas."""
-
-    @property
-    def speaks(self) -> bool:
-        """Whether it writes the log."""
-
-
 class LeaderLog:
     """The log of a run, which is written to `path` by the first rank of the replica that speaks.
 
@@ -233,7 +225,7 @@ class LeaderLog:
     last lines that they would have written, and who takes over adds those that are missing.
     """
 
-    def __init__(self, make: Callable[[], RunLog], replica: _Speaks, path: Path) -> None:
+    def __init__(self, make: Callable[[], RunLog], replica: MortalReplica, path: Path) -> None:
         self._make, self._replica, self._path = make, replica, path
         self._log: RunLog | None = None
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=_KEPT_LINES)

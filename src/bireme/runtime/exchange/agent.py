@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.board import RunFailed
-from bireme.runtime.coordinator_client import Coordinator, DroppedError
+from bireme.runtime.coordinator_client import CoordinatorClient, DroppedError
 from bireme.runtime.exchange.deals import Deals, heal_in, member_in
 from bireme.runtime.exchange.for_others import KEPT_BYTES, MOST_BEHIND, ForOthers, take_sum
 from bireme.runtime.exchange.groups import GroupJob, RankGroups
@@ -69,7 +69,7 @@ class ExchangeAgent:
     def __init__(
         self,
         own: RankId,
-        coordinator: Coordinator,
+        coordinator: CoordinatorClient,
         *,
         timeout_s: float,
         device: torch.device | None = None,
