@@ -12,8 +12,7 @@ from torch import Tensor
 
 from bireme.sync.rounds import contribution
 from bireme.sync.rounds.contribution import SMALL_BYTES, Contribution, Summed, sum_over
-from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp, Tag
-from bireme.sync.rounds.round_group import PIECE_BYTES, RoundGroup
+from bireme.sync.rounds.round_group import PIECE_BYTES, LineBroken, PeerLine, RoundGroup, Stamp, Tag
 from tests.support.together import run_threads
 
 LENGTHS = (3 * PIECE_BYTES // 8 + 5, 0, 7)

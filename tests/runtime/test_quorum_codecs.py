@@ -14,7 +14,7 @@ from bireme.sync.coordinator.messages import RankId
 from bireme.sync.exchange import BatchGradients, SentBytes
 from bireme.sync.feedback import RESIDUAL
 from bireme.sync.group import SingleRankGroup
-from bireme.sync.rounds.peer_line import Stamp
+from bireme.sync.rounds.round_group import Stamp
 from tests.runtime.test_coded_sums import WIDTH, layers, tolerance_of
 from tests.runtime.test_member_sums import Mesh
 from tests.runtime.test_quorum import assert_as_one_process

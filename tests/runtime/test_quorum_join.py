@@ -26,7 +26,7 @@ from bireme.sync.coordinator.messages import (
     SumSource,
 )
 from bireme.sync.rounds.contribution import Contribution
-from bireme.sync.rounds.peer_line import LineBroken
+from bireme.sync.rounds.round_group import LineBroken
 from tests.support.patience import patience_s
 
 OWN = RankId(1, 1, 0)

@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.for_others import MOST_FOR_MEMBERS, ForOthers
+from bireme.runtime.exchange.joining import QuorumAgreement
 from bireme.runtime.exchange.peer_connections import SUM, PeerConnections
 from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.exchange.rounds import MOST_FREE, RoundLine
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, RankId
-from bireme.sync.rounds.digest import NO_DIGEST
+from bireme.sync.rounds.contribution import NO_DIGEST
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.regression import regression, regression_plan

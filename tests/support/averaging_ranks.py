@@ -48,7 +48,7 @@ from bireme.sync.coordinator.messages import (
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, GroupSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.rounds.contribution import Contribution, Summed
-from bireme.sync.rounds.peer_line import LineBroken
+from bireme.sync.rounds.round_group import LineBroken
 from bireme.train.replica import AveragingReplica, Meeting
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops

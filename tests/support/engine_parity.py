@@ -25,8 +25,8 @@ from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.averages import Averaging
+from bireme.runtime.exchange.joining import QuorumAgreement
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import LazyBatch, micro_batch_seed

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.balance import ShareLimits
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.agreement import QuorumAgreement
+from bireme.runtime.exchange.joining import QuorumAgreement
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction
@@ -35,7 +35,7 @@ from bireme.sync.coordinator.messages import (
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Ended, Event, HealTimes, Heard, Tick
-from bireme.sync.rounds.digest import OtherWeightsError
+from bireme.sync.rounds.contribution import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s
 from tests.support.small_models import Batch, Model

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bireme.sync.rounds import digest
-from bireme.sync.rounds.digest import NO_DIGEST, Digest, differing, digest_of
+from bireme.sync.rounds import contribution
+from bireme.sync.rounds.contribution import NO_DIGEST, Digest, differing, digest_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
@@ -24,7 +24,7 @@ def test_a_digest_changes_with_each_bit_of_each_tensor(dtype: torch.dtype) -> No
 
 
 def test_a_digest_knows_the_places_of_equal_numbers_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "SLICE", 8)
+    monkeypatch.setattr(contribution, "SLICE", 8)
     found = {digest_of({"a": torch.eye(29, dtype=torch.int16)[place]}) for place in range(29)}
     assert len(found) == 29
 

@@ -26,9 +26,8 @@ from bireme.plan.plan_file import SavedPlan, check_plan_fits
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
 from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
-from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.averages import Averages, Averaging, Met
-from bireme.runtime.exchange.joining import Donations, join
+from bireme.runtime.exchange.joining import Donations, QuorumAgreement, join
 from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.gathering import Recorder, Recording, gather_times, timeline_of

@@ -20,8 +20,8 @@ from bireme.errors import BiremeError
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.agreement import QuorumAgreement
 from bireme.runtime.exchange.averages import Averaging, DilocoSettings
+from bireme.runtime.exchange.joining import QuorumAgreement
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot

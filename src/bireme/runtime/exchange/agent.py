@@ -48,8 +48,7 @@ from bireme.sync.coordinator.messages import (
 )
 from bireme.sync.coordinator.state import HealTimes, LossTimes
 from bireme.sync.rounds.contribution import Contribution, Summed, sum_over
-from bireme.sync.rounds.peer_line import LineBroken, PeerLine, Stamp
-from bireme.sync.rounds.round_group import RoundGroup
+from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
 
 LOOK_S = 0.5
 

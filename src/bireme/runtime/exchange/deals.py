@@ -14,7 +14,7 @@ from bireme.sync.coordinator.messages import (
     SamplePlaces,
     Window,
 )
-from bireme.sync.rounds.peer_line import LineBroken
+from bireme.sync.rounds.round_group import LineBroken
 
 _LEAST_KEPT = 64
 """Deals that are known of batches before the newest."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from bireme.sync.coordinator.messages import RankId
-from bireme.sync.rounds.peer_line import LineBroken, PeerLine
-from bireme.sync.rounds.round_group import bytes_of
+from bireme.sync.rounds.round_group import LineBroken, PeerLine, bytes_of
 from bireme.wire.connection import (
     HEADER_BYTES,
     Connection,

@@ -37,8 +37,7 @@ from bireme.sync.reducer import (
     numbers_of,
     reduced_of,
 )
-from bireme.sync.rounds.contribution import CodedFlats, Contribution, bases_in
-from bireme.sync.rounds.digest import NO_DIGEST
+from bireme.sync.rounds.contribution import NO_DIGEST, CodedFlats, Contribution, bases_in
 from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
 
 # A site: several replicas that share an optimizer or weights, and live and die together.
