@@ -82,33 +82,48 @@ class LaunchHost:
         return coordinating(word, self.hosts) == self.number
 
 
-class StartProposals:
-    """When a replica with ranks on several hosts starts here: once the launchers of all its hosts agree. They
-    hear of each other through `observer`. `store` is the address of this host's store for ranks.
+class HostContact:
+    """What the launcher of a host says and does about the other hosts, by what its `observer` hears. `store`
+    is the address of this host's store for ranks.
+
+    A replica with ranks on several hosts starts once the launchers of all its hosts agree.
+
+    A host that is cut off cannot know whether the others go on, so its replicas wait. It finds the end of the
+    run in the run's folder, if it can reach that. If all other hosts refuse its calls, their launchers have
+    ended. Else it waits until it hears of them, is asked to stop, or has waited for long.
     """
 
     def __init__(
-        self, here: LaunchHost, observer: Observer, store: str, lease_s: float, tell: Callable[[str], None]
+        self,
+        here: LaunchHost,
+        observer: Observer,
+        settings: CoordinatorSettings,
+        tell: Callable[[str], None],
+        store: str = "",
     ) -> None:
-        self._here, self._observer, self._store = here, observer, store
-        self._lease_s, self._tell = lease_s, tell
+        self.observer = observer
+        self._here, self._lease_s, self._tell, self._store = here, settings.lease_s, tell, store
         self._proposed_s: dict[int, float] = {}
         """When each replica began to wait for its hosts; those of which that was reported are absent."""
+        self._changes = Changes(settings.batch_size, is_quorum=settings.mode is SyncMode.QUORUM)
+        self._noted: CoordinatorReply | None = None
+        self._is_silence_told = False
+        self._looked_s = 0.0
 
     def propose(self, incarnation: Incarnation) -> None:
         """Say that this host can start its ranks of an incarnation, and runs no ranks of an earlier one."""
-        self._observer.say_start(HostStart(self._here.number, incarnation, self._store))
+        self.observer.say_start(HostStart(self._here.number, incarnation, self._store))
         self._proposed_s[incarnation.replica] = time.monotonic()
 
     def agreement(self, part: ReplicaPart) -> StartAgreement:
         """What the hosts of a replica propose now."""
-        return start_agreement(part.replica, part.hosts, self._observer.starts(self._lease_s))
+        return start_agreement(part.replica, part.hosts, self.observer.starts(self._lease_s))
 
     def unheard(self, part: ReplicaPart) -> list[int]:
         """The other hosts of a replica that do not answer this host. Their proposals may come by way of a
         third host, but ranks that were started now could not reach each other.
         """
-        return [host for host in self.others(part) if self._observer.unheard_s(host) > _UNHEARD_S]
+        return [host for host in self.others(part) if self.observer.unheard_s(host) > _UNHEARD_S]
 
     def others(self, part: ReplicaPart) -> list[int]:
         """The other hosts of a replica."""
@@ -129,25 +144,6 @@ class StartProposals:
     def addresses(self, hosts: Sequence[int]) -> str:
         """The addresses of hosts, for people."""
         return " and ".join(f"host {number} ({self._here.hosts[number][0]})" for number in hosts)
-
-
-class HostContact:
-    """What the launcher of a host says and does about the other hosts, by what its `observer` hears.
-
-    A host that is cut off cannot know whether the others go on, so its replicas wait. It finds the end of the
-    run in the run's folder, if it can reach that. If all other hosts refuse its calls, their launchers have
-    ended. Else it waits until it hears of them, is asked to stop, or has waited for long.
-    """
-
-    def __init__(
-        self, here: LaunchHost, observer: Observer, settings: CoordinatorSettings, tell: Callable[[str], None]
-    ) -> None:
-        self.observer = observer
-        self._here, self._lease_s, self._tell = here, settings.lease_s, tell
-        self._changes = Changes(settings.batch_size, is_quorum=settings.mode is SyncMode.QUORUM)
-        self._noted: CoordinatorReply | None = None
-        self._is_silence_told = False
-        self._looked_s = 0.0
 
     def note_word(self) -> None:
         """Report which replicas of other hosts have gone or come back."""

@@ -27,9 +27,9 @@ from bireme.runtime.board import Board, Failure, FailureKind, RunFailed, Weights
 from bireme.runtime.coordinator_client import BEAT_S, Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.launch import LOCALHOST, Crew, Launcher, RankSetup, pickled, preload_own
-from bireme.runtime.replicas.hosts import HostContact, LaunchHost, ReplicaPart, StartProposals
+from bireme.runtime.replicas.hosts import HostContact, LaunchHost, ReplicaPart
 from bireme.runtime.replicas.ledger_tail import LedgerTail
-from bireme.sync.coordinator.messages import Absence, Incarnation
+from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.wire.listener import new_key, own_address
 
@@ -100,7 +100,10 @@ def launch_replicas(
     here = host or _only_host(settings, ledger)
     reached_at = own_address() if here.spans else LOCALHOST
     store = serve_store(reached_at, key=here.token, timeout_s=timeout_s)
-    observer = None if here.is_alone else Observer(here.hosts, here.token)
+    contact = None
+    if not here.is_alone:
+        observer = Observer(here.hosts, here.token)
+        contact = HostContact(here, observer, settings, tell, f"{own_address()}:{store.port}")
 
     def crew_of(part: ReplicaPart, life: Incarnation, store_of_rank_0: str, *, is_empty: bool) -> Crew:
         own = ReplicaOrder(
@@ -131,11 +134,10 @@ def launch_replicas(
     try:
         with Launcher() as launcher:
             tail = LedgerTail(ledger, averages=settings.averages)
-            run = _Supervision(launcher, here, settings, crew_of, observer, tail, tell)
-            return run.results(f"{own_address()}:{store.port}")
+            return _Supervision(launcher, here, settings, crew_of, contact, tail, tell).results()
     finally:
-        if observer is not None:
-            observer.close()
+        if contact is not None:
+            contact.observer.close()
         here.coordinator.close()
 
 
@@ -214,31 +216,25 @@ class _Supervision:
         here: LaunchHost,
         settings: CoordinatorSettings,
         crew_of: Callable[..., Crew],
-        observer: Observer | None,
+        contact: HostContact | None,
         tail: LedgerTail,
         tell: Callable[[str], None],
     ) -> None:
         self._launcher, self._here, self._settings = launcher, here, settings
-        self._crew_of, self._observer, self._tail, self._tell = crew_of, observer, tail, tell
+        self._crew_of, self._contact, self._tail, self._tell = crew_of, contact, tail, tell
         self._coordinator = here.coordinator
         self._replicas = [_Replica(part, here.first_life) for part in here.parts]
-        self._contact: HostContact | None = None
-        self._proposals: StartProposals | None = None
         self._failed: dict[str, int] = {}
         """The samples that replicas failed with, and which replica that was."""
 
-    def results(self, store: str) -> _Launched:
-        """What the replicas have come to, once one is done and the others that train have ended. It is
-        nothing where none of this host trained when the run ended on the others. `store` is the address of
-        this host's store for ranks.
+    def results(self) -> _Launched:
+        """The results of the replicas, once one is done and the others that train have ended. There are none
+        if no replica of this host trained when the run ended on the others.
         """
-        if self._observer is not None:
-            self._contact = HostContact(self._here, self._observer, self._settings, self._tell)
-            lease_s = self._settings.lease_s
-            self._proposals = StartProposals(self._here, self._observer, store, lease_s, self._tell)
+        if self._contact is not None:
             for one in self._replicas if self._here.first_life else ():
-                self._observer.ended(one.life)  # and those before it
-            self._observer.start()
+                self._contact.observer.ended(one.life)  # and those before it
+            self._contact.observer.start()
         for one in self._replicas:
             self._begin(one)
         while True:
@@ -252,9 +248,14 @@ class _Supervision:
                 self._tend(one)
             self._launcher.look()
 
+    @property
+    def _word(self) -> CoordinatorReply | None:
+        """The last word that was heard of the run's coordinators, if there are other hosts."""
+        return None if self._contact is None else self._contact.observer.word
+
     def _has_begun(self) -> bool:
         """Whether something has been committed, so that who is started has to get it from another replica."""
-        committed = () if self._observer is None else self._observer.word.committed
+        committed = () if (word := self._word) is None else word.committed
         if self._here.first_life and not committed:
             return True  # the others went on without this host
         first = 0 if self._settings.averages else self._settings.first
@@ -273,7 +274,7 @@ class _Supervision:
     @property
     def _is_over_elsewhere(self) -> bool:
         """Whether all replicas that trained have ended, except those of this host that were dropped."""
-        if self._observer is None or not (word := self._observer.word).is_lost:
+        if (word := self._word) is None or not word.is_lost:
             return False
         dropped = {one.own_life for one in word.gone if one.why is Absence.SILENT}
         return not any(one.lives and one.was_member and one.life not in dropped for one in self._replicas)
@@ -281,7 +282,7 @@ class _Supervision:
     @property
     def _is_lost(self) -> bool:
         """Whether all replicas have ended, and none of them because it had done all its batches."""
-        if self._observer is None or not (word := self._observer.word).is_lost:
+        if (word := self._word) is None or not word.is_lost:
             return False
         return all(one.why is not Absence.LEFT for one in word.gone)
 
@@ -329,10 +330,10 @@ class _Supervision:
     def _begin(self, one: _Replica, least: int = 0) -> None:
         """Begin the next life of a replica, of that number at least: now, or once its hosts agree."""
         one.next_life(least)
-        if self._proposals is None or one.part.is_whole:
+        if self._contact is None or one.part.is_whole:
             self._start(one, "")
         else:
-            self._proposals.propose(one.life)
+            self._contact.propose(one.life)
 
     def _start(self, one: _Replica, store: str) -> None:
         """Start the processes of a life; `store` is the address of the store of its rank 0."""
@@ -343,12 +344,12 @@ class _Supervision:
 
     def _meet_hosts(self, one: _Replica) -> None:
         """Start the ranks of a replica here if the launchers of all its hosts agree, and can be reached."""
-        assert self._proposals is not None, "a replica that waits has other hosts"
-        found = self._proposals.agreement(one.part)
+        assert self._contact is not None, "a replica that waits has other hosts"
+        found = self._contact.agreement(one.part)
         if found.number > one.life.life:
             self._begin(one, found.number)
-        elif missing := found.missing or self._proposals.unheard(one.part):
-            self._proposals.tell_missing(one.part, missing)
+        elif missing := found.missing or self._contact.unheard(one.part):
+            self._contact.tell_missing(one.part, missing)
         else:
             self._start(one, found.store)
 
@@ -356,9 +357,9 @@ class _Supervision:
         """Whether this life of a replica is over on another host. A launcher that is gone has taken its ranks
         along.
         """
-        if self._proposals is None or one.part.is_whole:
+        if self._contact is None or one.part.is_whole:
             return False
-        found, now_s = self._proposals.agreement(one.part), time.monotonic()
+        found, now_s = self._contact.agreement(one.part), time.monotonic()
         one.alone_s = (one.alone_s or now_s) if found.missing else None
         is_alone = one.alone_s is not None and now_s > one.alone_s + _ABSENT_S
         return found.number > one.life.life or is_alone
@@ -369,8 +370,8 @@ class _Supervision:
             return
         one.has_ended = True
         self._coordinator.ended(one.life)
-        if self._observer is not None:
-            self._observer.ended(one.life)
+        if self._contact is not None:
+            self._contact.observer.ended(one.life)
 
     def _after_end(self, one: _Replica) -> None:
         """What follows from the end of a replica's life: it begins again, or nothing goes on."""
@@ -379,8 +380,8 @@ class _Supervision:
         if cause is not None:
             self._check_samples(one, cause)
             what += f": rank {one.number * self._settings.num_stages + cause.rank}, {cause.summary}"
-        elif self._proposals is not None:
-            what += f" on {self._proposals.addresses(self._proposals.others(one.part))}."
+        elif self._contact is not None:
+            what += f" on {self._contact.addresses(self._contact.others(one.part))}."
         if self._has_begun() and not others:
             raise _without_weights(what) if cause is None else cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
@@ -425,8 +426,8 @@ class _Supervision:
         """
         has_begun, here = self._has_begun(), {other.number for other in self._replicas}
         found = [each.number for each in self._replicas if each.lives and (each.was_member or not has_begun)]
-        if self._observer is not None and not self._observer.word.is_lost:
-            found += [each.replica for each in self._observer.word.members if each.replica not in here]
+        if (word := self._word) is not None and not word.is_lost:
+            found += [each.replica for each in word.members if each.replica not in here]
         return sorted(found)
 
     def _part(self) -> None:
@@ -452,7 +453,7 @@ class _Supervision:
         """
         if any(one.lives for one in self._replicas):
             return True
-        if self._observer is None or not self._here.coordinates(word := self._observer.word):
+        if (word := self._word) is None or not self._here.coordinates(word):
             return False
         if word.is_lost:
             time.sleep(2 * BEAT_S)  # for all to hear of it
