@@ -9,17 +9,20 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from bireme.balance import ShareLimits
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.replicas.hosts import ReplicaPart
-from bireme.train import launched_process, rank_zero_setup
+from bireme.sync.coordinator.samples import CoordinatorSettings, SyncMode
+from bireme.train import host_launcher, launched_process, rank_zero_setup
 from bireme.train.folder import RunFolder
 from bireme.train.machines import LaunchedProcess
+from bireme.train.rank_part import RunStart
 from bireme.train.rank_zero_setup import check_launchers, parts_of_hosts, processes_of, within_servers
-from bireme.train.rendezvous import Environment
+from bireme.train.rendezvous import Environment, HostOrders, Orders
 from bireme.train.run_file import RunFile
 
 CPU = Device("cpu", "cpu", 10**9)
@@ -142,6 +145,25 @@ def test_a_rank_that_loses_rank_0_says_so_in_one_line_without_frames_of_cpp(
     assert capsys.readouterr().err == (
         "bireme: Rank 1 has lost rank 0, whose output may say why: recvValue failed.\n"
     )
+
+
+def test_a_host_that_is_started_after_the_run_has_done_all_its_steps_says_so(tmp_path: Path) -> None:
+    """It knows the end of the run from the folder alone: the other hosts may be gone."""
+    path, folder = tmp_path / "run.toml", RunFolder(tmp_path / "run")
+    lines = ("format = 1", "training.steps = 60", 'sync.mode = "quorum"', "export.at_end = false")
+    path.write_text("\n".join((*lines, f'log = {{ folder = "{tmp_path}", name = "run" }}')))
+    folder.path.mkdir()
+    folder.summary.touch()
+    limits = ShareLimits((1, 1), (8, 8))
+    hosts = HostOrders(CoordinatorSettings(SyncMode.QUORUM, 2, 1, 8, limits), "key", ((), ()), (0, 1))
+    start = RunStart(folder.path, None, None, is_shown=False, words={})
+    orders = Orders(start, "", [0, 1], "gloo", "cpu", 60.0, hosts)
+    environment = Environment.of({"RANK": "1", "WORLD_SIZE": "2"})
+    for reason, steps, expected in (("", 0, ""), ("signal", 41, ""), ("finished", 60, "60 steps")):
+        found = host_launcher._UnderWay(orders, (("127.0.0.1", 1),) * 2, 0.0, reason, steps)
+        host_launcher._write_under_way(folder, found)
+        sentence = host_launcher.how_it_ended_before(environment, path, [])
+        assert (f"has finished its {expected}" in sentence) if expected else sentence == ""
 
 
 def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
