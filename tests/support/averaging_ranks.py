@@ -563,7 +563,7 @@ class SimulatedRank:
         number = first
         while True:
             self.world.wait(lambda: len(self._ready) < max(PREFETCH, 1))
-            if self.replica._deal(number) is None:
+            if self.replica.deal(number) is None:
                 break
             self._ready.append(number)
             number += 1

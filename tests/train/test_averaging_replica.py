@@ -19,7 +19,7 @@ from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
-from bireme.sync.coordinator.state import Changes, HealTimes, Recovery
+from bireme.sync.coordinator.state import HealTimes, Recovery
 from bireme.sync.exchange import SentBytes
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.writer import CheckpointWriter
@@ -29,7 +29,7 @@ from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Batch
 from bireme.train.loop import Loop
 from bireme.train.outcome import MemoryUsed
-from bireme.train.replica import AveragingReplica, LeaderWriter, Meeting, MortalReplica
+from bireme.train.replica import AveragingReplica, LeaderWriter, Meeting
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_file import RunFile
 from bireme.train.stops import Reason, Stops
@@ -252,9 +252,7 @@ class Alone(AveragingReplica):
     speaks = True
 
     def __init__(self) -> None:
-        MortalReplica.__init__(
-            self, Incarnation(0, 0), cast(ExchangeAgent, None), (0,), Changes(8, is_quorum=False)
-        )
+        self.number, self.has_come_late, self._order = 0, False, (0,)
         self.step = self._until = 0
 
     def votes(self, stops: Stops) -> Callable[[], float]:
@@ -267,7 +265,7 @@ class Alone(AveragingReplica):
         self.step = self._until
         return Meeting(self.step, Reason.NONE, (0,), (4,), 0)
 
-    def _deal(self, batch: int) -> Sequence[range] | None:
+    def deal(self, batch: int) -> Sequence[range] | None:
         return [range(2 * batch, 2 * batch + 2)] if batch < self._until else None
 
 

@@ -22,6 +22,7 @@ from tests.support.copies import Copy
 from tests.support.hosts import Host, hosts, set_cable
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
+from tests.support.together import run_threads
 from tests.support.training import Running, losses, settings, write_run
 from tests.train.test_train_replica_hosts import (
     TIMEOUT_SHARE,
@@ -141,11 +142,29 @@ def test_a_host_of_a_replica_is_cut_off_or_dies_the_other_replica_goes_on_and_th
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step
 
 
-def test_a_run_of_which_each_replica_has_lost_a_host_ends_with_the_way_on(tmp_path: Path) -> None:
-    """No replica has all the weights. The hosts that are left waited for replacements for ever."""
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", ["diloco", "groups"])
+def test_a_rank_that_dies_ends_its_replica_only_and_a_run_without_a_whole_replica_ends(
+    mode: str, tmp_path: Path
+) -> None:
+    """Two runs at once, for one of them waits for long."""
+
+    def check(place: int) -> None:
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        if place:
+            a_run_without_a_whole_replica_ends(folder)
+        else:
+            a_rank_that_dies_ends_its_replica_only(mode, folder)
+
+    run_threads(2, check)
+
+
+def a_run_without_a_whole_replica_ends(folder: Path) -> None:
+    """Each replica has lost a host. The hosts that are left waited for replacements for ever."""
     more = settings(training__steps=5000, checkpoint__every_steps=0)
     with ExitStack() as stack:
-        run_hosts = Hosts(tmp_path, "quorum", stack, more)
+        run_hosts = Hosts(folder, "quorum", stack, more)
         first, second, third, fourth = run_hosts.launchers.values()
         wait_for_members(first, 0, 1)
         for one in (second, fourth):
@@ -156,15 +175,12 @@ def test_a_run_of_which_each_replica_has_lost_a_host_ends_with_the_way_on(tmp_pa
     assert all("the run resumes from its newest checkpoint" in one.err for one in ended), ended
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["diloco", "groups"])
-def test_replicas_that_average_weights_may_span_hosts_and_a_rank_that_dies_ends_its_replica_only(
-    mode: str, tmp_path: Path
-) -> None:
+def a_rank_that_dies_ends_its_replica_only(mode: str, folder: Path) -> None:
+    """Replicas that average weights may span hosts."""
     more = settings(training__steps=5000, checkpoint__every_steps=0)
     more += settings(sync__diloco_every=4) if mode == "diloco" else []
     with ExitStack() as stack:
-        run_hosts = Hosts(tmp_path, mode, stack, more)
+        run_hosts = Hosts(folder, mode, stack, more)
         first, _, third, fourth = run_hosts.launchers.values()
         first.wait_for_step(5)
         (rank,) = fourth.ranks

@@ -54,17 +54,42 @@ _KEPT_LINES = 64
 
 
 class MortalReplica:
-    """A rank of a replica that may die, in one of its lives, and its `agent`. `order` are the replicas that
-    have a part in the run, as all of their ranks know it: the first of them leads.
+    """A rank of a replica that may die, in one of its incarnations. `members` are the replicas that begin the
+    run. Of the replicas that have a part in it, as all of their ranks know them, the first leads. Further
+    arguments are those of the rank's agent.
     """
 
     def __init__(
-        self, life: Incarnation, agent: ExchangeAgent, order: Sequence[int], changes: Changes
+        self,
+        world: World,
+        order: ReplicaOrder,
+        members: Sequence[int],
+        batch_size: int,
+        *,
+        of_batches: bool,
+        **more: int,
     ) -> None:
-        self._changes = changes
-        self.number = life.replica
-        self.has_come_late = life.life > 0
-        self._agent, self._order = agent, tuple(order)
+        rank = RankId(order.life.replica, order.life.life, world.rank)
+        client = CoordinatorClient(
+            order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
+        )
+        # The rank itself may be waiting for another one, which is stopped.
+        self._agent = ExchangeAgent(
+            rank,
+            client,
+            timeout_s=world.timeout_s,
+            device=world.device,
+            on_error=world.watch.failed,
+            of_batches=of_batches,
+            **more,
+        )
+        world.watch.abort_on_failure(self._agent)
+        self._changes = Changes(batch_size, is_quorum=of_batches)
+        self.number = order.life.replica
+        self.has_come_late = order.life.life > 0
+        self._order = () if self.has_come_late else tuple(members)
+        self._dealt = 0
+        """Samples that were assigned to this replica, in `groups` and `diloco` since the last meeting."""
 
     @property
     def leads(self) -> bool:
@@ -97,6 +122,16 @@ class MortalReplica:
         """The most that this rank held at a time for other replicas."""
         return 0
 
+    def deal(self, batch: int) -> Sequence[range] | None:
+        """The places in the run's order of the samples that this replica trains in a batch; None if there are
+        no more in its window.
+        """
+        deal = self._agent.deals.dealt(batch)
+        if deal is None:
+            return None
+        self._dealt += deal.num_samples
+        return [range(one.begin, one.end) for one in deal.samples]
+
     def succeed(self) -> None:
         """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
         for one in takewhile(lambda one: one != self.number, self._order):
@@ -126,25 +161,11 @@ class Replica(MortalReplica):
         rebuilt: frozenset[str],
         kept_bytes: int,
     ) -> None:
-        rank = RankId(order.life.replica, order.life.life, world.rank)
-        talk = CoordinatorClient(
-            order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty
+        members, more = (0,), {"spare": spare, "kept_bytes": kept_bytes}
+        super().__init__(world, order, members, batch_size, of_batches=True, **more)
+        self.agreement = QuorumAgreement(
+            self._agent, num_replicas, batch_size, balances, compare_every, rebuilt
         )
-        # The rank itself may be waiting for another one, which is stopped.
-        agent = ExchangeAgent(
-            rank,
-            talk,
-            timeout_s=world.timeout_s,
-            device=world.device,
-            on_error=world.watch.failed,
-            of_batches=True,
-            spare=spare,
-            kept_bytes=kept_bytes,
-        )
-        world.watch.abort_on_failure(agent)
-        self.agreement = QuorumAgreement(agent, num_replicas, batch_size, balances, compare_every, rebuilt)
-        changes = Changes(batch_size, is_quorum=True)
-        super().__init__(order.life, agent, () if order.life.life else (0,), changes)
 
     @property
     def kept_bytes(self) -> int:
@@ -181,11 +202,6 @@ class Replica(MortalReplica):
     def batches(self, *words: Any, **more: Any) -> "DealtBatches":
         """What this rank reads."""
         return DealtBatches(*words, deal=self.deal, **more)
-
-    def deal(self, batch: int) -> Sequence[range] | None:
-        """The places in the run's order of the samples that this replica trains in a batch."""
-        deal = self._agent.deals.dealt(batch)
-        return None if deal is None else [range(one.begin, one.end) for one in deal.samples]
 
 
 class DealtBatches(RankBatches):
@@ -370,17 +386,7 @@ class AveragingReplica(MortalReplica):
         rebuilt: frozenset[str] = frozenset(),
     ) -> None:
         self._life = order.life
-        rank = RankId(order.life.replica, order.life.life, world.rank)
-        agent = ExchangeAgent(
-            rank,
-            CoordinatorClient(order.hosts, order.token, rank, lease_s=order.lease_s, is_empty=order.is_empty),
-            timeout_s=world.timeout_s,
-            device=world.device,
-            on_error=world.watch.failed,
-        )
-        world.watch.abort_on_failure(agent)
-        changes = Changes(run.training.batch_size, is_quorum=False)
-        super().__init__(order.life, agent, () if order.life.life else range(num_replicas), changes)
+        super().__init__(world, order, range(num_replicas), run.training.batch_size, of_batches=False)
         self._store, self._is_first_rank = world.store, not world.rank
         self._lives = dict.fromkeys(self._order, 0)
         """Of the replicas that were at the last meeting, the lives in which they were there."""
@@ -393,7 +399,7 @@ class AveragingReplica(MortalReplica):
         self._batch_size, self._num_replicas = run.training.batch_size, num_replicas
         lag = 0 if diloco is None else sync.diloco_overlap
         self.averaging = Averaging(
-            agent,
+            self._agent,
             self._batch_size,
             diloco,
             lag,
@@ -406,8 +412,6 @@ class AveragingReplica(MortalReplica):
         """How many batches of the run were trained by the last meeting."""
         self._reason = Reason.NONE
         self._place = order.first * self._batch_size
-        self._dealt = 0
-        """The samples of this replica since the last meeting."""
 
     @property
     def speaks(self) -> bool:
@@ -490,7 +494,7 @@ class AveragingReplica(MortalReplica):
         """What this rank reads, from its batch `first` on. Each iteration ends with its window."""
         ahead = min(prefetch, PREFETCH)
         return DealtBatches(
-            samples, order, batch_size, first, _MOST_BATCHES, prefetch=ahead, deal=self._deal, **more
+            samples, order, batch_size, first, _MOST_BATCHES, prefetch=ahead, deal=self.deal, **more
         )
 
     def enter(self, until: int) -> None:
@@ -551,13 +555,6 @@ class AveragingReplica(MortalReplica):
             return bool(word.members)
 
         return self._agent.wait_for(is_known).fresh
-
-    def _deal(self, batch: int) -> Sequence[range] | None:
-        deal = self._agent.deals.dealt(batch)
-        if deal is None:
-            return None
-        self._dealt += deal.num_samples
-        return [range(one.begin, one.end) for one in deal.samples]
 
     def _batch_of_run(self, batch: int) -> int:
         """The batch of the run that the samples of this replica's batch would be of."""
