@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bireme.sync.rounds import contribution
-from bireme.sync.rounds.contribution import SMALL_BYTES, Contribution, Summed, sum_over
+from bireme.sync.rounds.contribution import Contribution, Summed, sum_over
 from bireme.sync.rounds.round_group import PIECE_BYTES, LineBroken, PeerLine, RoundGroup, Stamp, Tag
 from tests.support.together import run_threads
 
 LENGTHS = (3 * PIECE_BYTES // 8 + 5, 0, 7)
 """Of flats: several pieces, none, less than one."""
-SMALL = (0, 11, 0, SMALL_BYTES // 8 - 14, 3)
 
 
 class Mesh:
@@ -123,26 +121,6 @@ def test_a_flat_with_a_first_member_has_the_same_bits_wherever_it_lies(length: i
         return flats
 
     assert torch.equal(summed(alone)[0], summed(after_others)[-1])
-
-
-@pytest.mark.parametrize(("num", "weights"), [(1, ()), (2, (3.0, 5.0)), (4, (1.0, 4.0, 2.0, 7.0))])
-def test_small_sums_go_to_all_at_once_and_have_the_bits_of_the_ring(
-    num: int, weights: Sequence[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = contributions(num, weights, SMALL)
-    assert sum(flat.nbytes for flat in parts[0].flats) == SMALL_BYTES
-
-    def summed() -> list[tuple[Summed, list[Tensor]]]:
-        mesh = Mesh(num)
-        return run_threads(num, lambda me: mesh.sum(parts[me], me, range(num), Stamp(0, 7, 0)))
-
-    at_once = summed()
-    monkeypatch.setattr(contribution, "SMALL_BYTES", 0)
-    for (one, flats), (other, around) in zip(at_once, summed(), strict=True):
-        assert one == other
-        assert all(map(torch.equal, flats, around))
-    for flat, wanted in zip(at_once[0][1], mean_of(parts), strict=True):
-        torch.testing.assert_close(flat, wanted, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2, 4), (0, 1, 2, 3, 4)])

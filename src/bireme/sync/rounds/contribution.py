@@ -1,8 +1,6 @@
 """What members contribute to a round, and its sum: as it is, or through a codec and as principal components.
 
-Whoever contributes, and to what, is the same for all of them: gradients, weights, or drifts of weights. If a
-whole contribution is small, the way around the ring takes longer than the bytes: each member then sends its
-own to each other one, and adds in the order of the ring, to the same bits.
+All members contribute the same kind of tensors: gradients, weights, or drifts of weights.
 """
 
 from array import array
@@ -18,7 +16,7 @@ from bireme.sync.components import HostStream, labelled, merge_components
 from bireme.sync.exchange import BatchGradients, FlatViews, SentBytes
 from bireme.sync.feedback import BASIS
 from bireme.sync.group import Group
-from bireme.sync.rounds.round_group import LineBroken, RoundGroup, bytes_of, scaled
+from bireme.sync.rounds.round_group import LineBroken, RoundGroup
 from bireme.sync.slices import SLICE_BYTES
 
 # Digests of weights, by which replicas notice that they no longer have the same bits.
@@ -112,10 +110,6 @@ def _named(members: Collection[int]) -> str:
 def _signed(number: int) -> int:
     """Modulo 2^64, as a signed integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-SMALL_BYTES = 64 * 1024
-"""Of flats that each member sends to all others; less than a piece of the ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +216,7 @@ def sum_over(
     `OtherWeightsError` if this member has.
     """
     me = group.members[group.rank]
-    is_small = how is None and sum(flat.nbytes for flat in own.flats) <= SMALL_BYTES
-    all_own = _gathered(own, group, with_flats=is_small)
+    all_own = _gathered(own, group)
     check_same({member: one.digest for member, one in zip(group.members, all_own, strict=True)}, me)
     weight = sum(one.weight for one in all_own)
     factors = [one.nominal / weight if weight else 0.0 for one in all_own]
@@ -231,8 +224,6 @@ def sum_over(
     more: Mapping[str, Tensor] = {}
     if how is not None:
         holds, more = how.sum(group, own, into, factors, me)
-    elif is_small:
-        _add_in_ring_order(all_own, factors, into, own.firsts)
     else:
         group.add_up(own.flats, into, factors[group.rank], own.firsts).wait()
     means = tuple(
@@ -243,62 +234,21 @@ def sum_over(
     return Summed(holds, weight, means, numbers, more)
 
 
-def _gathered(own: Contribution, group: RoundGroup, *, with_flats: bool) -> list[Contribution]:
-    """The numbers of all contributions, in the order of the members, and the gradients if asked for."""
+def _gathered(own: Contribution, group: RoundGroup) -> list[Contribution]:
+    """All contributions without their flats, in the order of the members."""
     plain = array("d", [own.weight, own.nominal, *own.means, *own.numbers])
-    of_weights = own.digest
-    digest = array("q", [of_weights.version, of_weights.value, of_weights.kind, of_weights.first])
-    flats = own.flats if with_flats else ()
-    gradients = b"".join(bytes_of(flat) for flat in flats)
-    message = bytearray(plain.tobytes() + digest.tobytes() + gradients + own.holds)
+    digest = array("q", [own.digest.version, own.digest.value, own.digest.kind, own.digest.first])
+    message = bytearray(plain.tobytes() + digest.tobytes() + own.holds)
     received = [bytearray(len(message)) for _ in group.members]
     of_all = [torch.frombuffer(one, dtype=torch.uint8) for one in received]
     group.gather(torch.frombuffer(message, dtype=torch.uint8), of_all).wait()
 
-    def read(place: int) -> Contribution:
-        if place == group.rank:
-            return own
-        size = len(plain) * plain.itemsize
-        weight, nominal, *rest = array("d", bytes(received[place][:size]))
-        end = size + len(digest) * digest.itemsize
-        its_digest = Digest(*array("q", bytes(received[place][size:end])))
+    def read(it: bytearray) -> Contribution:
+        end = len(plain) * plain.itemsize
+        weight, nominal, *rest = array("d", bytes(it[:end]))
+        its_digest = Digest(*array("q", bytes(it[end : end + len(digest) * digest.itemsize])))
+        holds = bytes(it[end + len(digest) * digest.itemsize :])
         means, numbers = tuple(rest[: len(own.means)]), tuple(rest[len(own.means) :])
-        its_flats, holds = (
-            _flats_in(received[place], end, flats),
-            bytes(received[place][end + len(gradients) :]),
-        )
-        return Contribution(its_flats, holds, weight, nominal, means, numbers, its_digest)
+        return Contribution((), holds, weight, nominal, means, numbers, its_digest)
 
-    return [read(place) for place in range(group.size)]
-
-
-def _flats_in(message: bytearray, begin: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The flats that lie in a message from there on."""
-    found = []
-    for flat in like:
-        if flat.numel():
-            one = torch.frombuffer(message, dtype=flat.dtype, count=flat.numel(), offset=begin)
-        else:
-            one = torch.empty(0, dtype=flat.dtype)
-        found.append(one.view(flat.shape))
-        begin += flat.nbytes
-    return found
-
-
-@torch.no_grad()
-def _add_in_ring_order(
-    all_own: Sequence[Contribution],
-    factors: Sequence[float],
-    into: Sequence[Tensor],
-    firsts: Sequence[int | None],
-) -> None:
-    """The sum of small gradients, as the ring makes it: each flat is a piece."""
-    places = [place for place, target in enumerate(into) if target.numel()]
-    for number, place in enumerate(places):
-        parts = [scaled(one.flats[place], factor) for one, factor in zip(all_own, factors, strict=True)]
-        fixed = firsts[place] if firsts else None
-        begin = number if fixed is None else fixed
-        first, *rest = (parts[(begin + step) % len(parts)] for step in range(len(parts)))
-        into[place].copy_(first)
-        for part in rest:
-            into[place].add_(part)
+    return [read(it) for it in received]

@@ -363,12 +363,7 @@ class _Piece:
 
     def scaled(self, factor: float) -> Tensor:
         """This member's part as it counts in the sum."""
-        return scaled(self.own, factor)
-
-
-def scaled(part: Tensor, factor: float) -> Tensor:
-    """A part times a factor, or as it is."""
-    return part if factor == 1.0 else part * factor
+        return self.own if factor == 1.0 else self.own * factor
 
 
 class _Ring:
