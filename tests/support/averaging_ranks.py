@@ -411,9 +411,8 @@ class SimulatedAgent(ExchangeAgent):
         self._check_usable(self.word)
         return is_so() or None
 
-    def _wait_for_news(self, seen: CoordinatorReply, num_pokes: int) -> None:
+    def _wait_for_news(self, num_pokes: int) -> None:
         client, is_known = self.client, self.client._known
-        del seen
         self.world.wait(
             lambda: (
                 self._is_closed

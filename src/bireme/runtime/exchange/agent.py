@@ -100,7 +100,7 @@ class ExchangeAgent:
         )
         self.groups = RankGroups(own, self.made, device, self._changed, self._say)
         self._board = PeerConnections(own, self.for_others.answer, key=coordinator.key, timeout_s=timeout_s)
-        coordinator.on_word(self._note_word)
+        coordinator.on_word(self.poke)
 
     # The rank's thread.
 
@@ -297,19 +297,16 @@ class ExchangeAgent:
                     self.losses.note(word, time.monotonic())
                     self.for_others.note(word)
                     if not self._step(word):
-                        self._wait_for_news(word, num_pokes)
+                        self._wait_for_news(num_pokes)
         except BaseException as error:
             is_first = not self._is_closed
             self._end(error)
             if is_first:
                 self._on_error(error)
 
-    def _wait_for_news(self, seen: CoordinatorReply, num_pokes: int) -> None:
+    def _wait_for_news(self, num_pokes: int) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_closed or self._coordinator.word is not seen or self._num_pokes != num_pokes,
-                LOOK_S,
-            )
+            self._changed.wait_for(lambda: self._is_closed or self._num_pokes != num_pokes, LOOK_S)
 
     def _step(self, word: CoordinatorReply) -> bool:
         """Do the next thing that a word allows; False if there is none."""
@@ -499,7 +496,8 @@ class ExchangeAgent:
                 raise SupersededError
 
         result = line.buffers.take(line.like)
-        self._tell_pulling(is_so=True)  # which may take longer than any timeout
+        self._is_pulling = True  # which may take longer than any timeout
+        self._say_waits()
         try:
             address = member_in(word, source).addresses[self.own.stage]
             name = line.number << PLACES | commit.round
@@ -514,18 +512,15 @@ class ExchangeAgent:
                 self._change(line, lost=(source,))
             return None
         finally:
-            self._tell_pulling(is_so=False)
+            self._is_pulling = False
+            self._say_waits()
         result.attempt = commit.attempt
         return result
 
     # Any thread.
 
-    def _note_word(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     def poke(self) -> None:
-        """Have the agent's thread look for its next step, though there is no new word."""
+        """Have the agent's thread look for its next step: there is a new word, or something has changed."""
         with self._changed:
             self._num_pokes += 1
             self._changed.notify_all()
@@ -553,9 +548,11 @@ class ExchangeAgent:
         """Wait until that is so, and let the coordinator know for what if nothing happens."""
         while not (found := self._looked(is_so)):
             if found is None and what and not self._waits:
-                self._tell_waits(what)
+                self._waits = what
+                self._say_waits()
         if what and self._waits == what:
-            self._tell_waits("")
+            self._waits = ""
+            self._say_waits()
 
     def _looked(self, is_so: Callable[[], bool]) -> bool | None:
         """Whether that is so: False if it may be by now, None if nothing has happened for a while."""
@@ -563,13 +560,8 @@ class ExchangeAgent:
             self._check_usable(self._coordinator.word)
             return is_so() or (False if self._changed.wait(LOOK_S) else None)
 
-    def _tell_waits(self, what: str) -> None:
-        self._waits = what
-        if not self._of_batches:
-            self._say()
-
-    def _tell_pulling(self, *, is_so: bool) -> None:
-        self._is_pulling = is_so
+    def _say_waits(self) -> None:
+        """Report what this rank waits for, if the coordinator looks at that."""
         if not self._of_batches:
             self._say()
 
