@@ -57,8 +57,8 @@ def coordinating(word: CoordinatorReply, hosts: Sequence[Address]) -> int:
 class Observer:
     """Asks the coordinators of all hosts, again and again, for the word of the one that coordinates.
 
-    A launcher also reports with it which lives of its replicas have ended: to all hosts, as any of them may
-    have to take up. Launchers agree through it on starts of replicas over several hosts.
+    A launcher also reports with it which incarnations of its replicas have ended: to all hosts, as any of
+    them may have to take up. Launchers agree through it on starts of replicas over several hosts.
     """
 
     def __init__(self, hosts: Sequence[Address], key: str) -> None:
@@ -86,7 +86,7 @@ class Observer:
 
     @property
     def word(self) -> CoordinatorReply:
-        """The latest word of any coordinator; before the first one it says that nobody is a member."""
+        """The latest word of any coordinator; before the first one it says that there is no member."""
         return self._word
 
     @property
@@ -159,7 +159,7 @@ class Observer:
 
 
 class DroppedError(Exception):
-    """This replica is no member any more: its life is over, and the launcher begins its next one."""
+    """This replica is no member any more: its incarnation is over, and the launcher begins its next one."""
 
 
 class CoordinatorClient:
@@ -191,7 +191,7 @@ class CoordinatorClient:
 
     @property
     def word(self) -> CoordinatorReply:
-        """The last word; before the first one it says that nobody is a member."""
+        """The last word; before the first one it says that there is no member."""
         return self._farewell or self._known.last or _NOTHING
 
     def on_word(self, act: Callable[[], None]) -> None:

@@ -253,7 +253,7 @@ deeply, as virtual ones do, waking up takes longer than most messages between tw
 def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.device) -> "Fabric":
     """The fabric of a world, or the one given; of one process alone where nothing is given.
 
-    It is for a pipeline of so many ranks, on devices of that type.
+    It is for a pipeline of that many ranks, on devices of that type.
     """
     if isinstance(world, World):
         if world.backend == "nccl" and device.type != "cuda":
@@ -444,7 +444,7 @@ class PipelineFabric:
             group.abort()
 
     def close(self) -> None:
-        """Give all back. Nobody waits here any more."""
+        """Give all back. No thread waits here any more."""
         for transport in self._transports:
             transport.close()
         for group in self._groups:

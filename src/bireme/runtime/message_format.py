@@ -303,7 +303,7 @@ class WireFormat:
         return found
 
     def header(self, key: Message, num_bytes: int | None = None) -> bytes:
-        """What a message begins with that has so many bytes."""
+        """What a message begins with that has that many bytes."""
         return header_of(key, self.num_bytes if num_bytes is None else num_bytes, self.signature)
 
     def takes(self, header: bytes, key: Message) -> bool:
@@ -316,7 +316,7 @@ class WireFormat:
         )
 
     def end_of(self, used: int) -> int:
-        """The length of a message of whose last tensor so many bytes are used."""
+        """The length of a message of whose last tensor that many bytes are used."""
         return self._places[-1].offset + used
 
     def mismatch(self, header: bytes, key: Message) -> BiremeError:
@@ -481,7 +481,7 @@ class Boundaries:
         *,
         is_back: bool,
     ) -> WireFormat:
-        """The message for so many samples: part of a micro-batch of `of_samples`, if that is more."""
+        """The message for that many samples: part of a micro-batch of `of_samples`, if that is more."""
         names = self.gradients_into(to_stage) if is_back else self.receives[to_stage]
         specs = []
         for name in names:

@@ -371,7 +371,7 @@ class _Messages(ABC):
         """
 
     def sum(self, pieces: Sequence[Iterable[Piece]], most_bytes: int) -> None:
-        """Sum the pieces of every owner, about so many bytes of each at a time."""
+        """Sum the pieces of every owner, about that many bytes of each at a time."""
         waiting = [deque(own) for own in pieces]
         under_way: deque[_UnderWay] = deque()
         while any(waiting):

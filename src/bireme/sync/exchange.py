@@ -179,7 +179,7 @@ class SentBytes:
         self.sent += num_bytes
 
     def note(self, size: int, *, raw: int = 0, sent: int = 0) -> None:
-        """Count tensors of so many bytes that so many members sum in a ring."""
+        """Count tensors of these bytes that the members of a group of that size sum in a ring."""
         share = 2 * (size - 1) / size
         self.raw += round(share * raw)
         self.sent += round(share * sent)
@@ -263,7 +263,7 @@ def pieces_of(flat: Tensor, parts: Parts, begin: int, most: int) -> list[Tensor]
 
 
 def rounds_of(parts: Parts, most: int) -> range:
-    """Where in their parts the members begin each round, if these are of so many elements."""
+    """Where in their parts the members begin each round, if these are of that many elements."""
     return range(0, max(end - first for first, end in pairwise(parts)), most)
 
 

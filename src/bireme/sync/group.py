@@ -75,10 +75,10 @@ class OwnedGroup(Group, Protocol):
     """A group in the hands of who had it made, and ends it."""
 
     def abort(self) -> None:
-        """Give up: whoever waits here, in any thread, is told at once. The group is of no use any more."""
+        """Give up: all threads that wait here get an error at once. The group is of no use any more."""
 
     def close(self) -> None:
-        """Give back what the group holds. Nobody waits here any more."""
+        """Give back what the group holds. No thread waits here any more."""
 
 
 class MessageGroup(Group, Protocol):
@@ -274,17 +274,17 @@ class SingleRankGroup:
         return _Done()
 
     def abort(self) -> None:
-        """Nobody waits."""
+        """No replica waits."""
 
     def close(self) -> None:
         """Nothing is held."""
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """There is nobody to send to."""
+        """There is no rank to send to."""
         raise RuntimeError(f"There is no rank {to} to send to.")
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Nobody sends."""
+        """No rank sends."""
         raise RuntimeError(f"There is no rank {source} to receive from.")
 
 

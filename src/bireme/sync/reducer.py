@@ -42,7 +42,7 @@ _STAMP_LIMIT = 2**20
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """What a replica has of a batch: so much `weight` in so many samples. Its gradients and its loss are
+    """What a replica has of a batch: so much `weight` in that many samples. Its gradients and its loss are
     means of `nominal` in weight, which is that of the whole batch where it knows it.
     """
 

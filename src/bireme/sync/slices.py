@@ -26,5 +26,5 @@ def beside_parts(num_members: int) -> float:
 
 
 def part_sum_bytes(gradient_bytes: float, num_members: int) -> float:
-    """The most memory that a member needs beside its gradients while so many of them are summed in parts."""
+    """The most memory that a member needs beside its gradients while these are summed in parts."""
     return beside_parts(num_members) * min(gradient_bytes, PART_BYTES_IN_FLIGHT)

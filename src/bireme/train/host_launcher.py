@@ -1,8 +1,9 @@
-"""The launcher of one host in a run whose replicas may die: from what rank 0 has told all to the run's end.
+"""The launcher of one host in a run whose replicas may die: from what rank 0 has sent to all to the run's
+end.
 
-After the hosts have told each other where their coordinators listen, none of them needs what it met the
-others by. So any host may die, also the first. One that is started again finds in the run's folder where the
-others are, and goes on with its replicas in their next lives.
+After the hosts have learned from each other where their coordinators listen, none of them needs what it met
+the others by. So any host may die, also the first. One that is started again finds in the run's folder where
+the others are, and goes on with its replicas in their next incarnations.
 """
 
 import hashlib
@@ -161,7 +162,7 @@ def _launch_host(
     hosts: tuple[Address, ...],
     since_s: float = 0.0,
 ) -> LaunchHost:
-    """This host in a run that began so many seconds ago."""
+    """This host in a run that began that many seconds ago."""
     return LaunchHost(
         number,
         coordinator,
@@ -169,7 +170,9 @@ def _launch_host(
         orders.token,
         orders.parts[number],
         time.monotonic() - since_s,
-        first_life=int(since_s),  # each life takes longer than a second, so none before has that number
+        first_life=int(
+            since_s
+        ),  # each incarnation takes longer than a second, so none before has that number
         how_it_ended=partial(_how_it_ended, folder, orders.token),
     )
 

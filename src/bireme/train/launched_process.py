@@ -257,7 +257,7 @@ class _Joined:
         return replace(led, prepared=replace(led.prepared, census=census))
 
     def _servers(self, nodes: dict[str, list[LaunchedProcess]]) -> Callable[[str, list[int]], list[str]]:
-        """Asks all machines for so many devices of a kind, and gives their texts in the order of nodes."""
+        """Asks all machines for that many devices of a kind, and gives their texts in the order of nodes."""
 
         def ask(device: str, counts: list[int]) -> list[str]:
             self._talk.say("device", {"device": device, "counts": counts})

@@ -1,7 +1,7 @@
 """Starting the processes of a run on this machine, or joining those that torchrun has started.
 
 A signal to the process that people started is passed on to its ranks, which agree on where to stop; the
-processes are ended the hard way only if somebody asks a second time.
+processes are ended the hard way only if a second signal comes.
 """
 
 import os

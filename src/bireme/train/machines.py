@@ -106,7 +106,7 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
     """Which rank of the launcher takes each place of the plan: the one on the device that it names.
 
     Places are counted as the engine does, replica by replica. A plan that names no devices, or those of
-    another cluster, is dealt out in order.
+    another cluster, is assigned in order.
     """
     if plan.num_ranks > len(ranks):
         raise BiremeError(
@@ -158,7 +158,7 @@ class Machines:
 
 
 def machines_of(run: RunFile, *, num_cuda: int, num_cores: int, computes: bool = True) -> Machines:
-    """What a run has to run on, where there are so many GPUs and cores.
+    """What a run has to run on, where there are that many GPUs and cores.
 
     Without `computes` the run is only planned, and the devices of a cluster file need not be here.
     """

@@ -116,7 +116,7 @@ class Orders:
         return RunFolder(self.start.folder)
 
     def start_of(self, num_here: int, *, is_shown: bool, census: Census) -> RunStart:
-        """What a rank is told, if so many ranks are on its host."""
+        """What a rank is told, if that many ranks are on its host."""
         threads = self.start.threads
         if threads is None and self.device == "cpu":
             threads = max(1, num_cores() // max(1, num_here))

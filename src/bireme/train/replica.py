@@ -205,7 +205,7 @@ class Replica(MortalReplica):
 
 
 class DealtBatches(RankBatches):
-    """Batches of the samples that are dealt to a replica; `deal` waits until they are, or gives None where
+    """Batches of the samples that are assigned to a replica; `deal` waits until they are, or gives None where
     there are no more in this iteration. `private` gives the private samples that come after them.
     """
 
@@ -348,11 +348,11 @@ class LeaderWriter:
 # step.
 
 _MOST_BATCHES = 1 << 40
-"""Of a window; it ends where no more are dealt."""
+"""Of a window; it ends where no more are assigned."""
 _STEP = "averaging/step"
 """Under this name a replica's first rank says in the store of the replica which step the run is at."""
 PREFETCH = 1
-"""Batches that are read ahead of the pipeline at most: what a slow replica has been dealt, the others wait
+"""Batches that are read ahead of the pipeline at most: what a slow replica has been assigned, the others wait
 for at the end of a window."""
 
 
@@ -389,7 +389,7 @@ class AveragingReplica(MortalReplica):
         super().__init__(world, order, range(num_replicas), run.training.batch_size, of_batches=False)
         self._store, self._is_first_rank = world.store, not world.rank
         self._lives = dict.fromkeys(self._order, 0)
-        """Of the replicas that were at the last meeting, the lives in which they were there."""
+        """Of the replicas that were at the last meeting, the incarnations in which they were there."""
         sync = run.sync
         diloco = None
         if sync.mode == "diloco":
@@ -433,7 +433,7 @@ class AveragingReplica(MortalReplica):
             return step
         self._agent.begin(Window(0, 0))
         if self._is_first_rank:
-            # While the last sample that is dealt trains, its window is the last one that has begun.
+            # While the last sample that is assigned trains, its window is the last one that has begun.
             found = max(self._known_place() - 1, 0) // self._batch_size
             self._store.set(_STEP, str(found))
             return found
@@ -549,7 +549,7 @@ class AveragingReplica(MortalReplica):
         return int(mean)
 
     def _known_place(self) -> int:
-        """The first sample of the run that has not been dealt."""
+        """The first sample of the run that has not been assigned."""
 
         def is_known(word: CoordinatorReply) -> bool:
             return bool(word.members)

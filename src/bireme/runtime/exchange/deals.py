@@ -1,4 +1,4 @@
-"""The batches of a replica as one of its ranks learns of them: what was dealt, and where its window ends."""
+"""The batches of a replica as its ranks learn of them: what was assigned, and where its window ends."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from bireme.sync.coordinator.messages import (
 from bireme.sync.rounds.round_group import LineBroken
 
 _LEAST_KEPT = 64
-"""Deals that are known of batches before the newest."""
+"""Assignments that are known of batches before the newest."""
 
 _WaitFor = Callable[[Callable[[CoordinatorReply], bool], str], CoordinatorReply]
 
@@ -91,7 +91,7 @@ class Deals:
         return deal
 
     def of(self, batch: int) -> Deal:
-        """What was dealt for a batch that is under way."""
+        """What was assigned for a batch that is under way."""
         return self._known[batch]
 
     def _deal(self, word: CoordinatorReply, batch: int) -> Deal | None:

@@ -26,7 +26,7 @@ are kept because it may have asked a moment ago.
 HEAL_SHARE = 0.25
 """The share of a link's time that a snapshot for another replica may take."""
 _MOST_ROUNDS = 8
-"""So many batches after the one before which a snapshot was due, it will not come any more."""
+"""That many batches after the one before which a snapshot was due, it will not come any more."""
 _LOOK_S = 0.5
 
 Found = TypeVar("Found")

@@ -93,7 +93,7 @@ def join(
         heal = heal_in(word, own)
         if heal is not None:
             return heal.first
-        is_certain = window is None or word.is_installed  # whoever coordinates next
+        is_certain = window is None or word.is_installed  # whichever host coordinates next
         members = (one for one in word.members if is_certain and one.own_life == own.own_life)
         return next((one.first for one in members), None)
 
@@ -221,11 +221,11 @@ class QuorumAgreement:
     num_replicas: int
     num_samples: int
     balances: bool = True
-    """Whether its ranks say how long batches keep them busy, so that samples are dealt by speed."""
+    """Whether its ranks say how long batches keep them busy, so that samples are assigned by speed."""
     compare_every: int = 0
-    """After so many batches all replicas compare their weights; 0 is only where one has come."""
+    """After that many batches all replicas compare their weights; 0 is only where one has come."""
     rebuilt: frozenset[str] = frozenset()
-    """The weights that every life of a replica has by itself, and that none is sent."""
+    """The weights that every incarnation of a replica has by itself, and that none is sent."""
 
     def before_updates(
         self,

@@ -123,7 +123,7 @@ class IncomingTensors:
 
 
 _PURPOSE = Struct("<Biiq")
-"""What the connection is for, who calls (replica and life), and the batch that is asked for."""
+"""What the connection is for, who calls (replica and incarnation), and the batch that is asked for."""
 LOOK_S = 0.05
 _CALL_S = 3.0
 """How long a call may take before the caller looks whether it is still wanted, and calls again."""
@@ -142,7 +142,7 @@ class PeerConnections:
         self._called: dict[tuple[int, int], socket.socket] = {}
         """Lines that others have called for and nobody has taken."""
         self._lines: dict[int, tuple[int, PeerLine]] = {}
-        """The line to each replica, with its life."""
+        """The line to each replica, with its incarnation."""
         self._open: set[socket.socket] = set()
         self._is_closed = False
         doorway = Doorway()
@@ -154,7 +154,7 @@ class PeerConnections:
         self._thread.start()
 
     def line(self, replica: int, life: int, address: str, check: Callable[[], None]) -> PeerLine:
-        """The line to the rank of a replica in one of its lives. `check` is called while it waits."""
+        """The line to the rank of a replica in one of its incarnations. `check` is called while it waits."""
         with self._changed:
             come = self._called.pop((replica, life), None)
         known = self._lines.get(replica)

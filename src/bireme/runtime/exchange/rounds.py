@@ -110,9 +110,9 @@ class SettledRound:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What a rank brings to a round: `make` is called in the agent's thread, once. It is of so many samples,
-    and the first `trained` batches of the replica are in it or in earlier ones. A round that `is_due` is made
-    even if no replica has samples in it.
+    """What a rank brings to a round: `make` is called in the agent's thread, once. It is of that many
+    samples, and the first `trained` batches of the replica are in it or in earlier ones. A round that
+    `is_due` is made even if no replica has samples in it.
     """
 
     make: Callable[[], Contribution] | None
@@ -182,7 +182,7 @@ class RoundLine:
         self._firsts = firsts
 
     def begin(self, committed: int) -> None:
-        """The rank has used so many rounds."""
+        """The rank has used that many rounds."""
         self.at, self.next = RoundAt(committed=committed), committed
 
     def use(self, commit: Commit) -> None:

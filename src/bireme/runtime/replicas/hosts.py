@@ -43,9 +43,9 @@ class ReplicaPart:
 class LaunchHost:
     """The host `number` of a run, and the `parts` of replicas that are started there. `hosts` are where the
     coordinators of all hosts listen; callers know the `token`. Its `coordinator` has been started. The run
-    began at `began_s`, by the clock of this machine (`time.monotonic`); the first lives here have the number
-    `first_life`. `how_it_ended` returns the sentence that says how the run ended, as its folder has it, or
-    nothing.
+    began at `began_s`, by the clock of this machine (`time.monotonic`); the first incarnations here have the
+    number `first_life`. `how_it_ended` returns the sentence that says how the run ended, as its folder has
+    it, or nothing.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Starting replicas that may die: a crew of processes for each life of a replica, and a coordinator.
+"""Starting replicas that may die: a crew of processes for each incarnation of a replica, and a coordinator.
 
 A rank's death ends its replica, which is started again as long as another one goes on: that one gives it what
 it needs. Each crew has a store of its own, in names, so that the ranks of a replica know only each other. A
@@ -6,10 +6,10 @@ mistake of the user ends all where a first start meets it, as do a failure of th
 the last replica. A sample that cannot be read ends its replica; if it fails again, the run ends.
 
     waits for its other hosts ──▶ runs ──▶ ends ──▶ its processes are gone ──▶ the run ends, or
-              ▲                                                                the next life
+              ▲                                                                the next incarnation
               └───────────────────────────────────────────────────────────────────┘
 
-A life that has ended, here or on another host, stays ended whatever is heard later: all know it.
+An incarnation that has ended, here or on another host, stays ended whatever is heard later: all know it.
 """
 
 import pickle
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 
 
 _MOST_IN_VAIN = 3
-"""Lives of a replica in a row that end before they have trained, or of what is told as a mistake; then it is
-not started again.
+"""Incarnations of a replica in a row that end before they have trained, or of what is told as a mistake; then
+it is not started again.
 """
 _LEAST_ROUNDS = 5
-"""So many batches count before a life has trained; by then it is known whether its weights are right."""
+"""That many batches count before an incarnation has trained; by then it is known whether its weights are
+right.
+"""
 _ABSENT_S = 1.0
 """A launcher that no coordinator has heard of for so long is gone, and not just calling again."""
 _PARTING_S = 30.0
@@ -152,17 +154,17 @@ def _only_host(settings: CoordinatorSettings, ledger: Path) -> LaunchHost:
 
 
 class _Replica:
-    """The ranks of a replica on this host, in all its lives."""
+    """The ranks of a replica on this host, in all its incarnations."""
 
     def __init__(self, part: ReplicaPart, first_life: int) -> None:
         self.part, self.number = part, part.replica
         self.life = Incarnation(part.replica, first_life - 1)
         self.crew: Crew | None = None
-        """The processes of this life; None while it waits for its other hosts."""
+        """The processes of this incarnation; None while it waits for its other hosts."""
         self.has_ended = False
-        """Whether this life is over, here or on another host, and the others know."""
+        """Whether this incarnation is over, here or on another host, and the others know."""
         self.was_member = False
-        """Whether it has trained in this life."""
+        """Whether it has trained in this incarnation."""
         self.first_round = 0
         """How many batches counted when it began to train."""
         self.num_in_vain = 0
@@ -171,11 +173,11 @@ class _Replica:
         self.died_s: float | None = None
         """When it died, until it is back."""
         self.alone_s: float | None = None
-        """Since when another host of this life is gone."""
+        """Since when another host of this incarnation is gone."""
         self._request: signal.Signals | None = None
 
     def next_life(self, least: int = 0) -> None:
-        """Be in the next life, of that number at least, without processes yet."""
+        """Be in the next incarnation, of that number at least, without processes yet."""
         self.life = Incarnation(self.number, max(self.life.life + 1, least))
         self._request, self.crew = self.request, None
         self.has_ended = self.was_member = False
@@ -183,8 +185,8 @@ class _Replica:
 
     @property
     def request(self) -> signal.Signals | None:
-        """The signal by which its processes were asked to stop. A life that was asked and could not passes it
-        on to the next one.
+        """The signal by which its processes were asked to stop. An incarnation that was asked and could not
+        passes it on to the next one.
         """
         return self._request if self.crew is None else self.crew.request
 
@@ -195,7 +197,7 @@ class _Replica:
 
     @property
     def cause(self) -> Failure | None:
-        """Why its life ended, if that is for something that happened to a rank."""
+        """Why its incarnation ended, if that is for something that happened to a rank."""
         return None if self.crew is None else self.crew.cause
 
     @property
@@ -310,8 +312,8 @@ class _Supervision:
                     self._tell(f"Replica {one.number} is back after {away_s:.1f} s.")
 
     def _tend(self, one: _Replica) -> None:
-        """Start the processes of a replica once its hosts agree. If its life ends, tell the others at once;
-        once its processes are gone, do what follows.
+        """Start the processes of a replica once its hosts agree. If its incarnation ends, tell the others at
+        once; once its processes are gone, do what follows.
         """
         if one.is_left_out:
             return
@@ -328,7 +330,7 @@ class _Supervision:
             self._after_end(one)
 
     def _begin(self, one: _Replica, least: int = 0) -> None:
-        """Begin the next life of a replica, of that number at least: now, or once its hosts agree."""
+        """Begin the next incarnation of a replica, of that number at least: now, or once its hosts agree."""
         one.next_life(least)
         if self._contact is None or one.part.is_whole:
             self._start(one, "")
@@ -336,7 +338,7 @@ class _Supervision:
             self._contact.propose(one.life)
 
     def _start(self, one: _Replica, store: str) -> None:
-        """Start the processes of a life; `store` is the address of the store of its rank 0."""
+        """Start the processes of an incarnation; `store` is the address of the store of its rank 0."""
         request = one.request
         one.crew = self._crew_of(one.part, one.life, store, is_empty=self._has_begun())
         one.crew.request = request
@@ -354,8 +356,8 @@ class _Supervision:
             self._start(one, found.store)
 
     def _has_ended_there(self, one: _Replica) -> bool:
-        """Whether this life of a replica is over on another host. A launcher that is gone has taken its ranks
-        along.
+        """Whether this incarnation of a replica is over on another host. A launcher that is gone has taken
+        its ranks along.
         """
         if self._contact is None or one.part.is_whole:
             return False
@@ -365,7 +367,7 @@ class _Supervision:
         return found.number > one.life.life or is_alone
 
     def _tell_end(self, one: _Replica) -> None:
-        """Tell all coordinators, once, that the life of a replica is over."""
+        """Tell all coordinators, once, that the incarnation of a replica is over."""
         if one.has_ended:
             return
         one.has_ended = True
@@ -374,7 +376,7 @@ class _Supervision:
             self._contact.observer.ended(one.life)
 
     def _after_end(self, one: _Replica) -> None:
-        """What follows from the end of a replica's life: it begins again, or nothing goes on."""
+        """What follows from the end of a replica's incarnation: it begins again, or nothing goes on."""
         cause, others = one.cause, self._others(one)
         what = f"Replica {one.number} ended"
         if cause is not None:
@@ -395,11 +397,11 @@ class _Supervision:
         rest = f"The run continues with {left}" if others else "Nothing is lost"
         when = "" if one.part.is_whole else " once all of its hosts are there"
         self._tell(f"{what} {rest}; replica {one.number} starts again{when}.")
-        self._tail.read()  # what counted before this life does not say that it trains
+        self._tail.read()  # what counted before this incarnation does not say that it trains
         self._begin(one)
 
     def _count_death(self, one: _Replica, cause: Failure) -> None:
-        """Count deaths in vain. Raises if this one ends the run: its next life could do nothing else."""
+        """Count deaths in vain. Raises if this one ends the run: the next incarnation could do no better."""
         # What stops one that was started again, as a full disk there, need not stop the others.
         is_mistake = cause.blame is FailureKind.USER and not cause.samples
         is_of_all = cause.blame in (FailureKind.INTERRUPT, FailureKind.RUN)

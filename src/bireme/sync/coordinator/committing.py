@@ -63,7 +63,7 @@ def with_start(state: CoordinatorState, epoch: int, batch: int) -> CoordinatorSt
 
 
 def is_lost(state: CoordinatorState) -> bool:
-    """Whether rounds count, and nobody is left who has their weights."""
+    """Whether rounds count, and no replica is left that has their weights."""
     membership = state.membership
     if membership.members:
         return membership.have_ended
@@ -77,7 +77,7 @@ def _counts(state: CoordinatorState) -> bool:
 
 
 def _anew(state: CoordinatorState) -> CoordinatorState:
-    """As before the first epoch, but for what is known of lives."""
+    """As before the first epoch, but for what is known of incarnations."""
     settings = state.settings
     return replace(
         state.without_grants(),
@@ -166,8 +166,8 @@ def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
 
 
 def with_entries(state: CoordinatorState) -> CoordinatorState:
-    """With those who have healed as members. In `quorum` that is where a batch begins that was not dealt when
-    they were found to have the sums of the others but the last one, and once they have that too: whoever
+    """With those who have healed as members. In `quorum` that is where a batch begins that was not assigned
+    when they were found to have the sums of the others but the last one, and once they have that too: whoever
     holds it alone may die.
     """
     membership, is_quorum = state.membership, state.is_quorum
@@ -196,7 +196,7 @@ def _as_member(membership: Membership, life: Incarnation) -> Member:
 
 
 def _newest_life(membership: Membership, replica: int) -> Incarnation | None:
-    """The newest life of a replica that is heard."""
+    """The newest incarnation of a replica that is heard."""
     return max((rank.own_life for rank in membership.heard if rank.replica == replica), default=None)
 
 
@@ -222,7 +222,7 @@ def _has_caught_up(state: CoordinatorState, life: Incarnation) -> bool:
     )
 
 
-# Rounds of all lines: granting them, committing them, and dealing the samples of the next batches.
+# Rounds of all lines: granting them, committing them, and assigning the samples of the next batches.
 
 
 def with_rounds(state: CoordinatorState, now_s: float) -> CoordinatorState:
@@ -289,7 +289,7 @@ def _num_samples(state: CoordinatorState, line: RoundSequence, replica: int) -> 
 
 
 def with_commit(state: CoordinatorState, grant: Grant) -> CoordinatorState:
-    """After a round was committed: its samples count, and those of the others wait to be dealt again."""
+    """After a round was committed: its samples count, and those of the others wait to be assigned again."""
     line = state.lines[grant.line]
     commit = Commit(grant.line, grant.round, grant.attempt, grant.parts)
     state = replace(state.with_line(line.after_commit()), commits=(*state.commits, commit))
@@ -326,7 +326,7 @@ def _silent(state: CoordinatorState, now_s: float) -> frozenset[int]:
 
 
 def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
-    """With the samples of all batches that somebody wants."""
+    """With the samples of all batches that a rank wants."""
     if not state.is_quorum:
         return with_own_deals(state, now_s)
     if not state.membership.members:

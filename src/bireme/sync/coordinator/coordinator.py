@@ -154,7 +154,7 @@ _MOST_COMMITS = 32
 
 
 def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
-    """Nobody has come yet."""
+    """No replica has come yet."""
     # The last line of those that average weights has the means over all replicas.
     num_lines = {SyncMode.GROUPS: 1, SyncMode.DILOCO: settings.num_lines + 1}.get(
         settings.mode, settings.num_lines
@@ -327,7 +327,7 @@ def _settled(state: CoordinatorState, now_s: float) -> CoordinatorState:
 
 def _concerned(before: CoordinatorState, state: CoordinatorState) -> set[RankId]:
     """The ranks of those replicas of which there is news. Where replicas average weights, what one of them is
-    dealt and which group it is in is none for the others: each hears of it with its own next news.
+    assigned and which group it is in is none for the others: each hears of it with its own next news.
     """
     heard = set(state.membership.heard)
     changed = {one: _of_one(before, one) != _of_one(state, one) for one in {rank.replica for rank in heard}}

@@ -30,7 +30,7 @@ from bireme.sync.coordinator.samples import GroupSettings
 class Arrived:
     """A rank is ready to average its weights after a batch. As opener it waits for others for `wait_s`, or
     for `patient_s` if that is longer, if it is connected to half of the members at most, and if a group may
-    be forced before it comes again: so many updates of all replicas come `until_next`.
+    be forced before it comes again: that many updates of all replicas come `until_next`.
     """
 
     stage: int
@@ -123,15 +123,15 @@ class Paces:
         return Paces(self.last_s | {key: now_s}, known)
 
     def begun(self, replica: int, now_s: float) -> "Paces":
-        """After a replica was dealt a batch: if it was idle, the batch takes from now on. Its very first one
-        may take longer than any other, and is not timed.
+        """After a replica was assigned a batch: if it was idle, the batch takes from now on. Its very first
+        one may take longer than any other, and is not timed.
         """
         idle = {key: now_s for key in self.batch_s if key[1] == replica and key not in self.last_s}
         return Paces(self.last_s | idle, self.batch_s) if idle else self
 
     def idle(self, stage: int, replica: int) -> "Paces":
-        """After a replica has come to a stage with the last batch that it has: until it is dealt another one,
-        no time is that of a batch.
+        """After a replica has come to a stage with the last batch that it has: until it is assigned another
+        one, no time is that of a batch.
         """
         key = stage, replica
         return Paces({one: at_s for one, at_s in self.last_s.items() if one != key}, self.batch_s)
@@ -257,7 +257,7 @@ class _Former:
         )
 
     def may_be_last(self, until_next: float, num_members: int, settings: GroupSettings) -> bool:
-        """Whether a group may be wanted that is forced before so many more updates of all replicas."""
+        """Whether a group may be wanted that is forced before that many more updates of all replicas."""
         return self.wants_forced or self.updates + until_next >= settings.connect_every * num_members
 
     def is_due(self, members: Collection[int], now_s: float) -> bool:
@@ -296,7 +296,7 @@ class _Former:
         )
 
     def without(self, replica: int) -> "_Former":
-        """After a replica has died: what went through it connects nobody any more."""
+        """After a replica has died: what went through it connects no replicas any more."""
         ready = tuple(one for one in self.ready if one.replica != replica)
         return replace(
             self,
@@ -347,7 +347,7 @@ class GroupState:
 
 
 def groups_begun(settings: GroupSettings, num_stages: int, members: Iterable[int]) -> GroupState:
-    """Nobody waits."""
+    """No replica waits."""
     present = frozenset(members)
     return GroupState(settings, present, tuple(_Former(present=present) for _ in range(num_stages)))
 

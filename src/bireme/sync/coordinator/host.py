@@ -39,7 +39,7 @@ from bireme.sync.coordinator.state import (
 
 # Groups where a coordinator takes up after another: from what ranks wait for, and which means they hold.
 #
-# A group counts once all of its members hold the mean of its last attempt, and nobody uses it before. So if
+# A group counts once all of its members hold the mean of its last attempt, and no rank uses it before. So if
 # all members that call hold it or have gone on, it may have counted, and so it does. If one of them does not,
 # it has not counted, and those who call wait for a group again. Where groups are of replicas, a rank that has
 # gone on tells of the group with which it did, and the others of its replica follow it.
@@ -127,8 +127,9 @@ def _has(report: Report, one: GroupMember, group: GroupReply) -> bool:
 # call it; but then none of the batches in the ledger may be missing among them. Where there is no other one
 # half of them are enough too.
 #
-# Where replicas average weights, words say what was dealt to each and how much of it counts. What the other
-# coordinator wrote down that nobody here has heard of does not count, and will: the samples are in weights.
+# Where replicas average weights, words say what was assigned to each and how much of it counts. What the
+# other coordinator wrote down that nobody here has heard of does not count, and will: the samples are in
+# weights.
 
 _UNKNOWN = -1
 """The attempt of a round that counts, where no caller tells of it. Who lacks its sum gets it from another."""
@@ -162,7 +163,7 @@ def taken_up(
 ) -> CoordinatorStep | None:
     """The state with which the candidate goes on, if those that it has heard are enough.
 
-    It waits for all members, until it `is_late`. Lives that have `ended` elect nobody.
+    It waits for all members, until it `is_late`. Incarnations that have `ended` do not vote.
     """
     # A rank that does not say what it knows is none that counts.
     heard = {rank: each for rank, each in heard.items() if each.report.known is not None}
@@ -193,7 +194,7 @@ def taken_up(
         return None
     term = candidate.next_term(max(each.report.epoch for each in heard.values()) // TERM)
     if settings.averages:
-        # What was dealt to a replica that was to be dropped, but calls, is not known any more.
+        # What was assigned to a replica that was to be dropped, but calls, is not known any more.
         left = {one.own_life for one in newest.members}
         callers = [one for one in callers if one.own_life in left]
     state = _state(settings, there, last, newest, {one.replica for one in callers}, term * TERM)
@@ -218,7 +219,7 @@ def _fresh(
     settings: CoordinatorSettings, candidate: CoordinatorCandidate, heard: Mapping[RankId, Heard]
 ) -> CoordinatorStep | None:
     """The beginning, where the other coordinator ended before anything that a caller knows of: all replicas
-    are there, in whatever life.
+    are there, in whatever incarnation.
     """
     there = Membership(settings.num_stages, 0, heard=dict(heard))
     for rank in heard:
@@ -239,7 +240,7 @@ def _state(
     first_attempt: int,
 ) -> CoordinatorState:
     """What words say, as a state: what counted by the `last` word of an epoch in which anything may count.
-    Where these replicas train batches of their own, what was dealt and who heals is by the `newest` word.
+    Where these replicas train batches of their own, what was assigned and who heals is by the `newest` word.
     """
     state = replace(begun(settings), membership=membership)
     for line, committed in zip(state.lines, last.committed, strict=True):

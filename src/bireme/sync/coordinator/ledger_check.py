@@ -2,7 +2,7 @@
 
 Each line says which places of the run's order it commits, and which below `fresh` are not committed yet. So
 after each line all places below `fresh` are committed once, or open. An epoch of the data is finished once
-all its places have been dealt and none of them is open.
+all its places have been assigned and none of them is open.
 
 What a start says is not taken on trust. It may undo what lines before it commit, as after a resume from a
 checkpoint. That a place is committed it can say only of what was trained before the first line, or without a
@@ -54,7 +54,7 @@ class CheckedLedger:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sample counts once, as far as it has been dealt."""
+        """Whether every sample counts once, as far as it has been assigned."""
         return not (self.missing or self.doubled or self.damaged)
 
     @property

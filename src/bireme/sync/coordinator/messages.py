@@ -26,7 +26,7 @@ fragment has a line: the means of its drift. Rounds of a line are numbered from 
 them count, so that is the number of the next.
 
 **Windows.** In `groups` and `diloco` replicas train batches of their own until the places of a window are
-dealt. Then they drain and make one mean, a round of the last line with the number of the window.
+assigned. Then they drain and make one mean, a round of the last line with the number of the window.
 """
 
 from collections.abc import Hashable, Sequence
@@ -88,7 +88,7 @@ class SamplePlaces:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """What a replica contributes to a round: so many samples. The sum is weighted by them."""
+    """What a replica contributes to a round: that many samples. The sum is weighted by them."""
 
     replica: int
     num_samples: int
@@ -160,7 +160,7 @@ def joint(places: Sequence[GroupAt | None]) -> GroupAt | None:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The batches between two means over all replicas, in which the places below `until` are dealt."""
+    """The batches between two means over all replicas, in which the places below `until` are assigned."""
 
     number: int
     until: int
@@ -248,8 +248,8 @@ class Absence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gone(_OfIncarnation):
-    """A life of a replica that is no member any more, after `step` steps of the run: committed in `quorum`,
-    else dealt. The first rank of the replica was at `address`.
+    """An incarnation of a replica that is no member any more, after `step` steps of the run: committed in
+    `quorum`, else assigned. The first rank of the replica was at `address`.
     """
 
     replica: int
@@ -292,7 +292,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """The samples that a replica trains in a batch. They never change once they are dealt."""
+    """The samples that a replica trains in a batch. They never change once they are assigned."""
 
     replica: int
     batch: int
@@ -318,8 +318,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a replica is that trains batches of its own: those below `dealt` were dealt to it. Of each stage,
-    or line of rounds, the samples of its first `trained` batches are in weights that others have too.
+    """Where a replica is that trains batches of its own: those below `dealt` were assigned to it. Of each
+    stage, or line of rounds, the samples of its first `trained` batches are in weights that others have too.
     """
 
     replica: int
@@ -367,16 +367,16 @@ class CoordinatorReply:
     """All that holds, told to a rank. `number` grows with everything that changes in a term.
 
     `committed` rounds of each line count; `commits` are the first of them that the rank has not said it has.
-    Nobody need keep the sums of rounds below `kept`: all members have them. `deals` are the samples in
-    batches that are not committed, of all replicas; `waiting` were dealt and lost, and are dealt again first;
-    from the place `fresh` on none have been dealt. `ends` are those of the last windows of replicas,
-    `progress` is where these are. Of each set of `voters` enough must know the epoch before it
+    No rank needs to keep the sums of rounds below `kept`: all members have them. `deals` are the samples in
+    batches that are not committed, of all replicas; `waiting` were assigned and lost, and are assigned again
+    first; from the place `fresh` on none have been assigned. `ends` are those of the last windows of
+    replicas, `progress` is where these are. Of each set of `voters` enough must know the epoch before it
     `is_installed`, and nothing is granted or committed before. A coordinator took up from the word at the
-    place `after`. `gone` has the last life of each replica that ceased to be a member.
+    place `after`. `gone` has the last incarnation of each replica that ceased to be a member.
 
     `group` is of the rank's own last arrival. If all members wait for each other for ever, they end for the
-    reason in `standstill`. A rank that `is_dropped` ends, for its replica to begin its next life. The run
-    `is_lost` if rounds count and no replica is left that has their weights.
+    reason in `standstill`. A rank that `is_dropped` ends, for its replica to begin its next incarnation. The
+    run `is_lost` if rounds count and no replica is left that has their weights.
     """
 
     epoch: int

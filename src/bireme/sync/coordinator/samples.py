@@ -1,8 +1,8 @@
-"""The samples of a run: which are dealt to whom, which wait to be dealt again, and which are fresh.
+"""The samples of a run: which are assigned to whom, which wait to be assigned again, and which are fresh.
 
-A sample is a place in the run's order. Each place is dealt, and then either committed, which ends it, or
-returned, so that it waits and is dealt again before any fresh one. So every place is committed once at most,
-and all places below `fresh` are committed, dealt or waiting.
+A sample is a place in the run's order. Each place is assigned, and then either committed, which ends it, or
+returned, so that it waits and is assigned again before any fresh one. So every place is committed once at
+most, and all places below `fresh` are committed, assigned or waiting.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -142,7 +142,7 @@ class Committed:
     fresh: int
     open: tuple[SamplePlaces, ...]
     returned: int = 0
-    """Samples that came back so far because they did not count where they were dealt first."""
+    """Samples that came back so far because they did not count where they were assigned first."""
 
     @property
     def num_samples(self) -> int:
@@ -210,7 +210,7 @@ class Dealing:
     paces: dict[int, float] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
     known_until: dict[int, int] = field(default_factory=dict)
-    """Batches below were dealt before it was known that a replica is late."""
+    """Batches below were assigned before it was known that a replica is late."""
 
     def among(self, replicas: tuple[int, ...], batch: int, silent: frozenset[int] = frozenset()) -> "Dealing":
         """For a batch that these replicas share, some of which are silent."""
@@ -237,7 +237,7 @@ class Dealing:
     def with_batch(
         self, batch: int, counts: Mapping[int, int], seconds: Mapping[int, float], *, takes_effect: int
     ) -> "Dealing":
-        """After a batch in which each of these replicas trained so many samples, and was busy for so long."""
+        """After a batch: the samples that each replica trained, and the seconds that it was busy."""
         if min(seconds.values(), default=0.0) <= 0:
             return self._recovered(counts)
         paces = self.paces
@@ -262,7 +262,7 @@ class Dealing:
         the batch `takes_effect` on.
 
         Speeds are known from rounds, and it was in none: with the share it has it would be left out for ever.
-        That it is late in those rounds too that were dealt before is no news.
+        That it is late in those rounds too that were assigned before is no news.
         """
         found = [one for one in replicas if batch >= self.known_until.get(one, 0)]
         if not found:
@@ -287,7 +287,7 @@ class Dealing:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`deals` by replica and batch; `waiting` in rising order, without overlaps. So many samples were
+    """`deals` by replica and batch; `waiting` in rising order, without overlaps. That many samples were
     `returned` so far.
     """
 
@@ -297,7 +297,7 @@ class Pool:
     returned: int = 0
 
     def with_deal(self, batch: int, counts: Mapping[int, int]) -> "Pool":
-        """After so many samples of a batch have been dealt to each of these replicas."""
+        """After that many samples of a batch have been assigned to each of these replicas."""
         pool, deals = self, dict(self.deals)
         for replica, count in counts.items():
             taken, pool = pool._taken(count)
@@ -305,7 +305,7 @@ class Pool:
         return replace(pool, deals=deals)
 
     def without_deal(self, replica: int, batch: int) -> "Pool":
-        """After a deal has been committed."""
+        """After an assignment has been committed."""
         return replace(self, deals={key: own for key, own in self.deals.items() if key != (replica, batch)})
 
     def with_returned(self, replica: int, *, below: int | None = None) -> "Pool":
@@ -326,11 +326,11 @@ class Pool:
         return sum(one.count for one in self.deals.get((replica, batch), ()))
 
     def listed(self) -> tuple[Deal, ...]:
-        """All deals."""
+        """All assignments."""
         return tuple(Deal(replica, batch, own) for (replica, batch), own in self.deals.items())
 
     def num_left(self, until: int) -> int:
-        """How many samples can still be dealt: those that wait, and the fresh ones below a place."""
+        """How many samples can still be assigned: those that wait, and the fresh ones below a place."""
         return sum(one.count for one in self.waiting) + max(until - self.fresh, 0)
 
     @property
@@ -339,7 +339,7 @@ class Pool:
         return united((*self.waiting, *(one for own in self.deals.values() for one in own)))
 
     def _taken(self, count: int) -> tuple[tuple[SamplePlaces, ...], "Pool"]:
-        """So many samples, those that wait first, and the pool without them."""
+        """That many samples, those that wait first, and the pool without them."""
         taken, left = [], list(self.waiting)
         while count and left:
             first = left.pop(0)

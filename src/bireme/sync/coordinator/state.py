@@ -24,15 +24,15 @@ from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSetting
 
 # Who is a member: leases, epochs, and how many must know an epoch before anything counts in it.
 #
-# A replica lives as long as all of its ranks are heard of within the lease. It is one start of a replica, a
-# *life*: whoever sees a later life of it knows that the earlier one is over.
+# A replica lives as long as all of its ranks are heard of within the lease. It is one start of a replica, an
+# *incarnation*: a report of a later incarnation means that the earlier one is over.
 #
 # **Nobody agrees twice.** While it lives, the coordinator alone decides. If a part of the members is out of
 # its reach, they may have found another coordinator, which needs more than half of them. So this one goes on
 # only with at least half of them: an epoch's members are at least half of its *voters*, the members of the
 # last epoch that was installed, and it is installed once at least half of the voters have confirmed it. A
 # coordinator that has taken up after another needs more than half, until its own epoch is installed. A
-# replica that is known to have ended elects nobody, and so is no voter any more.
+# replica that is known to have ended does not vote, and so is no voter any more.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The members of an epoch. `voters` are sets of lives, of each of which enough must confirm it: at least
-    half, and more than half if it `is_strict`.
+    """The members of an epoch. `voters` are sets of incarnations, of each of which enough must confirm it: at
+    least half, and more than half if it `is_strict`.
     """
 
     num_stages: int
@@ -58,12 +58,12 @@ class Membership:
     """Whether enough of the voters have confirmed the epoch, so that things may count in it."""
     heard: dict[RankId, Heard] = field(default_factory=dict)
     over: dict[int, int] = field(default_factory=dict)
-    """Of each replica the lives below this have ended."""
+    """Of each replica the incarnations below this have ended."""
     dropped: frozenset[Incarnation] = frozenset()
-    """Lives that may go on somewhere, but are members no more."""
+    """Incarnations that may go on somewhere, but are members no more."""
 
     def with_report(self, report: Report, now_s: float) -> "Membership":
-        """After a report, unless it is late or of a life that is over."""
+        """After a report, unless it is late or of an incarnation that is over."""
         rank = report.rank
         last = self.heard.get(rank)
         if self.is_over(rank.own_life) or (last is not None and last.report.number >= report.number):
@@ -72,12 +72,12 @@ class Membership:
         return replace(found, heard=found.heard | {rank: Heard(report, now_s)})
 
     def without(self, life: Incarnation) -> "Membership":
-        """After a life that is not heard of any more was dropped: nothing that it says counts again."""
+        """After a silent incarnation was dropped: nothing that it says counts again."""
         heard = {rank: each for rank, each in self.heard.items() if rank.own_life != life}
         return replace(self, heard=heard, dropped=self.dropped | {life})
 
     def with_over(self, life: Incarnation) -> "Membership":
-        """After a life is known to have ended: it, and those before it, elect nobody."""
+        """After an incarnation is known to have ended: it, and those before it, do not vote."""
         if life.life < self.over.get(life.replica, 0):
             return self
         over = self.over | {life.replica: life.life + 1}
@@ -93,11 +93,11 @@ class Membership:
         )
 
     def is_over(self, life: Incarnation) -> bool:
-        """Whether that life has ended, or was dropped."""
+        """Whether that incarnation has ended, or was dropped."""
         return life in self.dropped or life.life < self.over.get(life.replica, 0)
 
     def member(self, life: Incarnation) -> Member | None:
-        """The member that is this life."""
+        """The member that is this incarnation."""
         return next((one for one in self.members if one.own_life == life), None)
 
     @property
@@ -112,7 +112,7 @@ class Membership:
         return tuple(one.replica for one in self.members)
 
     def reports(self, life: Incarnation) -> list[Report]:
-        """The last reports of all ranks of a life, stage by stage; none unless all have been heard."""
+        """The last reports of all ranks of an incarnation, stage by stage; none unless all were heard."""
         found = [self.heard.get(RankId(life.replica, life.life, stage)) for stage in range(self.num_stages)]
         return [] if None in found else [one.report for one in found if one is not None]
 
@@ -127,7 +127,7 @@ class Membership:
         return any(one.is_empty for one in self.reports(life))
 
     def confirms(self, life: Incarnation) -> bool:
-        """Whether all ranks of a life know this epoch."""
+        """Whether all ranks of an incarnation know this epoch."""
         reports = self.reports(life)
         return bool(reports) and all(one.epoch == self.epoch for one in reports)
 
@@ -158,7 +158,7 @@ class Membership:
 
 
 def heard_replicas(membership: Membership, since_s: float) -> list[Incarnation]:
-    """All lives, members or not, of which every rank has been heard since then."""
+    """All incarnations, members or not, of which every rank has been heard since then."""
     lives = sorted({rank.own_life for rank in membership.heard})
     return [one for one in lives if membership.is_heard(one, since_s)]
 
@@ -187,7 +187,7 @@ class Changes:
     def __init__(self, batch_size: int, *, is_quorum: bool) -> None:
         self._batch_size, self._is_quorum = batch_size, is_quorum
         self._lives: dict[int, int] = {}
-        """Of each replica the life that was a member last."""
+        """Of each replica the incarnation that was a member last."""
         self._gone: set[Incarnation] = set()
 
     def in_word(self, word: CoordinatorReply) -> list[MembershipChange]:
@@ -315,7 +315,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class RoundSequence:
-    """A line of rounds: so many are `committed`, and the next one is granted or gathers contributions.
+    """A line of rounds: that many are `committed`, and the next one is granted or gathers contributions.
 
     `ready` are the replicas whose contributions have come, the last of them at `since_s`. Who was not heard
     of since `broken_s`, when an attempt broke, is not ready.
@@ -366,7 +366,7 @@ def next_grant(
     silent: Collection[int] = (),
     attempts: int = 0,
 ) -> RoundSequence:
-    """The line with its present round granted, if that is due, to those `ready` with so many samples. No
+    """The line with its present round granted, if that is due, to those `ready` with that many samples. No
     replica waits for those that are `silent`, once the quorum is ready. `attempts` is greater than the number
     of any attempt at the present round of another line: ranks ignore what is older than the last attempt.
     """
@@ -405,8 +405,9 @@ Event = Report | Ended | Tick
 class CoordinatorState:
     """A coordinator. `number` is that of its last word, `heals` are of replicas that are no members yet.
 
-    `dealt` is the first batch that has not been dealt, of all replicas in `quorum`, else of each. `trained`
-    says of each replica and stage, or line, up to which batch its samples are in weights that others have.
+    `dealt` is the first batch that has not been assigned, of all replicas in `quorum`, else of each.
+    `trained` says of each replica and stage, or line, up to which batch its samples are in weights that
+    others have.
     """
 
     settings: CoordinatorSettings
@@ -417,7 +418,7 @@ class CoordinatorState:
     number: int = 0
     heals: tuple[Heal, ...] = ()
     gone: tuple[Gone, ...] = ()
-    """The last life of each replica that ceased to be a member."""
+    """The last incarnation of each replica that ceased to be a member."""
     commits: tuple[Commit, ...] = ()
     dealt: int = 0
     dealt_to: dict[int, int] = field(default_factory=dict)
@@ -446,7 +447,7 @@ class CoordinatorState:
 
     @property
     def contributors(self) -> tuple[int, ...]:
-        """The replicas that train the next batch that is dealt."""
+        """The replicas that train the next batch that is assigned."""
         entering = [one.replica for one in self.heals if one.first is not None and one.first <= self.dealt]
         return tuple(sorted([*self.membership.replicas, *entering]))
 
@@ -476,7 +477,7 @@ class CoordinatorState:
         return replace(self, lines=tuple(replace(one, grant=None) for one in self.lines))
 
     def first_undealt(self, replica: int) -> int:
-        """The first of its own batches that was not dealt to a replica."""
+        """The first of its own batches that was not assigned to a replica."""
         return self.dealt_to.get(replica, self.settings.first)
 
     def last_end(self, replica: int) -> End | None:
@@ -502,8 +503,8 @@ class CoordinatorState:
     def with_dropped(
         self, membership: Membership, lost: Iterable[Member], leaving: Collection[Member] = ()
     ) -> "CoordinatorState":
-        """With members among those that are gone, and this membership. Lives that may go on somewhere are
-        dropped: they may have samples that nobody here knows of.
+        """With members among those that are gone, and this membership. Incarnations that may go on somewhere
+        are dropped: they may have samples that nobody here knows of.
         """
         gone = {one.replica: one for one in self.gone}
         step = self.lines[0].committed if self.is_quorum else self.pool.fresh // self.settings.batch_size
@@ -516,7 +517,7 @@ class CoordinatorState:
         return replace(self, membership=membership, gone=tuple(gone.values()))
 
     def with_returned(self, replicas: Iterable[int]) -> "CoordinatorState":
-        """After all that was dealt to replicas has come back."""
+        """After all that was assigned to replicas has come back."""
         pool = self.pool
         for one in replicas:
             pool = pool.with_returned(one)

@@ -1,11 +1,11 @@
 """Samples where each replica trains batches of its own: `groups` and `diloco`.
 
-A replica is dealt its share of a batch whenever it wants one, as long as its window has places left. So a
-fast one trains more batches, and all are done at about the same time; with equal shares none is dealt more
-than the others in a window, unless one of these ends. In `groups`, where the coordinator sees
-how long each takes, a slow one is not dealt a last batch that the others would have to wait for: its window
-ends there, and they take what is left. A sample counts once it is in weights that others have, in all parts
-of the model: stages in `groups`, fragments in `diloco`.
+A replica is assigned its share of a batch whenever it wants one, as long as its window has places left. So a
+fast one trains more batches, and all are done at about the same time; with equal shares none is assigned more
+than the others in a window, unless one of these ends. In `groups`, where the coordinator sees how long each
+takes, a slow one is not assigned a last batch that the others would have to wait for: its window ends there,
+and they take what is left. A sample counts once it is in weights that others have, in all parts of the model:
+stages in `groups`, fragments in `diloco`.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ from bireme.sync.coordinator.state import CoordinatorState
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """A replica that is done at `free_s` with all that it was dealt, and takes `batch_s` for a batch of so
+    """A replica that is done at `free_s` with all that it was assigned, and takes `batch_s` for a batch of so
     many samples, its `share`.
     """
 
@@ -39,8 +39,8 @@ class Trainer:
 
 
 def done_without(others: Iterable[Trainer], num_samples: int, before_s: float) -> float:
-    """When the others are done with what they were dealt and with so many samples, each batch of which goes
-    to the one that ends it first. Of times that are not before `before_s` the answer is any.
+    """When the others are done with what they were assigned and with that many samples, each batch of which
+    goes to the one that ends it first. Of times that are not before `before_s` the answer is any.
     """
     there = list(others)
     last_s = max((one.free_s for one in there), default=-inf)
@@ -105,7 +105,7 @@ def _has_equal_share(
     settings = state.settings
 
     def num_missing(one: int, dealt: int) -> int:
-        """How many batches that replica lacks in the window, to which those below `dealt` were dealt."""
+        """How many batches that replica lacks in the window, to which those below `dealt` were assigned."""
         last = state.last_end(one)
         if last is not None and last.window == window.number:
             return 0
@@ -147,8 +147,8 @@ def _would_end_last(
 def _trainer(
     state: CoordinatorState, dealing: Dealing, replica: int, dealt: int, now_s: float
 ) -> Trainer | None:
-    """A replica to which the batches below `dealt` were dealt, as its last stage was seen to come to groups;
-    None if it is not known how long it takes.
+    """A replica to which the batches below `dealt` were assigned, as its last stage was seen to come to
+    groups; None if it is not known how long it takes.
     """
     last = state.settings.num_formers - 1
     batch_s = state.paces.batch_s.get((last, replica), 0.0)
@@ -169,8 +169,8 @@ def _window(reports: list[Report]) -> Window:
 
 
 def _until(state: CoordinatorState, window: Window) -> int:
-    """The place at which a window ends: where it has ended for somebody, or after this batch of the run if
-    somebody has asked for its end.
+    """The place at which a window ends: where it has ended for a replica, or after this batch of the run if
+    a rank has asked for its end.
     """
     known = [one.until for one in state.ends if one.window == window.number]
     if known:

@@ -30,7 +30,7 @@ SLICE = 1 << 20
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number, so that no bit of what it multiplies is lost."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""What elements of so many bytes count as. Longer ones count as fours, so that no product is cut short."""
+"""What elements of that many bytes count as. Longer ones count as fours, so that no product is cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ NO_DIGEST = Digest(-1, 0, 0, 0)
 
 
 class OtherWeightsError(Exception):
-    """This replica has other weights than the others: its life is over, and its next one takes theirs."""
+    """This replica has other weights than the others: it ends, and its next incarnation takes theirs."""
 
 
 @torch.no_grad()
