@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.board import PeerLost
-from bireme.runtime.socket_transport import nothing_came, nothing_taken
+from bireme.runtime.socket_transport import silence
 from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
 from bireme.schedule.routes import Routes
@@ -222,7 +222,7 @@ class _ThreadTransport:
 
         def wait() -> None:
             if self._hub.rendezvous and not self._wait(parcel.changed, lambda: parcel.is_taken, to):
-                raise self._reason(to, nothing_taken(key, to, payload, self._hub.timeout_s))
+                raise self._reason(to, silence(key, to, payload, self._hub.timeout_s, is_send=True))
 
         wait()
         return _Waiting(wait)
@@ -237,7 +237,7 @@ class _ThreadTransport:
 
         def wait() -> None:
             if not self._wait(slot.changed, lambda: slot.parcel is not None, source):
-                raise self._reason(source, nothing_came(key, source, payload, self._hub.timeout_s))
+                raise self._reason(source, silence(key, source, payload, self._hub.timeout_s, is_send=False))
             assert slot.parcel is not None
             time.sleep(max(slot.parcel.arrives_s - time.monotonic(), 0.0))
             payload.copy_(slot.parcel.payload)

@@ -329,17 +329,10 @@ class Crew:
         if self._order.ranks and self._store is None:
             return []
         if self._store is not None:
-            found |= {rank: self._result_in(self._store, rank) for rank in self._ranks_elsewhere}
+            for rank in {*range(self._order.num_processes)} - found.keys():
+                key = f"shared/{_result_key(rank)}"  # as the world of the rank, on another host, names it
+                found[rank] = b64decode(self._store.get(key)) if self._store.check([key]) else None
         return [own for _, own in sorted(found.items()) if own is not None]
-
-    @property
-    def _ranks_elsewhere(self) -> set[int]:
-        return {*range(self._order.num_processes)} - {*self._order.ranks_here}
-
-    def _result_in(self, store: "Store", rank: int) -> bytes | None:
-        """The result that a rank on another host has left in the store."""
-        key = f"shared/{_result_key(rank)}"  # as the rank's world names it
-        return b64decode(store.get(key)) if store.check([key]) else None
 
     def start(self) -> None:
         """Start them all."""

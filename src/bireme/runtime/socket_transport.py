@@ -51,17 +51,11 @@ def ordinary_bytes() -> int:
     return min(granted // NUM_UNDER_WAY, LARGE_BYTES)
 
 
-def nothing_came(key: Message, source: int, payload: Tensor, waited_s: float) -> BiremeError:
-    """The error of a receive for which nothing moved for too long."""
-    return _silence(f"The {key} ({payload.numel()} bytes) did not arrive from rank {source}", waited_s)
-
-
-def nothing_taken(key: Message, to: int, payload: Tensor, waited_s: float) -> BiremeError:
-    """The error of a send for which nothing moved for too long."""
-    return _silence(f"Rank {to} did not take the {key} ({payload.numel()} bytes)", waited_s)
-
-
-def _silence(happened: str, waited_s: float) -> BiremeError:
+def silence(key: Message, peer: int, payload: Tensor, waited_s: float, *, is_send: bool) -> BiremeError:
+    """The error of a send or a receive for which nothing moved for too long."""
+    happened = f"The {key} ({payload.numel()} bytes) did not arrive from rank {peer}"
+    if is_send:
+        happened = f"Rank {peer} did not take the {key} ({payload.numel()} bytes)"
     return BiremeError(
         f"{happened} within {waited_s:g} s. That rank may have died or hang, or its batch has other shapes, "
         "so that its message has another size. See what it says; give all ranks the same batches; raise the "
@@ -391,8 +385,8 @@ class SocketTransport:
             began_s = began_s or now
             moved_s = max(began_s, line.connection.sent_s if one.is_send else line.connection.came_s)
             if now > moved_s + self.timeout_s:
-                words = nothing_taken if one.is_send else nothing_came
-                raise self.fail(words(one.key, line.peer, one.payload, self.timeout_s))
+                waited_s, is_send = self.timeout_s, one.is_send
+                raise self.fail(silence(one.key, line.peer, one.payload, waited_s, is_send=is_send))
             self.poll(min(LOOK_S, moved_s + self.timeout_s - now))
         if one.error is not None:
             self.check()

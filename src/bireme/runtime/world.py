@@ -31,8 +31,6 @@ from bireme.runtime.stores import HashStore, PrefixStore, Store, environment_sto
 from bireme.runtime.watch import Watch, is_of_a_peer
 from bireme.wire.listener import own_address, sealed
 
-__all__ = ["Backend", "World"]
-
 _JOIN_S = 120.0
 """The least time that ranks have to join: starting Python and importing torch takes what it takes."""
 FAILED_FIRST_S = 1.0
