@@ -33,7 +33,7 @@ from bireme.sync.coordinator.messages import (
     encode,
     is_notice,
 )
-from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, in_force
+from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, in_force, ledger_document
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.wire.listener import interface_of, open_port
 from bireme.wire.text_server import LONGEST_S, Client, TextServer
@@ -54,7 +54,7 @@ class Ledger:
 
     def append(self, lines: Iterable[Began | Committed], *, is_lasting: bool = True) -> None:
         """Return once the lines are written; on the disk, with all before them, if they are `is_lasting`."""
-        text = "".join(json.dumps(line.document(), separators=(",", ":")) + "\n" for line in lines)
+        text = "".join(json.dumps(ledger_document(line), separators=(",", ":")) + "\n" for line in lines)
         if not text:
             return
         left = text.encode()

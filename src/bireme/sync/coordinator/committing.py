@@ -58,7 +58,8 @@ def with_beginning(state: CoordinatorState, now_s: float) -> CoordinatorState:
 def with_start(state: CoordinatorState, epoch: int, batch: int) -> CoordinatorState:
     """With the line of the ledger that says that a coordinator begins before a batch."""
     pool, settings = state.pool, state.settings
-    line = Began(epoch, batch, settings.num_samples, pool.fresh, pool.open, settings.mode_in_ledger)
+    mode = str(settings.mode) if settings.averages else ""  # lines of all replicas name none
+    line = Began(epoch, batch, settings.num_samples, pool.fresh, pool.open, mode)
     return replace(state, ledger=(*state.ledger, line))
 
 

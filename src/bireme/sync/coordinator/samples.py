@@ -6,7 +6,7 @@ most, and all places below `fresh` are committed, assigned or waiting.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from statistics import fmean
 from typing import Any
@@ -89,11 +89,6 @@ class CoordinatorSettings:
         return self.mode is not SyncMode.QUORUM
 
     @property
-    def mode_in_ledger(self) -> str:
-        """How the ledger names the mode; not at all where each line is of all replicas."""
-        return str(self.mode) if self.averages else ""
-
-    @property
     def silent_s(self) -> float:
         """How long a replica that still is a member may say nothing before rounds go on without it."""
         return SILENT_LEASES * self.lease_s
@@ -118,17 +113,6 @@ class Began:
     open: tuple[SamplePlaces, ...]
     mode: str = ""
 
-    def document(self) -> dict[str, Any]:
-        """As a line of the ledger."""
-        return {
-            "kind": "start",
-            "batch": self.batch,
-            "epoch": self.epoch,
-            "num_samples": self.num_samples,
-            "fresh": self.fresh,
-            "open": _pairs(self.open),
-        } | ({"mode": self.mode} if self.mode else {})
-
 
 @dataclass(frozen=True, slots=True)
 class Committed:
@@ -149,18 +133,19 @@ class Committed:
         """How many samples it has."""
         return sum(one.count for own in self.samples for one in own)
 
-    def document(self) -> dict[str, Any]:
-        """As a line of the ledger."""
-        return {
-            "kind": "round",
-            "batch": self.batch,
-            "epoch": self.epoch,
-            "attempt": self.attempt,
-            "members": list(self.members),
-            "samples": [_pairs(own) for own in self.samples],
-            "fresh": self.fresh,
-            "open": _pairs(self.open),
-        } | ({"returned": self.returned} if self.returned else {})
+
+def ledger_document(line: Began | Committed) -> dict[str, Any]:
+    """A line of the ledger: its kind, and the fields that do not hold their default."""
+    kept = {one.name: getattr(line, one.name) for one in fields(line)}
+    own = {one.name: _plain(kept[one.name]) for one in fields(line) if kept[one.name] != one.default}
+    return {"kind": "start" if isinstance(line, Began) else "round", **own}
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON; a range of places is a pair."""
+    if isinstance(value, SamplePlaces):
+        return [value.begin, value.end]
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def in_force(records: Mapping[int, dict[str, Any]], last_term: int = -1) -> dict[int, dict[str, Any]]:
@@ -176,10 +161,6 @@ def in_force(records: Mapping[int, dict[str, Any]], last_term: int = -1) -> dict
         if term >= last_term:
             found[number], last_term = record, term
     return found
-
-
-def _pairs(samples: tuple[SamplePlaces, ...]) -> list[list[int]]:
-    return [[one.begin, one.end] for one in samples]
 
 
 # How many samples of a batch each replica gets: by its speed, as long as the same replicas share a batch.
