@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,37 +43,25 @@ _ASK_ADDRESS = 0x8915
 
 
 def let_gloo_use_the_way_to(host: str) -> None:
-    """Have gloo use the card that reaches a host, unless somebody has named one or it cannot be told.
+    """Have gloo use the card that reaches a host, unless a card is named already or none is found.
 
-    A host that turns out to be this machine by its loopback says nothing, for other machines may be in it.
+    A host that is this machine by its loopback names no card, for other machines may be in the run.
     """
     if NAMED in os.environ or sys.platform != "linux":
         return
-    card = _card_to(host)
-    if card is not None:
-        os.environ[NAMED] = card
+    import fcntl  # not on every system
 
-
-def _card_to(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+        with suppress(OSError):
             probe.connect((host, 9))  # which sends nothing
-        except OSError:
-            return None
         address: str = probe.getsockname()[0]
-        if address.startswith("127."):
-            return None
-        return next((name for _, name in socket.if_nameindex() if _address_of(name, probe) == address), None)
-
-
-def _address_of(card: str, any_socket: socket.socket) -> str | None:
-    import fcntl  # there is none but on Unix
-
-    request = card.encode()[:15].ljust(40, b"\0")
-    try:
-        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ASK_ADDRESS, request)[20:24])
-    except OSError:  # a card without an address
-        return None
+        for _, card in socket.if_nameindex() if not address.startswith(("127.", "0.")) else ():
+            with suppress(OSError):  # a card without an address
+                request = card.encode()[:15].ljust(40, b"\0")
+                found = fcntl.ioctl(probe.fileno(), _ASK_ADDRESS, request)[20:24]
+                if socket.inet_ntoa(found) == address:
+                    os.environ[NAMED] = card
+                    return
 
 
 # What rank 0 tells the processes that a launcher has started, once it has made a run ready.
