@@ -132,6 +132,17 @@ class MortalReplica:
         self._dealt += deal.num_samples
         return [range(one.begin, one.end) for one in deal.samples]
 
+    def votes(self, stops: Stops) -> Callable[[], float]:
+        """The vote that this rank gives along with a batch. Only the replica that writes the log asks for an
+        end or a checkpoint by time.
+        """
+
+        def vote() -> float:
+            found = stops.vote()
+            return found if found >= Reason.SIGNAL or self.speaks else 0.0
+
+        return vote
+
     def succeed(self) -> None:
         """Wait until all that lead before this replica are gone, as they may still write. It leads then."""
         for one in takewhile(lambda one: one != self.number, self._order):
@@ -189,15 +200,6 @@ class Replica(MortalReplica):
     def note(self, result: BatchResult) -> None:
         """A batch is done, which says who leads now."""
         self._order = result.order
-
-    def votes(self, stops: Stops) -> Callable[[], float]:
-        """What this rank gives along with a batch: time and saving are for who leads to ask for."""
-
-        def vote() -> float:
-            found = stops.vote()
-            return found if self.leads or found >= Reason.SIGNAL else 0.0
-
-        return vote
 
     def batches(self, *words: Any, **more: Any) -> "DealtBatches":
         """What this rank reads."""
@@ -460,15 +462,6 @@ class AveragingReplica(MortalReplica):
         self._reason = max(self._reason, reason)
         if self._reason is not Reason.NONE:
             self._agent.deals.ask_end()
-
-    def votes(self, stops: Stops) -> Callable[[], float]:
-        """What this rank gives along with a batch: time and saving are for who speaks to ask for."""
-
-        def vote() -> float:
-            found = stops.vote()
-            return found if found >= Reason.SIGNAL or self.speaks else 0.0
-
-        return vote
 
     def step_after(self, result: BatchResult) -> int:
         """The step of the run after one of this replica's batches."""
