@@ -20,8 +20,12 @@ from bireme.runtime.board import PeerLost
 from bireme.runtime.socket_transport import silence
 from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
+<<<<<<< HEAD
 from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums
+=======
+from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums, Waiting
+>>>>>>> 6db6b0dc (One class waits for what is under way)
 from tests.support.patience import patience_s
 
 __all__ = ["ThreadFabric", "ThreadRank"]
@@ -225,7 +229,7 @@ class _ThreadTransport:
                 raise self._reason(to, silence(key, to, payload, self._hub.timeout_s, is_send=True))
 
         wait()
-        return _Waiting(wait)
+        return Waiting(wait)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Post a receive."""
@@ -242,7 +246,7 @@ class _ThreadTransport:
             time.sleep(max(slot.parcel.arrives_s - time.monotonic(), 0.0))
             payload.copy_(slot.parcel.payload)
 
-        return _Waiting(wait)
+        return Waiting(wait)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -259,15 +263,6 @@ class _ThreadTransport:
         if self._members[self._rank] in self._hub.lost:
             return AbortedError("This rank has given its transport up.")
         return PeerLost(peer, "its thread has ended") if self._members[peer] in self._hub.lost else late
-
-
-class _Waiting:
-    """Something under way, and how to wait for it."""
-
-    __slots__ = ("wait",)
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
 
 
 class _ThreadGroup:
@@ -289,7 +284,7 @@ class _ThreadGroup:
             brought = self._all_brought(place)
             tensor.copy_(sum(brought[1:], start=brought[0]))
 
-        return _Waiting(wait)
+        return Waiting(wait)
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors."""
@@ -299,7 +294,7 @@ class _ThreadGroup:
             for target, source in zip(into, self._all_brought(place), strict=True):
                 target.copy_(source)
 
-        return _Waiting(wait)
+        return Waiting(wait)
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
@@ -320,7 +315,7 @@ class _ThreadGroup:
                 end += length
             assert end == len(taken)
 
-        return _Waiting(wait)
+        return Waiting(wait)
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor with that of the member `source`; until then it is of no use."""
@@ -331,7 +326,7 @@ class _ThreadGroup:
         def wait() -> None:
             tensor.copy_(self._all_brought(place)[source])
 
-        return _Waiting(wait)
+        return Waiting(wait)
 
     def abort(self) -> None:
         """Give up, as if this rank's process had died."""

@@ -22,7 +22,7 @@ from bireme.runtime.stage_messages import Channel, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
 from bireme.schedule.routes import Routes
-from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums
+from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums, Waiting
 
 # Messages between CUDA devices over NCCL.
 #
@@ -69,7 +69,7 @@ class NcclTransport:
             work = self._groups[channel].send([payload], self._peers[channel], 0)
         except RuntimeError as error:
             raise PeerLost(to, str(error)) from error
-        return _NcclPending(work, to, payload)
+        return _waiting(work, to, payload)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Begin to receive."""
@@ -78,7 +78,7 @@ class NcclTransport:
             work = self._groups[channel].recv([payload], self._peers[channel], 0)
         except RuntimeError as error:
             raise PeerLost(source, str(error)) from error
-        return _NcclPending(work, source, payload)
+        return _waiting(work, source, payload)
 
     def close(self) -> None:
         """Give the communicators back."""
@@ -93,21 +93,16 @@ class NcclTransport:
             group.abort()
 
 
-class _NcclPending:
+def _waiting(work: dist.Work, peer: int, payload: Tensor) -> Pending:
     """A send or receive under way; keeps the payload alive."""
 
-    __slots__ = ("_payload", "_peer", "_work")
-
-    def __init__(self, work: dist.Work, peer: int, payload: Tensor) -> None:
-        self._work = work
-        self._peer = peer
-        self._payload = payload
-
-    def wait(self) -> None:
+    def wait(_payload: Tensor = payload) -> None:
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
-            raise PeerLost(self._peer, str(error)) from error
+            raise PeerLost(peer, str(error)) from error
+
+    return Waiting(wait)
 
 
 def _channels(routes: Routes) -> Iterator[tuple[Channel, int, int]]:

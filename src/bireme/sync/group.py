@@ -4,7 +4,7 @@ Collectives on one group are matched by the order of the calls, so every member 
 same order, and a group belongs to one thread of its process. Nothing here knows what the numbers mean.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -36,6 +36,15 @@ class Pending(Protocol):
 
         On a CUDA device the wait may be put into the current stream instead of holding up the caller.
         """
+
+
+class Waiting:
+    """Something under way that is done once a function has returned."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self.wait = wait
 
 
 class Sums(Protocol):
@@ -89,16 +98,6 @@ class MessageGroup(Group, Protocol):
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
-
-
-_Places = Iterable[tuple[Tensor, Tensor]]
-"""Tensors that torch.distributed writes, each with the one that it stands for."""
-
-
-def _bring_back(places: _Places) -> None:
-    for here, there in places:
-        if here is not there:
-            there.copy_(here)
 
 
 class DistGroup:
@@ -177,7 +176,8 @@ class DistGroup:
         """Fill the tensor with what the member `source` sends."""
         here = staged(tensor)
         self._do("receive", lambda group: dist.recv(here, group=group, group_src=source))
-        _bring_back([(here, tensor)])
+        if here is not tensor:
+            tensor.copy_(here)
 
     def abort(self) -> None:
         """Give up, from any thread."""
@@ -215,36 +215,31 @@ class DistGroup:
             raise self._failed(what, error) from error
 
     def _begun(
-        self, what: str, begin: Callable[[dist.ProcessGroup], dist.Work | None], places: _Places
+        self,
+        what: str,
+        begin: Callable[[dist.ProcessGroup], dist.Work | None],
+        places: list[tuple[Tensor, Tensor]],
     ) -> Pending:
+        """What has begun, and ends once the tensors that torch.distributed wrote are where they belong."""
         work = self._do(what, begin)
         assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
-        return _UnderWay(self, what, work, places)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failed(what, error) from error
+            while places:  # only once
+                here, there = places.pop()
+                if here is not there:
+                    there.copy_(here)
+
+        return Waiting(wait)
 
     def _failed(self, what: str, error: RuntimeError) -> Exception:
         if self._is_aborted:
             return AbortedError(f"This rank has given up the group of the processes {self._members}.")
         return CollectiveError(f"A {what} over the processes {self._members} failed: {error}")
-
-
-class _UnderWay:
-    """A collective under way, and its errors in our words."""
-
-    __slots__ = ("_group", "_places", "_what", "_work")
-
-    def __init__(self, group: DistGroup, what: str, work: dist.Work, places: _Places) -> None:
-        self._places = places
-        self._group = group
-        self._what = what
-        self._work = work
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._group._failed(self._what, error) from error
-        places, self._places = self._places, ()
-        _bring_back(places)
 
 
 class SingleRankGroup:
@@ -255,23 +250,23 @@ class SingleRankGroup:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """The sum of one tensor is the tensor."""
-        return _Done()
+        return Waiting()
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """The only member's tensor is its own."""
         into[0].copy_(tensor)
-        return _Done()
+        return Waiting()
 
     def exchange(
         self, given: Tensor, _lengths: Sequence[int], taken: Tensor, _taken_lengths: Sequence[int]
     ) -> Pending:
         """The only member gets what it gives."""
         taken.copy_(given)
-        return _Done()
+        return Waiting()
 
     def copy_from(self, _tensor: Tensor, _source: int) -> Pending:
         """The tensor is its own source."""
-        return _Done()
+        return Waiting()
 
     def abort(self) -> None:
         """No replica waits."""
@@ -286,12 +281,3 @@ class SingleRankGroup:
     def receive(self, tensor: Tensor, source: int) -> None:
         """No rank sends."""
         raise RuntimeError(f"There is no rank {source} to receive from.")
-
-
-class _Done:
-    """What was done before it began."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        """Return at once."""

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from struct import Struct
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.sync.group import Pending
+from bireme.sync.group import Pending, Waiting
 from bireme.wire.connection import (
     HEADER_BYTES,
     SKIP,
@@ -302,10 +303,10 @@ class RoundGroup:
         if self.size == 1:
             for piece in pieces:
                 piece.into.copy_(piece.scaled(factor))
-            return _UnderWay(self, set())
+            return Waiting(partial(self.finish, set()))
         ring = _Ring(self, pieces, factor, self._numbers(len(pieces)))
         ring.begin()
-        return _UnderWay(self, ring.missing)
+        return Waiting(partial(self.finish, ring.missing))
 
     def send(self, to: int, kind: int, piece: int, what: Tensor) -> None:
         """Send a frame to the member at that place. The tensor must stay as it is."""
@@ -334,23 +335,11 @@ class RoundGroup:
             self._traffic.lines[member].send(tag, bytes_of(flat))
         for member, into in taken.items():
             self._traffic.lines[member].expect(tag, bytes_of(into))
-        return _UnderWay(self, missing)
+        return Waiting(partial(self.finish, missing))
 
     def _numbers(self, num: int) -> range:
         self._num_pieces += num
         return range(self._num_pieces - num, self._num_pieces)
-
-
-class _UnderWay:
-    """What is done when nothing of it is missing."""
-
-    __slots__ = ("_group", "_missing")
-
-    def __init__(self, group: RoundGroup, missing: set[int]) -> None:
-        self._group, self._missing = group, missing
-
-    def wait(self) -> None:
-        self._group.finish(self._missing)
 
 
 @dataclass(frozen=True, slots=True)
