@@ -215,7 +215,7 @@ def test_what_a_rank_offers_while_a_round_without_it_is_made_is_for_the_next_one
     settled = agent.take(line)
     assert settled is not None
     assert not settled.is_own
-    line.give_back(settled.result)
+    settled.result.give_back()
 
 
 def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(

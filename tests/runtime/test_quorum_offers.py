@@ -106,7 +106,7 @@ def test_a_member_that_is_silent_costs_the_others_no_more_sums_than_it_could_sti
     assert len(line.kept) == MOST_FOR_MEMBERS
     assert own.peak_bytes == (MOST_FOR_MEMBERS + 1) * FLATS[0].nbytes
     own.note(CoordinatorReply(1, 2, kept=(100,)))
-    assert len(line.buffers._free) == MOST_FREE
+    assert len(line.buffers.free) == MOST_FREE
 
 
 def test_a_replica_that_heals_gets_all_sums_since_its_snapshot_as_far_as_there_is_room_for_them() -> None:

@@ -370,7 +370,7 @@ class ExchangeAgent:
 
     def _attempt(self, line: RoundLine, grant: Grant, word: CoordinatorReply) -> None:
         if line.made is not None:
-            line.give_back(line.made)
+            line.made.give_back()
             line.made = None
             self._change(line, summed=None)
         offer = line.offers.get(line.next)
@@ -400,7 +400,7 @@ class ExchangeAgent:
         """A round counts: give its sum to the rank, and keep it for who comes late."""
         result, line.made = line.made, None
         if result is not None and result.attempt != commit.attempt:
-            line.give_back(result)
+            result.give_back()
             result = None
         if result is not None:
             result.parts = tuple(part.replica for part in commit.parts)
@@ -440,7 +440,7 @@ class ExchangeAgent:
         try:
             result.summed = self.add_up(own, result.flats, attempt)
         except (SupersededError, LineBroken) as error:
-            buffers.give_back(result)
+            result.give_back()
             if isinstance(error, LineBroken):
                 is_lost(error.member)
             return None
@@ -507,7 +507,7 @@ class ExchangeAgent:
                 parcel.fill(result.flats)
                 take_sum(result, words, parcel.named(words))
         except (SupersededError, LineBroken, OSError) as error:
-            line.give_back(result)
+            result.give_back()
             if not isinstance(error, SupersededError):
                 self._change(line, lost=(source,))
             return None

@@ -241,7 +241,7 @@ class Averages:
         self._weights.write(lambda number, flat: flat.copy_(made[number]), is_drained=True)
         if settled.summed.weight:
             self._moments.put(moments, self._weights.everywhere)
-        mean.give_back(settled.result)
+        settled.result.give_back()
         return Met(settled.parts, settled.summed.numbers)
 
     def sections(self, names: Collection[str], pieces_of: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -308,7 +308,7 @@ class Averages:
                 mean.add_(start)
         self._weights.write(lambda number, flat: flat.copy_(means[number]))
         self._moments.put(means[len(self._weights.parts) :], self._weights.everywhere)
-        self.agent.groups.give_back(job)
+        job.result.give_back()
 
     # DiLoCo.
 
@@ -376,7 +376,7 @@ class Averages:
                 change.add_(drift)
             self._moments.put(means[len(changes) :], fragment.places)
             fragment.counted, fragment.offered, fragment.moments = fragment.samples, None, []
-        line.give_back(settled.result)
+        settled.result.give_back()
         self._weights.write(
             lambda number, flat: flat[fragment.places[number]].add_(changes[number].to(flat.device))
         )

@@ -68,7 +68,7 @@ class ForOthers:
             with self._changed:
                 free = [line.kept.pop(number) for number in list(line.kept) if number < kept]
             for result in free:
-                line.give_back(result)
+                result.give_back()
 
     def note_bytes(self) -> None:
         """There is one more sum or snapshot."""

@@ -65,11 +65,6 @@ class RankGroups:
             self.job = GroupJob(batch, make)
         self._tell(batch)
 
-    def give_back(self, job: GroupJob) -> None:
-        """The mean of a group is used."""
-        if job.result is not None:
-            self._buffers.give_back(job.result)
-
     def step(self, word: CoordinatorReply, window: int) -> bool:
         """Do the next thing that a word allows, in a window; False if there is none."""
         job = self.job
@@ -92,7 +87,7 @@ class RankGroups:
         self._wait_s, self._last = next_wait_s(self._wait_s, size), group
         job.size = size
         if size == 1 and job.result is not None:  # the others have died
-            self._buffers.give_back(job.result)
+            job.result.give_back()
             job.result = None
         with self._changed:
             job.is_done.set()
@@ -103,7 +98,7 @@ class RankGroups:
         if job.contribution is None:
             job.contribution = job.make()
         if job.result is not None:
-            self._buffers.give_back(job.result)
+            job.result.give_back()
             job.result = None
 
         def is_wanted(word: CoordinatorReply) -> bool:

@@ -261,7 +261,7 @@ class RoundReducer(Reducer):
     def _use_up(self, result: RoundSum) -> None:
         """Give a sum's memory back, once the device has copied it."""
         if self._device is None:
-            self.agent.lines[0].give_back(result)
+            result.give_back()
             return
         self._settle_copies()
         event = self._event()
@@ -272,7 +272,7 @@ class RoundReducer(Reducer):
         if self._copied is not None:
             result, event = self._copied
             event.synchronize()
-            self.agent.lines[0].give_back(result)
+            result.give_back()
             self._copied = None
 
 

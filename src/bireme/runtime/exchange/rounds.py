@@ -30,6 +30,7 @@ class RoundSum:
     """
 
     flats: Sequence[Tensor]
+    buffers: "Buffers"
     attempt: int = -1
     summed: Summed | None = None
     parts: tuple[int, ...] = ()
@@ -41,6 +42,13 @@ class RoundSum:
         """The bytes of its flats."""
         return sum(one.nbytes for one in self.flats)
 
+    def give_back(self) -> None:
+        """One user less; after the last one the memory is used again, or freed if enough is free."""
+        with self.buffers.lock:
+            self.num_users -= 1
+            if not self.num_users and len(self.buffers.free) < MOST_FREE:
+                self.buffers.free.append(self.flats)
+
 
 MOST_FREE = 2
 """More than a round needs lie free only where many were kept for another replica."""
@@ -51,23 +59,16 @@ class Buffers:
 
     def __init__(self, device: torch.device | None) -> None:
         self._is_pinned = device is not None and is_accelerator(device)
-        self._free: list[Sequence[Tensor]] = []
-        self._lock = threading.Lock()
+        self.free: list[Sequence[Tensor]] = []
+        self.lock = threading.Lock()
 
     def take(self, like: Sequence[Tensor]) -> RoundSum:
         """Memory for a sum of such flats. All calls are for flats alike."""
-        with self._lock:
-            if self._free:
-                return RoundSum(self._free.pop())
+        with self.lock:
+            if self.free:
+                return RoundSum(self.free.pop(), self)
         make = pinned_like if self._is_pinned else partial(torch.empty_like, device="cpu")
-        return RoundSum([make(one) for one in like])
-
-    def give_back(self, result: RoundSum) -> None:
-        """One user less; after the last one the memory is used again, or given back if enough is free."""
-        with self._lock:
-            result.num_users -= 1
-            if not result.num_users and len(self._free) < MOST_FREE:
-                self._free.append(result.flats)
+        return RoundSum([make(one) for one in like], self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +196,6 @@ class RoundLine:
             lost=(),
             last=replace(commit, sources=()),
         )
-
-    def give_back(self, result: RoundSum) -> None:
-        """A sum is used."""
-        self.buffers.give_back(result)
 
     def nothing(self, num_numbers: int) -> Contribution:
         """What a rank contributes that has nothing to add, and yet holds what others do."""
