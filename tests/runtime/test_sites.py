@@ -109,7 +109,7 @@ def test_ranks_keep_means_of_rounds_and_windows_of_their_parts(
     sizes, make = list[int](), Buffers.take
 
     def noted(buffers: Buffers, like: Sequence[Tensor]) -> RoundSum:
-        is_new = not buffers._free
+        is_new = not buffers.free
         result = make(buffers, like)
         sizes.append(result.num_bytes if is_new else 0)
         return result
