@@ -20,12 +20,8 @@ from bireme.runtime.board import PeerLost
 from bireme.runtime.socket_transport import silence
 from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
-<<<<<<< HEAD
 from bireme.schedule.routes import Routes
-from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums
-=======
 from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums, Waiting
->>>>>>> 6db6b0dc (One class waits for what is under way)
 from tests.support.patience import patience_s
 
 __all__ = ["ThreadFabric", "ThreadRank"]
