@@ -287,6 +287,7 @@ _FIELDS = (
     "bottleneck",
     "joules_per_sample",
     "assumptions",
+    "fits",
 )
 """What only a forecast says of a plan."""
 
