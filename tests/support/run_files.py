@@ -65,6 +65,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "memory.host": AMOUNTS,
     "memory.disk_bytes": AMOUNTS,
     "memory.copies": st.sampled_from([0, 1]),
+    "plan.stage_widths": st.sampled_from(["any", "equal", "3-1"]),
     "memory.copy_rate": st.sampled_from(["50Mbit/s", "6MB/s", "1.5 Gbit/s"]),
     "links.codec": CODECS | st.just("auto"),
     "links.boundaries": st.lists(

@@ -147,8 +147,8 @@ def test_a_run_has_copies_if_nothing_else_has_its_state(
     ("sets", "counts", "words"),
     [
         (["memory.copies=1"], (1, 1), 'sync.mode is "allreduce", in which a launcher such as torchrun'),
-        (["memory.copies=1", "sync.mode=quorum"], (2, 1), "2 processes were started on a host"),
-        (["sync.mode=quorum"], (2, 2), "2 processes were started on a host"),
+        (["memory.copies=1", "sync.mode=quorum"], (2, 1), "2 processes were started on one host"),
+        (["sync.mode=quorum"], (2, 2), "2 processes were started on one host"),
     ],
 )
 def test_copies_that_would_be_lost_with_the_ranks_are_refused(
