@@ -16,7 +16,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, PlanKind
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import EQUAL, PlanRequest
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
@@ -171,7 +171,8 @@ def test_the_plan_is_that_of_brute_force(
 def test_so_it_is_with_three_devices(
     profile: Profile, cluster: Cluster, name: str, batch_size: int, recompute: Recompute
 ) -> None:
-    check(profile, cluster, PlanRequest(batch_size, schedule=name, recompute=recompute))
+    request = PlanRequest(batch_size, schedule=name, recompute=recompute, stage_widths=EQUAL)
+    check(profile, cluster, request)
 
 
 @pytest.mark.slow
