@@ -186,7 +186,7 @@ def all_grids(problem: PlanningProblem, outline: Outline, most: int) -> list[Gri
 def orders_of_devices(
     problem: PlanningProblem, left: int, used: tuple[int, ...] = ()
 ) -> Iterator[tuple[int, ...]]:
-    """All orders of so many devices, but those that exchanging equal devices makes alike, after `used`."""
+    """All orders of `left` devices after `used`, without orders that differ only in equal devices."""
     if not left:
         yield used
         return
@@ -273,7 +273,7 @@ def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
 
 
 def device_orders(problem: PlanningProblem, count: int) -> Iterator[tuple[int, ...]]:
-    """Orders of so many devices, those of a server next to each other."""
+    """Orders of `count` devices, with the devices of a server next to each other."""
     speed, memory = problem.usual_speeds.__getitem__, problem.limits.__getitem__
     by_server: dict[int, list[int]] = {}
     for device in problem.devices:
