@@ -96,6 +96,12 @@ def test_a_driver_s_name_leads_to_its_device_or_to_none(name: str, word: str | N
     assert namesake(name) == (None if found is None else found.device)
 
 
+def test_a_processor_s_name_gives_no_figures_as_a_machine_may_have_few_of_its_cores() -> None:
+    name = "AMD EPYC 7763 64-Core Processor"
+    assert catalogued_as(name) is catalogue()["epyc-7763"]
+    assert namesake(name) is None
+
+
 def test_words_are_found_whatever_the_case_and_the_hyphens() -> None:
     assert catalogued("RTX 4060 Laptop").word == catalogued("rtx4060-laptop").word == "rtx4060-laptop"
 

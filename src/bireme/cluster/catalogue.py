@@ -117,9 +117,11 @@ _MEMORY = re.compile(r"\d+gb")
 
 
 def namesake(name: str) -> Device | None:
-    """The figures of the device with a driver's name, if there is no doubt."""
+    """The figures of the GPU with a driver's name, if there is no doubt. Those of a processor are of all its
+    cores, and a machine may have fewer.
+    """
     found = catalogued_as(name)
-    return None if found is None else found.device
+    return None if found is None or found.kind == "cpu" else found.device
 
 
 def catalogued_as(name: str) -> CatalogueDevice | None:
