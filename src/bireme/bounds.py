@@ -5,6 +5,7 @@ people write and read them: bytes, seconds, rates, counts.
 """
 
 import re
+from math import inf
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -43,9 +44,10 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
 def bytes_of(text: str, option: str) -> int:
     """The bytes in a text such as `6GB` (10⁹), `24GiB` (2³⁰) or `5e9`; `option` is who says it."""
     found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
+    num_bytes = inf if found is None else float(found[1]) * _UNITS[found[2].lower()]
+    if num_bytes == inf:
         raise BiremeError(f"{option} is {text!r}; write bytes as 6GB, 24GiB or 5e9.")
-    return round(float(found[1]) * _UNITS[found[2].lower()])
+    return round(num_bytes)
 
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)/s", re.IGNORECASE)

@@ -22,7 +22,7 @@ from bireme.cluster.cluster import (
 )
 from bireme.errors import BiremeError
 
-_MACHINE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?([^:+\s][^:+]*?)\s*(?::\s*([^+]+?)\s*)?(?:\+\s*(.+?)\s*)?")
+_MACHINE = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?([^:+\s][^:+]*?)\s*(?::\s*([^+]+?)\s*)?(?:\+\s*(.+?)\s*)?")
 _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit/s|bps|B/s)(?:\s+(\d+(?:\.\d+)?)\s*ms)?", re.IGNORECASE)
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
