@@ -193,6 +193,7 @@ def test_a_slower_device_and_a_lower_share_take_longer() -> None:
         ),
         ("empty", "has no config.json. Name a folder of a transformers model."),
         ("t5", "has model_type 't5', whose sizes are not known here. Known are: llama, "),
+        ("list", "has model_type ['llama'], whose sizes are not known here."),
         ("short", "lacks num_hidden_layers. Add it, or name a built-in shape."),
         ("words", "has layers = 'two'; it must be a whole number."),
         ("none", "The layers of none is 0; it must be 1 to 16,777,216."),
@@ -204,6 +205,7 @@ def test_what_is_no_shape_is_refused_in_one_sentence(
 ) -> None:
     configs = {
         "t5": json.dumps({"model_type": "t5"}),
+        "list": json.dumps({"model_type": ["llama"]}),
         "short": json.dumps({"model_type": "llama", "hidden_size": 8}),
         "words": json.dumps({**CONFIGS["llama"], "num_hidden_layers": "two"}),
         "none": json.dumps({**CONFIGS["llama"], "num_hidden_layers": 0}),

@@ -259,7 +259,7 @@ def _of_folder(folder: Path) -> TransformerShape:
         raise BiremeError(f"{folder} has no config.json. Name a folder of a transformers model.")
     config = read_json_object(path)
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise BiremeError(
             f"{path} has model_type {family!r}, whose sizes are not known here. Known are: "
             f"{', '.join(_FAMILIES)}. `bireme plan` captures any model."
