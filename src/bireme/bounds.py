@@ -50,15 +50,17 @@ def bytes_of(text: str, option: str) -> int:
     return round(num_bytes)
 
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)/s", re.IGNORECASE)
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit/s|bps|b/s)", re.IGNORECASE)
 
 
 def bytes_per_s_of(text: str, option: str) -> float:
-    """The bytes a second in a text such as `50Mbit/s` or `6MB/s`; `option` is who says it."""
+    """The bytes a second in a text such as `50Mbit/s` or `6MB/s`; a small b is a bit. `option` is who says
+    it.
+    """
     found = _RATE.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise BiremeError(f"{option} is {text!r}; write a rate above 0 as 50Mbit/s or 6MB/s.")
-    return float(found[1]) * _UNITS[found[2].lower()] / (8 if found[3].lower() == "bit" else 1)
+    return float(found[1]) * _UNITS[found[2].lower()] / (1 if found[3][:2] == "B/" else 8)
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -175,6 +175,6 @@ def test_keys_of_copies_that_mean_nothing_are_refused(sets: list[str], words: st
 def test_a_rate_is_in_bits_or_bytes() -> None:
     found = [
         load_run_file(None, [f"memory.copy_rate={text}"]).memory.copy_bytes_per_s
-        for text in ("50Mbit/s", "6MB/s", "1.5 kbit/s")
+        for text in ("50Mbit/s", "6MB/s", "1.5 kbit/s", "8Mb/s")
     ]
-    assert found == [6.25e6, 6e6, 187.5]
+    assert found == [6.25e6, 6e6, 187.5, 1e6]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from bireme.bounds import bytes_of
+from bireme.bounds import bytes_of, bytes_per_s_of
 from bireme.cluster.catalogue import CatalogueDevice, catalogued
 from bireme.cluster.cluster import (
     ASSUMED_CARD,
@@ -23,8 +23,7 @@ from bireme.cluster.cluster import (
 from bireme.errors import BiremeError
 
 _MACHINE = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?([^:+\s][^:+]*?)\s*(?::\s*([^+]+?)\s*)?(?:\+\s*(.+?)\s*)?")
-_LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit/s|bps|B/s)(?:\s+(\d+(?:\.\d+)?)\s*ms)?", re.IGNORECASE)
-_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_LATENCY = re.compile(r"\s(\d+(?:\.\d+)?)\s*ms$", re.IGNORECASE)
 
 _MOST_BYTES = 2**60
 
@@ -141,11 +140,9 @@ def _machine(text: str) -> NamedMachine:
 
 
 def _link(text: str) -> Link:
-    found = _LINK.fullmatch(text)
-    rate = 0.0
-    if found is not None:
-        rate = float(found[1]) * _SCALES[found[2].lower()] / (1 if found[3] == "B/s" else 8)
-    if found is None or not rate:
-        raise BiremeError(f"{text!r} is no link. Write it as 1Gbit/s, 100Mbit/s 20ms or 1.25GB/s.")
-    between_s = ASSUMED_LINK.latency_s * 2 if found[4] is None else float(found[4]) / 1e3
-    return Link(rate, latency_s=between_s / 2)
+    late = _LATENCY.search(text)
+    try:
+        rate = bytes_per_s_of(text[: late.start()] if late else text, "The link")
+    except BiremeError:
+        raise BiremeError(f"{text!r} is no link. Write it as 1Gbit/s, 100Mbit/s 20ms or 1.25GB/s.") from None
+    return Link(rate, latency_s=float(late[1]) / 2e3 if late else ASSUMED_LINK.latency_s)
