@@ -201,7 +201,7 @@ def test_every_key_of_the_file_is_explained() -> None:
     assert all(f"[{table}]" in text for table in (*tables, "server.bridge", "server.card"))
 
 
-@pytest.mark.parametrize("text", ["2x rtx3090", "rtx3090:10GB", "a100, t4 @ 1.25GB/s", "a100,t4"])
+@pytest.mark.parametrize("text", ["2x rtx3090", "rtx3090:10GB", "rtx3090+64GB", "a100, t4 @ 1.25GB/s", "a100,t4"])
 def test_a_cluster_can_be_machines_in_words(text: str, tmp_path: Path) -> None:
     found = load_cluster(text)
     assert found == machines_of(text).cluster()
@@ -211,3 +211,9 @@ def test_a_cluster_can_be_machines_in_words(text: str, tmp_path: Path) -> None:
 
 def test_a_ready_cluster_comes_before_the_device_of_its_name() -> None:
     assert load_cluster("laptop") != machines_of("laptop").cluster()
+
+
+@pytest.mark.parametrize("text", ["lab,home.toml", "2x.toml", "me@lab.toml"])
+def test_a_missing_file_is_missing_and_no_machine(text: str) -> None:
+    with pytest.raises(BiremeError, match=f"no file {text}"):
+        load_cluster(text)

@@ -408,18 +408,19 @@ class _ClusterFile(_Table):
 
 def load_cluster(text: str) -> Cluster:
     """The cluster in a file, the ready one of that name, or that of machines in words."""
-    is_words = re.search(r"[,@]|^\d+ *[x×*]", text) or text.partition(":")[0] in catalogue()
-    if is_words and not Path(text).exists() and text not in example_names():
-        return machines_of(text).cluster()
-    if text.endswith(".toml") or "/" in text or Path(text).exists():
-        return read_cluster(Path(text))
     names = example_names()
-    if text not in names:
-        raise BiremeError(
-            f"There is no cluster {text!r}. {closest(text, names)} A cluster of your own goes into a .toml "
-            "file, or is written as machines, such as 2x rtx3090."
-        )
-    return read_cluster(_examples() / f"{text}.toml")
+    if text.endswith(".toml") or Path(text).exists():
+        return read_cluster(Path(text))
+    if text in names:
+        return read_cluster(_examples() / f"{text}.toml")
+    if text in catalogue() or re.search(r"[,@:+]|^\d+ *[x×*]", text):
+        return machines_of(text).cluster()
+    if "/" in text:
+        return read_cluster(Path(text))
+    raise BiremeError(
+        f"There is no cluster {text!r}. {closest(text, names)} A cluster of your own goes into a .toml "
+        "file, or is written as machines, such as 2x rtx3090."
+    )
 
 
 def example_names() -> tuple[str, ...]:
