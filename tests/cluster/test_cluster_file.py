@@ -201,7 +201,9 @@ def test_every_key_of_the_file_is_explained() -> None:
     assert all(f"[{table}]" in text for table in (*tables, "server.bridge", "server.card"))
 
 
-@pytest.mark.parametrize("text", ["2x rtx3090", "rtx3090:10GB", "rtx3090+64GB", "a100, t4 @ 1.25GB/s", "a100,t4"])
+@pytest.mark.parametrize(
+    "text", ["2x rtx3090", "rtx3090:10GB", "rtx3090+64GB", "a100, t4 @ 1.25GB/s", "a100,t4"]
+)
 def test_a_cluster_can_be_machines_in_words(text: str, tmp_path: Path) -> None:
     found = load_cluster(text)
     assert found == machines_of(text).cluster()

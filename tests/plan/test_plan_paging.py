@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.made_up.models import profile_of
-from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server, tier_share
+from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
 from bireme.cluster.cluster_file import cluster_text, read_cluster, save_cluster
 from bireme.cluster.device import Device, EngineCost
+from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.plan import plan as plans
 from bireme.plan.explain import with_single_ways

@@ -12,7 +12,6 @@ from bireme.cluster.catalogue import CatalogueDevice, catalogued
 from bireme.cluster.cluster import (
     ASSUMED_CARD,
     ASSUMED_LINK,
-    PCIE_BYTES_PER_S,
     Bridge,
     Card,
     Cluster,
@@ -20,6 +19,7 @@ from bireme.cluster.cluster import (
     Mesh,
     Server,
 )
+from bireme.cluster.tiers import PCIE_BYTES_PER_S
 from bireme.errors import BiremeError
 
 _MACHINE = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?([^:+\s][^:+]*?)\s*(?::\s*([^+]+?)\s*)?(?:\+\s*(.+?)\s*)?")

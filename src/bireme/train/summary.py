@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from bireme.bounds import bytes_text, rate_text
-from bireme.cluster.cluster import Cluster, tier_share
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.forecast import StageForecast, TierForecast, joules_per_sample
