@@ -10,7 +10,7 @@ that is never the slowest on any way cannot be found.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from typing import TypeVar
@@ -85,19 +85,22 @@ def _late(shape: Cluster, latency_s: dict[tuple[int, str], float]) -> Cluster:
         def link(group: Bridge | Mesh | Card, number: int = number) -> Link:
             return replace(group.link, latency_s=latency_s.get((number, group.name), 0.0))
 
-        servers.append(
-            replace(
-                server,
-                bridges=tuple(replace(one, link=link(one)) for one in server.bridges),
-                meshes=tuple(replace(one, link=link(one)) for one in server.meshes),
-                cards=tuple(replace(one, link=link(one)) for one in server.cards),
-            )
-        )
+        servers.append(_linked(server, link))
     routes = (
         replace(one, link=replace(one.link, latency_s=latency_s.get((_BETWEEN, one.name), 0.0)))
         for one in shape.routes
     )
     return replace(shape, servers=tuple(servers), routes=tuple(routes))
+
+
+def _linked(server: Server, link: Callable[[Bridge | Mesh | Card], Link]) -> Server:
+    """The server with another link in each of its groups."""
+    return replace(
+        server,
+        bridges=tuple(replace(one, link=link(one)) for one in server.bridges),
+        meshes=tuple(replace(one, link=link(one)) for one in server.meshes),
+        cards=tuple(replace(one, link=link(one)) for one in server.cards),
+    )
 
 
 _SWEEPS = 4000
@@ -354,13 +357,16 @@ def _fitted(shape: Cluster, experiments: Sequence[Experiment]) -> Cluster:
 
 
 def _server_with(server: Server, most: dict[str, float]) -> Server:
-    def link(link: Link, name: str) -> Link:
-        if not link.full_duplex:
-            return replace(link, bytes_per_s=most.get(name, _ANY))
+    def link(group: Bridge | Mesh | Card) -> Link:
+        if isinstance(group, Mesh):
+            return cable(group)
+        name = named(group)
+        if not group.link.full_duplex:
+            return replace(group.link, bytes_per_s=most.get(name, _ANY))
         out, into = (most.get(f"{name} {way}", 0.0) for way in ("out", "in"))
         # What nothing ever crossed one way is as fast as the other way.
         out, into = out or into or _ANY, into or out or _ANY
-        return replace(link, bytes_per_s=out, back_bytes_per_s=None if into == out else into)
+        return replace(group.link, bytes_per_s=out, back_bytes_per_s=None if into == out else into)
 
     def cable(mesh: Mesh) -> Link:
         seen = {name: rate for name, rate in most.items() if name.startswith(f"{named(mesh)} ")}
@@ -373,12 +379,7 @@ def _server_with(server: Server, most: dict[str, float]) -> Server:
     def named(group: Bridge | Card | Mesh) -> str:
         return f"{server.name}/{group.name}"
 
-    return replace(
-        server,
-        bridges=tuple(replace(one, link=link(one.link, named(one))) for one in server.bridges),
-        meshes=tuple(replace(one, link=cable(one)) for one in server.meshes),
-        cards=tuple(replace(one, link=link(one.link, named(one))) for one in server.cards),
-    )
+    return _linked(server, link)
 
 
 def _simplest(shapes: Sequence[Cluster], experiments: Sequence[Experiment]) -> Cluster:
@@ -419,22 +420,17 @@ def _tidied(cluster: Cluster, same: float) -> Cluster:
         one: first.speed if even == of_first else even for one, even in speed[first.name].items()
     }
 
-    def link(one: Link) -> Link:
+    def link(group: Bridge | Mesh | Card | Route) -> Link:
+        one = group.link
         out, into = rate[one.bytes_per_s], rate[one.into_bytes_per_s]
         back = None if out == into or not one.full_duplex else into
         return Link(out, late[one.latency_s], one.full_duplex, back)
 
     servers = []
     for server in cluster.servers:
-        even = replace(
-            server,
-            devices=tuple(replace(one, speed=speed[one.name][one.speed]) for one in server.devices),
-            bridges=tuple(replace(one, link=link(one.link)) for one in server.bridges),
-            meshes=tuple(replace(one, link=link(one.link)) for one in server.meshes),
-            cards=tuple(replace(one, link=link(one.link)) for one in server.cards),
-        )
-        servers.append(_bundled(even))
-    routes = tuple(replace(one, link=link(one.link)) for one in cluster.routes)
+        even = tuple(replace(one, speed=speed[one.name][one.speed]) for one in server.devices)
+        servers.append(_bundled(replace(_linked(server, link), devices=even)))
+    routes = tuple(replace(one, link=link(one)) for one in cluster.routes)
     return replace(cluster, servers=tuple(servers), routes=routes)
 
 
@@ -451,20 +447,12 @@ def _with_curves(cluster: Cluster, by_size: Mapping[tuple[int, int], Sequence[tu
                 seen[slowest][num_bytes].append(seconds - cluster.latency(*ends) + slowest.latency_s)
     curves = {link: _curve(link, measured) for link, measured in seen.items()}
 
-    def link(one: Link) -> Link:
-        return replace(one, curve=curves.get(one, ()))
+    def link(group: Bridge | Mesh | Card | Route) -> Link:
+        return replace(group.link, curve=curves.get(group.link, ()))
 
-    servers = (
-        replace(
-            server,
-            bridges=tuple(replace(one, link=link(one.link)) for one in server.bridges),
-            meshes=tuple(replace(one, link=link(one.link)) for one in server.meshes),
-            cards=tuple(replace(one, link=link(one.link)) for one in server.cards),
-        )
-        for server in cluster.servers
-    )
-    routes = tuple(replace(one, link=link(one.link)) for one in cluster.routes)
-    return replace(cluster, servers=tuple(servers), routes=routes)
+    servers = tuple(_linked(server, link) for server in cluster.servers)
+    routes = tuple(replace(one, link=link(one)) for one in cluster.routes)
+    return replace(cluster, servers=servers, routes=routes)
 
 
 def _curve(link: Link, measured: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
