@@ -105,7 +105,7 @@ class Fit:
     took_s: float
 
 
-def fit(question: FitQuestion, *, within_s: float = 8.0) -> Fit:
+def fit(question: FitQuestion, *, within_s: float) -> Fit:
     """Plan for each machine, for all, and then for one change at a time as long as no more than `within_s`
     have passed.
     """
@@ -178,7 +178,7 @@ class _Planner:
         """The answer for these machines."""
         words = ", ".join(one.words for one in self.question.machines.machines)
         num_devices = self.cluster.num_devices
-        found = self._best(self.profile, self.cluster, self.request)
+        found = self._best(self.cluster, self.request)
         if isinstance(found, NothingFits):
             limit_bytes = found.stages[found.stage].limit_bytes
             missing = -found.missing_bytes
@@ -202,18 +202,8 @@ class _Planner:
         for change in sorted(changes(self.cluster, self.request), key=lambda one: _order(one.words)):
             is_memory = "memory" in change.words
             if is_memory or (best is not None and not change.words.startswith(_NO_CHANGES)):
-                yield (
-                    change.words,
-                    partial(
-                        self._help,
-                        change.words,
-                        self.profile,
-                        change.cluster,
-                        change.request,
-                        best,
-                        schedule,
-                    ),
-                )
+                plan = partial(self._help, change.words, change.cluster, change.request, best, schedule)
+                yield change.words, plan
         if self.question.trained is TrainedShare.FULL:
             lora = replace(self.question, trained=TrainedShare.LORA)
             words = "adapters instead of all weights (--train lora)"
@@ -225,25 +215,24 @@ class _Planner:
         if best is None or best.plan.recompute:
             words = "offloading to the hosts (memory.device)"
             offloading = replace(self.request, memory=TierLimits())
-            yield words, partial(self._help, words, self.profile, self.cluster, offloading, best, schedule)
+            yield words, partial(self._help, words, self.cluster, offloading, best, schedule)
 
-    def _help_of(self, words: str, question: FitQuestion, best: Candidate | None) -> FitHelp | None:
+    @staticmethod
+    def _help_of(words: str, question: FitQuestion, best: Candidate | None) -> FitHelp | None:
         """The answer to another question on the same machines."""
-        profile = _Planner(question).profile
-        return self._help(words, profile, self.cluster, self.request, best, None, question.length)
+        other = _Planner(question)
+        return other._help(words, other.cluster, other.request, best, None)
 
     def _help(
         self,
         words: str,
-        profile: Profile,
         cluster: Cluster,
         request: PlanRequest,
         best: Candidate | None,
         schedule: str | None,
-        length: int | None = None,
     ) -> FitHelp | None:
         try:
-            found = self._best(profile, cluster, request, schedule)
+            found = self._best(cluster, request, schedule)
         except BiremeError:  # nothing fits with the tiers of memory either
             return None
         if isinstance(found, NothingFits):
@@ -251,21 +240,16 @@ class _Planner:
         then = found.best.forecast
         gain = None if best is None else best.forecast.cost_s_per_sample / then.cost_s_per_sample
         host_bytes = sum(tier.peak_bytes for tier in then.tiers if tier.tier == "host")
-        tokens_per_s = then.samples_per_s * (length or self.question.length)
-        return FitHelp(words, tokens_per_s, gain, host_bytes)
+        return FitHelp(words, then.samples_per_s * self.question.length, gain, host_bytes)
 
     def _best(
-        self,
-        profile: Profile,
-        cluster: Cluster,
-        request: PlanRequest,
-        schedule: str | None = None,
+        self, cluster: Cluster, request: PlanRequest, schedule: str | None = None
     ) -> Answer | NothingFits:
         """The best plan under a schedule, or under any of those that are tried."""
         tried = SCHEDULES_TRIED if cluster.num_devices > 1 else ("sequential",)
         names = tried if schedule is None else (schedule,)
         found = [
-            find_plan(profile, cluster, replace(request, schedule=name), is_brief=True, advises=False)
+            find_plan(self.profile, cluster, replace(request, schedule=name), is_brief=True, advises=False)
             for name in names
         ]
         fitting = [one for one in found if isinstance(one, Answer)]
@@ -283,24 +267,21 @@ class _Planner:
         """The profile for the first device, and the cluster with the speeds of all relative to it."""
         sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
         sizes = [size for size in sizes if self.question.batch_size % size == 0]
-        first = self.question.machines.machines[0].device
-        own = self._profile(first, share(first), sizes)
-        seconds = {
-            word: _seconds(self._profile(device, share(device), sizes))
+        asked = self.question
+        profiles = {
+            word: profile_of_shape(asked.shape, device, share(device), asked.length, sizes, asked.trained)
             for word, device in self.devices.items()
         }
+        first = asked.machines.machines[0].device
+        own = profiles[first.word]
         speeds = {
             word: (
-                seconds[first.word] / seconds[word],
+                _seconds(own) / _seconds(profiles[word]),
                 device.memory_bytes_per_s / first.memory_bytes_per_s,
             )
             for word, device in self.devices.items()
         }
-        return own, self.question.machines.cluster(speeds, link_share)
-
-    def _profile(self, device: CatalogueDevice, attained: float, sizes: list[int]) -> Profile:
-        question = self.question
-        return profile_of_shape(question.shape, device, attained, question.length, sizes, question.trained)
+        return own, asked.machines.cluster(speeds, link_share)
 
 
 def _least(device: CatalogueDevice) -> float:
