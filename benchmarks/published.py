@@ -207,8 +207,7 @@ def two_bw_fits() -> Iterator[dict[str, Any]]:
 
 def likely_profile(shape: TransformerShape, word: str, length: int, sizes: tuple[int, ...]) -> Profile:
     device = catalogue()[word]
-    low, high = device.attained
-    return profile_of_shape(shape, device, (low * high) ** 0.5, length, sizes)
+    return profile_of_shape(shape, device, device.likely_attained, length, sizes)
 
 
 def replicas(shape: TransformerShape, word: str, length: int, size: int, count: int, *, again: bool) -> float:
@@ -307,7 +306,7 @@ def patrickstar() -> Iterator[Published]:
 def measure(asked: Namespace) -> Findings:
     rates = [*two_bw(), *language_models(), *patrickstar()]
     if asked.quick:
-        rates = [one for one in rates if "64 V100" not in one.name and "A100" not in one.name]
+        rates = [one for one in rates if "64 V100" not in one.name and "a100" not in one.name.lower()]
     rows = [one.row() for one in rates]
     memory = [one.row() for one in two_bw_bytes()]
     errors = sorted(abs(row["error"]) for row in rows)

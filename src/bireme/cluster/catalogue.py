@@ -5,6 +5,7 @@ is left out or marked as derived. A cluster file, `--like` and `bireme fit` name
 words.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -49,6 +50,11 @@ class CatalogueDevice:
     source: str
     attained: tuple[float, float]
     attained_source: str
+
+    @property
+    def likely_attained(self) -> float:
+        """The geometric mean of the range of `attained`."""
+        return math.sqrt(math.prod(self.attained))
 
     def rate(self, dtype: str) -> float:
         """Its matrix rate in a number format. Without hardware for the format it computes in float32."""

@@ -63,6 +63,7 @@ class NamedMachines:
         link = self.link or ASSUMED_LINK
         link = replace(link, bytes_per_s=link.bytes_per_s * link_share)
         name = ASSUMED_CARD if self.link is None else "network"
+        words = [machine.device.word for machine in self.machines]
         servers = []
         for number, machine in enumerate(self.machines):
             speed, update_speed = (1.0, None) if speeds is None else speeds[machine.device.word]
@@ -73,7 +74,6 @@ class NamedMachines:
                 update_speed=update_speed,
             )
             places = tuple(range(machine.count))
-            words = [other.device.word for other in self.machines]
             twin = words[:number].count(machine.device.word)
             servers.append(
                 Server(

@@ -167,7 +167,7 @@ class _Planner:
     def __init__(self, question: FitQuestion) -> None:
         self.question = question
         self.devices = {one.device.word: one.device for one in question.machines.machines}
-        self.profile, self.cluster = self._costs(_likely, math.sqrt(LINK_SHARES[0] * LINK_SHARES[1]))
+        self.profile, self.cluster = self._costs(_likely, math.sqrt(math.prod(LINK_SHARES)))
         self.request = PlanRequest(
             question.batch_size,
             value_bytes=2,
@@ -293,7 +293,7 @@ def _most(device: CatalogueDevice) -> float:
 
 
 def _likely(device: CatalogueDevice) -> float:
-    return math.sqrt(device.attained[0] * device.attained[1])
+    return device.likely_attained
 
 
 def _seconds(profile: Profile) -> float:

@@ -53,19 +53,19 @@ def device_profiles(profile: Profile, devices: Sequence[Device]) -> DeviceProfil
     profiles = [profile]
     known: dict[Device, tuple[int, float | None]] = {}
     by_rates: dict[tuple[Rates, str], int] = {}
-    are_scaled = profile.rates is not None and all(device.speed == 1 for device in devices)
+    base = profile.rates if all(device.speed == 1 for device in devices) else None
     for device in devices:
         if device in known:
             continue
         own = [one for one in profile.kinds if _is_called(device, one.name)]
         kind = min(own, key=lambda one: one.name == device.kind, default=None)  # its name before its kind
-        rates = rates_of(device, profile.rates.dtype) if are_scaled and profile.rates else None
+        rates = None if base is None else rates_of(device, base.dtype)
         index, memory_speed = 0, None
         if kind is not None:
             index = next((place for place, one in enumerate(profiles) if one is kind.profile), len(profiles))
             profiles += [kind.profile] if index == len(profiles) else []
-        elif profile.rates is not None and rates is not None and rates != profile.rates:
-            memory_speed = rates.bytes_per_s / profile.rates.bytes_per_s
+        elif base is not None and rates is not None and rates != base:
+            memory_speed = rates.bytes_per_s / base.bytes_per_s
             index = by_rates.setdefault((rates, device.kind), len(profiles))
             profiles += [_scaled(profile, rates, device)] if index == len(profiles) else []
         if device.members > 1 and kind is None and device.speed == 1:

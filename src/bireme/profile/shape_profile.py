@@ -271,7 +271,6 @@ class _Work:
         forward_s, input_s, weight_s = self._seconds(half, tokens, is_last)
         if is_first:
             input_s = 0.0
-        boundary_bytes = 0 if is_last else _SHORT * self.shape.width * tokens
         is_saved = self.shape.norm_values > 1
         crossing = _SHORT * self.shape.width * tokens
         shared = (
@@ -287,7 +286,7 @@ class _Work:
             backward_weight_s=weight_s,
             spread=0.0,
             saved_bytes=round(self._saved(half, is_last) * tokens),
-            boundary_bytes=boundary_bytes,
+            boundary_bytes=0 if is_last else crossing,
             workspace_bytes=round(self._workspace_bytes(half, tokens, place)),
             shared=shared,
             returned_bytes=0 if is_first and not self._learns_all else None,

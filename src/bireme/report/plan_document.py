@@ -156,12 +156,12 @@ def plan_notes(
     """What makes the numbers of plans doubtful, with all that the forecast of any candidate assumes."""
     devices = [placed.device for placed in cluster.devices()]
     found = device_profiles(profile, devices)
+    # The devices on which the seconds of the profile count as they are, or by their speed.
     given = [
         device
         for device, index, speed in zip(devices, found.of_device, found.memory_speeds, strict=True)
         if index == 0 and speed is None
     ]
-    """The devices on which the seconds of the profile count as they are, or by their speed."""
     kinds = {device.kind for device in given} - {"emulated"}
     notes = []
     if kinds and profile.device_kind not in kinds:
