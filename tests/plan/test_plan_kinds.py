@@ -34,7 +34,7 @@ def cluster(*names: str, speed: float = 1.0) -> Cluster:
 
 
 def scaled(profile: Profile, times: Sequence[float], updates: float = 1.0) -> Profile:
-    """The profile with the seconds of each unit so many times as long."""
+    """The profile with the seconds of each unit multiplied."""
     units = [
         replace(
             unit,

@@ -1,8 +1,8 @@
 """The catalogue of devices: their makers' figures, and what share of them training attains.
 
-`devices.toml` has the figures and, for each group of devices, their source. Whatever a maker does not publish
-is left out or marked as derived. A cluster file, `--like` and `bireme fit` name devices by the catalogue's
-words.
+`devices.toml` has the figures and, for each group of devices, their source. Figures that a maker does not
+publish are left out or marked as derived. A cluster file, `--like` and `bireme fit` name devices by the
+catalogue's words.
 """
 
 import math
@@ -33,7 +33,7 @@ class CatalogueDevice:
 
     `flops_per_s` has the dense matrix rate of each number format that the device has hardware for; sums are
     in float32. `peer_bytes_per_s` is how fast it reaches others of its machine over NVLink, 0 if it has none.
-    `derived` names the figures that the maker does not publish in this form. `attained` is the
+    `derived` names the figures that the maker does not publish. `attained` is the
     least and the most share of the matrix rate that training was reported to attain, or an estimate.
     """
 
@@ -146,7 +146,7 @@ def catalogued_as(name: str) -> CatalogueDevice | None:
 
 @cache
 def _words(name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The words of a name that tell devices apart, and those that give the memory."""
+    """The words of a name that distinguish devices, and the words that give the memory."""
     words = frozenset(re.split(r"[^a-z0-9+]+", name.lower())) - _MAKERS_WORDS
     memory = frozenset(filter(_MEMORY.fullmatch, words))
     return frozenset(word for word in words - memory if not _CONNECTOR.fullmatch(word)), memory

@@ -185,8 +185,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What limits the messages between two servers in addition to their cards and the switch, such as a line
-    between two sites: away from the first server at `bytes_per_s` of the link, and back.
+    """A limit on the messages between two servers beside their cards and the switch, such as a line between
+    two sites: away from the first server at `bytes_per_s` of the link, and back.
     """
 
     servers: tuple[str, str]

@@ -342,7 +342,7 @@ class _GroupTable(_LinkTable):
 
 
 class RouteTable(_LinkTable):
-    """`[[route]]`: what limits messages between two servers besides their cards and the switch."""
+    """`[[route]]`: a limit on messages between two servers beside their cards and the switch."""
 
     servers: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
         description="the names of the two servers; bytes_per_s is away from the first one"

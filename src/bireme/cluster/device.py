@@ -170,7 +170,7 @@ class Device:
         )
 
     def together(self, members: int) -> "Device":
-        """So many of these devices as one, with the figures of all."""
+        """`members` of these devices as one, with the figures of all."""
         return replace(
             self,
             memory_bytes=members * self.memory_bytes,

@@ -456,8 +456,8 @@ def _with_curves(cluster: Cluster, by_size: Mapping[tuple[int, int], Sequence[tu
 
 
 def _curve(link: Link, measured: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    """The medians of what was measured, none less than for a smaller message; none at all if latency and
-    bandwidth explain them.
+    """The medians of the measured seconds, none less than for a smaller message; no points at all if latency
+    and bandwidth explain them.
     """
     points, least_s, is_slower = [], link.latency_s, False
     for num_bytes in sorted(measured):

@@ -31,13 +31,13 @@ MOST_MACHINES = 64
 """In a text that people write."""
 
 UNIFIED_SHARE = 0.75
-"""Of the memory of an Apple machine, what macOS lets its GPU use (Metal's recommended working set)."""
+"""The share of an Apple machine's memory that macOS lets its GPU use (Metal's recommended working set)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedMachine:
     """`count` equal devices of the catalogue in one machine, as the text's `words` name it. `memory_bytes` is
-    what each has for a process, `host_bytes` the memory of the machine itself, 0 if it is not given.
+    the memory of each for a process, `host_bytes` the memory of the machine itself, 0 if it is not given.
     """
 
     words: str

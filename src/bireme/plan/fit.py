@@ -28,8 +28,8 @@ SCHEDULES_TRIED = ("1f1b", "2bw-fresh")
 """For several devices: one that drains and one that does not, so that an answer takes seconds."""
 
 LINK_SHARES = (0.70, 0.94)
-"""Of a link's rate, what messages attain: at least an estimate, at most TCP's payload on Ethernet (1,448 of
-1,538 bytes of a frame).
+"""The shares of a link's rate that messages attain: at least an estimate, at most TCP's payload on Ethernet
+(1,448 of 1,538 bytes of a frame).
 """
 
 _LARGEST_MICRO_BATCH = 8
@@ -66,7 +66,7 @@ class FitQuestion:
 @dataclass(frozen=True, slots=True)
 class MachinesFit:
     """The answer for some machines. `left_bytes` are free on the tightest `device` at its worst moment under
-    the best plan; if nothing fits, they are negative: what the nearest plan lacks there.
+    the best plan; if nothing fits, they are negative: the bytes that the nearest plan lacks there.
     """
 
     words: str
@@ -80,8 +80,8 @@ class MachinesFit:
 
 @dataclass(frozen=True, slots=True)
 class FitHelp:
-    """The best plan with one thing changed. `gain` says how many times as much it trains in the same time;
-    None if nothing fits without the change.
+    """The best plan with one thing changed. `gain` is the work done in the same time, relative to the
+    best plan; None if nothing fits without the change.
     """
 
     words: str
@@ -148,7 +148,7 @@ def _with_devices_left_out(rows: list[MachinesFit]) -> MachinesFit:
 
 
 _HELPS = 1.02
-"""Gains below this are within what is not known."""
+"""Gains below this are within the uncertainty of forecasts."""
 
 _FIRST = ("bandwidth", "codecs", "memory")
 """Words of the changes that are tried before others."""
@@ -194,7 +194,7 @@ class _Planner:
         return MachinesFit(words, num_devices, best, device, left[device], limits[device], self._range(best))
 
     def changed(self, row: MachinesFit) -> Iterator[tuple[str, Callable[[], FitHelp | None]]]:
-        """What could be otherwise, in words that follow on "with", and a way to plan for it."""
+        """The changes to try, in words that follow on "with", and a function that plans each."""
         best = row.candidate
         schedule = "sequential" if self.cluster.num_devices == 1 else None
         if best is not None:
@@ -302,7 +302,7 @@ def _seconds(profile: Profile) -> float:
 
 
 def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
-    """What the answers rest on, and what Bireme does not do."""
+    """The sources of the answers, and what Bireme cannot do."""
     if question.trained is TrainedShare.QLORA:
         yield "Bireme cannot train qlora yet: this counts its bytes only."
     devices = {one.device.word: one.device for one in question.machines.machines}

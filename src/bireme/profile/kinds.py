@@ -35,7 +35,8 @@ def check_kinds(profile: Profile, devices: Sequence[Device]) -> None:
 @dataclass(frozen=True, slots=True)
 class DeviceProfiles:
     """The profiles of a cluster's devices: `of_device` has for each device the index of its profile, and
-    `memory_speeds` the speed of its memory relative to where that was made; None if only its `speed` says it.
+    `memory_speeds` the speed of its memory relative to where that was made; None if only its `speed` gives
+    it.
     """
 
     profiles: tuple[Profile, ...]

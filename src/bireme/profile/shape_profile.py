@@ -84,7 +84,7 @@ def profile_of_shape(
     micro_batches: Sequence[int],
     trained: TrainedShare = TrainedShare.FULL,
 ) -> Profile:
-    """What a shape costs in bfloat16 with AdamW, for micro-batches of sequences of `length` tokens, on a
+    """The costs of a shape in bfloat16 with AdamW, for micro-batches of sequences of `length` tokens, on a
     device that attains a share of its matrix rate.
     """
     learns = trained is TrainedShare.FULL
@@ -111,8 +111,8 @@ def profile_of_shape(
     )
 
 
-# What a token takes in each kind of unit. h is the width, f the inner width, q the width of all queries, k
-# that of all keys, V the number of tokens, T the length of a sequence.
+# Bytes and operations of a token in each kind of unit. h is the width, f the inner width, q the width of all
+# queries, k that of all keys, V the number of tokens, T the length of a sequence.
 #
 # A norm over root mean squares keeps its input in float32 (4 h), the normalized value if its weight learns
 # (2 h) and its result (2 h). Attention keeps queries, and keys and values repeated for all heads, and its
@@ -121,7 +121,7 @@ def profile_of_shape(
 
 
 def _normed(shape: TransformerShape, learns: bool) -> float:
-    """What the first norm of a half keeps, with the input of the maps."""
+    """The bytes that the first norm of a half keeps, with the input of the maps."""
     h = shape.width
     if shape.norm_values > 1:
         return 4 * h + 4
@@ -295,7 +295,7 @@ class _Work:
         )
 
     def _waiting(self, half: _Half, is_last: bool) -> int:
-        """Gradients that wait for the second half of a backward: of what maps and norms give."""
+        """Gradients that wait for the second half of a backward: of the results of maps and norms."""
         if not self._learning(half, is_last):
             return 0
         given = sum(columns for _, columns in half.maps)
@@ -303,13 +303,13 @@ class _Work:
         return _SHORT * given
 
     def _saved(self, half: _Half, is_last: bool) -> float:
-        """For each token. An adapter keeps what it makes of low rank."""
+        """The kept bytes of a token. An adapter keeps its result of low rank."""
         adapters = 0 if self._learns_all or is_last else _SHORT * RANK * len(half.maps)
         return half.saved + adapters
 
     def _workspace_bytes(self, half: _Half, tokens: int, place: int) -> float:
-        """Beside what is kept: activations of the backward, or the gradients of all weights of the unit. The
-        gradient of a table takes three times its bytes while it is made.
+        """In addition to the kept bytes: activations of the backward, or the gradients of all weights of the
+        unit. The gradient of a table takes three times its bytes while it is made.
         """
         is_last = place == self.num_units - 1
         gradients = _SHORT * self._learning(half, is_last)

@@ -224,7 +224,7 @@ def catalogue_document() -> dict[str, Any]:
 
 
 def print_catalogue(console: Console) -> None:
-    """A row for each device. An asterisk marks figures that its maker does not publish in this form."""
+    """A row for each device. An asterisk marks figures that its maker does not publish."""
     table = columns(("name", "GiB", "GB/s", *FORMATS, "watts", "attained"), words=("name",))
 
     def figure(one: CatalogueDevice, key: str, value: float) -> str:
@@ -243,6 +243,6 @@ def print_catalogue(console: Console) -> None:
     console.print(table)
     console.print(
         "fp32 to fp16: TFLOP/s of dense matrices; attained: the share of them that training attains. * is "
-        "not published in this form: derived, or estimated. --json gives the sources.",
+        "not published: derived, or estimated. --json gives the sources.",
         style="dim",
     )

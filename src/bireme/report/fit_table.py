@@ -1,4 +1,4 @@
-"""What `bireme fit` found: a table for people, and one JSON document for programs."""
+"""The answers of `bireme fit`: a table for people, and one JSON document for programs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +16,7 @@ _HOUR_S = 3600.0
 
 
 def fit_document(found: Fit, tokens: float) -> dict[str, Any]:
-    """All answers; `hours` are for so many tokens, from the least to the most."""
+    """All answers; `hours` are for `tokens`, from the least to the most."""
     question = found.question
     return {
         "model": question.shape.name,

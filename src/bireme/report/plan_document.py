@@ -204,8 +204,8 @@ _SHARED = {
 
 
 def shard_note(answer: Answer) -> list[str]:
-    """A sentence on what the planner chose that replicas share, and what that saves; nothing if it did not
-    choose.
+    """A sentence on what replicas share by the planner's choice, with the figures of each way; none if it did
+    not choose.
     """
     if not answer.shard_ways:
         return []
