@@ -81,6 +81,7 @@ def test_a_format_without_hardware_is_computed_in_float32() -> None:
         ("NVIDIA A100 80GB PCIe", "a100-pcie"),
         ("NVIDIA A100-PCIE-40GB", None),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 80GB HBM2e", None),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
         ("Tesla T4", "t4"),

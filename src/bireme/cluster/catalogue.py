@@ -118,7 +118,7 @@ def _letters(text: str) -> str:
 # Names that drivers give to devices.
 
 _MAKERS_WORDS = frozenset({"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "gpu", "generation"})
-_CONNECTOR = re.compile(r"sxm\d?|hbm\d\w?")
+_CONNECTOR = re.compile(r"sxm\d?|hbm3e?")
 _MEMORY = re.compile(r"\d+gb")
 
 
