@@ -80,6 +80,16 @@ def test_a_plan_by_hand_gets_the_first_devices_and_equal_micro_batches(run: Run)
     assert "zero-bubble" not in shown  # nothing else was searched
 
 
+def test_stages_of_unequal_width_by_hand_get_the_first_devices_stage_by_stage(run: Run) -> None:
+    write_plan(Path("hand.json"), replace(BY_HAND, stage_widths=(1, 2)))
+    given = run("--file", "hand.json", "--json").document
+    assert given["stage_widths"] == [1, 2]
+    assert [stage["devices"] for stage in given["stages"]] == [
+        ["server0/emulated0"],
+        ["server0/emulated1", "server1/emulated0"],
+    ]
+
+
 def test_a_plan_that_does_not_fit_is_forecast_and_said_not_to_fit(run: Run) -> None:
     Path("four.toml").write_text(CLUSTER.replace("1e9", "2e4"))
     write_plan(Path("hand.json"), BY_HAND)

@@ -6,6 +6,7 @@ from files it is made without torch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -175,8 +176,12 @@ def _completed(plan: Plan, cluster: Cluster, batch_size: int) -> Plan:
                 f"The plan is for {plan.num_ranks} devices, but the cluster has {len(names)}. Set "
                 "cluster.source to a larger cluster."
             )
-        depth = plan.num_ranks // plan.width
-        rows = [tuple(names[rank : plan.num_ranks : depth]) for rank in range(depth)]
+        if plan.stage_widths:
+            bounds = pairwise(accumulate(plan.stage_widths, initial=0))
+            rows = [tuple(names[begin:end]) for begin, end in bounds]
+        else:
+            depth = plan.num_ranks // plan.width
+            rows = [tuple(names[rank : plan.num_ranks : depth]) for rank in range(depth)]
         plan = replace(plan, devices=tuple(rows))
     return plan
 
