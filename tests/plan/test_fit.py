@@ -65,6 +65,17 @@ def test_changes_are_planned_again_and_the_link_that_limits_helps() -> None:
     assert list(gains.values()) == sorted(gains.values(), key=lambda gain: -(gain or 0))
 
 
+def test_a_faster_link_helps_a_device_that_is_the_fastest_alone() -> None:
+    """Changes were planned under the schedule of the one device, so that no other could ever join it."""
+    found = answer("gpt2", "rtx3060, rtx3090 @ 650Mbit/s", train="lora", batch=8, within_s=120.0)
+    best = found.rows[-1].candidate
+    assert best is not None
+    assert best.plan.num_ranks == 1
+    (link,) = [one.gain for one in found.helps if "bandwidth" in one.words]
+    assert link is not None
+    assert link > 1.1
+
+
 def test_changes_for_which_no_time_is_left_are_named() -> None:
     found = answer("gpt2", "rtx3060")
     assert found.helps == ()
@@ -129,6 +140,7 @@ def test_the_table_says_what_it_rests_on(capsys: Capture) -> None:
     text = " ".join(result.out.split())
     for part in (
         "0.124B parameters, qlora",
+        "hours for 100M",
         "Bireme cannot train qlora yet",
         "rtx3060 attains 40% to 65% of its matrix rate: estimate",
         "t4 has no hardware for bfloat16",

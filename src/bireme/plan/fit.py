@@ -196,9 +196,8 @@ class _Planner:
     def changed(self, row: MachinesFit) -> Iterator[tuple[str, Callable[[], FitHelp | None]]]:
         """The changes to try, in words that follow on "with", and a function that plans each."""
         best = row.candidate
-        schedule = "sequential" if self.cluster.num_devices == 1 else None
-        if best is not None:
-            schedule = best.plan.schedule
+        # If one device is the fastest alone, a change may let others help it, under any schedule.
+        schedule = None if best is None or best.plan.num_ranks == 1 else best.plan.schedule
         for change in sorted(changes(self.cluster, self.request), key=lambda one: _order(one.words)):
             is_memory = "memory" in change.words
             if is_memory or (best is not None and not change.words.startswith(_NO_CHANGES)):

@@ -13,6 +13,7 @@ from bireme.plan.forecast import summarize
 from bireme.report.terminal import columns
 
 _HOUR_S = 3600.0
+_UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def fit_document(found: Fit, tokens: float) -> dict[str, Any]:
@@ -58,6 +59,12 @@ def _hours(rate: Range, tokens: float) -> dict[str, float]:
     }
 
 
+def _amount(tokens: float) -> str:
+    """Such as `100M`."""
+    unit, size = next(((unit, size) for unit, size in _UNITS if tokens >= size), ("", 1.0))
+    return f"{tokens / size:.4g}{unit}"
+
+
 def print_fit(found: Fit, tokens: float, console: Console) -> None:
     """A row for each machine and for all together, the fastest plan in words, what would help, and notes."""
     question = found.question
@@ -67,7 +74,7 @@ def print_fit(found: Fit, tokens: float, console: Console) -> None:
         f"{counted(question.length, 'token')}\n",
         highlight=False,
     )
-    headings = ("machines", "fits", "tightest device", "tokens/s", f"hours for {tokens:.3g}")
+    headings = ("machines", "fits", "tightest device", "tokens/s", f"hours for {_amount(tokens)}")
     table = columns(headings, words=("machines", "fits", "tightest device"), wrapped=("machines",))
     for row in found.rows:
         fits = "yes" if row.candidate else "no"
