@@ -159,6 +159,7 @@ def test_gpus_with_nvlink_reach_each_other_over_it() -> None:
         ("rtx3090, ", "'' is no machine. Write it as rtx3090, 2x rtx3090 or m3-max:64GB."),
         ("rtx3090:lots", "The memory of rtx3090 is 'lots'; write bytes as 6GB, 24GiB or 5e9."),
         ("rtx3090:0", "The memory of rtx3090 is 0; it must be 1 MiB to 1 EiB."),
+        ("rtx3090+1e30GB", "The host memory of rtx3090 is 1e30GB; it must be 1 MiB to 1 EiB."),
         ("65x rtx3090", "65x rtx3090 has 65 devices; it must have 1 to 64."),
         ("rtx3090 @ fast", "'fast' is no link. Write it as 1Gbit/s, 100Mbit/s 20ms or 1.25GB/s."),
         ("rtx3090 @ 0Gbit/s", "'0Gbit/s' is no link."),

@@ -129,14 +129,19 @@ def _machine(text: str) -> NamedMachine:
         raise BiremeError(
             f"{device.name} is sold with several sizes of memory. Give the size, such as {device.word}:32GB."
         )
-    num_bytes = device.memory_bytes if memory is None else bytes_of(memory, f"The memory of {device.word}")
-    if not 2**20 <= num_bytes <= _MOST_BYTES:
-        raise BiremeError(f"The memory of {device.word} is {memory}; it must be 1 MiB to 1 EiB.")
+    num_bytes = device.memory_bytes if memory is None else _bytes(memory, f"The memory of {device.word}")
     share = UNIFIED_SHARE if device.kind == "mps" else 1.0
-    host_bytes = 0 if host is None else bytes_of(host, f"The host memory of {device.word}")
+    host_bytes = 0 if host is None else _bytes(host, f"The host memory of {device.word}")
     size = "" if memory is None else f":{memory}"
     words = f"{count}× {device.word}{size}" if count and int(count) > 1 else f"{device.word}{size}"
     return NamedMachine(words, device, int(count or 1), round(share * num_bytes), host_bytes)
+
+
+def _bytes(text: str, what: str) -> int:
+    num_bytes = bytes_of(text, what)
+    if not 2**20 <= num_bytes <= _MOST_BYTES:
+        raise BiremeError(f"{what} is {text}; it must be 1 MiB to 1 EiB.")
+    return num_bytes
 
 
 def _link(text: str) -> Link:
