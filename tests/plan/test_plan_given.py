@@ -160,6 +160,14 @@ def test_a_wrong_file_is_one_sentence(run: Run) -> None:
     assert _refuses(run("--file", _with(), "--explain"), "leave out --explain")
 
 
+@pytest.mark.parametrize("words", ["plan --file nowhere.json", "simulate --file nowhere.json"])
+def test_a_wrong_file_is_refused_before_the_model_is_profiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: str
+) -> None:
+    monkeypatch.setattr("bireme.train.captured_run.CapturedRun.of", None)
+    assert _refuses(bireme(capsys, *words.split()), "no file nowhere.json")
+
+
 def test_a_plan_of_another_model_is_refused(run: Run) -> None:
     run("--output", "found.json")
     save_profile(tiny_profile(layers=3), Path("profile.json"))

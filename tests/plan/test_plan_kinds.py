@@ -169,6 +169,15 @@ def test_the_command_line_and_the_run_file_name_profiles(capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_wrong_profile_is_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bireme.train.captured_run.RunModel.of", None)
+    found = bireme(capsys, "plan", "--profile", "two=nowhere.json")
+    assert (found.status, "no file nowhere.json" in found.err) == (2, True)
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -170,6 +170,14 @@ def refuse(context: typer.Context, why: str, *options: str) -> None:
         raise BiremeError(f"{why}: leave out {shown}.")
 
 
+def check_plan_file(file: Path | None) -> None:
+    """Refuse a file that is no plan before long work; None is no file."""
+    if file is not None:
+        from bireme.plan.plan_file import load_plan
+
+        load_plan(file)
+
+
 def check_writable(*paths: Path | None, force: bool) -> None:
     """Refuse files that could not be written, or exist if not `force`, before long work; None is no file."""
     files = [path for path in paths if path is not None]

@@ -17,6 +17,7 @@ from bireme.cli.options import (
     ProfileFiles,
     RunToml,
     Sets,
+    check_plan_file,
     check_writable,
     print_json,
     profiled_run,
@@ -80,6 +81,7 @@ def plan(
             f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
         )
     check_writable(output, *(one.path for one in exports), force=force)
+    check_plan_file(file)
     profiled = profiled_run(context, run_file, set_, profiles=profile, like=like, is_fresh=fresh)
     _check_exports(exports, has_model=profiled.graph is not None)
     from bireme.plan.export import overlaps_of

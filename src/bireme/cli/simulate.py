@@ -24,6 +24,7 @@ from bireme.cli.options import (
     Sweep,
     build_program,
     check_extent,
+    check_plan_file,
     check_writable,
     given_of,
     print_json,
@@ -329,6 +330,7 @@ def _of_run(
     from bireme.report.terminal import progress_bar
 
     check_extent(1, 1, window)
+    check_plan_file(plan_file)
     profiled = profiled_run(context, run_file, sets, **costs)
     with progress_bar("planning") as progress:
         planned = profiled.planned(progress) if plan_file is None else profiled.given(plan_file)

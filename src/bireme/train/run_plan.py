@@ -4,7 +4,7 @@
 from files it is made without torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -46,12 +46,13 @@ Progress = Callable[[float, str], None]
 
 
 def check_searches(run: RunFile) -> None:
-    """Refuse a run that has a plan already, if a plan is to be found."""
+    """Refuse a run that has a plan already, if a plan is to be found, and wrong files of `plan.profiles`."""
     if run.plan.file is not None:
         raise BiremeError(
             f"plan.file is {run.plan.file}, which is a plan already. Leave it out to search for one: "
             "--set plan.file="
         )
+    list(_named_profiles(run))
 
 
 def check_devices(run: RunFile, cluster: Cluster) -> None:
@@ -144,18 +145,24 @@ class ProfiledRun:
 def _with_kinds(profile: Profile, run: RunFile) -> Profile:
     """The profile with those of other kinds of devices that the run names; of equal names the last counts."""
     kinds = {kind.name: kind for kind in profile.kinds}
+    for file, kind in _named_profiles(run):
+        try:
+            check_kind_fits(profile, kind.profile)
+        except BiremeError as error:
+            raise BiremeError(f"{file}: {error}") from None
+        kinds[kind.name] = kind
+    return replace(profile, kinds=tuple(kinds.values()))
+
+
+def _named_profiles(run: RunFile) -> Iterator[tuple[str, KindProfile]]:
+    """The profiles of kinds of devices that the run names, each with its file."""
     for text in run.plan.profiles or ():
         name, equals, file = text.partition("=")
         if not name or not equals or not file:
             raise BiremeError(f"plan.profiles: {text} is not NAME=FILE, such as rtx3090=profile.json.")
         found = load_profile(Path(file))
         check_same_optimizer(run, found, Path(file))
-        try:
-            check_kind_fits(profile, found)
-        except BiremeError as error:
-            raise BiremeError(f"{file}: {error}") from None
-        kinds[name] = KindProfile(name, found)
-    return replace(profile, kinds=tuple(kinds.values()))
+        yield file, KindProfile(name, found)
 
 
 def _completed(plan: Plan, cluster: Cluster, batch_size: int) -> Plan:
