@@ -36,6 +36,16 @@ def test_work_beside_an_exchange_of_processes_loses_their_share_of_a_core(core_s
     assert timeline.makespan_s == pytest.approx(60.0 + (2.0 + 1.0) * (1.0 + core_share))
 
 
+def test_work_beside_an_exchange_loses_nothing_to_the_network() -> None:
+    """All of the time on a slow network was taken from work, although processes copy for a part of it."""
+    plain = generate("1f1b", num_stages=2, num_microbatches=1, num_batches=1, stages_per_rank=2)
+    network = Network((Wire("to the replicas", 1.0),), {}, {0: Path((0,))})
+    costs = Costs.per_stage(2, forward_s=10.0, backward_s=20.0, weight_bytes=8.0, engine=COPIES)
+    timeline = simulate(gathered(plain, 2, 2), costs, network, tier_links=TierLinks(core_share=1.0))
+    waited_s, copied_s = 4.0 + 4.0, 2.0 + 1.0
+    assert timeline.makespan_s == pytest.approx(60.0 + waited_s + copied_s)
+
+
 @pytest.mark.parametrize(("bytes_per_s", "exchanged_s"), [(math.inf, 2.0), (4.0, 4.0)])
 def test_what_replicas_exchange_takes_as_long_as_the_slower_of_network_and_processes(
     bytes_per_s: float, exchanged_s: float

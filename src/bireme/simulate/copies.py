@@ -7,11 +7,12 @@ starts when its chunks are there and, for what it makes, slots are free. An upda
 chunks there. All of that follows from what the rank has done before, so a copy's time is known when it is
 posted.
 
-Where a rank's device is a processor, a copy to or from the host takes a core as work does, and so does an
-exchange with replicas. If the machine has none to spare, what a rank works at meanwhile takes so much longer;
-copies that run while it waits cost it nothing. The rank's own thread posts copies, maps slots beneath what is
+If a rank's device is a processor, a copy to or from the host takes a core as work does. So does an exchange
+with replicas, for as long as processes copy its bytes; while a network carries them no core is busy. If the
+machine has no core to spare, the rank's work beside copies takes longer; copies that run while the rank waits
+cost it nothing. The rank's own thread posts copies, maps slots beneath what is
 made, and copies what a micro-batch keeps into its chunks; small chunks it copies itself as soon as they can
-be. That is added to what it works at next.
+be. That is added to its next work.
 """
 
 import math
@@ -31,7 +32,7 @@ from bireme.simulate.network import Network, Path
 from bireme.timeline.timeline import Copies, RankCopies
 
 REPLICAS = "replicas"
-"""The other end of the wire between replicas, in the words of copies."""
+"""The name of the other end of the wire between replicas, in copies."""
 
 
 class _BesideWork:
@@ -39,20 +40,20 @@ class _BesideWork:
 
     def __init__(self, core_share: float) -> None:
         self._core_share = core_share
-        self._spans: list[tuple[float, float]] = []
-        """The begin and the end of each copy that has not met work yet, as a heap."""
+        self._spans: list[tuple[float, float, float]] = []
+        """The begin and the end of each copy that has not met work yet, and its share, as a heap."""
 
-    def add(self, begin: float, end: float) -> None:
-        """A copy runs from then to then."""
-        if self._core_share:
-            heappush(self._spans, (begin, end))
+    def add(self, begin: float, end: float, busy_share: float = 1.0) -> None:
+        """A copy runs between these times, and takes a core for a share of them."""
+        if self._core_share and busy_share:
+            heappush(self._spans, (begin, end, self._core_share * busy_share))
 
     def taken_s(self, now: float, seconds: float) -> float:
         """How much longer work takes that begins now and takes these seconds alone."""
         more_s = 0.0
         while self._spans and self._spans[0][0] < now + seconds + more_s:
-            begin, end = heappop(self._spans)
-            more_s += self._core_share * max(end - max(begin, now), 0.0)
+            begin, end, share = heappop(self._spans)
+            more_s += share * max(end - max(begin, now), 0.0)
         return more_s
 
 
@@ -102,10 +103,11 @@ class _ReplicaWire:
         moved = self._share * num_bytes
         engine = self._costs.engine
         per_byte_s = engine.gather_s_per_byte if step.kind is Kind.FETCH else engine.scatter_s_per_byte
-        seconds = max(self._network.seconds(self._path, moved), per_byte_s * moved)
+        copies_s = per_byte_s * moved
+        seconds = self._path.latency_s / 2 + max(self._network.seconds(self._path, moved), copies_s)
         start = max(now, self._free_s)
-        end = self._free_s = start + self._path.latency_s / 2 + seconds
-        self._beside.add(start, end)
+        end = self._free_s = start + seconds
+        self._beside.add(start, end, copies_s and copies_s / seconds)
         _note(self.copies[step.kind], start, end, moved, index)
         return end
 
