@@ -32,7 +32,8 @@ from bireme.runtime.parameter_groups import (
     step_dtype_of,
 )
 from bireme.runtime.principal import most_piece_elements, principal_of, step_all
-from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, Sharers, frozen_parts
+from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, frozen_parts
+from bireme.runtime.sharers import Sharers
 from bireme.runtime.stepper import Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.instruction import Item

@@ -28,7 +28,7 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.paging.rank_paging import RankPaging
-from bireme.runtime.shared_weights import Sharers
+from bireme.runtime.sharers import Sharers
 from bireme.runtime.stage import LOSS, AnyStageFunction, Batches, Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import Updates, UpdateSettings

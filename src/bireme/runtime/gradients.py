@@ -18,7 +18,7 @@ from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, Arena, ArenaAllocator, LentArena
 from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, without
 from bireme.runtime.principal import BatchStreams, PrincipalGradients
-from bireme.runtime.shared_weights import GradientParts
+from bireme.runtime.sharers import GradientParts
 
 
 class GradientSums:

@@ -54,7 +54,7 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.shared_weights import Sharers, sharers_of
+from bireme.runtime.sharers import Sharers, sharers_of
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Batches, Stage
 from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport

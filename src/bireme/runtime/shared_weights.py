@@ -1,22 +1,16 @@
-"""What the replicas of a stage share: the optimizer, of which each keeps and steps its parts, or the weights
-and gradients too, which are whole only while the stage computes.
+"""The weights of which replicas that share step their parts: whole in every replica, or whole only while the
+stage computes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError, closest
-from bireme.memory.arena import Arena, ArenaAllocator, LentArena
-from bireme.memory.system_memory import give_back_heap
-from bireme.plan.plan_request import SHARDS
-from bireme.runtime.layout import Layout
+from bireme.memory.arena import Arena
 from bireme.runtime.optimizers import StageMemory
-from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 from bireme.runtime.parameter_groups import (
     ParameterGroupPart,
     ParameterGroupWeights,
@@ -24,198 +18,12 @@ from bireme.runtime.parameter_groups import (
     parameter_groups_of,
     part_of,
 )
-from bireme.runtime.stepper import Home, Stepper, StepShare
+from bireme.runtime.sharers import Sharers
+from bireme.runtime.stepper import Home, Stepper
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.schedule.instruction import Item
-from bireme.sync.coded import GradientSummation
-from bireme.sync.exchange import BatchGradients, Parts, SentBytes, rounds_of
-from bireme.sync.group import Group, Pending
-from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
-
-# The replicas of a stage that share its optimizer or weights: who owns what, and how all get the rest.
-
-
-class Sharers:
-    """The `num_members` replicas of a rank's stages, of which this one is `member`. They share the optimizer,
-    or with `gathers` the weights and the gradients too.
-    """
-
-    def __init__(self, member: int, num_members: int, *, gathers: bool = False) -> None:
-        self.member = member
-        self.num_members = num_members
-        self.gathers = gathers
-        self.has_lent = False
-        """Whether an evaluation has the weights of a stage gathered."""
-        self.gathered_bytes = 0
-        """What this replica has sent the others in training so far of weights that it makes or keeps."""
-        self.summed = SentBytes()
-        """What it has sent them of gradients, besides what the sums at the end of a batch send."""
-        self.how = GradientSummation(in_parts=True)
-        """How gradients are summed."""
-        self._group: Group | None = None
-        self._sums: Group | None = None
-        self._worker: ThreadMover | None = None
-
-    @property
-    def group(self) -> Group:
-        """What joins them. It belongs to the rank's own thread."""
-        assert self._group is not None, "a pipeline is joined before it trains"
-        return self._group
-
-    @property
-    def sums(self) -> Group:
-        """What joins them for what is posted here, where they share the weights."""
-        assert self._sums is not None, "who sums stage by stage is joined for that"
-        return self._sums
-
-    def join(
-        self,
-        group: Group,
-        sums: Group | None,
-        device: torch.device,
-        how: GradientSummation | None = None,
-    ) -> None:
-        """From now on the members can reach each other."""
-        self._group, self._sums, self._worker = group, sums, ThreadMover(device)
-        self.how = how or self.how
-
-    def post(self, work: Callable[[], None]) -> CopyJob:
-        """Have work done in a thread, one after the other; only that thread uses `sums`."""
-        assert self._worker is not None, "a pipeline is joined before it trains"
-        job = CopyJob((0, False), 0, work)
-        self._worker.post(job)
-        return job
-
-    def wait(self, job: CopyJob) -> None:
-        """Wait for work that was posted; raises what went wrong."""
-        assert self._worker is not None, "what was posted has a worker"
-        self._worker.wait(job)
-
-    def close(self) -> None:
-        """End the thread, once what was posted is done or has failed."""
-        if self._worker is not None:
-            self._worker.close()
-
-    @property
-    def membership(self) -> StepShare:
-        """Which of the members this replica is."""
-        return StepShare(self.member, self.num_members)
-
-    def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
-        """Begin to fill flat tensors with all members' parts; a member's own must be there.
-
-        All members must call it with the same ones in the same order. It is counted if training needs it.
-        """
-        under_way = []
-        for flat, parts in flats:
-            for owner in range(self.num_members):
-                part = flat[parts[owner] : parts[owner + 1]]
-                if not len(part):
-                    continue
-                if owner == self.member:
-                    self.gathered_bytes += (self.num_members - 1) * part.nbytes if trains else 0
-                for piece in torch.split(part, max(SLICE_BYTES // part.itemsize, 1)):
-                    under_way.append(self.group.copy_from(piece, owner))
-        return under_way
-
-
-def sharers_of(shard: str, layout: Layout) -> Sharers | None:
-    """The replicas of a rank as sharers of that; None if nothing is shared, or nobody is there."""
-    if shard not in SHARDS:
-        raise BiremeError(f"There is no shard {shard!r}. {closest(shard, SHARDS)}")
-    if shard == "none" or layout.width == 1:
-        return None
-    return Sharers(layout.replica, layout.width, gathers=shard == "weights")
-
-
-# The gradients of a batch where replicas share weights: whole while a stage adds to them, else only this
-# replica's parts of what they come to over all replicas.
-
-
-class GradientParts:
-    """Of one batch: this replica's parts of some arenas. `held` are the parameters that any replica has had a
-    gradient of, as far as they have been summed.
-    """
-
-    __slots__ = ("_arenas", "_device", "_own", "_under_way", "held", "names", "views")
-
-    def __init__(
-        self,
-        arenas: Sequence[LentArena],
-        parts: Sequence[ParameterGroupPart],
-        device: torch.device,
-        memory: ArenaAllocator,
-    ) -> None:
-        self._device = device
-        self._arenas = [*zip(arenas, parts, strict=True)]
-        self._own = [Arena(part.own.slots, part.own.dtype, device, memory) for part in parts]
-        self.names = [name for arena in arenas for name in arena.views]
-        self.views: Mapping[str, Tensor] = {
-            name: view for own in self._own for name, view in own.views.items()
-        }
-        """This replica's pieces."""
-        self.held: set[str] = set()
-        self._under_way: tuple[BatchGradients, CopyJob] | None = None
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """The memory in which this replica's pieces lie."""
-        return [own.flat for own in self._own]
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that are there for good."""
-        return sum(own.num_bytes for own in self._own)
-
-    def take(self) -> None:
-        """Have memory for whole gradients."""
-        for arena, _ in self._arenas:
-            arena.take()
-
-    def piece(self, name: str) -> Tensor | None:
-        """This replica's piece of a gradient, if there is one."""
-        return self.views.get(name) if name in self.held else None
-
-    def begin_sums(self, batch: int, held: set[str], sharers: Sharers) -> None:
-        """Begin to add up the whole gradients of all replicas, each its own part; those of this replica that
-        were `held` no longer are. Take part with the others, and add nothing before `end_sums`.
-
-        What backwards have freed goes back to the system, for the next weights lie elsewhere.
-        """
-        self.take()
-        if self._device.type == "cpu":
-            give_back_heap()
-        gradients = BatchGradients(
-            {name: view for arena, _ in self._arenas for name, view in arena.views.items()},
-            held.intersection(self.names),
-            [arena.flat for arena, _ in self._arenas],
-            parts=[part.parts for _, part in self._arenas],
-            cuts={name: cuts for _, part in self._arenas for name, cuts in part.cuts.items()},
-        )
-        held.difference_update(self.names)
-        self._under_way = gradients, sharers.post(partial(self._sum, batch, gradients, sharers))
-
-    @torch.no_grad()
-    def _sum(self, batch: int, gradients: BatchGradients, sharers: Sharers) -> None:
-        """Add the sums to what there is of the batch; the rest is not needed from then on."""
-        sharers.how.sum(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed, batch=batch)
-        for arena, part in self._arenas:
-            for name, piece in part.views(arena.flat).items():
-                if name in gradients.held and name in self.held:
-                    self.views[name].add_(piece)
-                elif name in gradients.held:
-                    self.views[name].copy_(piece)
-            arena.let_go_of_pages()
-
-    def end_sums(self, sharers: Sharers) -> None:
-        """Wait for that, and give the memory of whole gradients back."""
-        assert self._under_way is not None, "sums that end have begun"
-        (gradients, job), self._under_way = self._under_way, None
-        sharers.wait(job)
-        for arena, _ in self._arenas:
-            arena.let_go()
-        self.held |= gradients.held
-
+from bireme.sync.exchange import Parts, rounds_of
+from bireme.sync.group import Pending
 
 # Trial steps of replicas that share an optimizer.
 #
@@ -329,7 +137,10 @@ _ONCE = frozenset({"eta", "mu", "mu_product", "step"})
 
 
 class SharedWeights:
-    """One replica's side of it. What takes part with the others must be called by all, in the same order."""
+    """One replica's side of it. What takes part with the others must be called by all, in the same order.
+
+    `frozen` weights do not learn; this replica has its parts of them.
+    """
 
     def __init__(
         self,
@@ -338,17 +149,23 @@ class SharedWeights:
         trials: Trials,
         stores: Sequence[ParameterGroupWeights],
         num_banks: int,
+        frozen: Sequence[ParameterGroupWeights] = (),
     ) -> None:
         self._sharers = sharers
         self._stepper = stepper
         self._trials = trials
         self._stores = stores
+        self._frozen = frozen
         self._arriving: list[list[Pending]] = [[] for _ in range(num_banks)]
+        self._frozen_arriving: list[Pending] = []
+        parts = (*stepper.parts, *(store.part for store in frozen if store.part is not None))
         self.part_of: Mapping[str, ParameterGroupPart] = {
-            name: part for part in stepper.parts for name in part.pieces
+            name: part for part in parts for name in part.pieces
         }
         """Of each parameter that this replica owns a piece of, the part that this lies in."""
-        self.shapes = {name: slot.shape for store in stores for name, slot in store.banks[0].slots.items()}
+        self.shapes = {
+            name: slot.shape for store in (*stores, *frozen) for name, slot in store.banks[0].slots.items()
+        }
 
     def own(self, tensors: Tensors) -> dict[str, Tensor]:
         """This replica's pieces of some tensors, by the names of their parameters."""
@@ -491,23 +308,8 @@ class GatheredWeights(SharedWeights):
     version from all replicas, and the frozen weights with the first; EVICT gives their memory back.
     """
 
-    def __init__(
-        self,
-        sharers: Sharers,
-        stepper: Stepper,
-        trials: Trials,
-        stores: Sequence[ParameterGroupWeights],
-        num_banks: int,
-        frozen: Sequence[ParameterGroupWeights],
-    ) -> None:
-        super().__init__(sharers, stepper, trials, stores, num_banks)
-        self._frozen = frozen
-        self._num_taken = 0
-        self._frozen_arriving: list[Pending] = []
-        for store in frozen:
-            assert store.part is not None, "each replica has a part"
-            self.part_of = {**self.part_of, **dict.fromkeys(store.part.pieces, store.part)}
-            self.shapes |= {name: slot.shape for name, slot in store.banks[0].slots.items()}
+    _num_taken = 0
+    """The versions that are whole, or on their way."""
 
     @property
     def sharers(self) -> Sharers:

@@ -20,7 +20,7 @@ from bireme.runtime.gradients import GradientPool, GradientSums
 from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.optimizers import UNPAGED, StageMemory, Stash
-from bireme.runtime.shared_weights import GradientParts, Sharers
+from bireme.runtime.sharers import GradientParts, Sharers
 from bireme.schedule.instruction import Item
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import Reduced, Reduction
