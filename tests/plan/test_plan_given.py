@@ -66,6 +66,19 @@ def test_the_forecast_of_a_found_plan_is_that_of_the_search(run: Run) -> None:
     assert given["origin"] == found["origin"] | {"how": "the plan in found.json"}
 
 
+@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
+def test_the_forecast_of_a_plan_takes_from_it_what_its_replicas_share(run: Run, shard: str) -> None:
+    """`auto` counted as a shared optimizer, and a plan with shared weights was refused."""
+    found = run("--output", "found.json", "--json", f"memory.shard={shard}", "plan.width=2").document
+    saved = json.loads(Path("found.json").read_text())
+    saved["plan"]["shard"] = shard  # as if the planner had chosen it
+    Path("found.json").write_text(json.dumps(saved))
+    given = run("--file", "found.json", "--json", "memory.shard=auto").document
+    assert given["sync"] == found["sync"]
+    assert given["candidates"] == found["candidates"][:1]
+    assert given["stages"] == found["stages"]
+
+
 def test_a_plan_by_hand_gets_the_first_devices_and_equal_micro_batches(run: Run) -> None:
     write_plan(Path("hand.json"), replace(BY_HAND, width=2))
     given = run("--file", "hand.json", "--json").document

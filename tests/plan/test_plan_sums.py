@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import Goal, PlanRequest
+from bireme.plan.plan_request import AUTO, SHARDS, Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
@@ -151,6 +151,17 @@ def test_the_sums_that_replicas_which_may_die_keep_are_counted_where_they_lie(
     assert more_bytes == pytest.approx(num_copies * gradients)
     run = RunFile.model_validate({"format": 1, "sync": {"mode": "quorum"}})
     assert rounds_of(run, gpt(2)) == SiteRounds()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_if_the_planner_chooses_sites_send_as_they_would_if_the_run_had_chosen(shard: str) -> None:
+    """Sites that share nothing counted as if each of their replicas sent a part."""
+    sync = {"mode": "groups", "sites": 2, "average_optimizer": True}
+    asked, chosen = (
+        RunFile.model_validate({"format": 1, "sync": sync, "memory": {"shard": one}}) for one in (AUTO, shard)
+    )
+    request = plan_request_of(asked, DENSE_SUMS, gpt(2))
+    assert request.sharing(shard) == plan_request_of(chosen, DENSE_SUMS, gpt(2))
 
 
 @pytest.mark.parametrize(("kind", "num_copies"), [("cpu", 1), ("cuda", 0)])

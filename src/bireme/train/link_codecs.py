@@ -74,7 +74,7 @@ def rounds_of(run: RunFile, graph: Graph | None) -> SiteRounds | None:
     state_share = 0.0
     if sync.average_optimizer and graph is not None:
         state_share = moments_share(graph.parameters, run.training.optimizer)
-    in_parts = not sync.average_optimizer or run.memory.shard != "none"
+    in_parts = not sync.average_optimizer or run.memory.shard not in ("none", AUTO)
     is_coded = parse_sum_codec(sync.codec) != DENSE
     if sync.mode == "groups":
         # The means of groups and of windows; with a codec also the drift, and the weights that it is from.

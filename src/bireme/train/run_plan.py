@@ -115,12 +115,13 @@ class ProfiledRun:
     def given(self, file: Path, overlaps: Mapping[str, Overlap] | None = None) -> "PlannedRun":
         """The run with the plan in a file and the forecast of it, whether it fits or not."""
         saved = load_plan(file)
-        found, request = self._request(overlaps)
+        run = with_shard(self.run, saved.plan.known_shard)
+        found, request = replace(self, run=run)._request(overlaps)
         begin_s = perf_counter()
         try:
             check_plan_of(saved, found)
             plan = _completed(saved.plan, self.cluster, request.batch_size)
-            check_boundaries(self.run, plan)
+            check_boundaries(run, plan)
             request = _request_for(saved, plan, request)
             forecast = forecast_of(plan, found, self.cluster, request)
         except BiremeError as error:
@@ -129,7 +130,7 @@ class ProfiledRun:
         origin = Origin(*hashes, request.batch_size, f"the plan in {file}")
         answer = Answer((Candidate(plan, forecast),), origin, 1)
         planning_s = perf_counter() - begin_s
-        return PlannedRun(self.run, self.cluster, self.graph, found, request, answer, planning_s)
+        return PlannedRun(run, self.cluster, self.graph, found, request, answer, planning_s)
 
     def _request(self, overlaps: Mapping[str, Overlap] | None) -> tuple[Profile, PlanRequest]:
         """The profile that plans of the run count with, and what the run asks of a plan."""
