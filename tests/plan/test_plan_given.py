@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from bireme.plan.plan import Plan
+from bireme.plan.partition.autopipe import costs_between
+from bireme.plan.partition.chain import chain_of
+from bireme.plan.plan import Paging, Plan
 from bireme.plan.plan_file import write_plan
 from bireme.profile.profile import save_profile
+from bireme.schedule.budgets import Budgets
 from tests.support.command import Result, bireme, with_sets
 from tests.support.hand_plans import tiny_profile
 
@@ -101,6 +104,21 @@ def test_stages_of_unequal_width_by_hand_get_the_first_devices_stage_by_stage(ru
         ["server0/emulated0"],
         ["server0/emulated1", "server1/emulated0"],
     ]
+
+
+def test_a_plan_whose_stages_step_apart_says_how_they_are_clipped(run: Run) -> None:
+    plan = Plan((2, 4, 6), 4, "1f1b", stages_per_rank=4)
+    costs = costs_between(chain_of(tiny_profile(), 4), plan.cuts)
+    budgets = (Budgets(150_000, None, 0),)
+    notes = {}
+    for is_apart in (False, True):
+        paging = Paging(budgets, costs.sizes(), chunk_bytes=(4096,), updates_apart=is_apart)
+        write_plan(Path("hand.json"), replace(plan, paging=paging))
+        notes[is_apart] = run("--file", "hand.json", "--json").document["notes"]
+    clipped = "each is clipped by the norm of its own gradient, to its share of training.clip_norm = 1,"
+    assert [clipped in " ".join(notes[is_apart]) for is_apart in (False, True)] == [False, True]
+    unclipped = run("--file", "hand.json", "--json", "training.clip_norm=0").document["notes"]
+    assert clipped not in " ".join(unclipped)
 
 
 def test_a_plan_that_does_not_fit_is_forecast_and_said_not_to_fit(run: Run) -> None:

@@ -235,6 +235,7 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
     """Show devices and plan before the first step."""
     from rich.console import Console
 
+    from bireme.report.plan_document import apart_note
     from bireme.report.train_table import print_prepared
     from bireme.train.link_codecs import idle_codec, idle_keys
     from bireme.train.plan_search import first_delayed_step, is_short
@@ -254,7 +255,8 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
         is_brief=is_short(prepared.run, prepared.graph),
     )
     run, plan = prepared.run, prepared.plan.plan
-    for sentence in (*idle_keys(run, plan), *idle_codec(run, plan)):
+    clipped = apart_note(plan, run.training.clip_norm)
+    for sentence in (*idle_keys(run, plan), *idle_codec(run, plan), *clipped):
         console.print(sentence, style="yellow", markup=False, highlight=False)
 
 

@@ -220,6 +220,17 @@ def shard_note(answer: Answer) -> list[str]:
     return [f'memory.shard = "auto" chose "{chosen}": {promise}. By comparison, {others}.']
 
 
+def apart_note(plan: Plan, clip_norm: float) -> list[str]:
+    """A sentence on how gradients are clipped, if stages of the plan step apart; nothing without clipping."""
+    if plan.paging is None or not plan.paging.updates_apart or not clip_norm:
+        return []
+    return [
+        "Stages of the plan step apart, so each is clipped by the norm of its own gradient, to its share of "
+        f"training.clip_norm = {clip_norm:g}, and not by the norm of the whole gradient. To clip by the norm "
+        'of the whole gradient, plan with memory.updates = "agreed".'
+    ]
+
+
 def _figures(candidate: Candidate) -> str:
     peak = max(stage.peak_bytes for stage in candidate.forecast.stages)
     offloads = "" if candidate.plan.paging is None else " with offloading"

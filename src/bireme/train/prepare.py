@@ -32,7 +32,7 @@ from bireme.plan.plan_file import (
     write_windows,
 )
 from bireme.profile.profile import Profile, load_profile, save_profile
-from bireme.report.plan_document import saved_plan_document, sync_document
+from bireme.report.plan_document import apart_note, saved_plan_document, sync_document
 from bireme.runtime.layout import layout_of, used_by_plan
 from bireme.runtime.processes import has_server, start_process
 from bireme.train.base_weights import has_base, keep_base
@@ -426,7 +426,8 @@ def prepared_document(prepared: PreparedRun) -> dict[str, Any]:
     if answer is None or profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(graph)]
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        own = {"sync": sync_document(request), "notes": [], "exports": {}}
+        notes = apart_note(prepared.plan.plan, run.training.clip_norm)
+        own = {"sync": sync_document(request), "notes": notes, "exports": {}}
         return found | own | gradient_document(run, graph)
     return PlannedRun(
         run, prepared.machines.cluster, graph, profile, request, answer, prepared.planning_s

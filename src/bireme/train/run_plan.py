@@ -23,6 +23,7 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import forecast_of, timeline_of
 from bireme.profile.profile import KindProfile, Profile, load_profile
 from bireme.report.plan_document import (
+    apart_note,
     plan_document,
     plan_notes,
     shard_note,
@@ -269,6 +270,7 @@ class PlannedRun:
         found = _misfits(self.answer.best)
         found += plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
         found += shard_note(self.answer)
+        found += apart_note(plan, self.run.training.clip_norm)
         if sync.is_coordinated:
             found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
         return found

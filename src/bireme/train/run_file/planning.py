@@ -131,7 +131,8 @@ class Memory(Table):
         description="When stages that are offloaded step: after all have agreed on the gradient's norm and "
         "on whether the batch counts (agreed), or each as soon as it has its own gradients, if a batch is "
         "predicted to take less time that way (apart). The latter needs one replica and a schedule that "
-        "drains between batches, and clips each stage by its own norm",
+        "drains between batches. It clips by another rule: each stage by the norm of its own gradient, to "
+        "its share of training.clip_norm, and not all stages by the norm of the whole gradient",
         examples=["apart"],
     )
     shard: Literal["none", "auto", "optimizer", "weights"] = Field(

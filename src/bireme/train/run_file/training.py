@@ -206,7 +206,9 @@ class Training(Table):
         description="Last learning rate, as a share of learning_rate, unless the schedule is constant",
     )
     clip_norm: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(
-        default=1.0, description="Largest norm of the whole gradient; 0 turns clipping off"
+        default=1.0,
+        description="Largest norm of the whole gradient; 0 turns clipping off. Stages that step apart "
+        "(memory.updates) are clipped each by its own norm",
     )
     evaluate_every: StepsOrNever = Field(
         default=50, description="Steps between evaluations; 0 evaluates only at the end"
