@@ -246,7 +246,7 @@ def row_of(case: Case) -> dict[str, Any]:
         "machine": case.machine.name,
         "state_gb": model.state_bytes / GB,
         "fits": best is not None,
-        "how": refused if best is None else told(case, best[0]),
+        "how": refused if best is None else described(case, best[0]),
     }
     if best is None:
         return row | dict.fromkeys(FIGURES) | {"published": case.published}
@@ -274,7 +274,7 @@ FIGURES = (
 )
 
 
-def told(case: Case, way: Way) -> str:
+def described(case: Case, way: Way) -> str:
     """A way in words."""
     shared = f"{case.width} replicas share all state" if case.width > 1 else ""
     swept = "" if way.sweep == 1 else f"sweeps of {way.sweep}"

@@ -2,7 +2,7 @@
 
 A GPT trains on two replicas of one stage. The planner cuts the stage into parts within the budgets of device,
 host and disk. The same plan with room for everything then trains on the same samples. Losses are compared to
-the last bit, bytes with those of the program, what each tier holds with its budget.
+the last bit, bytes with those of the program, and the peak of each tier with its budget.
 """
 
 import sys

@@ -370,7 +370,7 @@ def _weightless(num_stages: int) -> Sizes:
 
 
 _Like = tuple[Kind, int, int | None, Item | None]
-"""What instructions that book the same have in common."""
+"""Kind, stage, half and moved item: instructions that agree in these book the same."""
 
 
 @dataclass(slots=True)
@@ -416,7 +416,7 @@ class _Ledger:
         frozen = self.sizes.frozen or nothing
         self.kept[2] -= (1 - 1 / program.num_sharers) * sum(frozen[stage] for stage in stages)
         self.frozen = sizes.frozen or nothing
-        """What is whole besides a version."""
+        """The bytes of each stage that are whole besides a version."""
         if sizes.workspace:  # one pass runs at a time, and the allocator keeps what the largest took
             more = sizes.halves if sizes.halves and program.splits_backward else (0.0,) * program.num_stages
             self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)

@@ -36,8 +36,8 @@ class Wire:
 
 
 def busy_bytes(curved: Iterable[Link], num_bytes: float, parts: int = 1) -> float:
-    """The bytes that a way carries at its rate in the time that some bytes keep it busy, which cross it in so
-    many messages; the link that is slowest for a message of that size decides.
+    """The bytes that a way carries at its rate in the time that some bytes keep it busy, which cross it in
+    `parts` messages; the link that is slowest for a message of that size decides.
     """
     if not num_bytes:
         return 0.0

@@ -434,8 +434,9 @@ def paging_of(
 
 
 def _apart(sizes: Sizes, each: Sequence[float], *, num_gradients: int, num_optimizer: int) -> Sizes:
-    """The sizes with bytes that stay on the device, which were counted so many times with a batch's gradients
-    and with the optimizer: two batches at most have gradients at once.
+    """The sizes with bytes that stay on the device moved to the buffers. Until now they were counted
+    `num_gradients` times with a batch's gradients, of which at most two batches have some at once, and
+    `num_optimizer` times with the optimizer.
     """
     of = [*zip(sizes.gradient, sizes.optimizer, sizes.buffers, each, strict=True)]
     return replace(

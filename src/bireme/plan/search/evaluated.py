@@ -33,7 +33,7 @@ from bireme.profile.profile import Profile
 # nothing is tried.
 
 _NumberedSearch = Callable[[PlanRequest, int, int], Answer | NothingFits]
-"""Searches for a request, which is the one of that number, of that many."""
+"""Searches for a request, given its number and the number of all requests."""
 
 
 def with_best_codecs(
@@ -87,15 +87,15 @@ def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
     return Candidate(draft.plan(problem.names, codecs), forecast)
 
 
-# What replicas share, if the planner may choose: what is predicted to take the least time.
+# What replicas share, if the planner may choose: the choice that is predicted to take the least time.
 #
 # A search is made for each choice, within the budgets and with offloading if that is allowed. A choice that
 # excludes something else that was asked for is passed over.
 
 
 def with_best_shard(request: PlanRequest, num_devices: int, search: _NumberedSearch) -> Answer | NothingFits:
-    """The best answer over all that replicas may share, if there are devices for two; the first of equally
-    good ones. If none fits, what the first search says.
+    """The best answer over all that replicas may share, if there are devices for two replicas; the first of
+    equally good answers. If nothing fits, the refusal of the first search.
     """
     shards = request.shards if num_devices >= 2 * (request.depth or 1) else ("none",)
     answers, ways = list[Answer](), list[MemoryWay]()

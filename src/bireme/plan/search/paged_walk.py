@@ -336,7 +336,9 @@ class PagedWalk:
         return roomy * AS_GOOD >= least and roomy >= min(alike)
 
     def cost_with_room(self, draft: Draft) -> float:
-        """What a draft costs with room for everything; 0 if it cannot be, as offloading then says."""
+        """The cost of a draft with room for everything; 0 if the draft is refused, for then offloading gives
+        the reason.
+        """
         try:
             return self._evaluator.forecast(self._roomy(draft)).cost(self._problem.request.goal)
         except BiremeError:

@@ -185,7 +185,7 @@ def _median(values: list[float]) -> float:
     return max(median(values), 0.0) if values else 0.0
 
 
-# What a byte takes that the processes of a machine exchange as replicas do: they sum whole gradients, or
+# The seconds for a byte that the processes of a machine exchange as replicas do: they sum whole gradients, or
 # gather parts of weights into memory that is new to them and sum gradients part by part there.
 
 _EXCHANGED_ELEMENTS = 4 * 2**20
@@ -194,7 +194,7 @@ _NUM_EXCHANGES = 3
 
 @torch.no_grad()
 def exchange_costs(joined: Fabric, device: torch.device, known: EngineCost) -> EngineCost:
-    """What is known of the engine, and what a byte takes that the ranks of this machine exchange."""
+    """The known costs of the engine, with the seconds for a byte that the ranks of this machine exchange."""
     fabric, size = PipelineFabric(joined), joined.size
     group = fabric.group(range(size))
     assert group is not None, "this process is one of all"
@@ -243,7 +243,9 @@ def exchange_costs(joined: Fabric, device: torch.device, known: EngineCost) -> E
 
 
 def _busy_s(device: torch.device) -> float:
-    """A clock of what this process works: on a processor that of all its threads, so that no wait counts."""
+    """A clock that runs while this process works: on a processor the time of all its threads, without
+    waits.
+    """
     synchronize(device)
     return process_time() if device.type == "cpu" else perf_counter()
 
