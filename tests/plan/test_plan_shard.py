@@ -235,7 +235,12 @@ def test_of_what_replicas_may_share_excluded_choices_are_passed_over() -> None:
     refused = [way for way in answer.shard_ways if way.candidate is None]
     assert [way.words for way in refused] == ["optimizer", "weights"]
     assert all("principal components" in way.refusal for way in refused)
-    assert isinstance(find_plan(profile, cluster(memory_bytes=1), asked), NothingFits)
+    nothing, none = (
+        find_plan(profile, cluster(memory_bytes=1), one) for one in (asked, asked.sharing("none"))
+    )
+    assert isinstance(nothing, NothingFits)
+    assert nothing == none
+    assert nothing.advice
     alone = find_plan(profile, cluster(), replace(asked, width=None, depth=WIDTH))
     assert isinstance(alone, Answer)
     assert (alone.best.plan.shard, alone.shard_ways) == ("none", ())

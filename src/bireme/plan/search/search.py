@@ -450,19 +450,16 @@ def find_plan(
     tell = progress or (lambda _share: None)
     if request.equal_widths_because:
         request = replace(request, stage_widths=EQUAL)  # also where a part of the search asks for less
-    if request.shard == AUTO:
 
-        def sharing(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
-            return find_plan(
-                profile,
-                cluster,
-                asked,
-                progress=lambda done: tell((place + done) / count),
-                is_brief=is_brief,
-                advises=advises and count == 1,
-            )
-
-        return with_best_shard(request, len(request.devices) or cluster.num_devices, sharing)
+    def sharing(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
+        return find_plan(
+            profile,
+            cluster,
+            asked,
+            progress=lambda done: tell((place + done) / count),
+            is_brief=is_brief,
+            advises=False,
+        )
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         on_all = asked.devices
@@ -487,7 +484,10 @@ def find_plan(
         return with_subsets(PlanningProblem(profile, cluster, asked), on_devices, is_brief=is_brief)
 
     try:
-        if request.codec == AUTO:
+        if request.shard == AUTO:
+            asked, request = request, request.sharing(request.shards[0])  # whose refusal has the advice
+            found = with_best_shard(asked, len(asked.devices) or cluster.num_devices, sharing)
+        elif request.codec == AUTO:
             found = with_best_codecs(profile, cluster, request, search)
         else:
             found = search(request, 0, 1)
