@@ -452,14 +452,10 @@ def find_plan(
         request = replace(request, stage_widths=EQUAL)  # also where a part of the search asks for less
 
     def sharing(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
-        return find_plan(
-            profile,
-            cluster,
-            asked,
-            progress=lambda done: tell((place + done) / count),
-            is_brief=is_brief,
-            advises=False,
-        )
+        def share(done: float) -> None:
+            tell((place + done) / count)
+
+        return find_plan(profile, cluster, asked, progress=share, is_brief=is_brief, advises=False)
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         on_all = asked.devices
