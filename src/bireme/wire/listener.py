@@ -21,6 +21,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,7 +41,7 @@ MOST_STRANGERS = 64
 """Callers that have not answered yet."""
 _MOST_AT_ONCE = 16
 _TRIES, _AGAIN_S = 5, 0.05
-LISTEN_LOOK_S = 0.5
+_LOOK_S = 0.5
 
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 """Whether Unix sockets may have names outside the file system, which vanish with the socket."""
@@ -149,6 +150,32 @@ class Listener:
     def _refuse(self, stranger: _Stranger) -> None:
         self._forget(stranger)
         stranger.socket.close()
+
+
+class ListenerThread:
+    """A thread that takes connections until it is closed; `on_caller` is called in it."""
+
+    def __init__(
+        self, key: str, sockets: Sequence[socket.socket], on_caller: Callable[[Caller], None], name: str
+    ) -> None:
+        self._poller = Poller()
+        self._listener = Listener(key, sockets, self._poller, on_caller)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._is_closing = True
+        self._poller.ring()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._poller.wait(_LOOK_S)
+            self._listener.sweep()
+        self._listener.close()
+        self._poller.close()
 
 
 def authenticated(made: socket.socket, key: str, purpose: bytes = b"") -> socket.socket:

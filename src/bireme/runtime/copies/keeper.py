@@ -39,12 +39,11 @@ from bireme.wire.connection import (
     HEADER_BYTES,
     Connection,
     FrameKind,
-    Poller,
     frame_header,
     read_frame_header,
     wait_for,
 )
-from bireme.wire.listener import LISTEN_LOOK_S, Caller, Doorway, Listener, call, new_key
+from bireme.wire.listener import Caller, Doorway, ListenerThread, call, new_key
 
 _MOST_WORDS_BYTES = 1 << 28
 _MOST_MESSAGE_BYTES = CHUNK_BYTES + 64
@@ -222,24 +221,11 @@ class Keeper:
         self._timeout_s, self._pace = timeout_s, _Pace(bytes_per_s)
         self._held: dict[int, _Held] = {}
         self._lock = threading.Lock()
-        self._poller = Poller()
-        self._listener = Listener(self.address.key, doorway.sockets, self._poller, self._take)
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._listen, name="bireme keeper", daemon=True)
-        self._thread.start()
+        self._listening = ListenerThread(self.address.key, doorway.sockets, self._take, "bireme keeper")
 
     def close(self) -> None:
         """Listen no more."""
-        self._is_closing = True
-        self._poller.ring()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        while not self._is_closing:
-            self._poller.wait(LISTEN_LOOK_S)
-            self._listener.sweep()
-        self._listener.close()
-        self._poller.close()
+        self._listening.close()
 
     def _take(self, caller: Caller) -> None:
         threading.Thread(target=self._serve, args=(caller.socket,), name="bireme copies", daemon=True).start()

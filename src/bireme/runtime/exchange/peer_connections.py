@@ -23,12 +23,11 @@ from bireme.wire.connection import (
     HEADER_BYTES,
     Connection,
     FrameKind,
-    Poller,
     frame_header,
     read_frame_header,
     wait_for,
 )
-from bireme.wire.listener import LISTEN_LOOK_S, Caller, Doorway, Listener, call
+from bireme.wire.listener import Caller, Doorway, ListenerThread, call
 
 # Tensors on a connection of their own: a text that announces them, and a frame for each.
 #
@@ -148,10 +147,7 @@ class PeerConnections:
         doorway = Doorway()
         self.address = doorway.address
         """Where others call, for them to know."""
-        self._poller = Poller()
-        self._listener = Listener(key, doorway.sockets, self._poller, self._take)
-        self._thread = threading.Thread(target=self._listen, name="bireme calls", daemon=True)
-        self._thread.start()
+        self._listening = ListenerThread(key, doorway.sockets, self._take, "bireme calls")
 
     def line(self, replica: int, life: int, address: str, check: Callable[[], None]) -> PeerLine:
         """The line to the rank of a replica in one of its incarnations. `check` is called while it waits."""
@@ -198,8 +194,7 @@ class PeerConnections:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
-        self._poller.ring()
-        self._thread.join()
+        self._listening.close()
 
     def _call(
         self, replica: int, address: str, what: int, check: Callable[[], None], batch: int = 0
@@ -244,13 +239,6 @@ class PeerConnections:
             check()
             if time.monotonic() > ends_s or self._is_closed:
                 raise LineBroken(replica, f"it has not called within {self._timeout_s:g} s")
-
-    def _listen(self) -> None:
-        while not self._is_closed:
-            self._poller.wait(LISTEN_LOOK_S)
-            self._listener.sweep()
-        self._listener.close()
-        self._poller.close()
 
     def _take(self, caller: Caller) -> None:
         """Another rank has connected."""
