@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -306,6 +307,23 @@ def test_a_copy_whose_bytes_have_changed_in_memory_is_not_believed() -> None:
         assert [one.version for one in listed] == [first]
         with pytest.raises(BiremeError, match="cannot be read"):
             dict(CopySource(second, (keeper.address,), patience_s()).tensors())
+
+
+def test_all_keepers_check_their_copies_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waited for one keeper after the other, each of which reads all that it holds."""
+    all_check, is_intact = Barrier(3, timeout=patience_s()), ShardCopies.is_intact
+
+    def checked(copies: ShardCopies, version: CopyVersion) -> bool:
+        all_check.wait()
+        return is_intact(copies, version)
+
+    monkeypatch.setattr(ShardCopies, "is_intact", checked)
+    with _keepers(3) as keepers:
+        for number, one in enumerate(keepers):
+            one.follower = None
+            _copied(_copier(one, number, 3), _snapshot(1, number))
+        listed = shards_at([one.address for one in keepers], patience_s(), checks=True)
+    assert [one.shard for one in listed] == [0, 1, 2]
 
 
 def test_a_version_is_no_copy_before_the_next_host_has_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
@@ -151,18 +152,22 @@ class KeptShard:
 
 
 def shards_at(keepers: Sequence[KeeperAddress], timeout_s: float, *, checks: bool) -> tuple[KeptShard, ...]:
-    """All whole versions at these keepers; those that do not answer have none. With `checks` each keeper
-    leaves out a version of which a byte has changed in its memory.
+    """All whole versions at these keepers, which are asked at the same time; those that do not answer have
+    none. With `checks` each keeper leaves out a version of which a byte has changed in its memory.
     """
-    found: list[KeptShard] = []
-    for keeper in keepers:
+
+    def listed(keeper: KeeperAddress) -> list[KeptShard]:
+        found: list[KeptShard] = []
         with suppress(OSError, BiremeError), talk_to(keeper, timeout_s) as talk:
             talk.say({"do": "list", "checks": checks})
             for one in talk.hear(limit_s=max(timeout_s, 600.0) if checks else None)["shards"]:
                 digests = tuple(map(bytes.fromhex, one["digests"]))
                 version = CopyVersion(one["start"], one["step"])
                 found.append(KeptShard(one["shard"], version, one["words"], one["bytes"], digests, keeper))
-    return tuple(found)
+        return found
+
+    with ThreadPoolExecutor(max(len(keepers), 1)) as threads:
+        return tuple(one for own in threads.map(listed, keepers) for one in own)
 
 
 NUM_SHARDS = "num_shards"
