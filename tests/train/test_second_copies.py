@@ -10,14 +10,22 @@ from pathlib import Path
 import pytest
 
 from bireme.errors import BiremeError
+from bireme.runtime.copies.copier import Copier, CopyOrders
+from bireme.runtime.copies.keeper import Keeper, KeeperAddress
 from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
+from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.machines import LaunchedProcess
 from bireme.train.rank_zero_setup import has_copies
+from bireme.train.rendezvous import until
+from bireme.train.run_copies import RunCopies, newest_state, start_name
 from bireme.train.run_file import load_run_file
+from tests.support.checkpoints import META, fill, snapshot_of
 from tests.support.copies import Copy
 from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
 from tests.support.training import Running, losses, metrics, running, settings, write_run
+from tests.train.test_checkpoint_folder import damage
 from tests.train.test_train_replica_hosts import free_port
 
 PACED = "tests.support.paced_samples:paced"
@@ -117,6 +125,55 @@ def test_a_pipeline_that_loses_a_host_goes_on_with_a_replacement_from_copies(
     assert losses(hosts.run).keys() == set(range(1, 41))
     found = check_ledger(hosts.run / "ledger.jsonl")
     assert found.is_whole
+
+
+@pytest.fixture
+def kept() -> Iterator[KeeperAddress]:
+    """A keeper with the only shard of the state after step 5."""
+    keeper = Keeper(bytes_per_s=None, timeout_s=patience_s())
+    copier = Copier(CopyOrders(keeper.address, start_name(3), 0), 0, 1, patience_s())
+    copies = RunCopies(copier, 1, lambda: True)
+    copies.begin(snapshot_of(0, 5), META, copied_s=0.0, ignored=0)
+    assert until(lambda: copier.newest is not None, patience_s()), copier.failure
+    yield keeper.address
+    keeper.close()
+
+
+@pytest.mark.parametrize(
+    ("saved", "damaged", "expected", "read"),
+    [
+        ([], [], "second copies after step 5", []),
+        ([3, 4], [], "second copies after step 5", []),
+        ([3, 5], [], "step-00000005", [5]),
+        ([3, 6], [], "step-00000006", [6]),
+        ([3, 6], [6], "second copies after step 5", [6, 3]),
+        ([3, 6], [3, 6], "second copies after step 5", [6, 3]),
+    ],
+)
+def test_a_run_goes_on_from_its_newest_whole_state_and_reads_no_older_checkpoint_for_that(
+    saved: list[int],
+    damaged: list[int],
+    expected: str,
+    read: list[int],
+    kept: KeeperAddress,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If all checkpoints were damaged, a run with whole copies ended. It read every checkpoint to its end,
+    although its copies were newer.
+    """
+    fill(tmp_path, saved)
+    for step in damaged:
+        damage(tmp_path, step)
+    opened: list[int] = []
+    whole = Checkpoint.damage
+    monkeypatch.setattr(Checkpoint, "damage", lambda one: (opened.append(one.manifest.step), whole(one))[1])
+    found, number = newest_state(tmp_path, [kept], load_run_file(None, []))
+    assert found is not None
+    assert (found.folder.name, number) == (expected, 4)
+    assert opened == read
+    if found.copies is not None:
+        assert found.snapshot().tensors.keys() == snapshot_of(0, 5).tensors.keys()
 
 
 def _members(*counts: int) -> dict[str, list[LaunchedProcess]]:

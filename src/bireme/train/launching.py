@@ -49,7 +49,7 @@ from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.resume_checks import left_at
-from bireme.train.run_copies import HostKeeper
+from bireme.train.run_copies import HostKeeper, newest_state
 from bireme.train.run_data import learns
 from bireme.train.run_file import RunFile
 from bireme.train.shares import share_limits, slowed
@@ -148,10 +148,9 @@ def _run_through(
             is_mistake = isinstance(failure, BiremeError) and _size_of(folder.ledger) == num_ledger_bytes
             if is_mistake or isinstance(failure, SampleError):
                 raise
+            keepers = [] if keeper is None or keeper.address is None else [keeper.address]
             with suppress(BiremeError):  # if all checkpoints are damaged, the failure says more
-                checkpoint = newest_good(folder.checkpoints(prepared.run))
-            if keeper is not None:
-                checkpoint = keeper.newer(checkpoint, prepared.run)
+                checkpoint, _ = newest_state(folder.checkpoints(prepared.run), keepers, prepared.run)
             num_in_vain = 0 if _step_of(checkpoint) > step else num_in_vain
             if num_in_vain >= restarts:
                 raise

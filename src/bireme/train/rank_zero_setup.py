@@ -23,7 +23,7 @@ from bireme.plan.plan_request import ANY
 from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
-from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
+from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
@@ -32,7 +32,7 @@ from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_pre
 from bireme.train.recorded_batches import RECORDED
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
-from bireme.train.run_copies import newer_of, start_name
+from bireme.train.run_copies import newest_state, start_name
 from bireme.train.run_file import RunFile
 from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
@@ -188,8 +188,7 @@ def set_up_run(
         check_finds_checkpoints(named, begun)
     checkpoint, number = None, 0
     if begun is not None:
-        checkpoint = newest_good(begun.checkpoints(named), on_bad=tell)
-        checkpoint, number = newer_of(checkpoint, keepers, named)
+        checkpoint, number = newest_state(begun.checkpoints(named), keepers, named, on_bad=tell)
         at = 0 if checkpoint is None else checkpoint.manifest.step
         if has_ended(named, begun, at):
             tell(f"{begun.path} has finished its {named.training.steps} steps. To train further, set more.")

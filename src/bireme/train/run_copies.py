@@ -2,7 +2,8 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
@@ -12,6 +13,7 @@ from typing import Self
 import torch
 
 import bireme
+from bireme.errors import BiremeError
 from bireme.runtime.copies.copier import CLIP_SCALE, TENSORS, Copier, CopyOrders, CopySource
 from bireme.runtime.copies.keeper import (
     KeeperAddress,
@@ -23,7 +25,7 @@ from bireme.runtime.copies.keeper import (
 )
 from bireme.runtime.copies.versions import CopyVersion
 from bireme.runtime.snapshot import Snapshot
-from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.checkpoint.checkpoint import Checkpoint, find_checkpoints, newest_good, step_of
 from bireme.train.checkpoint.manifest import CheckpointMeta, FileEntry, Manifest, TensorEntry, plain_extra
 from bireme.train.run_file import RunFile
 
@@ -111,14 +113,14 @@ def start_number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
-def checkpoint_of(source: CopySource) -> Checkpoint:
-    """Second copies as a checkpoint."""
+def checkpoint_of(source: CopySource, shards: Mapping[int, Sequence[KeptShard]]) -> Checkpoint:
+    """Second copies, whose shards are these, as a checkpoint."""
 
     def listed(one: KeptShard) -> list[TensorEntry]:
         return [TensorEntry(name=name, dtype=dtype, shape=shape) for name, dtype, shape in one.words[TENSORS]]
 
-    shards = {number: own[0] for number, own in sorted(source.shards().items())}
-    words = shards[0].words
+    firsts = {number: own[0] for number, own in sorted(shards.items())}
+    words = firsts[0].words
     meta = CheckpointMeta(**words[_META])
     files = [
         FileEntry(
@@ -127,7 +129,7 @@ def checkpoint_of(source: CopySource) -> Checkpoint:
             sha256=hashlib.sha256(b"".join(one.digests)).hexdigest(),
             tensors=listed(one),
         )
-        for number, one in shards.items()
+        for number, one in firsts.items()
     ]
     manifest = Manifest(
         step=source.version.step,
@@ -171,12 +173,6 @@ class HostKeeper:
         self._num_starts += 1
         return CopyOrders(self.started(run), start_name(self._num_starts), began)
 
-    def newer(self, checkpoint: Checkpoint | None, run: RunFile) -> Checkpoint | None:
-        """The second copies here, if they are newer than a checkpoint, else that."""
-        keepers = [] if self.address is None else [self.address]
-        found, _ = newer_of(checkpoint, keepers, run)
-        return found
-
     def __enter__(self) -> Self:
         return self
 
@@ -187,16 +183,30 @@ class HostKeeper:
             self._process.close()
 
 
-def newer_of(
-    checkpoint: Checkpoint | None, keepers: Sequence[KeeperAddress], run: RunFile
+def newest_state(
+    folder: Path,
+    keepers: Sequence[KeeperAddress],
+    run: RunFile,
+    on_bad: Callable[[str], None] | None = None,
 ) -> tuple[Checkpoint | None, int]:
-    """The newest second copies at these keepers that are whole and intact, if they are newer than a
-    checkpoint, else that; and the number of the next start of the run, by the starts that the keepers know.
+    """The newest of the checkpoints in a folder and the second copies at keepers that is whole and intact,
+    and the number of the next start of the run, by the starts that the keepers know. Of two states after the
+    same step it is the checkpoint.
+
+    Checkpoints older than the copies are not read. Raises a `BiremeError` if there are checkpoints, all are
+    damaged, and there are no copies.
     """
     shards = shards_at(keepers, run.cluster.timeout_s, checks=True)
     number = max((start_number(one.version.start) for one in shards), default=-1) + 1
-    version = next((own[0].version for own in newest_of(shards).values()), None)
-    at = 0 if checkpoint is None else checkpoint.manifest.step
-    if version is None or version.step <= at:
-        return checkpoint, number
-    return checkpoint_of(CopySource(version, tuple(keepers), run.cluster.timeout_s)), number
+    whole = newest_of(shards)
+    if not whole:
+        return newest_good(folder, on_bad), number
+    version = whole[0][0].version
+    saved = find_checkpoints(folder)
+    if saved and step_of(saved[-1]) >= version.step:
+        with suppress(BiremeError):
+            checkpoint = newest_good(folder, on_bad)
+            if checkpoint is not None and checkpoint.manifest.step >= version.step:
+                return checkpoint, number
+    source = CopySource(version, tuple(keepers), run.cluster.timeout_s)
+    return checkpoint_of(source, whole), number

@@ -435,7 +435,7 @@ def _control(part: RankPart) -> Control | None:
 def _checkpoint(start: RunStart) -> Checkpoint | None:
     """What the run goes on from, which was found whole before any process started."""
     if start.copies is not None:
-        return checkpoint_of(start.copies)
+        return checkpoint_of(start.copies, start.copies.shards())
     if start.checkpoint is None:
         return None
     return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over)
