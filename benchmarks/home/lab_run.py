@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,12 @@ END_S = 120.0
 """For all launchers to end once the first one has."""
 _POLL_S = 0.02
 
-CLUSTER = """format = 1
+_CLUSTER = """format = 1
 
 [switch]
 latency_s = 1e-4
 """
-SERVER = """
+_SERVER = """
 [[server]]
 name = "host-{number}"
 
@@ -67,7 +67,7 @@ source = "python:{module}:model"
 
 [data]
 source = "{module}:samples"
-evaluation_fraction = 0.02
+evaluation_fraction = {held_out}
 
 [training]
 steps = {steps}
@@ -78,29 +78,11 @@ schedule = "constant"
 warmup_fraction = 0.0
 evaluate_every = 0
 
-[plan]
-{plan}
-
-[balance]
-mode = "measured"
-
-[links]
-codec = "int8"
-
 [cluster]
 source = "{cluster}"
 device = "cpu"
 threads_per_worker = 1
 timeout_s = 30
-
-[sync]
-mode = "quorum"
-codec = "int4"
-lease_s = 4.0
-grace_s = 2.0
-
-[checkpoint]
-every_steps = 100
 
 [export]
 at_end = false
@@ -110,6 +92,27 @@ folder = "{runs}"
 name = "run"
 every_steps = 1
 sample_tokens = 0
+
+{rest}
+"""
+_REST = """
+[plan]
+{plan}
+
+[balance]
+mode = "measured"
+
+[links]
+codec = "int8"
+
+[sync]
+mode = "quorum"
+codec = "int4"
+lease_s = 4.0
+grace_s = 2.0
+
+[checkpoint]
+every_steps = 100
 """
 
 
@@ -160,6 +163,11 @@ class Launcher(Program):
                     os.kill(pid, number)
             if number == signal.SIGSTOP:
                 yield
+
+
+def said(launchers: Sequence[Launcher]) -> str:
+    """The last words of each launcher."""
+    return "\n".join(f"[host {n}] {one.err.read_text()[-3000:]}" for n, one in enumerate(launchers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,62 +298,55 @@ class LabRun:
         try:
             statuses = [one.wait(max(end_s - time.monotonic(), 0.0)) for one in self._launchers]
         except TimeoutError:
-            raise BiremeError(f"The run does not end on all hosts. They said: {self.said}") from None
+            raise BiremeError(
+                f"The run does not end on all hosts. They said: {said(self._launchers)}"
+            ) from None
         self.watched.read()
         if any(statuses):
-            log(self.said)
+            log(said(self._launchers))
         texts = [one.out.read_text() for one in self._launchers]
         return statuses, next((json.loads(text) for text in texts if text), {})
 
-    @property
-    def said(self) -> str:
-        """The last words of each launcher."""
-        return "\n".join(f"[host {n}] {one.err.read_text()[-3000:]}" for n, one in enumerate(self._launchers))
 
-    def close(self) -> None:
-        """End all processes of all hosts."""
-        for launcher in self._launchers:
-            launcher.close()
+@contextmanager
+def made_lab(
+    folder: Path, rest: str, servers: Sequence[tuple[int, float]], *, is_paced: bool, **more: float
+) -> Iterator[Lab]:
+    """The hosts, by the number of devices of each and their speed, and the file of a run on them. `rest` are
+    tables of that file, `more` are its `steps`, `batch` and the fraction `held_out` for evaluation.
+    """
+    folder.mkdir(parents=True)
+    tables = (
+        _SERVER.format(number=number, devices=count, speed=speed, bytes_per_s=MEGABITS_PER_S * 1e6 / 8)
+        for number, (count, speed) in enumerate(servers)
+    )
+    where = {"cluster": folder / "cluster.toml", "runs": folder / "runs"}
+    where["cluster"].write_text(_CLUSTER + "".join(tables))
+    (folder / "run.toml").write_text(_RUN.format(module=MODULE, rest=rest, **where, **more))
+    with ExitStack() as stack:
+        try:
+            hosts = tuple(stack.enter_context(slow_hosts(len(servers), MEGABITS_PER_S)))
+        except NoHosts as reason:
+            log(f"The hosts share the loopback: {reason}.")
+            hosts = ()
+        yield Lab(folder, hosts, _free_port(), is_paced)
 
 
 @contextmanager
 def lab_run(folder: Path, steps: int, plan: str, *, is_paced: bool) -> Iterator[LabRun]:
     """A run on all hosts, whose `[plan]` is the text `plan`. No process of it is left."""
-    folder.mkdir(parents=True)
-    servers = (
-        SERVER.format(number=number, devices=devices, speed=speed, bytes_per_s=MEGABITS_PER_S * 1e6 / 8)
-        for number, (devices, speed) in enumerate(zip(DEVICES, SPEEDS, strict=True))
-    )
-    (folder / "cluster.toml").write_text(CLUSTER + "".join(servers))
-    text = _RUN.format(
-        module=MODULE,
-        steps=steps,
-        batch=BATCH,
-        plan=plan,
-        cluster=folder / "cluster.toml",
-        runs=folder / "runs",
-    )
-    (folder / "run.toml").write_text(text)
-    with ExitStack() as stack:
-        try:
-            hosts = tuple(stack.enter_context(slow_hosts(len(SPEEDS), MEGABITS_PER_S)))
-        except NoHosts as reason:
-            log(f"The hosts share the loopback: {reason}.")
-            hosts = ()
-        lab = Lab(folder, hosts, free_port(), is_paced)
+    servers, rest = [*zip(DEVICES, SPEEDS, strict=True)], _REST.format(plan=plan)
+    with made_lab(folder, rest, servers, is_paced=is_paced, steps=steps, batch=BATCH, held_out=0.02) as lab:
         launchers: list[Launcher] = []
-        run: LabRun | None = None
         try:
             launchers += (Launcher(lab, number, 0) for number in range(len(SPEEDS)))
-            run = LabRun(lab, launchers)
-            yield run
+            yield LabRun(lab, launchers)
         finally:
             for launcher in launchers:
                 launcher.close()
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens at."""
+def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as made:
         port: int = made.getsockname()[1]
     return port

@@ -10,15 +10,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.common.command import log
-from benchmarks.common.hosts import NoHosts, slow_hosts
 from benchmarks.common.verdicts import Verdict, at_most, exactly
-from benchmarks.home.lab_run import CLUSTER, END_S, MEGABITS_PER_S, MODULE, SERVER, Lab, Launcher, free_port
+from benchmarks.home.lab_run import END_S, MEGABITS_PER_S, Lab, Launcher, made_lab, said
 from bireme.documents import read_json_object
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.ledger_check import check_ledger
@@ -26,42 +25,19 @@ from bireme.train.checkpoint.checkpoint import find_checkpoints, open_checkpoint
 
 HOSTS = 3
 PATIENCE_S = 300.0
-"""For whatever must happen; nothing is measured by it."""
+"""For each wait; nothing is measured by it."""
 POLL_S = 0.01
 BEFORE, AFTER = 12, 10
 """Batches before the kill at least, and between training again and the end."""
 MOST_S = 10.0
 """Until training goes on, besides the time that the bytes of a stage take over a link."""
 MOST_DIFFERENCE = 1e-6
-RUN = """format = 1
-
-[model]
-source = "python:{module}:model"
-
-[data]
-source = "{module}:samples"
-evaluation_fraction = 0.0
-
-[training]
-steps = 1000000
-batch_size = 16
-optimizer = "adamw"
-learning_rate = 0.0005
-schedule = "constant"
-warmup_fraction = 0.0
-evaluate_every = 0
-
+_REST = f"""
 [plan]
 schedule = "1f1b"
-depth = {hosts}
+depth = {HOSTS}
 width = 1
 microbatches = 4
-
-[cluster]
-source = "{cluster}"
-device = "cpu"
-threads_per_worker = 1
-timeout_s = 30
 
 [sync]
 mode = "quorum"
@@ -72,15 +48,6 @@ copies = 1
 
 [checkpoint]
 every_steps = 0
-
-[export]
-at_end = false
-
-[log]
-folder = "{runs}"
-name = "run"
-every_steps = 1
-sample_tokens = 0
 """
 
 
@@ -88,7 +55,7 @@ class _Run:
     """A run over the hosts of a lab, and what its log has."""
 
     def __init__(self, lab: Lab) -> None:
-        self.lab, self.folder = lab, lab.folder / "runs" / "run"
+        self.folder = lab.folder / "runs" / "run"
         self.launchers = [Launcher(lab, number, 0) for number in range(HOSTS)]
 
     def lines(self) -> list[dict[str, Any]]:
@@ -105,23 +72,18 @@ class _Run:
         return [line for line in own if line["kind"] == "train"]
 
     def wait_for(self, start: int, batches: int, *, copied: bool = False) -> list[dict[str, Any]]:
-        """Until so many batches are trained since that start, and there is a second copy of them."""
+        """Until that many batches are trained since that start, if `copied` with a second copy."""
         ends_s = time.monotonic() + PATIENCE_S
         while True:
             found = self.trained(start)
             if len(found) >= batches and (not copied or found[-1]["copy_age"] is not None):
                 return found
             if time.monotonic() > ends_s or any(one.poll() is not None for one in self.launchers):
-                raise BiremeError(f"The run does not go on. The hosts said:\n{self.said}")
+                raise BiremeError(f"The run does not go on. The hosts said:\n{said(self.launchers)}")
             time.sleep(POLL_S)
 
-    @property
-    def said(self) -> str:
-        """The last words of each launcher."""
-        return "\n".join(f"[host {n}] {one.err.read_text()[-3000:]}" for n, one in enumerate(self.launchers))
-
     def close(self) -> None:
-        """Leave nothing of it behind."""
+        """End all processes of all hosts."""
         for one in self.launchers:
             one.close()
 
@@ -132,28 +94,16 @@ def last_copy_rows(is_quick: bool) -> list[dict[str, Any]]:
 
 
 def _row(lost: int) -> dict[str, Any]:
-    with TemporaryDirectory() as scratch, ExitStack() as stack:
-        folder = Path(scratch) / "lab"
-        folder.mkdir()
-        where = {"runs": folder / "runs", "cluster": folder / "cluster.toml"}
-        (folder / "run.toml").write_text(RUN.format(module=MODULE, hosts=HOSTS, **where))
-        bytes_per_s = MEGABITS_PER_S * 1e6 / 8
-        servers = (
-            SERVER.format(number=number, devices=1, speed=1.0, bytes_per_s=bytes_per_s)
-            for number in range(HOSTS)
-        )
-        (folder / "cluster.toml").write_text(CLUSTER + "".join(servers))
-        try:
-            hosts = tuple(stack.enter_context(slow_hosts(HOSTS, MEGABITS_PER_S)))
-        except NoHosts as reason:
-            log(f"The hosts share the loopback: {reason}.")
-            hosts = ()
-        run = _Run(Lab(folder, hosts, free_port(), is_paced=False))
-        stack.callback(run.close)
+    more = {"steps": 1_000_000, "batch": 16, "held_out": 0.0}
+    with (
+        TemporaryDirectory() as scratch,
+        made_lab(Path(scratch) / "lab", _REST, [(1, 1.0)] * HOSTS, is_paced=False, **more) as lab,
+        closing(_Run(lab)) as run,
+    ):
         run.wait_for(0, BEFORE, copied=True)
         run.launchers[lost].kill()
         killed_s, before = time.time(), run.trained(0)
-        run.launchers[lost] = Launcher(run.lab, lost, 1)
+        run.launchers[lost] = Launcher(lab, lost, 1)
         run.wait_for(1, 1)
         again_s = time.time() - killed_s
         run.wait_for(1, AFTER)
@@ -161,9 +111,9 @@ def _row(lost: int) -> dict[str, Any]:
         ends_s = time.monotonic() + END_S
         statuses = [one.wait(max(ends_s - time.monotonic(), 0.0)) for one in run.launchers]
         if any(statuses):
-            log(run.said)
-        row = {"lost_host": lost, "links": run.lab.about, **_figures(run, before, lost), "again_s": again_s}
-        row |= {"statuses": statuses, "is_slow": bool(hosts)}
+            log(said(run.launchers))
+        row = {"lost_host": lost, "links": lab.about, **_figures(run, before, lost), "again_s": again_s}
+        row |= {"statuses": statuses, "is_slow": bool(lab.hosts)}
         log(str(row))
         return row
 
@@ -172,13 +122,13 @@ def _figures(run: _Run, before: list[dict[str, Any]], lost: int) -> dict[str, An
     """What was lost, by the last line before the kill, and what came of it."""
     *_, newest = find_checkpoints(run.folder / "checkpoints")
     sizes = {file.name: file.num_bytes for file in open_checkpoint(newest).manifest.files}
-    told, after = {line["step"]: line["loss"] for line in before}, run.trained(1)
+    losses, after = {line["step"]: line["loss"] for line in before}, run.trained(1)
     again = next(line["step"] for line in run.lines()[::-1] if line["kind"] == "start")
-    twice = [abs(line["loss"] / told[line["step"]] - 1) for line in after if line["step"] in told]
+    twice = [abs(line["loss"] / losses[line["step"]] - 1) for line in after if line["step"] in losses]
     rank = _rank_on(run.folder, lost)
     return {
         "step": before[-1]["step"],
-        "told_age": before[-1]["copy_age"],
+        "age_in_last_line": before[-1]["copy_age"],
         "lost_batches": before[-1]["step"] - again,
         "trained_twice": len(twice),
         "greatest_difference_of_losses": max(twice, default=0.0),
@@ -201,7 +151,7 @@ def last_copy_verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
         name = f"host {row['lost_host']} of {HOSTS} lost"
         link_s = row["stage_bytes"] * 8e-6 / MEGABITS_PER_S if row["is_slow"] else 0.0
         yield exactly(f"{name}: statuses other than 0", sum(map(bool, row["statuses"])), 0)
-        yield at_most(f"{name}: batches lost, by the last line", row["lost_batches"], row["told_age"])
+        yield at_most(f"{name}: batches lost, by the last line", row["lost_batches"], row["age_in_last_line"])
         yield at_most(f"{name}: s until it trains again", row["again_s"], MOST_S + link_s)
         yield exactly(f"{name}: the ledger has each sample once", row["ledger_is_whole"], True)
         yield at_most(
