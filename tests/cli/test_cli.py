@@ -44,6 +44,24 @@ def test_help_comes_at_once_for_it_loads_no_verb_and_nothing_large() -> None:
     assert all(verb.summary.split()[0] in done.stdout for verb in VERBS.values())
 
 
+READ = """
+import sys
+from bireme.train.folder import load_asked
+load_asked(None, ["sync.mode=quorum"])
+print("loaded:", *sorted({"torch", "numpy"} & set(sys.modules)))
+"""
+
+
+def test_to_read_a_run_file_loads_nothing_large() -> None:
+    """It loaded numpy with its threads, so a launcher could not become the server of its ranks: another new
+    Python imported all that the launcher had imported, and each rank imported the rest.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", READ], capture_output=True, text=True, check=True, timeout=patience_s()
+    )
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
 def test_torch_prints_its_errors_only_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """It warned on every start over hosts that addresses have no names."""
     monkeypatch.setattr(sys, "argv", ["bireme", "--version"])

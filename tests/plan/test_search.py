@@ -16,11 +16,12 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, PlanKind
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import EQUAL, PlanRequest
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
+from bireme.plan.widths import EQUAL
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule

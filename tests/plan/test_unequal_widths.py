@@ -17,12 +17,13 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import PlanRequest, parse_stage_widths
+from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of, shares_by_speed
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.search.stage_widths import BatchShape, DeviceOrder, StageCosts, Widths, cut_for
+from bireme.plan.widths import parse_stage_widths
 from bireme.profile.profile import Profile
 from bireme.schedule.program import Rule
 from tests.support.extent import examples

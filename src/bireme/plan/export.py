@@ -13,7 +13,8 @@ from bireme.model.graph import Graph
 from bireme.model.units import Unit, units_of
 from bireme.plan.forecast import Candidate, PlanSummary, summarize
 from bireme.plan.partition.chain import layer_bounds
-from bireme.plan.plan import Plan, widths_text
+from bireme.plan.plan import Plan
+from bireme.plan.widths import widths_text
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 from bireme.schedule.torch_csv import to_csv

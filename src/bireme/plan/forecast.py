@@ -9,8 +9,9 @@ from annotated_types import MinLen
 
 from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share, bytes_text
 from bireme.errors import BiremeError
-from bireme.plan.plan import Plan, widths_text
+from bireme.plan.plan import Plan
 from bireme.plan.plan_request import Goal
+from bireme.plan.widths import widths_text
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 

@@ -18,6 +18,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.codec.description import BoundaryCodecs, LinkCodecs
 from bireme.errors import BiremeError, closest
 from bireme.plan.program_plan import ProgramPlan, units_between
+from bireme.plan.widths import widths_text
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, Cut, cut_memory
 from bireme.schedule.catalogue import generate
@@ -163,11 +164,6 @@ KNOWN: dict[tuple["Plan", int, int], Program] = {}
 
 _COMPARED = 2
 """A loop is found from its shortest window and from those of up to so many batches more."""
-
-
-def widths_text(widths: Iterable[int]) -> str:
-    """The replicas of each stage as people write them, such as 3-1."""
-    return "-".join(map(str, widths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from bireme.plan.penalties import (
     sum_steps,
     unseen_share,
 )
-from bireme.plan.plan import widths_text
+from bireme.plan.widths import ANY, EQUAL, parse_stage_widths, widths_text
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 
@@ -127,24 +127,8 @@ _SHORT_BYTES = 2
 """Weights whose values have so many bytes are made from a float32 master copy."""
 
 
-EQUAL, ANY = "equal", "any"
-"""Widths of stages: the same for all, or whatever is best."""
-
 UNEQUAL_WIDTHS = ("gpipe", "1f1b", "2bw")
 """The schedules that run stages of unequal width."""
-
-
-def parse_stage_widths(text: str) -> str | tuple[int, ...]:
-    """Widths of stages as people write them: equal, any, or the replicas of each stage, such as 3-1."""
-    word = text.strip().lower()
-    if word in (EQUAL, ANY):
-        return word
-    parts = [part.strip() for part in word.split("-")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise BiremeError(
-            f"There are no stage widths {text!r}. Use any, equal, or the replicas of each stage, such as 3-1."
-        )
-    return tuple(map(int, parts))
 
 
 def may_delay_updates(schedule: str, *, synchronous: bool) -> bool:

@@ -13,16 +13,15 @@ from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import (
-    ANY,
     AUTO,
     Goal,
     PlanRequest,
     TierLimits,
-    parse_stage_widths,
     pins_of,
     ranges_of,
 )
 from bireme.plan.search.search import find_plan
+from bireme.plan.widths import ANY, parse_stage_widths
 from bireme.profile.optimizers import moments_share, whole_bytes
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES

@@ -22,9 +22,9 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, NoRoomError, NothingFits, Origin, StageForecast
 from bireme.plan.partition.loads import DeviceRow, DeviceSlot, Recompute, RowLink, StageSetting, loads_of
 from bireme.plan.partition.partition import Misfit, Partition, exact
-from bireme.plan.plan import Plan, widths_text
+from bireme.plan.plan import Plan
 from bireme.plan.plan_file import profile_hash
-from bireme.plan.plan_request import ANY, AUTO, EQUAL, PlanRequest, TierLimits
+from bireme.plan.plan_request import AUTO, PlanRequest, TierLimits
 from bireme.plan.search.cutting import loads_on
 from bireme.plan.search.draft import Draft, Grid, draft_of
 from bireme.plan.search.evaluated import (
@@ -42,6 +42,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.plan.search.subsets import with_subsets
 from bireme.plan.search.unequal_widths import UnequalExplorer
+from bireme.plan.widths import ANY, EQUAL, widths_text
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.schedule.catalogue import schedule_named

@@ -9,8 +9,7 @@ from bireme.bounds import bytes_of, bytes_per_s_of
 from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.errors import BiremeError
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
-from bireme.plan.plan import widths_text
-from bireme.plan.plan_request import ANY, parse_stage_widths
+from bireme.plan.widths import ANY, parse_stage_widths, widths_text
 from bireme.train.run_file.table import (
     Devices,
     Samples,
