@@ -167,7 +167,12 @@ def test_a_run_goes_on_from_its_newest_whole_state_and_reads_no_older_checkpoint
         damage(tmp_path, step)
     opened: list[int] = []
     whole = Checkpoint.damage
-    monkeypatch.setattr(Checkpoint, "damage", lambda one: (opened.append(one.manifest.step), whole(one))[1])
+
+    def noted(one: Checkpoint) -> tuple[str, ...]:
+        opened.append(one.manifest.step)
+        return whole(one)
+
+    monkeypatch.setattr(Checkpoint, "damage", noted)
     found, number = newest_state(tmp_path, [kept], load_run_file(None, []))
     assert found is not None
     assert (found.folder.name, number) == (expected, 4)
