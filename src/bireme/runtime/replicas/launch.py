@@ -9,7 +9,7 @@ the last replica. A sample that cannot be read ends its replica; if it fails aga
               ▲                                                                the next incarnation
               └───────────────────────────────────────────────────────────────────┘
 
-An incarnation that has ended, here or on another host, stays ended whatever is heard later: all know it.
+An incarnation that has ended, here or on another host, stays ended in spite of later messages.
 """
 
 import pickle
@@ -236,9 +236,10 @@ class _Supervision:
         if self._contact is not None:
             for one in self._replicas if self._here.first_life else ():
                 self._contact.observer.ended(one.life)  # and those before it
-            self._contact.observer.start()
         for one in self._replicas:
             self._begin(one)
+        if self._contact is not None:
+            self._contact.observer.start()  # so that its first notice has the proposals of this host
         while True:
             self._tend_coordinator()
             self._note_members()
