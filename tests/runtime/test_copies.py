@@ -1,4 +1,4 @@
-"""Second copies: the versions of a shard at keepers, whatever comes late, twice or not at all."""
+"""Second copies: the versions of a shard at keepers, also if messages come late, twice or not at all."""
 
 import random
 import socket
@@ -100,7 +100,7 @@ class _Timelines:
         return newest_common(listed, dict.fromkeys(versions, NUM_SHARDS))
 
     def check(self) -> None:
-        """Whatever is whole has the bytes of its version, and of no other one."""
+        """Each whole version has its own bytes."""
         for own in self.held:
             for shard, copies in enumerate(own):
                 for one in copies.versions:
@@ -155,7 +155,7 @@ def _content(version: CopyVersion, shard: int) -> bytes:
 
 
 @given(st.integers(min_value=0, max_value=2**32))
-def test_all_shards_go_back_to_one_version_whoever_dies_when(seed: int) -> None:
+def test_all_shards_go_back_to_one_version_after_any_deaths(seed: int) -> None:
     with _small_chunks():
         run = _Timelines(random.Random(seed))
         for _ in range(5):
@@ -329,10 +329,10 @@ def test_all_keepers_check_their_copies_at_the_same_time(monkeypatch: pytest.Mon
 def test_a_version_is_no_copy_before_the_next_host_has_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper of the next host is away, then there."""
     monkeypatch.setattr(keeper_module, "_AGAIN_S", 0.01)
-    with _keepers(2) as (own, other), closing(socket.create_server(("127.0.0.1", 0))) as nobody:
-        port = nobody.getsockname()[1]
+    with _keepers(2) as (own, other), closing(socket.create_server(("127.0.0.1", 0))) as absent:
+        port = absent.getsockname()[1]
         own.follower = KeeperAddress(f"127.0.0.1 {port} gone", "key")
-        nobody.close()
+        absent.close()
         copier = _copier(own, 0, 1)
         version = copier.begin(_snapshot(3), {}, None)
         _wait(lambda: "does not take a second copy" in copier.failure)

@@ -39,9 +39,9 @@ def lost_of(run: Path) -> tuple[int, int]:
     """
     lines = metrics(run)
     _, again = (place for place, line in enumerate(lines) if line["kind"] == "start")
-    told = [line for line in lines[:again] if line["kind"] == "train"][-1]
+    last = [line for line in lines[:again] if line["kind"] == "train"][-1]
     assert lines[again]["step"] > 0, "it began from the beginning"
-    return told["step"] - lines[again]["step"], told["copy_age"]
+    return last["step"] - lines[again]["step"], last["copy_age"]
 
 
 def train_until_a_copy_is_there(launcher: Running) -> None:
@@ -68,8 +68,8 @@ def test_a_run_on_one_host_goes_on_from_its_copies_to_the_last_bit(schedule: str
     assert ended.document["second_copy"]["sent_bytes"] == 0, "there is no other host"
     assert 0 < ended.document["second_copy"]["step"] < 24
     assert "from second copies" in ended.err
-    num_lost, told = lost_of(run)
-    assert num_lost <= told
+    num_lost, age = lost_of(run)
+    assert num_lost <= age
     assert losses(run).keys() == set(range(1, 25)), "a step that was trained again has the same loss"
 
 
@@ -120,8 +120,8 @@ def test_a_pipeline_that_loses_a_host_goes_on_with_a_replacement_from_copies(
     assert document["steps"] == 40
     assert document["second_copy"]["sent_bytes"] > 0
     assert any("from second copies" in one.err for one in ended)
-    num_lost, told = lost_of(hosts.run)
-    assert num_lost <= told
+    num_lost, age = lost_of(hosts.run)
+    assert num_lost <= age
     assert losses(hosts.run).keys() == set(range(1, 41))
     found = check_ledger(hosts.run / "ledger.jsonl")
     assert found.is_whole

@@ -170,9 +170,8 @@ def _launch_host(
         orders.token,
         orders.parts[number],
         time.monotonic() - since_s,
-        first_life=int(
-            since_s
-        ),  # each incarnation takes longer than a second, so none before has that number
+        # Each incarnation takes longer than a second, so none before has that number.
+        first_life=int(since_s),
         how_it_ended=partial(_how_it_ended, folder, orders.token),
     )
 

@@ -123,7 +123,7 @@ def join(
 
 
 def _lost() -> float:
-    """Say how the run goes on; until when it may (`time.monotonic`)."""
+    """Print how the run goes on. Returns until when its hosts may come (`time.monotonic`)."""
     tell(
         "The run goes on from its second copies, or from its newest checkpoint, once all of its hosts are "
         "there. If bireme train has ended on a host, start it there again in the same way as before."

@@ -25,7 +25,7 @@ class RunStart:
 
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. If there are `copies` the run goes on from these instead
-    of a checkpoint; `copying` says where ranks give second copies. With `may_replan` whoever started the run
+    of a checkpoint; `copying` says where ranks give second copies. With `may_replan` the starter of the run
     makes a new plan for it if it ends to that end. `census` counts the private samples of all servers.
     Updates are delayed after `first_delayed_step`.
     """

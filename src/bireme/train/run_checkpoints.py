@@ -204,7 +204,7 @@ class RunCheckpoints:
             self._writer.wait()
 
     def copy(self, copies: RunCopies, pipeline: Pipeline, step: int, *, ignored: int) -> None:
-        """Begin a second copy of the pipeline as it is after so many steps."""
+        """Begin a second copy of the pipeline as it is after `step` steps."""
         begin_s = perf_counter()
         snapshot, meta = self._taken(pipeline, step)
         copies.begin(snapshot, meta, copied_s=perf_counter() - begin_s, ignored=ignored)

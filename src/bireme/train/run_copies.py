@@ -71,7 +71,7 @@ class RunCopies:
         return is_new and round(votes % 1.0 / _READY) == self._num_ranks
 
     def begin(self, snapshot: Snapshot, meta: CheckpointMeta, *, copied_s: float, ignored: int) -> None:
-        """Begin to copy a snapshot, which it took so long to take: all ranks are ready. Votes for the next
+        """Begin to copy a snapshot, which took `copied_s` to take: all ranks are ready. Votes for the next
         copy count from batches after `ignored`.
         """
         self.settled = self._begun

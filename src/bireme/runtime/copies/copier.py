@@ -120,7 +120,7 @@ def _chunks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 @dataclass(frozen=True, slots=True)
 class CopySource:
     """A version that all ranks of a start of the run begin with, and the keepers that have its shards. A rank
-    waits for a keeper for so many seconds.
+    waits `timeout_s` for a keeper.
     """
 
     version: CopyVersion

@@ -125,7 +125,7 @@ def talk_to(keeper: KeeperAddress, timeout_s: float, *, is_background: bool = Fa
         yield KeeperTalk(made, timeout_s)
 
 
-# What keepers hold, as those see it that start a run from copies.
+# The versions at keepers, as a start of the run lists them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,14 @@ def newest_of(shards: Sequence[KeptShard]) -> dict[int, list[KeptShard]]:
 
 
 class _Pace:
-    """Bounds how fast a keeper sends: to so many bytes a second, or to a share of the link's time."""
+    """Bounds how fast a keeper sends: to `bytes_per_s`, or to a share of the link's time."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._lock, self._free_s = threading.Lock(), 0.0
 
     def wait(self, num_bytes: int, took_s: float) -> None:
-        """Wait after so many bytes, which it took so long to send."""
+        """Wait after `num_bytes`, which took `took_s` to send."""
         if self._bytes_per_s is None:
             time.sleep(took_s * (1.0 / HEAL_SHARE - 1.0))
             return
@@ -265,7 +265,7 @@ class Keeper:
         talk.say({"sent_bytes": self._sent_on(talk, held, coming, asked)})
 
     def _sent_on(self, talk: KeeperTalk, held: _Held, own: ShardVersion, asked: dict[str, Any]) -> int:
-        """Send a version on until the next keeper has it, and tell the rank of trouble; returns the bytes.
+        """Send a version on until the next keeper has it, and report trouble to the rank; returns the bytes.
         Without a next keeper there is nothing to send.
         """
         trouble = ""
@@ -362,7 +362,7 @@ def _begin(copies: ShardCopies, asked: Mapping[str, Any]) -> ShardVersion:
 
 @dataclass(frozen=True, slots=True)
 class KeeperSettings:
-    """How a keeper sends: at most so many bytes a second, None for a share of the link's time."""
+    """How a keeper sends: at most `bytes_per_s`, None for a share of the link's time."""
 
     bytes_per_s: float | None
     timeout_s: float

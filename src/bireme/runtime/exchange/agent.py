@@ -273,7 +273,7 @@ class ExchangeAgent:
         self._change(self.lines[-1], lost=(donor,))
 
     def abort(self) -> None:
-        """Give up, from any thread: whoever waits here gets an error at once."""
+        """Give up, from any thread: each wait here ends with an error at once."""
         self._end(ConnectionAbortedError("This rank has given its agent up."))
         self._board.close()
 

@@ -153,7 +153,7 @@ def fetched(agent: ExchangeAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]]
     return Snapshot(words["num_trained"], words["clip_scale"], tensors), words
 
 
-# What a pipeline needs where its replica is one of several that may die: its agent, and how to join.
+# The needs of a pipeline whose replica is one of several that may die: its agent, and how to join.
 #
 # The pipeline itself is of one replica, with a plan of width 1, and knows no rank of another one.
 
@@ -163,8 +163,8 @@ def fetched(agent: ExchangeAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]]
 
 
 class _Digests:
-    """Those of one rank's stages, on a device; they go with the contributions of its reducer. `every` so many
-    batches, never for that reason if 0.
+    """Those of one rank's stages, on a device; they go with the contributions of its reducer. Taken after
+    `every` batches, never for that reason if 0.
     """
 
     def __init__(
