@@ -104,10 +104,6 @@ class Draft:
         width = request.site_width(self.outline.width)
         return [slice(first, first + width) for first in range(0, self.outline.width, width)]
 
-    def sizes_of(self, stage: int) -> tuple[int, ...]:
-        """The samples of a micro-batch on each replica of a stage."""
-        return self.outline.sizes * len(self.shares[stage]) if self.shares else self.outline.sizes
-
     def counts_of(self, stage: int) -> tuple[int, ...]:
         """The micro-batches of a batch on each replica of a stage."""
         outline = self.outline

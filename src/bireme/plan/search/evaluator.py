@@ -86,7 +86,7 @@ class PlanEvaluator:
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._tied = TiedGradients(problem.profile)
-        self._works: dict[object, ReplicaWork] = {}
+        self._known: dict[object, ReplicaWork] = {}
         self._last_floor: tuple[Draft, _LowerBound] | None = None
         self.num_instructions = 0
 
@@ -100,10 +100,11 @@ class PlanEvaluator:
         problem = self._problem
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
+        works, speeds = self._works(draft), self._speeds(draft)
         for stage, rank in enumerate(rank_of_stage):
-            seats = zip(draft.grid[rank], self._works_of(draft, stage), draft.counts_of(stage), strict=True)
+            seats = zip(draft.grid[rank], works[stage], draft.counts_of(stage), strict=True)
             for device, work, count in seats:
-                busy_s = work.busy_s(stage, count, draft.rule, self._speeds(draft, device))
+                busy_s = work.busy_s(stage, count, draft.rule, speeds[device])
                 device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self._busiest_lane(draft)
@@ -203,9 +204,8 @@ class PlanEvaluator:
     def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
         """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
         outline = draft.outline
-        if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or outline.most_replicas == 1:
-            return 0
-        if outline.num_microbatches == 1:
+        is_single = 1 in (outline.most_replicas, outline.num_microbatches)
+        if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or is_single:
             return 0
         if outline.stage_widths:
             sums = rings(draft, hop_bytes(self._problem, draft, self._work(draft, outline.sizes[0]).costs))
@@ -305,9 +305,10 @@ class PlanEvaluator:
         """The stages of a draft, of which `seen` was simulated, with fewer micro-batches."""
         problem, outline = self._problem, draft.outline
         found = []
-        for stage, (begin, end) in enumerate(draft.stages(len(problem.profile.units))):
+        of_stages = zip(draft.stages(len(problem.profile.units)), self._works(draft), strict=True)
+        for stage, ((begin, end), works) in enumerate(of_stages):
             rank = outline.rank_of_stage[stage]
-            row, works, counts = draft.grid[rank], self._works_of(draft, stage), draft.counts_of(stage)
+            row, counts = draft.grid[rank], draft.counts_of(stage)
             more = [0.0] * len(row)
             if outline.schedule == "gpipe":  # the one that keeps all micro-batches of a batch
                 each = [work.kept_bytes(stage, draft) for work in works]
@@ -335,7 +336,7 @@ class PlanEvaluator:
                     devices=tuple(problem.names[device] for device in row),
                     recompute=stage in draft.recompute,
                     busy_s=max(
-                        work.busy_s(stage, count, draft.rule, self._speeds(draft, device))
+                        work.busy_s(stage, count, draft.rule, self._speeds(draft)[device])
                         for work, count, device in zip(works, counts, row, strict=True)
                     ),
                     peak_bytes=peaks[tightest],
@@ -388,28 +389,28 @@ class PlanEvaluator:
         return draft.outline.sizes[replica], kinds, speeds, rates, paths, cores, wires
 
     def _kinds(self, draft: Draft, replica: int) -> tuple[int, ...]:
-        """The kind of the device of each rank, in one replica."""
+        """The kind of the device of each rank, in one replica; empty if all devices are of one kind."""
+        if len(self._problem.profiles) == 1:
+            return ()
         return tuple(self._problem.kinds[row[replica]] for row in draft.grid)
 
     def _replica_works(self, draft: Draft) -> list[ReplicaWork]:
         """The work of each replica on its devices."""
-        alike = [
-            (size, self._kinds(draft, replica) if len(self._problem.profiles) > 1 else ())
-            for replica, size in enumerate(draft.outline.sizes)
-        ]
+        alike = [(size, self._kinds(draft, replica)) for replica, size in enumerate(draft.outline.sizes)]
         works = {one: self._work(draft, *one) for one in set(alike)}
         return [works[one] for one in alike]
 
-    def _works_of(self, draft: Draft, stage: int) -> list[ReplicaWork]:
-        """The work of each replica of a stage."""
+    def _works(self, draft: Draft) -> list[list[ReplicaWork]]:
+        """The work of each replica of each stage."""
         if draft.outline.stage_widths:
-            return [self._work(draft, draft.outline.sizes[0])] * len(draft.grid[stage])
-        return self._replica_works(draft)
+            work = self._work(draft, draft.outline.sizes[0])
+            return [[work] * len(row) for row in draft.grid]
+        return [self._replica_works(draft)] * draft.outline.num_stages
 
-    def _speeds(self, draft: Draft, device: int) -> Speeds:
-        """The speeds of a device, relative to the profile that a draft's work is counted with there."""
-        speeds = self._problem.usual_resource_speeds if draft.outline.stage_widths else None
-        return (speeds or self._problem.resource_speeds)[device]
+    def _speeds(self, draft: Draft) -> Sequence[Speeds]:
+        """The speeds of all devices, relative to the profile that a draft's work is counted with there."""
+        problem = self._problem
+        return problem.usual_resource_speeds if draft.outline.stage_widths else problem.resource_speeds
 
     def _work(self, draft: Draft, size: int, kinds: tuple[int, ...] = ()) -> ReplicaWork:
         """The work of a replica with micro-batches of a size whose ranks have devices of these kinds: all of
@@ -422,7 +423,7 @@ class PlanEvaluator:
         passes = draft.recompute, bool(draft.num_sliced), draft.splits_backward
         of_stages = tuple(kinds[rank] for rank in draft.outline.rank_of_stage) if any(kinds) else (0,)
         key = size, of_stages, draft.cuts, passes, codecs, kept_share, shared
-        if key not in self._works:
+        if key not in self._known:
             stages, half = draft.stages(len(problem.profile.units)), None
             if draft.num_sliced and size % 2 == 0 and size // 2 in problem.known_sizes:
                 half = problem.on_kinds(size // 2, stages, of_stages).forward_s
@@ -432,8 +433,7 @@ class PlanEvaluator:
             costs = costs.in_halves() if draft.splits_backward else costs
             costs = coded(costs, codecs, problem.request.value_bytes, problem.profile.codecs)
             if draft.whole_weights:
-                tied = self._tied.of_stages(draft.stages(len(problem.profile.units)))
-                costs = replace(costs, tied_gradient_bytes=tied)
+                costs = replace(costs, tied_gradient_bytes=self._tied.of_stages(stages))
             costs = shared_costs(costs, problem.request, draft)
             if kept_share:
                 kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
@@ -441,10 +441,10 @@ class PlanEvaluator:
             again_s = tuple(
                 one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
             )
-            if len(self._works) >= _MOST_KEPT:
-                self._works.clear()
-            self._works[key] = ReplicaWork(costs, again_s)
-        return self._works[key]
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            self._known[key] = ReplicaWork(costs, again_s)
+        return self._known[key]
 
     def _tied_of(self, draft: Draft) -> list[Tied]:
         """The parameters that several stages of a draft use."""
@@ -512,14 +512,11 @@ class PlanEvaluator:
         ]
         sums += self._rounds(draft, self._round_bytes(draft))
         count = outline.num_microbatches
-        of_size = {}
-        for size in set(outline.sizes):
-            costs = self._work(draft, size).costs
-            of_size[size] = costs.forward_bytes, costs.backward_bytes
+        of_size = {size: self._work(draft, size).costs for size in set(outline.sizes)}
 
         def sent() -> Iterator[tuple[int, int, float, int]]:
             for replica, size in enumerate(outline.sizes):
-                forth, back = of_size[size]
+                forth, back = of_size[size].forward_bytes, of_size[size].backward_bytes
                 for boundary, (one, other) in enumerate(pairwise(outline.rank_of_stage)):
                     here, there = draft.grid[one][replica], draft.grid[other][replica]
                     yield here, there, forth[boundary], count
