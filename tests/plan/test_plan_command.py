@@ -373,6 +373,10 @@ def test_help_names_the_run_file_and_no_option_that_became_a_key(capsys: Capture
         ("--export torch-csv:. plan.schedule=1f1b --output plan.json", "it is a folder"),
         ("--export megatron plan.schedule=2bw plan.depth=2 --output plan.json", "cannot run 2bw"),
         ("plan.memory_fraction=1e-9 --output plan.json", "are missing"),
+        (
+            """plan.stage_widths=2-1 'plan.devices=["server0/emulated0","server0/emulated1"]'""",
+            "its stages need 3 devices, but 2 may be used",
+        ),
         ("--depth 3", "`--depth` is now the key plan.depth: bireme plan RUN.toml --set plan.depth=3"),
         ("-B 8", "--set training.batch_size=8"),
         ("--no-lookahead", "--set plan.lookahead=false"),

@@ -127,7 +127,7 @@ _SHORT_BYTES = 2
 """Weights whose values have so many bytes are made from a float32 master copy."""
 
 
-UNEQUAL_WIDTHS = ("gpipe", "1f1b", "2bw")
+UNEQUAL_WIDTHS = tuple(name for name, schedule in SCHEDULES.items() if schedule.widens)
 """The schedules that run stages of unequal width."""
 
 
@@ -273,6 +273,13 @@ class PlanRequest:
         if self.whole_backwards or self.sums.codec != DENSE:
             return "only the gradients of equal replicas go through codecs. Leave out one of the two."
         return ""
+
+    @property
+    def least_devices(self) -> int:
+        """The fewest devices of a plan with the depth and width, or the stage widths, that are asked for."""
+        if isinstance(self.stage_widths, tuple):
+            return sum(self.stage_widths)
+        return (self.depth or 1) * (self.width or 1)
 
     @property
     def used(self) -> dict[str, str]:

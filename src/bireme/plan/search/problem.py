@@ -22,6 +22,7 @@ from bireme.plan.codec_costs import with_fewer_bytes
 from bireme.plan.partition.chain import Chain, Seconds, chain_of
 from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
+from bireme.plan.widths import widths_text
 from bireme.profile.kinds import device_profiles
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
@@ -183,10 +184,11 @@ class PlanningProblem:
     @cached_property
     def usual_resource_speeds(self) -> tuple[Speeds, ...]:
         """The speeds of devices relative to the first profile, for plans that count all work with it."""
+        updates_s = [sum(unit.update_s for unit in one.units) for one in self.profiles]
         found = []
-        for speeds, own, usual in zip(self.resource_speeds, self.speeds, self.usual_speeds, strict=True):
-            gain = usual / own
-            found.append(replace(speeds, compute=gain * speeds.compute, memory=gain * speeds.memory))
+        for speeds, usual, kind in zip(self.resource_speeds, self.usual_speeds, self.kinds, strict=True):
+            gain = updates_s[0] / updates_s[kind] if updates_s[0] and updates_s[kind] else 1.0
+            found.append(replace(speeds, compute=usual, memory=gain * speeds.memory))
         return tuple(found)
 
     def _relative_speeds(self, of_kind: Callable[[Seconds, Seconds], float]) -> tuple[float, ...]:
@@ -341,7 +343,8 @@ class PlanningProblem:
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
             )
-        depth = self.request.depth or 1
+        asked = self.request.stage_widths
+        depth = len(asked) if isinstance(asked, tuple) else self.request.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
@@ -355,11 +358,16 @@ def check_numbers(request: PlanRequest, num_devices: int) -> None:
             f"The largest batch is {request.largest_batch}, but the batch size is {request.batch_size}. "
             "Swap the two."
         )
-    depth, width = request.depth or 1, request.width or 1
-    if depth * width > num_devices:
+    if isinstance(request.stage_widths, tuple) and request.least_devices > num_devices:
         raise BiremeError(
-            f"Depth {depth} times width {width} needs {depth * width} devices, but {num_devices} may be "
-            "used. Make one of them smaller."
+            f"No plan with stage widths {widths_text(request.stage_widths)} is possible: its stages need "
+            f"{request.least_devices} devices, but {num_devices} may be used. Make one of them smaller."
+        )
+    depth, width = request.depth or 1, request.width or 1
+    if request.least_devices > num_devices:
+        raise BiremeError(
+            f"Depth {depth} times width {width} needs {request.least_devices} devices, but {num_devices} may "
+            "be used. Make one of them smaller."
         )
 
 

@@ -71,8 +71,7 @@ def _subsets(problem: PlanningProblem, best: Answer | None, *, is_brief: bool) -
     found = None if best is not None and not pages else _all_subsets(problem)
     if found is None:
         found = _without_the_worst(problem)
-    least = (problem.request.depth or 1) * (problem.request.width or 1)
-    fixed = set(problem.pins.values())
+    least, fixed = problem.request.least_devices, set(problem.pins.values())
     for devices in sorted(found, key=len, reverse=True):
         servers = {problem.servers[device] for device in devices}
         if least <= len(devices) and fixed <= set(devices) and problem.owners <= servers:
