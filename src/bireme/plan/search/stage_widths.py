@@ -8,7 +8,7 @@ speed v,
     cost of a stage = work · ( max share / v − 1 / fastest v )  +  update  +  gradient ring      1f1b, gpipe
                       max( work · max share / v  +  update,  gradient ring )                     2bw
 
-and never less than its messages take. Where a pipeline drains, the first micro-batch goes through all other
+and never less than its messages take. If a pipeline drains, the first micro-batch goes through all other
 stages too; that is about the same for all cuts, so it is left out here and counted later. A stage keeps
 ⌈k / w⌉ micro-batches. The program finds the widths with the least greatest cost for every number of stages.
 Then the chain is cut again for these widths.
@@ -35,12 +35,12 @@ from bireme.schedule.generators.shape import Shape
 from bireme.schedule.program import Rule, banks_needed
 
 _MOST_PLACES, _MOST_UNITS = 16, 32
-"""Places in the order of the devices where a stage may begin, and units of the chain, to find widths."""
+"""Places in the order of the devices at which a stage may begin, and units of the chain, to find widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """A schedule, and how it cuts a batch: what all plans of one dynamic program share."""
+    """A schedule, and how it cuts a batch: the same for all plans of a dynamic program."""
 
     schedule: str
     size: int
@@ -60,7 +60,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class _Replicas:
-    """The devices of a stage: seconds for a batch of work of a second a micro-batch, and what else counts."""
+    """The devices of a stage: seconds for a batch of micro-batches of a second each, and other figures."""
 
     devices: tuple[int, ...]
     batch_s: float
@@ -78,7 +78,7 @@ _Flags = npt.NDArray[np.bool_]
 
 
 class StageCosts:
-    """What a stage takes, by its first unit and the unit after its last, for replicas on given devices."""
+    """The cost of a stage, by its first unit and the unit after its last, for replicas on given devices."""
 
     def __init__(self, chain: Chain, rule: Rule, recompute: Recompute) -> None:
         self._chain = chain
@@ -112,8 +112,8 @@ class StageCosts:
         return np.concatenate(([0.0], each))
 
     def _fitting(self, kept: int, limit: float) -> tuple[Seconds, _Flags, _Flags]:
-        """The work of every range, whether it must run its forwards again to fit within a limit while it
-        keeps so many micro-batches, and whether it is none or does not even fit then.
+        """The work of every range, whether it must run its forwards again to fit within a limit with `kept`
+        micro-batches, and whether the range is empty or does not fit even so.
         """
         if (kept, limit) not in self._fits:
             tables = self._chain.bytes
@@ -131,8 +131,8 @@ class StageCosts:
         return self._fits[kept, limit]
 
     def of(self, replicas: _Replicas, kept: int) -> tuple[Seconds, _Flags]:
-        """The cost of every range on these replicas, of which each keeps so many micro-batches, and whether
-        it runs forwards again; the cost is infinite if it does not fit.
+        """The cost of every range on these replicas, of which each keeps `kept` micro-batches, and whether
+        it runs forwards again; the cost is infinite if the range does not fit.
         """
         work_s, again, is_over = self._fitting(kept, replicas.limit)
         ring_s = replicas.ring_s * self._chain.bytes.gradient
@@ -151,7 +151,7 @@ def _of_ranges(values: Seconds) -> Seconds:
 
 
 class DeviceOrder:
-    """Devices in an order, of which each stage takes the next ones, the last stage first."""
+    """Devices in an order, in which stages take them, the last stage first."""
 
     def __init__(self, problem: PlanningProblem, order: Sequence[int]) -> None:
         self.order = tuple(order)
@@ -180,7 +180,7 @@ class DeviceOrder:
             devices,
             max(share / speed for share, speed in zip(shares, speeds, strict=True)),
             1 / max(speeds),
-            1 / min(problem.resource_speeds[device].memory for device in devices),
+            1 / min(problem.usual_resource_speeds[device].memory for device in devices),
             min(problem.limits[device] for device in devices),
             problem.request.sums_within.hop_share(len(devices)) / slowest,
             message_s,
@@ -191,7 +191,7 @@ class DeviceOrder:
 
 
 def _num_kept(schedule: str, num_microbatches: int, width: int, num_from: int) -> int:
-    """The micro-batches that a replica of a stage keeps, if so many devices run the stage and those after."""
+    """The micro-batches that a replica of a stage keeps, if the stages from it on have `num_from` devices."""
     share = -(-num_microbatches // width)
     return share if schedule == "gpipe" else min(-(-num_from // width), share)
 
@@ -212,6 +212,9 @@ class LikelyPlan:
         return self.greatest_s + self.fill_s
 
 
+_ANY, _UNEQUAL = range(2)
+
+
 class Widths:
     """The dynamic program: the best widths of stages on devices in an order, for every number of stages."""
 
@@ -221,12 +224,14 @@ class Widths:
         most = len(row.order) if shape.drains else min(len(row.order), m)
         self._places = sorted({*range(0, most, -(-most // _MOST_PLACES)), most})
         num_units = costs.num_units
-        size = len(self._places), most_stages + 1, num_units + 1
+        size = 2, len(self._places), most_stages + 1, num_units + 1
         self._least = np.full(size, np.inf)
-        """By how many devices the stages from a unit on have, their number, and that unit."""
+        """Of any widths and of unequal widths, by how many devices the stages from a unit on have, their
+        number, and that unit.
+        """
         self._before = np.zeros(size, np.intp)
         self._ends = np.zeros(size, np.intp)
-        self._least[0, 0, num_units] = 0.0
+        self._least[_ANY, 0, 0, num_units] = 0.0
         for place, num_from in enumerate(self._places):
             for before, first in enumerate(self._places[:place]):
                 width = num_from - first
@@ -236,30 +241,32 @@ class Widths:
 
     def _extend(self, place: int, before: int, cost_s: Seconds) -> None:
         """Let one more stage come before those that have the devices up to a place."""
-        greatest = np.maximum(self._least[before, :-1, None, :], cost_s[None])
-        ends = greatest.argmin(axis=2)
-        found = np.take_along_axis(greatest, ends[..., None], axis=2)[..., 0]
-        is_less = found < self._least[place, 1:]
-        self._least[place, 1:][is_less] = found[is_less]
-        self._before[place, 1:][is_less] = before
-        self._ends[place, 1:][is_less] = ends[is_less]
+        rest, width = self._least[:, before, :-1], self._places[place] - self._places[before]
+        # All widths are unequal if the other stages cannot all have this one.
+        may_be_equal = width * np.arange(rest.shape[1]) == self._places[before]
+        behind = rest[[_ANY, _ANY]]
+        behind[_UNEQUAL, may_be_equal] = rest[_UNEQUAL, may_be_equal]
+        greatest = np.maximum(behind[:, :, None, :], cost_s)
+        ends = greatest.argmin(axis=3)
+        found = np.take_along_axis(greatest, ends[..., None], axis=3)[..., 0]
+        is_less = found < self._least[:, place, 1:]
+        self._least[:, place, 1:][is_less] = found[is_less]
+        self._before[:, place, 1:][is_less] = before
+        self._ends[:, place, 1:][is_less] = ends[is_less]
 
     def best(self, num_stages: int) -> tuple[int, ...] | None:
-        """The unequal widths of so many stages whose greatest cost is least, from the first stage on."""
-        least = self._least[:, num_stages, 0]
-        for place in np.argsort(least, kind="stable"):
-            if least[place] == np.inf:
-                return None
-            widths = self._widths(int(place), num_stages)
-            if len(set(widths)) > 1:
-                return widths
-        return None
-
-    def _widths(self, place: int, num_stages: int) -> tuple[int, ...]:
-        found, unit = [], 0
+        """The unequal widths of `num_stages` stages whose greatest cost is least, from the first stage on."""
+        least = self._least[_UNEQUAL, :, num_stages, 0]
+        place, unit, which, found = int(least.argmin()), 0, _UNEQUAL, list[int]()
+        if least[place] == np.inf:
+            return None
         for left in range(num_stages, 0, -1):
-            before, unit = int(self._before[place, left, unit]), int(self._ends[place, left, unit])
-            found.append(self._places[place] - self._places[before])
+            key = which, place, left, unit
+            before, unit = int(self._before[key]), int(self._ends[key])
+            width = self._places[place] - self._places[before]
+            if width * (left - 1) != self._places[before]:
+                which = _ANY
+            found.append(width)
             place = before
         return tuple(found)
 
@@ -291,7 +298,7 @@ def placed_on(problem: PlanningProblem, draft: Draft, grid: Grid) -> Draft | Non
 
 
 def most_lookahead(problem: PlanningProblem, draft: Draft) -> int:
-    """How far stages may run ahead; 0 if that brings nothing, because messages take no time."""
+    """How far stages may run ahead; 0 if the schedule or the request lets none run ahead."""
     schedule, outline = schedule_named(draft.outline.schedule), draft.outline
     if schedule.most_lookahead is None or not problem.request.lookahead:
         return 0
