@@ -169,7 +169,7 @@ class Answer:
     shard_ways: tuple[MemoryWay, ...] = ()
     """If the planner chose what replicas share: the best plan for each choice."""
     is_exhaustive: bool = False
-    """Whether all plans were considered."""
+    """Whether all plans were considered, of equal widths unless others were asked for."""
 
     @property
     def best(self) -> Candidate:
