@@ -3,7 +3,7 @@
 import pytest
 
 from bireme.plan import plan as paging
-from bireme.plan.search import explorers, search
+from bireme.plan.search import explorers, search, unequal_widths
 from bireme.profile import profiler
 from tests.support.estimates import estimated_once
 from tests.support.extent import TRY_ALL
@@ -39,3 +39,5 @@ def brief_searches(monkeypatch: pytest.MonkeyPatch) -> None:
         parts = {"LEAST_INSTRUCTIONS": 40, "MOST_INSTRUCTIONS": 40, "MOST_SHAPES": 12, "MOST_EXCHANGES": 12}
         for name, part in parts.items():
             monkeypatch.setattr(explorers, name, getattr(explorers, name) // part)
+        for name in ("LEAST_INSTRUCTIONS", "MOST_INSTRUCTIONS", "MOST_PLANS"):
+            monkeypatch.setattr(unequal_widths, name, getattr(unequal_widths, name) // 40)

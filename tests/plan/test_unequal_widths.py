@@ -1,12 +1,12 @@
 """Stages of unequal width: the search finds the best plan, and forecasts of such plans are right."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 
 import pytest
-from hypothesis import HealthCheck, assume, given
+from hypothesis import HealthCheck, assume, example, given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
@@ -14,7 +14,7 @@ from benchmarks.made_up.vgg16 import MICRO_BATCH, PUBLISHED, cluster_a, vgg16
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
-from bireme.plan.forecast import Answer, Forecast
+from bireme.plan.forecast import Answer, Forecast, NothingFits
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
@@ -24,7 +24,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.search.stage_widths import BatchShape, DeviceOrder, StageCosts, Widths, cut_for
 from bireme.plan.widths import parse_stage_widths
-from bireme.profile.profile import Profile
+from bireme.profile.profile import KindProfile, Profile, Rates, UnitWork
 from bireme.schedule.program import Rule
 from tests.support.extent import examples
 from tests.support.planning import small_clusters, small_profiles
@@ -34,8 +34,12 @@ SCHEDULES = ["1f1b", "gpipe", "2bw"]
 
 def alone(*speeds: float, memory_bytes: int = 10_000, bytes_per_s: float = 1e3) -> Cluster:
     """Servers of one device each."""
+    return apart([Device("any", "emulated", memory_bytes, speed=speed) for speed in speeds], bytes_per_s)
+
+
+def apart(devices: Sequence[Device], bytes_per_s: float = 1e3) -> Cluster:
+    """Servers of one of these devices each."""
     card = (Card("net", (0,), Link(bytes_per_s, 0.0)),)
-    devices = [Device("any", "emulated", memory_bytes, speed=speed) for speed in speeds]
     return Cluster(tuple(Server(f"s{place}", (one,), cards=card) for place, one in enumerate(devices)))
 
 
@@ -273,8 +277,101 @@ def test_stages_of_unequal_width_share_by_speed_and_may_run_again() -> None:
     assert answered(profile, tight, never) is None
 
 
+TIGHT = profile_of([4, 4, 4, 1], [8, 8, 8, 2], parameter_bytes=[10, 10, 10, 400], kept_bytes=[90, 90, 90, 10])
+
+
+def test_a_search_of_all_simulates_the_most_promising_plans_alone() -> None:
+    """In the order in which they are made 328 plans are simulated, in the order of their bounds 32."""
+    cluster = alone(2.0, 1.0, 1.0, memory_bytes=1_700, bytes_per_s=50.0)
+    answer = answered(TIGHT, cluster, PlanRequest(12, stage_widths=(2, 1)))
+    assert answer is not None
+    assert "all plans of unequal widths" in answer.origin.how
+    assert answer.num_tried <= 40
+
+
+def test_widths_that_are_not_searched_in_full_are_searched_on_fewer_devices() -> None:
+    request = PlanRequest(6, schedule="1f1b", stage_widths=(2, 1))
+    answer = answered(TIGHT, alone(2.0, 1.5, 1.0, 0.7), request)
+    assert answer is not None
+    assert not answer.is_exhaustive
+    assert "1 subsets of the devices searched" in answer.origin.how
+
+
+@pytest.mark.parametrize(("num_devices", "widths"), [(3, (2, 1)), (10, (9, 1))])
+def test_widths_that_do_not_fit_lack_memory(num_devices: int, widths: tuple[int, ...]) -> None:
+    """Also if the dynamic program finds none that fits."""
+    cluster = alone(*[1.0] * num_devices, memory_bytes=100)
+    found = find_plan(TIGHT, cluster, PlanRequest(12, stage_widths=widths))
+    assert isinstance(found, NothingFits)
+    assert "which has only 100 B" in str(found)
+    assert " What would make one fit: 1.47 KiB more on each of " in found.advice
+    assert "Not enough" not in found.advice
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_one_or_two_devices_have_no_stages_of_unequal_width(num_devices: int, *, is_named: bool) -> None:
+    cluster = alone(*[1.0] * (3 if is_named else num_devices))
+    names = [placed.name for placed in cluster.devices()][:num_devices]
+    request = PlanRequest(8, devices=tuple(names) if is_named else ())
+    answer = answered(TIGHT, cluster, request)
+    assert answer is not None
+    assert "unequal" not in answer.origin.how
+    words = f"No plan with stage widths 2-1 is possible: its stages need 3 devices, but {num_devices} may be"
+    with pytest.raises(BiremeError, match=words):
+        find_plan(TIGHT, cluster, replace(request, stage_widths=(2, 1)))
+
+
+def test_work_of_unlike_devices_is_counted_with_their_usual_speeds() -> None:
+    """A kind of devices whose passes take twice as long and whose updates take five times as long."""
+    base = profile_of([1, 2, 3], [2, 4, 5], parameter_bytes=[8] * 3, update_s=[4] * 3)
+    odd = replace(
+        base,
+        units=tuple(
+            replace(
+                unit,
+                update_s=5 * unit.update_s,
+                costs=tuple(
+                    replace(cost, forward_s=2 * cost.forward_s, backward_s=2 * cost.backward_s)
+                    for cost in unit.costs
+                ),
+            )
+            for unit in base.units
+        ),
+    )
+    profile = replace(base, kinds=(KindProfile("odd", odd),))
+    devices = [Device(name, "cuda", 2**40) for name in ("usual", "odd", "usual")]
+    cluster = apart(devices)
+    names = [placed.name for placed in cluster.devices()]
+    plan = Plan(
+        (2,),
+        4,
+        "1f1b",
+        micro_batch_sizes=(1,),
+        stage_widths=(1, 2),
+        stage_shares=((4,), (1, 3)),
+        devices=((names[0],), (names[1], names[2])),
+    )
+    found = forecast_of(plan, profile, cluster, PlanRequest(4))
+    assert [stage.busy_s for stage in found.stages] == pytest.approx([4 * 9 + 8, max(2 * 8 + 20, 3 * 8 + 4)])
+    row = DeviceOrder(PlanningProblem(profile, cluster, PlanRequest(4)), (0, 1))
+    assert [row.replicas(place, place + 1, 4).update_s for place in (0, 1)] == pytest.approx([1, 5])
+
+
+def test_devices_that_are_scaled_by_rates_update_at_the_speed_of_their_memory() -> None:
+    work = UnitWork(flops=10**12, product_bytes=10**6, other_bytes=0, num_calls=1)
+    base = profile_of([1.0, 1.0], [2.0, 2.0], update_s=[0.5, 0.5])
+    units = tuple(replace(unit, costs=(replace(unit.costs[0], work=work),)) for unit in base.units)
+    profile = replace(base, units=units, device_kind="cuda", rates=Rates("float32", 1e12, 1e11))
+    devices = [Device("one", "cuda", 2**34, 1e11, 1e12, 2e12), Device("two", "cuda", 2**34, 3e11, 4e12, 8e12)]
+    cluster = apart(devices)
+    problem = PlanningProblem(profile, cluster, PlanRequest(4))
+    assert [one.compute for one in problem.usual_resource_speeds] == pytest.approx([1, 4])
+    assert [one.memory for one in problem.usual_resource_speeds] == pytest.approx([1, 3])
+
+
 def test_equal_devices_and_units_are_not_simulated_with_unequal_widths() -> None:
-    """Where equal widths are as good as can be, the search takes no longer."""
+    """If equal widths are the best possible, no plan of unequal widths is simulated."""
     profile = profile_of([0.01] * 16, [0.02] * 16, boundary_bytes=[10**6] * 16)
     answer = answered(profile, cluster_a(), PlanRequest(64, schedule="1f1b", lookahead=False))
     assert answer is not None
@@ -285,6 +382,7 @@ def test_equal_devices_and_units_are_not_simulated_with_unequal_widths() -> None
 
 
 @examples(60)
+@example(profile_of([1] * 4, [2] * 4), [1.0] * 4, "1f1b", 8)  # equal widths are the best on all devices
 @given(
     small_profiles(most_units=5),
     st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=5),

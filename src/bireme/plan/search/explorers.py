@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
 from operator import itemgetter
-from typing import Protocol
 
 import numpy as np
 
@@ -247,13 +246,14 @@ _AS_GOOD = 1.001
 """A thousandth of a batch is not worth another stashed micro-batch."""
 
 
-class Explorer(Protocol):
-    """Goes through plans; `how` says what was done, for people."""
+class Explorer:
+    """Goes through plans; `how` describes the search for people."""
 
-    how: str
-
-    def explore(self, shapes: Sequence[Outline]) -> None:
-        """Judge what these shapes have to offer."""
+    def __init__(self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
+        self._problem = problem
+        self._outlines = outlines
+        self._ledger = ledger
+        self.how = ""
 
 
 def few_enough(problem: PlanningProblem) -> bool:
@@ -304,7 +304,7 @@ def _variants(outline: Outline, *, runs_ahead: bool) -> Iterator[tuple[int | Non
         yield None, lookahead
 
 
-class ExhaustiveExplorer:
+class ExhaustiveExplorer(Explorer):
     """Goes through all plans, leaving out those that cannot be the best of their kind.
 
     If it is to be brief it goes through the most promising ones of every kind in turns, and stops early.
@@ -313,11 +313,8 @@ class ExhaustiveExplorer:
     def __init__(
         self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
     ) -> None:
-        self._problem = problem
-        self._outlines = outlines
-        self._ledger = ledger
+        super().__init__(problem, outlines, ledger)
         self._is_brief = is_brief
-        self.how = ""
 
     def explore(self, shapes: Sequence[Outline]) -> None:
         """Judge every plan, the most promising shapes first."""
@@ -333,13 +330,14 @@ class ExhaustiveExplorer:
             if place >= num_kinds and ledger.evaluator.num_instructions > most and ledger.all_best():
                 self.how = f"the {ledger.num_evaluated:,} most promising plans simulated, as the run is short"
                 return
+            variants = list(_variants(outline, runs_ahead=self._problem.request.lookahead))
             for grid in all_grids(self._problem, outline, _MOST_PLANS) or []:
                 for draft in all_drafts(self._problem, outline, grid):
-                    for num_sliced, lookahead in _variants(
-                        outline, runs_ahead=self._problem.request.lookahead
-                    ):
-                        num_plans += 1
-                        self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
+                    num_plans += len(variants)
+                    for num_sliced, lookahead in variants:
+                        is_likely = self._look(replace(draft, num_sliced=num_sliced, lookahead=lookahead))
+                        if not is_likely and num_sliced is None:
+                            break  # more lookahead takes more memory
         ledger.progress(1.0)
         self.how = (
             f"all {num_plans:,} plans considered, {ledger.num_evaluated:,} simulated, the others ruled out"
@@ -349,12 +347,12 @@ class ExhaustiveExplorer:
         least_s = self._outlines.least_s(outline) / outline.batch_size
         return least_s * self._problem.least_power(outline.num_devices)
 
-    def _look(self, draft: Draft) -> None:
+    def _look(self, draft: Draft) -> bool:
+        """Evaluate a draft if it can be the best of its kind; whether it can and fits."""
         ledger, outline = self._ledger, draft.outline
         if not ledger.could_win(outline, self._outlines.least_s(outline)):
-            return
-        if ledger.could_win(outline, ledger.evaluator.least_s(draft)):
-            ledger.evaluated(draft)
+            return False
+        return ledger.could_win(outline, ledger.evaluator.least_s(draft)) and ledger.evaluated(draft).fits
 
 
 def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
@@ -365,17 +363,14 @@ def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
     ]
 
 
-class HeuristicExplorer:
+class HeuristicExplorer(Explorer):
     """Goes through the shapes that look best, and walks on from the best of every kind."""
 
     def __init__(self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
-        self._problem = problem
-        self._outlines = outlines
-        self._ledger = ledger
+        super().__init__(problem, outlines, ledger)
         self._estimator = _Estimator(problem, outlines)
         self._share = min(_MOST_SHARE, _FEW / len(problem.devices))
         self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
-        self.how = ""
 
     def explore(self, shapes: Sequence[Outline]) -> None:
         """Cut the best looking shapes of every kind, simulate what promises most, and walk on from there.

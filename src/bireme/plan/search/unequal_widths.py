@@ -1,19 +1,21 @@
-"""Plans whose stages have unequal numbers of replicas: which are worth a look, and the best of them.
+"""Plans whose stages have unequal numbers of replicas: the likely plans, and the best of all.
 
-A dynamic program finds the likely ones (`stage_widths.py`), the simulator judges them, and a walk follows. In
-small clusters all plans are gone through instead.
+A dynamic program finds the likely plans (`stage_widths.py`), the simulator evaluates them, and a walk
+follows. On small clusters all plans are considered instead.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, islice, pairwise
+from operator import itemgetter
 
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import UNEQUAL_WIDTHS
 from bireme.plan.search.cutting import recompute_sets
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
+from bireme.plan.search.explorers import Explorer
 from bireme.plan.search.mapping import device_orders, exchanged, orders_of_devices
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
@@ -30,8 +32,8 @@ from bireme.plan.search.stage_widths import (
 )
 from bireme.schedule.catalogue import schedule_named
 
-_MOST_PLANS = 6_000
-"""So many plans are all gone through."""
+MOST_PLANS = 6_000
+"""If there are no more plans, all are considered."""
 
 _FEWEST_DEVICES, _MOST_DEVICES, _MANY_DEVICES = 3, 8, 128
 """Of clusters whose plans may all be gone through, and of those in which stages may be of unequal width. All
@@ -44,8 +46,8 @@ _MOST_STAGES = 8
 _MOST_ORDERS = 3
 """Orders of the devices."""
 
-_MOST_INSTRUCTIONS, _LEAST_INSTRUCTIONS = 20_000, 8_000
-"""To be simulated, with few devices and with many; the walk may as many."""
+MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 20_000, 8_000
+"""Instructions that are simulated, with few devices and with many; the walk may simulate the fewer again."""
 
 _FEW = 16
 """Devices; with more, less is simulated."""
@@ -54,29 +56,26 @@ _AHEAD = (1, 2, 4, 8, 16, 32)
 """Lookaheads that are tried if links take time."""
 
 _FAR = 1.25
-"""A plan that looks so many times as slow as the best one is not simulated."""
+"""A plan that is predicted to be this many times as slow as the best plan is not simulated."""
 
 _AS_GOOD = 1.001
 """A thousandth of a batch is not worth another stashed micro-batch."""
 
 
-class UnequalExplorer:
-    """Goes through plans of unequal widths; `how` says what was done, for people."""
+class UnequalExplorer(Explorer):
+    """Goes through plans of unequal widths."""
 
     def __init__(
         self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
     ) -> None:
-        self._problem = problem
-        self._outlines = outlines
-        self._ledger = ledger
+        super().__init__(problem, outlines, ledger)
         self._is_brief = is_brief
         share = min(1.0, _FEW / len(problem.devices))
         self._most = ledger.evaluator.num_instructions + max(
-            _LEAST_INSTRUCTIONS, round(_MOST_INSTRUCTIONS * share)
+            LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * share)
         )
         self.is_exhaustive = not is_brief and _few_enough(problem, outlines)
         """Whether all plans of unequal widths are gone through."""
-        self.how = ""
 
     def explore(self) -> None:
         """Judge the plans of unequal widths that the request allows."""
@@ -87,8 +86,7 @@ class UnequalExplorer:
             self.how = "no plans of unequal widths, as there are too many devices"
             return
         if self.is_exhaustive:
-            for draft in _all_drafts(self._problem, self._shapes()):
-                self._look(draft)
+            self._explore_all()
         else:
             self._explore_likely()
         count = self._ledger.num_evaluated - before
@@ -102,20 +100,44 @@ class UnequalExplorer:
                     for count in self._outlines.counts(size):
                         yield BatchShape(schedule, size, count)
 
-    def _look(self, draft: Draft) -> None:
-        """Evaluate a draft and all its lookaheads, unless none can be the best of its kind."""
-        ledger, outline = self._ledger, draft.outline
-        if not ledger.could_win(outline, self._outlines.least_s(outline)):
-            return
-        least_s = ledger.evaluator.least_s(draft)
-        for lookahead in range(most_lookahead(self._problem, draft) + 1):
-            if not ledger.could_win(outline, least_s):
-                return
-            ledger.evaluated(replace(draft, lookahead=lookahead))
+    def _explore_all(self) -> None:
+        """Evaluate all drafts that can be the best of their kind, the most promising first, with all their
+        lookaheads. More lookahead takes more memory.
+        """
+        ledger, found = self._ledger, list[tuple[float, float, Draft]]()
+        for draft in self._all_drafts():
+            least_s = ledger.evaluator.least_s(draft)
+            if ledger.could_win(draft.outline, least_s):
+                found.append((ledger.least_cost(draft.outline, least_s), least_s, draft))
+        for _, least_s, draft in sorted(found, key=itemgetter(0)):
+            for lookahead in range(most_lookahead(self._problem, draft) + 1):
+                if not ledger.could_win(draft.outline, least_s):
+                    break
+                if not ledger.evaluated(replace(draft, lookahead=lookahead)).fits:
+                    break
+
+    def _all_drafts(self) -> Iterator[Draft]:
+        """All plans of unequal widths, without lookahead, whose shape can be the best of its kind."""
+        problem, asked = self._problem, self._problem.request.stage_widths
+        grids = [
+            grid
+            for grid in _all_grids(problem, problem.request.depth)
+            if isinstance(asked, str) or tuple(map(len, grid)) == asked
+        ]
+        for shape in self._shapes():
+            for grid in grids:
+                outline = shape.outline(tuple(map(len, grid)))
+                if not self._ledger.could_win(outline, self._outlines.least_s(outline)):
+                    continue
+                for cuts in combinations(problem.bounds[1:-1], outline.num_stages - 1):
+                    placed = placed_on(problem, Draft(outline, grid, cuts), grid)
+                    if placed is not None:
+                        for recompute in recompute_sets(problem, outline.num_stages):
+                            yield replace(placed, recompute=recompute)
 
     def _explore_likely(self) -> None:
-        """What the dynamic program finds for every schedule, size of micro-batches and number of stages,
-        simulated as long as it could be the best of all, and a walk from there.
+        """Simulate the plans of the dynamic program, for every schedule, size of micro-batches and number of
+        stages, that could be the best of all, and walk on from there.
         """
         ledger = self._ledger
         found: dict[tuple[str, int, int], EvaluatedDraft] = {}
@@ -134,7 +156,7 @@ class UnequalExplorer:
                 key = outline.schedule, outline.sizes[0], outline.num_ranks
                 if key not in found or best.cost < found[key].cost:
                     found[key] = best
-        self._most = max(self._most, ledger.evaluator.num_instructions) + _LEAST_INSTRUCTIONS
+        self._most = max(self._most, ledger.evaluator.num_instructions) + LEAST_INSTRUCTIONS
         for start in sorted(found.values(), key=lambda one: one.cost):
             outline = start.draft.outline
             if not self._is_brief and ledger.could_be_best(outline, self._outlines.least_s(outline)):
@@ -288,7 +310,7 @@ def _few_enough(problem: PlanningProblem, outlines: Outlines) -> bool:
     for grid in _all_grids(problem, None):
         num_cuts = math.comb(problem.num_units - 1, len(grid) - 1)
         num_plans += num_kinds * num_cuts * num_sets ** len(grid) * max(most - 1, 1)
-        if num_plans > _MOST_PLANS:
+        if num_plans > MOST_PLANS:
             return False
     return True
 
@@ -299,7 +321,7 @@ def _all_grids(problem: PlanningProblem, depth: int | None) -> Iterator[Grid]:
     """
     most = min(len(problem.devices), problem.num_units + len(problem.devices) - 1)
     for count in range(3, most + 1):
-        orders = list(islice(orders_of_devices(problem, count), _MOST_PLANS + 1))
+        orders = list(islice(orders_of_devices(problem, count), MOST_PLANS + 1))
         for num_stages in [depth] if depth else range(2, min(count, problem.num_units + 1)):
             seen: set[Grid] = set()
             for cuts in combinations(range(1, count), num_stages - 1):
@@ -311,21 +333,3 @@ def _all_grids(problem: PlanningProblem, depth: int | None) -> Iterator[Grid]:
                     if grid not in seen:
                         seen.add(grid)
                         yield grid
-
-
-def _all_drafts(problem: PlanningProblem, shapes: Iterator[BatchShape]) -> Iterator[Draft]:
-    """All plans of unequal widths, without lookahead."""
-    asked = problem.request.stage_widths
-    grids = [
-        grid
-        for grid in _all_grids(problem, problem.request.depth)
-        if isinstance(asked, str) or tuple(map(len, grid)) == asked
-    ]
-    for shape in shapes:
-        for grid in grids:
-            outline = shape.outline(tuple(map(len, grid)))
-            for cuts in combinations(problem.bounds[1:-1], outline.num_stages - 1):
-                placed = placed_on(problem, Draft(outline, grid, cuts), grid)
-                if placed is not None:
-                    for recompute in recompute_sets(problem, outline.num_stages):
-                        yield replace(placed, recompute=recompute)
