@@ -1,4 +1,4 @@
-"""Who takes which micro-batch: shares are kept, spread evenly, and the same for everybody who asks."""
+"""The rank of each micro-batch: shares are kept, spread evenly, and the same on all ranks."""
 
 import pytest
 from hypothesis import given
@@ -61,6 +61,7 @@ def test_routes_of_one_rank_for_each_stage() -> None:
         ((2, 1), ((2, 2),), "shares for 2 replicas"),
         ((2, 1), ((2, 1), (4,)), "replicas of stage 0 take 2 \\+ 1 micro-batches"),
         ((2, 1), ((4, 0), (4,)), "Give each at least one"),
+        ((2, 0), (), "Stage 1 has 0 replicas"),
         ((5, 1), (), "Stage 0 has 5 replicas for 4 micro-batches"),
     ],
 )

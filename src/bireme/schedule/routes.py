@@ -39,6 +39,8 @@ def shares_of_stages(
             "share."
         )
     for stage, width in enumerate(widths):
+        if width < 1:
+            raise BiremeError(f"Stage {stage} has {width} replicas. Give each stage one or more.")
         if width > num_microbatches:
             raise BiremeError(
                 f"Stage {stage} has {width} replicas for {num_microbatches} micro-batches of a batch, and "
@@ -76,7 +78,7 @@ class Routes:
 
     @classmethod
     def wide(cls, shares: Sequence[Sequence[int]]) -> "Routes":
-        """One stage after the other, each on as many ranks as it has shares."""
+        """One stage after the other, each with a rank for each of its shares."""
         widths = [len(share) for share in shares]
         firsts = tuple(sum(widths[:stage]) for stage in range(len(widths)))
         return cls(firsts, tuple(map(tuple, shares)))
@@ -112,7 +114,7 @@ class Routes:
         return range(first, first + (len(self.shares[stage]) if self.shares else 1))
 
     def alike(self, width: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of so many replicas of the pipeline, in groups of those with the same stages."""
+        """The ranks of `width` replicas of the pipeline, in groups with the same stages."""
         return tuple(
             tuple(replica * self.num_ranks + rank for replica in range(width) for rank in ranks)
             for ranks in dict.fromkeys(self.ranks_of(stage) for stage in range(self.num_stages))
