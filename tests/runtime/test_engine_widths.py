@@ -77,7 +77,7 @@ def test_it_goes_with(case: str) -> None:
 
 
 def _whole(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """All of what the ranks hold, in which nothing is there twice."""
+    """The tensors of all ranks, of which none is there twice."""
     names = [name for one in snapshots for name in one.tensors]
     assert len(names) == len(set(names))
     return replace(snapshots[0], tensors={n: t for one in snapshots for n, t in one.tensors.items()})
@@ -86,7 +86,7 @@ def _whole(snapshots: Sequence[Snapshot]) -> Snapshot:
 def _trained_on(
     plan: Plan, window: list[Batch], saved: Snapshot | None
 ) -> tuple[list[float], Snapshot, list[float], dict[str, Tensor]]:
-    """The losses of a window from a snapshot on, what is left, the loss on HELD_OUT, and all weights."""
+    """The losses of a window from a snapshot on, the next snapshot, the loss on HELD_OUT, and all weights."""
     model, fabric = tiny_text(tied=True, evaluates=True), ThreadFabric(plan.num_ranks)
 
     def work(rank: int) -> tuple[list[float], Snapshot, float, dict[str, Tensor]]:
@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_other_widths_and_evaluates_the_same() -> None:
 
 
 def test_a_rank_reads_the_rows_of_its_own_microbatches() -> None:
-    """And of the labels all, for they tell what micro-batches weigh; runs of neighbors are read at once."""
+    """And all labels, which give the weights of micro-batches. Runs of neighbors are read at once."""
     model, plan = tiny_text(), wide("1f1b")
     fabric = ThreadFabric(plan.num_ranks)
 
@@ -143,7 +143,7 @@ def test_a_rank_reads_the_rows_of_its_own_microbatches() -> None:
 
 
 def test_the_ranks_of_a_stage_send_their_sums_through_a_codec() -> None:
-    """All ranks of a stage get the same bits, and what was not sent is kept for each of them."""
+    """All ranks of a stage get the same bits, and the rest that was not sent is kept for each of them."""
     model = tiny_text()
     setting = Setting(wide("2bw"), sum_codec="int2", optimizer="sgd")
     data = token_batches(12, 4)

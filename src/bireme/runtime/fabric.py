@@ -106,9 +106,7 @@ def _waiting(work: dist.Work, peer: int, payload: Tensor) -> Pending:
 
 
 def _channels(routes: Routes) -> Iterator[tuple[Channel, int, int]]:
-    """Every direction over every boundary between two ranks, with the rank that sends and the one that
-    receives.
-    """
+    """Every direction over every boundary between two ranks, with the sending and the receiving rank."""
     for stage, before, after in routes.hops():
         yield Channel(True, stage), before, after
         yield Channel(False, stage - 1), after, before

@@ -360,7 +360,7 @@ _OF_WHOLE_PIPELINES = (
     "groups",
     "diloco",
 )
-"""What replicas of whole pipelines do with each other, and not yet the ranks of a stage."""
+"""Capabilities that replicas of whole pipelines have, and the ranks of a stage have not."""
 
 
 def refuse_with_widths(routes: Routes, used: Mapping[str, str]) -> None:

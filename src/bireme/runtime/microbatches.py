@@ -380,7 +380,7 @@ class Cutter:
         return self._cut(accumulate(sizes, initial=0), range(first, first + self.num_microbatches))
 
     def _cut(self, bounds: Iterable[int], replica: range) -> _Cut:
-        """The cut with what this rank takes of its replica's micro-batches."""
+        """The cut with this rank's share of its replica's micro-batches."""
         own = (replica.start + number for number in self.own) if self.own else replica
         return _Cut(tuple(bounds), replica, tuple(index for index in own if index in replica))
 
@@ -454,13 +454,13 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What was read of an input."""
+    """Rows of an input that were read."""
 
     tensor: Tensor
     of: Rows
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether it has some samples of the batch."""
+        """Whether it has these samples of the batch."""
         return self.of.begin <= begin and end <= self.of.end
 
     def rows(self, begin: int, end: int) -> Tensor:

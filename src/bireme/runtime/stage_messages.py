@@ -68,7 +68,7 @@ class Transport(Protocol):
         """Let go of the transport. Every send and receive has been waited for."""
 
     def abort(self) -> None:
-        """Give up: whoever waits here, in any thread, or on a rank for this one, gets an error at once."""
+        """Give up: every thread that waits here, and every rank that waits for this one, fails at once."""
 
 
 @dataclass(frozen=True, slots=True)

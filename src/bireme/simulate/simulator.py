@@ -65,8 +65,9 @@ class _Op(NamedTuple):
 
 
 class _Like(NamedTuple):
-    """What operations of one kind, stage and half share; `key` is that of micro-batch 0 of batch 0. If stages
-    are on several ranks, these are operations of one micro-batch: its messages cross between the same ranks.
+    """The common part of operations of one kind, stage and half; `key` is that of micro-batch 0 of batch 0.
+    If stages are on several ranks, these are operations of one micro-batch: its messages cross between the
+    same ranks.
     """
 
     code: int

@@ -192,7 +192,7 @@ class Outlines:
         return sorted(number for number in found if 0 < number < width)
 
     def counts(self, samples: int) -> list[int]:
-        """The numbers of micro-batches that batches have, if one in every replica has so many samples."""
+        """The numbers of micro-batches of a batch, if one micro-batch of each replica makes `samples`."""
         batches = self._problem.batches
         least, most = -(-batches.start // samples), (batches.stop - 1) // samples
         if most - least < _MOST_BATCHES:

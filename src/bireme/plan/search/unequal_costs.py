@@ -1,4 +1,4 @@
-"""What stages of unequal width take: seconds of devices and lanes, and the simulation of all ranks at once.
+"""Costs of stages of unequal width: seconds of devices and lanes, and the simulation of all ranks.
 
 Such a plan is one pipeline. Its ranks are the replicas of all stages, so nothing has to stand for replicas
 that are not simulated: each message goes from the rank that has a micro-batch to the one that takes it on,
@@ -42,7 +42,7 @@ def flows(draft: Draft, costs: Costs) -> Iterator[tuple[int, int, float, int]]:
 
 
 def hop_bytes(problem: PlanningProblem, draft: Draft, costs: Costs) -> list[float]:
-    """What a ring moves over each of its hops in a batch, per stage."""
+    """The bytes that a ring moves over each of its hops in a batch, per stage."""
     sums, stages = problem.request.sums_within, draft.stages(len(problem.profile.units))
     return [
         sums.hop_bytes(one, slice(*units), width)
@@ -56,7 +56,7 @@ def rings(draft: Draft, of_stages: list[float]) -> list[HopBytes]:
 
 
 def least_path_s(problem: PlanningProblem, draft: Draft, costs: Costs) -> float:
-    """What a batch takes at the least that drains: a replica begins when all stages before it have run a
+    """The least seconds of a batch that drains: a replica begins when all stages before it have run a
     forward, on the fastest of their replicas. When it is done, they have a backward left to run, and its
     stage a sum.
     """
@@ -77,7 +77,7 @@ def least_path_s(problem: PlanningProblem, draft: Draft, costs: Costs) -> float:
 def simulated(
     problem: PlanningProblem, draft: Draft, program: Program, costs: Costs, tied: list[Tied]
 ) -> Timeline:
-    """What all ranks of a draft do in the window of a program."""
+    """The timeline of all ranks of a draft in the window of a program."""
     devices = [seat.device for seat in draft.seats()]
     reduced, sync_s = hop_bytes(problem, draft, costs), [0.0] * draft.outline.num_stages
     for one in tied_rings(problem, draft, tied):

@@ -8,7 +8,7 @@ they do take time, a *lookahead* of L lets the first stage run L more forwards a
 proportion to their distance from the end, so that messages travel while earlier micro-batches compute. It
 costs up to L stashed micro-batches.
 
-Where stages are on several ranks, "d−1−s" is the ranks from stage s on, but for one: PipeDream's number of
+If stages are on several ranks, "d−1−s" is the ranks from stage s on, but for one: PipeDream's number of
 warm-up forwards, with which all ranks are busy if stages are as wide as they are slow.
 """
 

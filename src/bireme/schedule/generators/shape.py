@@ -138,7 +138,7 @@ class Schedule:
         return Routes(tuple(rank for rank in ranks for _ in range(self.num_neighbors(shape))))
 
     def in_order(self, shape: Shape) -> Orders:
-        """What each rank computes, with its neighbors one after the other.
+        """The orders of all ranks, with neighboring stages of a rank one after the other.
 
         Each rank of a stage runs its own micro-batches in the stage's order. So if the orders of the stages
         can run, those of the ranks can: the same instructions may run at the same times.
