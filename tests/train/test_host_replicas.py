@@ -179,7 +179,8 @@ def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
         "_is_for": True,
         "prepared_again": again,
         **dict.fromkeys(("check_finds_checkpoints", "check_rate", "_check_progress")),
-        **dict.fromkeys(("newest_good", "has_ended")),
+        "newest_state": (None, 0),
+        "has_ended": None,
     }
     for name, value in found.items():
         monkeypatch.setattr(rank_zero_setup, name, lambda *_, value=value, **__: value)

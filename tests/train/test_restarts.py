@@ -45,9 +45,10 @@ def _ended(
     monkeypatch.setattr(launching, "_run", run)
     monkeypatch.setattr(
         launching,
-        "newest_good",
-        lambda _path: (
-            SimpleNamespace(manifest=SimpleNamespace(step=newest[0]), copies=None) if newest[0] else None
+        "newest_state",
+        lambda _path, _keepers, _run: (
+            SimpleNamespace(manifest=SimpleNamespace(step=newest[0]), copies=None) if newest[0] else None,
+            0,
         ),
     )
     prepared: Any = SimpleNamespace(run=SimpleNamespace(checkpoint=SimpleNamespace(folder="checkpoints")))
