@@ -1,6 +1,6 @@
 """Everything that wants a GPU, in one run: tests, training, the engine, predictions; into `docs/gpu.md`.
 
-    python benchmarks/gpu.py [--quick] [--json]
+    python benchmarks/gpu.py [--quick] [--only STEP …] [--json]
 
 `make gpu` calls it, with any Python of 3.11 or newer: neither torch nor Bireme need be installed. It takes
 less than 25 minutes. Where there is no GPU it says so, ends with status 2 and touches nothing.
@@ -31,6 +31,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer steps")
     parser.add_argument("--json", action="store_true", help="print what was found as one document")
+    parser.add_argument(
+        "--only", nargs="+", metavar="STEP", help="run only these steps: tests, card, units …"
+    )
     asked = parser.parse_args()
     found = gpus()
     if not found:
@@ -48,6 +51,8 @@ def main() -> int:
     if python is not None:
         machine |= {"torch": python.torch, "Python": platform.python_version()}
         for step in steps_for(python.num_gpus, quick=asked.quick):
+            if asked.only and step.name not in asked.only:
+                continue
             say(f"{step.title} …")
             outcomes.append(run_step(step, python, ends - time.monotonic()))
             if outcomes[-1].error:

@@ -32,6 +32,8 @@ NOTHING = "No machine with a GPU has run it yet, so there are no figures here.\n
 
 MOST_MEMORY_ERROR = 0.10
 MOST_STEP_ERROR = 0.08
+MOST_LOSS_ERROR = 0.01
+"""Between a GPU and a CPU, which round in another order; of few batches."""
 MOST_OVER_LOOP = 1.05
 LEAST_OVER_TORCH = 1.02
 
@@ -75,6 +77,10 @@ def _of(one: Outcome) -> Iterator[Judged]:
         yield from _near(one.name, "peak memory", row, "peak_bytes", MOST_MEMORY_ERROR)
         if not place:
             yield from _near(one.name, "step", row, "step_s", MOST_STEP_ERROR)
+        if "capability" in row and "loss on cpu" in row:
+            value = _loss_error(row)
+            name = f"{one.name}: {row['capability']}, loss on a GPU compared with the CPU's"
+            yield name, MOST_LOSS_ERROR, value, value is not None and abs(value) <= MOST_LOSS_ERROR
         if "over_loop" in row:
             name = f"{one.name}: times a plain loop, m = {row['microbatches']}"
             yield name, MOST_OVER_LOOP, row["over_loop"], row["over_loop"] <= MOST_OVER_LOOP
@@ -91,6 +97,16 @@ def _near(step: str, what: str, row: dict[str, Any], key: str, most: float) -> I
         which = "".join(f", {part} {row[part]}" for part in ("schedule", "rank", "stage") if part in row)
         error = measured / predicted - 1
         yield f"{step}{which}: {what}, error of the prediction", most, error, abs(error) <= most
+
+
+def _loss_error(row: dict[str, Any]) -> float | None:
+    """How far the loss on an accelerator is from that on the CPU; None if one of the runs failed."""
+    losses = {key: value for key, value in row.items() if key.startswith("loss on ")}
+    there, own = (
+        next((value for key, value in losses.items() if key != "loss on cpu"), None),
+        losses.get("loss on cpu"),
+    )
+    return there / own - 1 if there is not None and own else None
 
 
 def _end(one: Outcome) -> str:

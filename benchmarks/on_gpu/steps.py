@@ -48,6 +48,13 @@ def steps_for(num_gpus: int, *, quick: bool) -> list[Step]:
     found = [
         Step("tests", "Tests marked for a GPU", 240.0, ("-m", "pytest", "-q", "-m", "gpu"), _tests),
         Step("card", "A GPT that fills one GPU", 270.0, (*work, "card", *more), _rows),
+        Step(
+            "capabilities",
+            "Every capability, on a GPU and on the CPU",
+            300.0,
+            (*work, "capabilities", *more),
+            _rows,
+        ),
         Step("units", "Instructions, predicted and measured", 120.0, (*work, "units", *more), _rows),
         Step("demonstration", "The demonstration", 200.0, _demonstration(num_gpus, quick=quick), _summary),
         Step("loop", "One rank compared with a plain loop", 90.0, (*work, "loop", *more), _rows),

@@ -122,13 +122,14 @@ def _fitting(gpt: Gpt, cluster: Cluster, schedule: str, kind: str) -> _Found:
 
 def _row(gpt: Gpt, schedule: str, candidate: Candidate, rank: int, found: Measured) -> dict[str, Any]:
     forecast, program = candidate.forecast, candidate.plan.program(1)
-    stages = [stage for stage, of in enumerate(program.rank_of_stage) if of == rank]
+    own = [forecast.stages[stage] for stage, of in enumerate(program.rank_of_stage) if of == rank]
     return {
         "rank": rank,
         "schedule": schedule,
         "parameters": gpt.num_parameters,
-        "predicted_peak_bytes": int(max(forecast.stages[stage].peak_bytes for stage in stages)),
+        "predicted_peak_bytes": int(max(stage.peak_bytes - stage.process_bytes for stage in own)),
         "measured_peak_bytes": found.peak_bytes,
+        "process_bytes": int(own[0].process_bytes),
         "predicted_step_s": forecast.batch_s,
         "measured_step_s": found.step_s,
         "tokens_per_s": gpt.batch_size * gpt.context / found.step_s,

@@ -6,10 +6,18 @@ python -m benchmarks.on_gpu.work TASK [--quick] [--on cpu]
 import argparse
 import json
 
+from benchmarks.on_gpu.capabilities import capabilities
 from benchmarks.on_gpu.peers import loop, peer
 from benchmarks.on_gpu.tasks import card, cards, units
 
-TASKS = {"card": card, "cards": cards, "units": units, "loop": loop, "peer": peer}
+TASKS = {
+    "capabilities": capabilities,
+    "card": card,
+    "cards": cards,
+    "units": units,
+    "loop": loop,
+    "peer": peer,
+}
 
 
 def main() -> None:

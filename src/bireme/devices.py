@@ -91,9 +91,16 @@ def backend_config(backend: Backend) -> str:
 
 
 def use(device: torch.device) -> None:
-    """Let the calling thread's work go to a device where none is named."""
+    """Let the calling thread's work go to a device where none is named.
+
+    It also multiplies once, forward and backward. The libraries of an accelerator take memory for each thread
+    that uses them, tens of megabytes of what torch's allocator counts; what is measured from here on is of
+    tensors. Autograd's own thread has to have the device as well before a library is its first call.
+    """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        torch.autograd.backward((one * (one @ one)).sum())
 
 
 def synchronize(device: torch.device) -> None:
@@ -164,14 +171,16 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def process_bytes(device: torch.device) -> int:
-    """What is in use on an accelerator beside the memory that torch holds for this process: its context,
-    kernels and communicators, and all that other programs hold there. 0 where the driver does not say.
+    """What is in use on an accelerator beside tensors: this process's context, kernels and communicators,
+    what libraries hold of torch's memory, and all that other programs hold there. To be asked when no tensor
+    is left on it. Only what libraries hold where the driver does not say.
     """
+    libraries = allocated_bytes(device)
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):  # as of mps
-        return 0
+        return libraries
     free, total = module.mem_get_info(device)
-    return max(int(total) - int(free) - int(torch.accelerator.memory_reserved(device)), 0)
+    return libraries + max(int(total) - int(free) - int(torch.accelerator.memory_reserved(device)), 0)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -24,7 +24,8 @@ MODEL = "layers=3"
 SETTINGS = [
     Setting(plan_for("1f1b", 2, recompute="all"), clip_norm=0.05),
     Setting(plan_for("2bw", 2), clip_norm=0.05),
-    Setting(plan_for("2bw-fresh", 2), "muon"),
+    Setting(plan_for("2bw-fresh", 2)),
+    Setting(plan_for("gpipe", 2), "muon"),
     Setting(plan_for("zbv"), "sgd"),
 ]
 
@@ -55,27 +56,29 @@ def trained(world: World, setting: Setting) -> Seen:
     return seen
 
 
-def check_alike(near: list[Seen], far: list[Seen]) -> None:
+def check_alike(near: list[Seen], far: list[Seen], setting: Setting) -> None:
+    # Muon multiplies in bfloat16 whatever the weights are, so its steps differ by rounding.
+    rel, atol = (1e-4, 1e-3) if setting.optimizer == "muon" else (1e-9, 1e-8)
     for one, other in zip(near, far, strict=True):
-        assert other.losses == pytest.approx(one.losses, rel=1e-9)
-        assert other.evaluated == pytest.approx(one.evaluated, rel=1e-9)
+        assert other.losses == pytest.approx(one.losses, rel=rel)
+        assert other.evaluated == pytest.approx(one.evaluated, rel=rel)
         for name, tensor in one.weights.items():
-            torch.testing.assert_close(other.weights[name], tensor, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(other.weights[name], tensor, rtol=atol, atol=atol)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.plan.schedule)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: f"{one.plan.schedule}-{one.optimizer}")
 def test_two_ranks_that_share_a_gpu_train_as_on_the_cpu(setting: Setting) -> None:
     near = launch(trained, 2, setting, device="cpu")
     far = launch(trained, 2, setting, device="cuda")
-    check_alike(near, far)
+    check_alike(near, far, setting)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.plan.schedule)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: f"{one.plan.schedule}-{one.optimizer}")
 def test_two_gpus_over_nccl_train_as_on_the_cpu(setting: Setting) -> None:
     near = launch(trained, 2, setting, device="cpu")
     far = launch(trained, 2, setting, backend="nccl")
-    check_alike(near, far)
+    check_alike(near, far, setting)
 
 
 def test_a_timeline_has_the_work_of_the_device_one_after_the_other() -> None:
@@ -94,6 +97,7 @@ def test_a_timeline_has_the_work_of_the_device_one_after_the_other() -> None:
 def test_a_mark_tells_when_the_device_was_there_and_not_the_host() -> None:
     size = 4096
     one = torch.randn(size, size, device=GPU)
+    one = (one @ one).clamp_(-1, 1)  # the first product also loads what multiplies
     recorder = Recorder(GPU)
     for count in (1, 20):
         begin = recorder.now()

@@ -4,6 +4,7 @@ What is to be measured is a `MeasuringJob` that can be handed to another process
 made under the load that training will have; who does that is a `Measurer`.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -209,6 +210,7 @@ class Here:
         seconds = measure_units(job, progress, resolve=self._resolve, afterwards=update)
         if not is_accelerator(job.device):
             return Measured(seconds, ends)
+        gc.collect()  # what units were measured with
         return Measured(seconds, ends, EngineCost(process_bytes=process_bytes(job.device)))
 
 

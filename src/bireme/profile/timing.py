@@ -13,7 +13,7 @@ from time import perf_counter, thread_time
 import torch
 from torch import Tensor
 
-from bireme.devices import synchronize
+from bireme.devices import is_accelerator, mark, synchronize
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph, ModelState, Value, evaluate
 from bireme.model.halves import backward_input
@@ -269,7 +269,7 @@ def time_update(bench: Workbench, optimizer: str, num_rounds: int = 5) -> float:
     optimizers = _optimizers(optimizer, dict(zip(trainable, stepped, strict=True)))
     laps = []
     for _ in range(1 + num_rounds):
-        clock = Clock(bench.device)
+        clock = _clock_of(bench.device)
         for own, weight in zip(stepped, weights, strict=True):
             if own is not weight and weight.grad is not None:
                 own.grad = weight.grad.float()
@@ -280,7 +280,7 @@ def time_update(bench: Workbench, optimizer: str, num_rounds: int = 5) -> float:
                 if own is not weight:
                     weight.copy_(own)
         laps.append(clock.lap())
-    return statistics.median(laps[1:])
+    return statistics.median(_seconds_of(laps[1:], bench.device))
 
 
 def _optimizers(name: str, weights: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
@@ -324,17 +324,53 @@ class Clock:
         return took_s
 
 
+class _DeviceClock:
+    """Measures stretches of time on an accelerator by marks in its stream.
+
+    The host goes on meanwhile and is ahead of the device, as in a run: what work takes there is what the
+    device takes, and only if that is less than the host takes to ask for it, what the host takes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._last = mark(device)
+
+    def lap(self) -> "_Stretch":
+        """The stretch since the last lap; how long it was is known once the device is there."""
+        before, self._last = self._last, mark(self.device)
+        return _Stretch(before, self._last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """From one mark in an accelerator's stream to another."""
+
+    begin: torch.Event
+    end: torch.Event
+
+
+def _clock_of(device: torch.device) -> Clock | _DeviceClock:
+    """What measures work on a device."""
+    return _DeviceClock(device) if is_accelerator(device) else Clock(device)
+
+
+def _seconds_of(laps: Sequence[float | _Stretch], device: torch.device) -> list[float]:
+    """How long laps took, once the device has done what it was given."""
+    synchronize(device)
+    return [lap if isinstance(lap, float) else lap.begin.elapsed_time(lap.end) / 1e3 for lap in laps]
+
+
 class _Stopwatch:
     """Runs one bench and keeps how long each part took."""
 
     def __init__(self, bench: Workbench, *, halves: bool) -> None:
         self.bench = bench
         self.halves = halves
-        self.laps: dict[str, list[float]] = {}
+        self.laps: dict[str, list[float | _Stretch]] = {}
 
     def run(self) -> None:
         bench = self.bench
-        clock = Clock(bench.device)
+        clock = _clock_of(bench.device)
         results = bench.differentiable(bench.forward())
         self._note("forward", clock)
         bench.backward(results)
@@ -345,7 +381,7 @@ class _Stopwatch:
         if self.halves:
             self._run_halves(clock)
 
-    def _run_halves(self, clock: Clock) -> None:
+    def _run_halves(self, clock: Clock | _DeviceClock) -> None:
         bench = self.bench
         roots = bench.differentiable(bench.forward())
         gradients: list[Tensor | None] = list(bench.output_gradients(roots))
@@ -358,12 +394,13 @@ class _Stopwatch:
                 parameter.grad += gradient
         self._note("weight", clock)
 
-    def _note(self, what: str, clock: Clock) -> None:
+    def _note(self, what: str, clock: Clock | _DeviceClock) -> None:
         self.laps.setdefault(what, []).append(clock.lap())
 
     def seconds(self) -> Seconds:
-        middle = {what: statistics.median(laps) for what, laps in self.laps.items()}
-        whole = [f + b for f, b in zip(self.laps["forward"], self.laps["backward"], strict=True)]
+        took = {what: _seconds_of(laps, self.bench.device) for what, laps in self.laps.items()}
+        middle = {what: statistics.median(seconds) for what, seconds in took.items()}
+        whole = [f + b for f, b in zip(took["forward"], took["backward"], strict=True)]
         quarters = statistics.quantiles(whole, n=4)
         return Seconds(
             forward_s=middle["forward"],
