@@ -46,3 +46,14 @@ def test_a_codec_of_sums_is_measured_beside_that_of_boundaries(
     assert found.codecs[1].encode_s + 2 * found.codecs[1].decode_s > 0
     monkeypatch.setattr(codec_timing, "_median_s", None)
     assert with_codec_rates(bare, ["int8"], 4, CPU, sums=sums) == found
+
+
+def test_codecs_are_measured_beside_a_profile_of_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIREME_CACHE", str(tmp_path))
+    monkeypatch.setattr(codec_timing, "SHAPE", (4, 1024))
+    before = torch.get_num_threads()
+    found = with_codec_rates(replace(tiny_profile(2), num_threads=0), ["int8"], 4, CPU)
+    assert found.codecs[0].encode_s > 0
+    assert torch.get_num_threads() == before

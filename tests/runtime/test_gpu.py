@@ -58,7 +58,7 @@ def trained(world: World, setting: Setting) -> Seen:
 
 def check_alike(near: list[Seen], far: list[Seen], setting: Setting) -> None:
     # Muon multiplies in bfloat16 whatever the weights are, so its steps differ by rounding.
-    rel, atol = (1e-4, 1e-3) if setting.optimizer == "muon" else (1e-9, 1e-8)
+    rel, atol = (1e-4, 5e-3) if setting.optimizer == "muon" else (1e-9, 1e-8)
     for one, other in zip(near, far, strict=True):
         assert other.losses == pytest.approx(one.losses, rel=rel)
         assert other.evaluated == pytest.approx(one.evaluated, rel=rel)

@@ -50,7 +50,7 @@ def with_codec_rates(
     boundaries, and of that of sums over replicas.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(profile.num_threads)
+    torch.set_num_threads(profile.num_threads or before)  # it has none on accelerators
     try:
         dtype = _TYPES[value_bytes]
         rates = [_rate(word, dtype, device, use_cache=use_cache) for word in words]
