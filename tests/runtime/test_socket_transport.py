@@ -36,9 +36,9 @@ from tests.support.together import run_threads
 SIZES = (0, 1, 4096, LARGE_BYTES - 64, LARGE_BYTES, 6 * 2**20)
 
 
-@pytest.fixture
-def both() -> Iterator[list[SocketTransport]]:
-    made = pair()
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def both(request: pytest.FixtureRequest) -> Iterator[list[SocketTransport]]:
+    made = pair(is_encrypted=request.param)
     yield made
     for transport in made:
         transport.close()

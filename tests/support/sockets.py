@@ -9,15 +9,35 @@ from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
 from bireme.runtime.socket_transport import Lines, SocketTransport
 from bireme.schedule.instruction import Message
 from bireme.sync.group import Pending
+from bireme.wire.encryption import EncryptedSocket
 
-__all__ = ["HOST", "Receive", "format_of", "key", "pair", "send", "star"]
+__all__ = ["HOST", "Receive", "encrypted_sockets", "format_of", "key", "pair", "send", "star"]
 
 HOST = torch.device("cpu")
 
 
-def pair(timeout_s: float = 20.0, buffer_bytes: int | None = None) -> list[SocketTransport]:
+def encrypted_sockets() -> tuple[socket.socket, socket.socket]:
+    """Two ends of an encrypted connection, as a caller and a listener have them."""
+    here, there = socket.socketpair()
+    for one in (here, there):
+        one.setblocking(False)
+    calls, listens = (
+        EncryptedSocket(here, "key", is_listener=False),
+        EncryptedSocket(there, "key", is_listener=True),
+    )
+    calls.shake_hands()
+    listens.shake_hands()
+    assert calls.shake_hands()
+    assert listens.shake_hands()
+    return calls, listens
+
+
+def pair(
+    timeout_s: float = 20.0, buffer_bytes: int | None = None, *, is_encrypted: bool = False
+) -> list[SocketTransport]:
     """Two transports, joined; the kernel takes `buffer_bytes` of what one has written, or what it likes."""
-    (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+    make = encrypted_sockets if is_encrypted else socket.socketpair
+    (small, its_small), (large, its_large) = (make() for _ in range(2))
     for one in (small, its_small):
         one.setblocking(False)
         if buffer_bytes is not None:

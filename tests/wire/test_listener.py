@@ -126,7 +126,7 @@ def test_a_listener_that_does_not_know_the_key_is_left() -> None:
     """Another program may have taken the port of a rank that died."""
     here, there = socket.socketpair()
     with here, there:
-        there.sendall(listening._CHALLENGE_START + bytes(16) + bytes(32))
+        there.sendall(listening._CHALLENGE_START + bytes(17) + bytes(32))
         with pytest.raises(ConnectionError, match="does not know the key"):
             authenticated(here, KEY)
     here, there = socket.socketpair()

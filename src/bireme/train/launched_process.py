@@ -28,7 +28,7 @@ from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
-from bireme.runtime.stores import PrefixStore, Store
+from bireme.runtime.stores import KEY, PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
@@ -70,8 +70,10 @@ from bireme.train.rendezvous import (
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import data_of
+from bireme.train.run_file import RunFile
 from bireme.train.stops import RestartLimitError
 from bireme.train.worker import train_rank
+from bireme.wire.encryption import set_encryption
 
 _USER_ERROR, _NO_PROGRESS = 2, 3
 """Exit statuses of a run that cannot begin, and of one that reached its restart limit."""
@@ -96,6 +98,8 @@ def join(
     processes with status 2; rank 0 prints it, and so does each other host.
     """
     environment = Environment.of(os.environ)
+    with suppress(BiremeError):  # rank 0 says what is wrong
+        set_encryption(load_asked(run_file, sets).links.encrypt)
     if sentence := how_it_ended_before(environment, run_file, sets):
         if environment.has_own_output:
             tell(sentence)
@@ -185,6 +189,8 @@ class _Joined:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             host, orders = None, None if told is None else ORDERS.validate_python(told)
+            if not status and orders is not None:
+                set_encryption(orders.folder.load_run().links.encrypt)
             if not status and orders is not None and orders.hosts is not None:
                 host = meet_hosts(orders, orders.hosts, rank, self._talk, self._keeper)
         if status:
@@ -218,6 +224,7 @@ class _Joined:
     ) -> RunSetup | None:
         """Rank 0's part of preparing. A mistake is printed here, and reported to the others."""
         talk, led, status, complaint = self._talk, None, 0, ""
+        orders: Orders | None = None
         try:
             asked = load_asked(run_file, sets)
             kept = [self._talk.hear(f"kept/{rank}") for rank in range(self._environment.size)]
@@ -239,6 +246,8 @@ class _Joined:
                 talk.say(name, None)
         if led is not None and not status:
             show(led.prepared, led.folder)
+            if len(nodes) > 1 and orders is not None:
+                tell(_encryption(led.prepared.run, orders))
         talk.say("complaint", complaint)
         talk.say("status", status)
         return None if status else led
@@ -366,6 +375,19 @@ class _Joined:
         cause = board.cause()
         if cause is not None:
             raise cause.to_others()
+
+
+def _encryption(run: RunFile, orders: Orders) -> str:
+    """What of a run over several hosts is encrypted."""
+    if not run.links.encrypt:
+        return "Lines between hosts are not encrypted (links.encrypt = false)."
+    text = "Lines between hosts are encrypted"
+    hosts = orders.hosts
+    if hosts is None or not all(part.is_whole for own in hosts.parts for part in own):
+        text += f", but not those of {orders.backend}: people on the network can read and change its sums"
+    if KEY not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        text += f". Set one {KEY} on all hosts, for torchrun's store passes the key of the run on unencrypted"
+    return f"{text} (docs/machines.md)."
 
 
 def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> Orders:

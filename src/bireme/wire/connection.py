@@ -23,8 +23,9 @@ from struct import Struct, calcsize
 from typing import Final, NamedTuple
 
 from bireme.errors import BiremeError
+from bireme.wire.encryption import EncryptedSocket
 
-VERSION = 3
+VERSION = 4
 """Of the layout of frames and of greetings."""
 TAG_BYTES = 48
 _START = "<6sBBQ"
@@ -119,6 +120,7 @@ class Connection:
         """
         made.settimeout(None if blocks else 0.0)
         self.socket = made
+        self._encrypted = made if isinstance(made, EncryptedSocket) else None
         self.outgoing: deque[OutgoingFrame] = deque()
         self.came_bytes = 0
         self.sent_s = self.came_s = time.monotonic()
@@ -140,8 +142,13 @@ class Connection:
 
     @property
     def has_staged(self) -> bool:
-        """Whether bytes have been read ahead."""
-        return self._begin != self._end
+        """Whether bytes may have been read ahead, for which nobody has to wait."""
+        return self._begin != self._end or self.is_ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether bytes may have come that `poll` does not find, because they have left the kernel."""
+        return self._encrypted is not None and self._encrypted.is_ready
 
     @property
     def is_reading(self) -> bool:
@@ -177,6 +184,8 @@ class Connection:
                 else:
                     num_bytes = self.socket.sendmsg(rest)
             except BlockingIOError:
+                if self._encrypted is not None and self._encrypted.is_half_sent:
+                    frame.is_begun = True
                 return
             self.sent_s = time.monotonic()
             if rest:
@@ -294,6 +303,8 @@ class Connection:
 
 def wait_for(connection: Connection, events: int, seconds: float) -> bool:
     """Wait until a connection can be read or written (`select.POLLIN`, `POLLOUT`); whether it can."""
+    if events & select.POLLIN and connection.is_ready:
+        return True
     poller = select.poll()
     poller.register(connection.socket, events)
     return bool(poller.poll(max(seconds, 0.0) * 1000))

@@ -1,14 +1,16 @@
 """Who may connect: every listening socket of a run asks for the key of the run before it reads anything else.
 
     caller                                        listener
-      │ ◀──────── challenge: version, nonce ───────── │   at once
-      │ ───── answer: nonce, purpose, HMAC ─────────▶ │   within 5 s, 112 bytes in all
+      │ ◀──── challenge: version, policy, nonce ───── │   at once
+      │ ── answer: nonce, encrypts, purpose, HMAC ──▶ │   within 5 s, 97 bytes in all
+      │ ◀────── handshake of TLS if it encrypts ────▶ │
       │ ◀──────────────── proof: HMAC ─────────────── │
 
 Both HMACs are made with the key over both nonces, so the key itself never crosses the network, and an answer
 is of no use a second time. A caller that gives a wrong answer is refused. A caller that gives none is refused
 after 5 s, or as soon as too many wait: then the oldest goes. Strangers so cost at most 64 sockets, and they
-have no thread and no memory of their own. The connection is not encrypted.
+have no thread and no memory of their own. From the answer on, a connection that leaves the host is encrypted
+(`encryption.py`). The HMACs cover the policy, so nobody between the ends can turn that off.
 """
 
 import ctypes
@@ -29,12 +31,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bireme.wire.connection import TAG_BYTES, VERSION, Poller
+from bireme.wire.encryption import LEAVES, WANTED, EncryptedSocket, encrypts, policy_for
 
 _NONCE_BYTES = 16
 _CHALLENGE_START = b"BIREME?" + bytes([VERSION])
-_CHALLENGE_BYTES = len(_CHALLENGE_START) + _NONCE_BYTES
+_CHALLENGE_BYTES = len(_CHALLENGE_START) + 1 + _NONCE_BYTES
 _MAC_BYTES = hashlib.sha256().digest_size
-_ANSWER_BYTES = _NONCE_BYTES + TAG_BYTES + _MAC_BYTES
+_ANSWER_BYTES = _NONCE_BYTES + 1 + TAG_BYTES + _MAC_BYTES
 GREETING_S = 5.0
 """How long a caller may take to answer; a process of the run answers at once."""
 MOST_STRANGERS = 64
@@ -42,6 +45,7 @@ MOST_STRANGERS = 64
 _MOST_AT_ONCE = 16
 _TRIES, _AGAIN_S = 5, 0.05
 _LOOK_S = 0.5
+_HUNG_UP = "the listener has hung up: it is of another run, or closes"
 
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 """Whether Unix sockets may have names outside the file system, which vanish with the socket."""
@@ -62,12 +66,14 @@ class Caller(NamedTuple):
 class _Stranger:
     """A connection whose other end has not answered yet."""
 
-    __slots__ = ("ends_s", "nonce", "said", "socket")
+    __slots__ = ("ends_s", "nonce", "policy", "said", "socket")
 
     def __init__(self, made: socket.socket) -> None:
         made.setblocking(False)
         self.socket = made
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.policy = policy_for(made)
+        self.nonce = bytes([self.policy]) + secrets.token_bytes(_NONCE_BYTES)
+        """The policy and a nonce: what the challenge has beside its start."""
         self.said = b""
         self.ends_s = time.monotonic() + GREETING_S
 
@@ -121,6 +127,9 @@ class Listener:
             self._say(stranger, _CHALLENGE_START + stranger.nonce)
 
     def _hear(self, stranger: _Stranger) -> None:
+        if isinstance(stranger.socket, EncryptedSocket):
+            self._shake_hands(stranger, stranger.socket)
+            return
         more = b""
         with suppress(OSError):
             more = stranger.socket.recv(_ANSWER_BYTES - len(stranger.said))
@@ -130,10 +139,29 @@ class Listener:
         asked, answer = stranger.said[:-_MAC_BYTES], stranger.said[-_MAC_BYTES:]
         if not more or not hmac.compare_digest(answer, _mac(self._key, b"answer", stranger.nonce, asked)):
             self._refuse(stranger)
-        elif self._say(stranger, _mac(self._key, b"proof", asked[:_NONCE_BYTES], stranger.nonce)):
+        elif asked[_NONCE_BYTES]:
+            stranger.socket = EncryptedSocket(stranger.socket, self._key, is_listener=True)
+            self._shake_hands(stranger, stranger.socket)
+        elif stranger.policy & (WANTED | LEAVES) == WANTED | LEAVES:
+            self._refuse(stranger)
+        else:
+            self._let_in(stranger)
+
+    def _shake_hands(self, stranger: _Stranger, made: EncryptedSocket) -> None:
+        is_done = None
+        with suppress(OSError):
+            is_done = made.shake_hands()
+        if is_done:
+            self._let_in(stranger)
+        elif is_done is None:
+            self._refuse(stranger)
+
+    def _let_in(self, stranger: _Stranger) -> None:
+        asked = stranger.said[:-_MAC_BYTES]
+        if self._say(stranger, _mac(self._key, b"proof", asked[:_NONCE_BYTES], stranger.nonce)):
             self._forget(stranger)
             _prepare(stranger.socket)
-            self._on_caller(Caller(stranger.socket, asked[_NONCE_BYTES:]))
+            self._on_caller(Caller(stranger.socket, asked[_NONCE_BYTES + 1 :]))
 
     def _say(self, stranger: _Stranger, words: bytes) -> bool:
         """Send a few bytes, which a new connection has room for."""
@@ -180,8 +208,10 @@ class ListenerThread:
 
 def authenticated(made: socket.socket, key: str, purpose: bytes = b"") -> socket.socket:
     """Answer the challenge on a new connection, and have the listener prove that it knows the key as well.
+    Returns the connection to use, which is encrypted if the line leaves the host.
 
-    Raises an `OSError` if it does not, or after the socket's timeout, and closes the socket then.
+    Raises an `OSError` if the listener does not, or after the socket's timeout, and closes the socket then.
+    Raises a `BiremeError` if the line is to be encrypted and a package for it is missing.
     """
     with ExitStack() as undo:
         undo.callback(made.close)
@@ -189,8 +219,16 @@ def authenticated(made: socket.socket, key: str, purpose: bytes = b"") -> socket
         if not challenge.startswith(_CHALLENGE_START):
             raise ConnectionError("the listener is not of this version of Bireme")
         nonce, its_nonce = secrets.token_bytes(_NONCE_BYTES), challenge[len(_CHALLENGE_START) :]
-        asked = nonce + purpose.ljust(TAG_BYTES, b"\0")
+        is_encrypted = encrypts(made, its_nonce[0])
+        asked = nonce + bytes([is_encrypted]) + purpose.ljust(TAG_BYTES, b"\0")
         made.sendall(asked + _mac(key, b"answer", its_nonce, asked))
+        if is_encrypted:
+            made = EncryptedSocket(made, key, is_listener=False)
+            undo.callback(made.close)
+            try:
+                made.shake_hands()
+            except BrokenPipeError:
+                raise ConnectionResetError(_HUNG_UP) from None
         if not hmac.compare_digest(_exactly(made, _MAC_BYTES), _mac(key, b"proof", nonce, its_nonce)):
             raise ConnectionError("the listener does not know the key of the run")
         _prepare(made)
@@ -207,7 +245,7 @@ def _exactly(made: socket.socket, num_bytes: int) -> bytes:
     while len(found) < num_bytes:
         more = made.recv(num_bytes - len(found))
         if not more:
-            raise ConnectionResetError("the listener has hung up: it is of another run, or closes")
+            raise ConnectionResetError(_HUNG_UP)
         found += more
     return found
 

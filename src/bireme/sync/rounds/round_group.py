@@ -134,6 +134,11 @@ class PeerLine:
         reads = self.expects and not self._is_held
         return (select.POLLIN if reads else 0) | (0 if self.has_sent else select.POLLOUT)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether an expected frame may have come that `poll` does not find."""
+        return self._connection.is_ready and bool(self.events & select.POLLIN)
+
     def move(self) -> list[Tag]:
         """Write what goes and read what has come; gives the expected frames that are there now.
 
@@ -207,7 +212,9 @@ class _Traffic:
             for number, line in self._by_number.items():
                 if events := line.events:
                     poller.register(number, events)
-            for number, _event in poller.poll(LOOK_S * 1000):
+            ready = {number for number, line in self._by_number.items() if line.is_ready}
+            found = poller.poll(0 if ready else LOOK_S * 1000)
+            for number in ready.union(number for number, _ in found):
                 self._move(self._by_number[number], on_frame)
 
     def _move(self, line: PeerLine, on_frame: Callable[[int, Tag], None]) -> None:

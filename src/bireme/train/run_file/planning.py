@@ -277,6 +277,11 @@ class LinksTable(Table):
     schedule: LinkSchedule = Field(
         default_factory=LinkSchedule, description="Other codecs at the beginning and at the end of a run."
     )
+    encrypt: bool = Field(
+        default=True,
+        description="Encrypt what Bireme sends from one host to another, which needs the extra encryption; "
+        "lines of gloo and NCCL cannot be encrypted",
+    )
 
 
 Penalty = Annotated[float, Field(ge=1, lt=1e6, allow_inf_nan=False)]

@@ -289,7 +289,7 @@ def _more(table: str) -> Iterator[str]:
         "[private-data.md](private-data.md) private samples.",
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
-        "links": "[codecs.md](codecs.md) explains codecs.",
+        "links": "[codecs.md](codecs.md) explains codecs, [machines.md](machines.md) encryption.",
         "memory": "[tiers.md](tiers.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
         "sync": "[agreement.md](agreement.md) explains the modes, [replicas.md](replicas.md) quorum, "
