@@ -1,0 +1,101 @@
+"""The key of a machine: made at its first use, kept in one file, and never sent.
+
+It is a pair of X25519. Two machines that know each other's public keys have a secret in common, with which
+`wire/listener.py` lets one call the other. So a list of public keys is of no use to a thief, and the same key
+serves towards any number of coordinators.
+"""
+
+import hmac
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bireme.errors import BiremeError
+
+HOME = "BIREME_HOME"
+"""The environment variable that names the folder of the key, if it is not `~/.config/bireme`."""
+FILE = "machine.key"
+HEX_KEY = r"^[0-9a-f]{64}$"
+"""A key as a text, public or private: 32 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineKey:
+    """The key of a machine; both parts are texts."""
+
+    private: str = field(repr=False)
+    public: str
+
+    @classmethod
+    def of(cls, private: str) -> "MachineKey":
+        """The key with that private part."""
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        own = X25519PrivateKey.from_private_bytes(bytes.fromhex(private))
+        return cls(private, own.public_key().public_bytes_raw().hex())
+
+    def shared_with(self, public: str) -> str:
+        """The secret that this machine and the one with that public key have in common, as a key of lines."""
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+        own = X25519PrivateKey.from_private_bytes(bytes.fromhex(self.private))
+        try:
+            found = own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
+        except ValueError:
+            raise BiremeError(f"{public[:16]} is not the public key of a machine.") from None
+        both = "".join(sorted((self.public, public)))
+        return hmac.digest(found, f"bireme machines {both}".encode(), "sha256").hex()
+
+
+def key_path() -> Path:
+    """Where the key of this machine is kept."""
+    named = os.environ.get(HOME)
+    return (Path(named) if named else Path.home() / ".config" / "bireme") / FILE
+
+
+def own_key(path: Path | None = None) -> MachineKey:
+    """The key of this machine, which is made if there is none. Processes that do so at once get the same."""
+    path = path or key_path()
+    try:
+        from cryptography.hazmat.primitives.asymmetric import x25519  # noqa: F401
+    except ImportError:
+        raise BiremeError(
+            "The key of a machine needs the package cryptography: pip install 'bireme[encryption]'."
+        ) from None
+    try:
+        if not path.exists():
+            _make(path)
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise BiremeError(f"Others can read {path}, the key of this machine. Run: chmod 600 {path}")
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise BiremeError(
+            f"The key of this machine cannot be kept in {path}: {error.strerror or error}. Name a folder that "
+            f"you may write in {HOME}."
+        ) from error
+    if not re.match(HEX_KEY, text):
+        raise BiremeError(
+            f"{path} does not hold the key of a machine. Remove it for a new key; coordinators must then admit "
+            "this machine again."
+        )
+    return MachineKey.of(text)
+
+
+def _make(path: Path) -> None:
+    """Put a new key there, whole and for this user alone, unless another process is faster."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{FILE}-{secrets.token_hex(8)}")
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(file, "wb") as opened:
+            opened.write(secrets.token_hex(32).encode() + b"\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        path.hardlink_to(draft)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()

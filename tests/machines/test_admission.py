@@ -1,0 +1,129 @@
+"""Who was not admitted, or is not any more, takes no part: for all orders of events."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bireme.errors import BiremeError
+from bireme.machines.admission import (
+    AdmissionList,
+    AdmittedMachine,
+    Token,
+    change_admissions,
+    digest_of,
+    read_admissions,
+)
+
+KEYS = [f"{number:064x}" for number in range(1, 5)]
+HEX = st.binary(min_size=32, max_size=32).map(bytes.hex)
+
+
+@given(HEX, st.binary(min_size=16, max_size=16).map(bytes.hex), st.integers(0, 69), st.characters())
+def test_a_token_is_read_back_and_any_other_text_is_refused(
+    key: str, secret: str, place: int, other: str
+) -> None:
+    token = Token(key, secret)
+    text = str(token)
+    assert Token.parse(f" {text}\n") == token
+    changed = text[:place] + other + text[place + 1 :]
+    for wrong in (text[:place], changed):
+        try:
+            assert Token.parse(wrong) == token
+        except BiremeError as error:
+            assert "not a whole token" in str(error)  # noqa: PT017 (the same text is read back)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("give"), st.integers(1, 20), st.just(0)),
+        st.tuples(st.just("admit"), st.integers(0, 3), st.integers(0, 3)),
+        st.tuples(st.just("revoke machine"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("revoke token"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 20), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(EVENTS)
+def test_a_machine_takes_part_only_if_a_valid_token_admitted_it_and_nobody_revoked_it(
+    events: list[tuple[str, int, int]],
+) -> None:
+    """Against a plain account of what was given, used and revoked."""
+    found, now_s = AdmissionList(), 1000.0
+    secrets, ends, users, gone = list[str](), list[float](), dict[int, str](), set[int]()
+    admitted, revoked = set[str](), set[str]()
+    for what, first, second in events:
+        if what == "give":
+            found, secret = found.with_token(now_s, first)
+            secrets.append(secret)
+            ends.append(now_s + first)
+        elif what == "wait":
+            now_s += first
+        elif what == "revoke machine" and KEYS[first] in admitted:
+            found = found.revoke(KEYS[first])
+            revoked.add(KEYS[first])
+        elif what == "revoke token" and first < len(secrets):
+            found = found.revoke(digest_of(secrets[first]))
+            gone.add(first)
+        elif what == "admit":
+            key, secret = KEYS[second], secrets[first] if first < len(secrets) else "ab" * 16
+            is_free = (
+                first < len(secrets) and first not in gone and now_s < ends[first] and first not in users
+            )
+            is_again = users.get(first) == key and first not in gone
+            if (is_free or is_again) and key not in revoked:
+                found = found.admit(secret, key, f"host-{second}", now_s)
+                users[first] = key
+                admitted.add(key)
+            else:
+                with pytest.raises(BiremeError):
+                    found.admit(secret, key, f"host-{second}", now_s)
+        for key in KEYS:
+            if key in admitted - revoked:
+                assert found.check(key).public == key
+            else:
+                with pytest.raises(BiremeError):
+                    found.check(key)
+
+
+def test_the_list_in_a_file_gives_no_secret_away_and_is_read_back(tmp_path: Path) -> None:
+    path, secrets = tmp_path / "admitted.json", list[str]()
+
+    def give(before: AdmissionList) -> AdmissionList:
+        after, secret = before.with_token(5.0, 60.0)
+        secrets.append(secret)
+        return after
+
+    assert read_admissions(path) == AdmissionList()
+    change_admissions(path, give)
+    change_admissions(path, lambda one: one.admit(secrets[0], KEYS[0], "host-0", 6.0))
+    changed = change_admissions(path, lambda one: one.revoke("host-0"))
+    assert read_admissions(path) == changed
+    assert secrets[0] not in path.read_text()
+    with pytest.raises(BiremeError, match="has been revoked"):
+        changed.check(KEYS[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(KEYS[0], KEYS[0][:-1]), (KEYS[0], KEYS[1]), ('"since_s": 1.0', '"since_s": -1'), ("format", "formal")],
+)
+def test_a_list_that_was_damaged_is_not_believed(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "admitted.json"
+    machines = tuple(AdmittedMachine(key, "host", 1.0) for key in KEYS[:2])
+    change_admissions(path, lambda _: AdmissionList(machines))
+    path.write_text(path.read_text().replace(old, new))
+    before = path.read_bytes()
+    with pytest.raises(BiremeError, match=r"admitted\.json"):
+        change_admissions(path, lambda one: one.revoke(KEYS[1]))
+    assert path.read_bytes() == before
+
+
+def test_what_is_revoked_must_be_one_thing() -> None:
+    found = AdmissionList(tuple(AdmittedMachine(key, "host", 1.0) for key in KEYS[:2]))
+    for word, num in (("host", "more than one"), ("guest", "no"), ("", "more than one")):
+        with pytest.raises(BiremeError, match=f"There is {num} machine or token"):
+            found.revoke(word)
