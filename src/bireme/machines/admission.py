@@ -1,4 +1,4 @@
-"""Who may take part: the list of a coordinator, with the machines it has admitted and the tokens it has given.
+"""Who may take part: a coordinator's list of the machines it has admitted and the tokens it has given.
 
 A token admits one machine, once, until it expires or is revoked. From then on the key of the machine counts.
 The list holds public keys and digests of tokens, so it gives nothing away. Times are seconds of the epoch.
@@ -145,13 +145,11 @@ class AdmissionList:
                 f"There is {num} machine or token {word!r}. Give a name, or the beginning of a key that only "
                 "one of them has."
             )
-        return replace(
-            self,
-            machines=tuple(
-                replace(one, is_revoked=True) if one in machines else one for one in self.machines
-            ),
-            tokens=tuple(replace(one, is_revoked=True) if one in tokens else one for one in self.tokens),
-        )
+        if tokens:
+            gone = replace(tokens[0], is_revoked=True)
+            return replace(self, tokens=tuple(gone if one in tokens else one for one in self.tokens))
+        left = replace(machines[0], is_revoked=True)
+        return replace(self, machines=tuple(left if one in machines else one for one in self.machines))
 
     def _machine(self, public: str) -> AdmittedMachine | None:
         return next((one for one in self.machines if one.public == public), None)

@@ -73,13 +73,13 @@ def own_key(path: Path | None = None) -> MachineKey:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
         raise BiremeError(
-            f"The key of this machine cannot be kept in {path}: {error.strerror or error}. Name a folder that "
-            f"you may write in {HOME}."
+            f"The key of this machine cannot be kept in {path}: {error.strerror or error}. Name in {HOME} a "
+            "folder that you may write."
         ) from error
     if not re.match(HEX_KEY, text):
         raise BiremeError(
-            f"{path} does not hold the key of a machine. Remove it for a new key; coordinators must then admit "
-            "this machine again."
+            f"{path} does not hold the key of a machine. Remove it for a new key; coordinators must then "
+            "admit this machine again."
         )
     return MachineKey.of(text)
 
