@@ -73,7 +73,7 @@ def test_a_machine_takes_part_only_if_a_valid_token_admitted_it_and_nobody_revok
             is_free = (
                 first < len(secrets) and first not in gone and now_s < ends[first] and first not in users
             )
-            is_again = is_valid and users.get(first) == key
+            is_again = users.get(first) == key and first not in gone
             if (is_free or is_again) and key not in revoked:
                 found = found.admit(secret, key, f"host-{second}", now_s)
                 users[first] = key

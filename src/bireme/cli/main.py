@@ -68,6 +68,9 @@ VERBS = {
         "Trace a training iteration: what the peak consists of, which blocks are idle, "
         "what could be swapped.",
     ),
+    "doctor": Verb(
+        PLAN, "Check this machine, and the line to another one: all that keeps them from training together."
+    ),
     "capabilities": Verb(
         LOOK,
         "Show which capabilities go together, or the keys of a run file that switch on some of them.",

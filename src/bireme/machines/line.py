@@ -1,0 +1,386 @@
+"""A line between two machines, checked from one end: `bireme doctor HOST:PORT`.
+
+The other end is `bireme doctor --listen`, which answers everything, or a process of a run, of which can only
+be said that it is there and takes the key. Requests are texts in JSON, data are frames of bytes:
+
+    hello facts ──▶ facts, seen address          take N, N bytes ──▶ taken
+    ping ──▶ time                                give N ──▶ N bytes
+    call port, key ──▶ error                     findings lines ──▶ noted
+"""
+
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from bireme.errors import BiremeError
+from bireme.machines.findings import Finding, fails, note, well
+from bireme.machines.own_machine import MachineFacts
+from bireme.wire.connection import (
+    HEADER_BYTES,
+    VERSION,
+    Connection,
+    FrameKind,
+    frame_header,
+    read_frame_header,
+    wait_for,
+)
+from bireme.wire.encryption import EncryptedSocket
+from bireme.wire.listener import (
+    Caller,
+    ListenerThread,
+    authenticated,
+    call_port,
+    interface_of,
+    new_key,
+    open_port,
+)
+
+Address = tuple[str, int]
+TIMEOUT_S = 5.0
+"""How long anything may take in which nothing moves."""
+_MEASURE_S = 1.0
+_NUM_PINGS = 20
+_LARGE_BYTES, _MOST_BYTES = 1 << 20, 1 << 26
+_MOST_WORDS_BYTES = 1 << 16
+_MOST_OFFSET_S, _FAILING_OFFSET_S = 2.0, 300.0
+_MTU = (
+    "the MTU of a link between is smaller than both ends believe, or the line was cut",
+    "Lower it on both machines, such as: ip link set dev eth0 mtu 1280",
+)
+_GREETING = b"BIREME?"
+
+
+class _Line:
+    """Requests and data over a connection, at either end."""
+
+    def __init__(self, made: socket.socket) -> None:
+        self._connection = Connection(made)
+        self._data = bytearray()
+
+    def say(self, words: Mapping[str, Any]) -> None:
+        self._connection.say(json.dumps(words).encode())
+        self._connection.flush(TIMEOUT_S)
+
+    def hear(self) -> dict[str, Any]:
+        """The next text. Raises an `OSError` if it does not come."""
+        found = json.loads(self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES)))
+        return found if isinstance(found, dict) else {}
+
+    def ask(self, what: str, **words: Any) -> dict[str, Any]:
+        self.say({"do": what, **words})
+        return self.hear()
+
+    def send(self, num_bytes: int) -> None:
+        body = memoryview(bytes(num_bytes))
+        self._connection.send(memoryview(frame_header(FrameKind.TENSOR, num_bytes)), body)
+        self._connection.flush(TIMEOUT_S)
+
+    def take(self) -> None:
+        """Wait for a frame of bytes, and throw it away."""
+
+        def place(header: bytes) -> memoryview:
+            num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
+            if num_bytes > _MOST_BYTES:
+                raise ConnectionError(f"{num_bytes} bytes were announced")
+            self._data = bytearray(num_bytes)
+            return memoryview(self._data)
+
+        self._come(lambda: self._connection.next_frame(place))
+
+    def _come(self, read: Callable[[], bytes | None]) -> bytes:
+        began_s = time.monotonic()
+        while (found := read()) is None:
+            left_s = max(self._connection.came_s, began_s) + TIMEOUT_S - time.monotonic()
+            if not wait_for(self._connection, select.POLLIN, left_s):
+                raise TimeoutError(f"nothing has come for {TIMEOUT_S:g} s")
+        return found
+
+
+class DoctorListener:
+    """Answers `bireme doctor` of other machines that know the token, until it is closed. `tell` prints what
+    they have found.
+    """
+
+    def __init__(self, address: Address, token: str, own: MachineFacts, tell: Callable[[str], None]) -> None:
+        host, port = address
+        try:
+            listening = open_port(interface_of(host), port)
+        except OSError as error:
+            raise BiremeError(
+                f"Port {port} cannot be opened here: {error.strerror}. Name another one, or 0 for any."
+            ) from None
+        self.port: int = listening.getsockname()[1]
+        self._own, self._tell = own, tell
+        self._thread = ListenerThread(token, [listening], self._take, "bireme doctor")
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._thread.close()
+
+    def _take(self, caller: Caller) -> None:
+        threading.Thread(target=self._serve, args=(caller.socket,), daemon=True).start()
+
+    def _serve(self, made: socket.socket) -> None:
+        with made, suppress(OSError, ValueError, KeyError, TypeError, BiremeError):
+            peer = made.getpeername()[0] if made.family != socket.AF_UNIX else ""
+            line, name = _Line(made), peer
+            while True:
+                asked = line.hear()
+                match asked["do"]:
+                    case "hello":
+                        name = MachineFacts.read(asked["facts"]).name
+                        self._tell(f"{name} at {peer} checks the line.")
+                        line.say({"facts": asdict(self._own), "seen": peer})
+                    case "ping":
+                        line.say({"now_s": time.time()})
+                    case "take":
+                        line.take()
+                        line.say({})
+                    case "give":
+                        line.send(min(int(asked["bytes"]), _MOST_BYTES))
+                    case "call":
+                        line.say({"error": _call_back(peer, int(asked["port"]), str(asked["key"]))})
+                    case "findings":
+                        for text in asked["lines"][:100]:
+                            self._tell(f"{name}: {''.join(filter(str.isprintable, str(text)))[:400]}")
+                        line.say({})
+
+
+def _call_back(host: str, port: int, key: str) -> str:
+    """Why the caller cannot be called back; empty if it can."""
+    try:
+        call_port((host, port), key, TIMEOUT_S / 2).close()  # the caller waits for the answer meanwhile
+    except (OSError, BiremeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def check_line(address: Address, token: str, own: MachineFacts) -> Iterator[Finding]:
+    """All findings about the line to another machine, as they come. It ends with the first that makes the
+    others impossible.
+    """
+    host, port = address
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        remedy = "Type its address instead, or add the name to /etc/hosts."
+        yield fails("name", f"this machine does not find the name {host}.", remedy)
+        return
+    where = found[0][4][0]
+    if where != host:
+        yield well("name", f"{host} is {where}")
+    made = yield from _connected(address)
+    if made is None:
+        return
+    stop = _stranger(made, address)
+    if stop is not None:
+        made.close()
+        yield stop
+        return
+    yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
+    try:
+        made = authenticated(made, token)
+    except BiremeError as error:
+        yield fails("encryption", str(error), "")
+        return
+    except TimeoutError:
+        yield fails("line", f"{host}:{port} greets and then falls silent: {_MTU[0]}.", _MTU[1])
+        return
+    except OSError:
+        yield fails(
+            "token",
+            f"{host}:{port} does not take {'the token' if token else 'a caller without a token'}.",
+            "Copy the line that `bireme doctor --listen` prints there. For the port of a run, --token is the "
+            "run's BIREME_KEY.",
+        )
+        return
+    is_encrypted = isinstance(made, EncryptedSocket)
+    text = "the line is encrypted (TLS 1.3)" if is_encrypted else "the line is not encrypted"
+    yield well("encryption", text)
+    with made:
+        yield from _answered(_Line(made), made, address, own)
+
+
+def _connected(address: Address) -> Generator[Finding, None, socket.socket | None]:
+    """A connection, or the finding why there is none."""
+    host, port = address
+    try:
+        return socket.create_connection(address, timeout=TIMEOUT_S)
+    except ConnectionRefusedError:
+        text = f"{host} is there, and nothing listens at its port {port}."
+        remedy = f"Start `bireme doctor --listen {host}:{port}` there, or compare the port with the run's."
+    except TimeoutError:
+        text = f"{host}:{port} does not answer: it is off, or a firewall drops packets."
+        remedy = f"Let TCP port {port} in there (such as `ufw allow {port}/tcp`), and in its router."
+    except OSError as error:
+        text = f"no way leads to {host}: {error.strerror or error}."
+        remedy = "Check that both machines are in one network or VPN, and the cable."
+    yield fails("port", text, remedy)
+    return None
+
+
+def _stranger(made: socket.socket, address: Address) -> Finding | None:
+    """The finding if no Bireme of this version listens at the other end."""
+    where = f"{address[0]}:{address[1]}"
+    port = "Compare the port with the line that was printed there."
+    begin, ends_s = b"", time.monotonic() + TIMEOUT_S
+    try:
+        while len(begin) <= len(_GREETING) and time.monotonic() < ends_s:
+            begin = made.recv(len(_GREETING) + 1, socket.MSG_PEEK)
+            if not begin or not _GREETING.startswith(begin[: len(_GREETING)]):
+                break
+    except OSError:
+        begin = b""
+    if not begin:
+        return fails("port", f"something listens at {where} and does not greet: it is not Bireme.", port)
+    if not begin.startswith(_GREETING):
+        words = begin.decode(errors="replace")
+        return fails("port", f"something else than Bireme listens at {where}: it says {words!r}.", port)
+    if begin[-1] != VERSION:
+        return fails(
+            "version",
+            f"the Bireme at {where} has version {begin[-1]} of the protocol, and this one {VERSION}.",
+            "Install the same version of Bireme on both machines.",
+        )
+    return None
+
+
+def _answered(line: _Line, made: socket.socket, address: Address, own: MachineFacts) -> Iterator[Finding]:
+    """What the other end helps to find out."""
+    try:
+        hello = line.ask("hello", facts=asdict(own))
+        other, seen = MachineFacts.read(hello["facts"]), str(hello["seen"])
+    except (OSError, ValueError, KeyError):
+        yield note(
+            "peer",
+            f"a run of Bireme listens at {address[0]}:{address[1]}, and takes the key.",
+            "Run `bireme doctor --listen` there to check versions, clocks, ports and speeds.",
+        )
+        return
+    lines: list[str] = []
+    checks: Sequence[Callable[[], Iterator[Finding]]] = (
+        lambda: _versions(own, other),
+        lambda: _clocks_and_latency(line, other.name),
+        lambda: _addresses(line, made, seen, other.name),
+        lambda: _speeds(line, other.name),
+    )
+    for check in checks:
+        for one in check():
+            lines.append(one.line)
+            yield one
+            if one.check in ("line", "large messages") and one.remedy:
+                return
+    with suppress(OSError, ValueError):
+        line.ask("findings", lines=lines)
+
+
+def _versions(own: MachineFacts, other: MachineFacts) -> Iterator[Finding]:
+    if own.bireme != other.bireme:
+        yield fails(
+            "versions",
+            f"Bireme {own.bireme} here, {other.bireme} on {other.name}.",
+            f"Install the same version on both, such as: pip install bireme=={max(own.bireme, other.bireme)}",
+        )
+    for what, here, there in (("torch", own.torch, other.torch), ("Python", own.python, other.python)):
+        if here.split(".")[:2] != there.split(".")[:2]:
+            text = f"{what} {here} here, {there} on {other.name}."
+            yield note("versions", text, "Results may differ in the last bits; use one version if in doubt.")
+    if own == MachineFacts(own.name, other.python, other.torch, other.bireme):
+        yield well("versions", f"the same on {other.name}")
+
+
+def _clocks_and_latency(line: _Line, name: str) -> Iterator[Finding]:
+    taken: list[tuple[float, float]] = []
+    try:
+        for _ in range(_NUM_PINGS):
+            began_s, began = time.perf_counter(), time.time()
+            there_s = float(line.ask("ping")["now_s"])
+            took_s = time.perf_counter() - began_s
+            taken.append((took_s, there_s - began - took_s / 2))
+    except (OSError, ValueError, KeyError) as error:
+        yield fails("line", f"the line broke while small messages crossed: {error}.", "Check the network.")
+        return
+    yield well("latency", f"{1e3 * median(took for took, _ in taken):.2f} ms there and back")
+    offset_s = min(taken)[1]
+    text = f"that of {name} is {abs(offset_s):,.1f} s {'ahead' if offset_s > 0 else 'behind'}"
+    remedy = "Switch on time synchronization on both machines: timedatectl set-ntp true"
+    if abs(offset_s) > _FAILING_OFFSET_S:
+        yield fails("clock", f"{text}: tokens and dates of files are wrong.", remedy)
+    elif abs(offset_s) > _MOST_OFFSET_S:
+        yield note("clock", f"{text}.", remedy)
+    else:
+        yield well("clock", "both clocks agree to 2 s")
+
+
+def _addresses(line: _Line, made: socket.socket, seen: str, name: str) -> Iterator[Finding]:
+    """Whether the other machine can call this one, as ranks do, at a port that the system chooses."""
+    own = made.getsockname()[0]
+    if own != seen:
+        yield note(
+            "address",
+            f"this machine is {own}, and {name} sees it as {seen}: a router is in between.",
+            "Other machines can call this one only if the router forwards all ports; use a VPN, and set "
+            "BIREME_ADDRESS to its address there.",
+        )
+    key, came = new_key(), list[Caller]()
+    listening = open_port("")
+    port = listening.getsockname()[1]
+    thread = ListenerThread(key, [listening], came.append, "bireme doctor")
+    try:
+        error = str(line.ask("call", port=port, key=key)["error"])[:200]
+    except (OSError, ValueError, KeyError) as broken:
+        error = str(broken)
+    finally:
+        thread.close()
+        for one in came:
+            one.socket.close()
+    if error:
+        yield fails(
+            "ports",
+            f"{name} cannot call this machine back at {seen}:{port} ({error}): only one direction is open.",
+            "Ranks listen on ports of their own choice: let all TCP ports in from there (such as `ufw allow "
+            f"from {made.getpeername()[0]}`), or join both machines by a VPN.",
+        )
+    else:
+        yield well("ports", f"{name} calls this machine back at {seen}")
+
+
+def _speeds(line: _Line, name: str) -> Iterator[Finding]:
+    """Whether large messages cross, and how fast."""
+
+    def give(num_bytes: int) -> None:
+        line.say({"do": "give", "bytes": num_bytes})
+        line.take()
+
+    def take(num_bytes: int) -> None:
+        line.say({"do": "take"})
+        line.send(num_bytes)
+        line.hear()
+
+    speeds = []
+    for cross, way in ((take, f"to {name}"), (give, f"from {name}")):
+        num_bytes = _LARGE_BYTES
+        try:
+            while True:
+                began_s = time.perf_counter()
+                cross(num_bytes)
+                took_s = time.perf_counter() - began_s
+                if took_s > _MEASURE_S or num_bytes >= _MOST_BYTES:
+                    break
+                num_bytes = min(max(2 * num_bytes, int(num_bytes * _MEASURE_S / took_s)), _MOST_BYTES)
+        except (OSError, ValueError) as error:
+            yield fails(
+                "large messages",
+                f"small messages cross, and large ones {way} do not ({error}): {_MTU[0]}.",
+                _MTU[1],
+            )
+            return
+        speeds.append(f"{8e-6 * num_bytes / took_s:,.0f} Mbit/s {way}")
+    yield well("bandwidth", ", ".join(speeds))
