@@ -1,6 +1,6 @@
 """Time to a loss over slow links: what the schedule brings, what the codec brings, and both.
 
-    python benchmarks/links.py [--quick] [--json]
+    python benchmarks/links.py [--section times|encryption] [--quick] [--json]
 
 The setting of a public benchmark at our size: eight stages, links of 50 ms with the bandwidth at which dense
 bfloat16 under 1f1b spends 85 % of a step on bytes. T is the steps to the loss of the synchronous dense run,
@@ -12,14 +12,22 @@ that sleep for as long as they would compute, slowed down or sped up until a ste
 is seen of a short step is the machine that emulates eight devices at once. Steps are not measured here: those
 of delayed updates are of docs/convergence.md, those of codecs of a pilot and a study (docs/codecs.md), and
 the two are multiplied.
+
+The section encryption measures what it costs to encrypt a line: bytes per second between two processes over
+the loopback, processor seconds of both ends, and the time of a small message there and back.
 """
 
+import multiprocessing
+import os
+import select
 import sys
-from argparse import Namespace
+import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,6 +46,9 @@ from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
+from bireme.wire.connection import HEADER_BYTES, Connection, FrameKind, frame_header, wait_for
+from bireme.wire.encryption import ALWAYS, NEVER, VARIABLE
+from bireme.wire.listener import Caller, ListenerThread, call_port, open_port
 
 STAGES, MICRO_BATCHES = 8, 32
 FORWARD_S, BACKWARD_S, UPDATE_S = 0.04, 0.08, 0.02
@@ -200,7 +211,103 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
     return found
 
 
+# What encryption costs.
+
+LARGE_BYTES, SMALL_BYTES = 4 << 20, (64, 4096)
+NUM_LARGE, NUM_SMALL, WARM = 256, 4000, 200
+"""Messages of each size; the first small ones do not count."""
+WAIT_S = 60.0
+
+
+def _send(connection: Connection, body: memoryview) -> None:
+    connection.send(memoryview(frame_header(FrameKind.TENSOR, len(body))), body)
+    connection.flush(WAIT_S)
+
+
+def _take(connection: Connection, into: memoryview) -> None:
+    while connection.next_frame(lambda _: into) is None:
+        if not wait_for(connection, select.POLLIN, WAIT_S):
+            raise TimeoutError
+
+
+def _echo(port: int, told: "multiprocessing.SimpleQueue[float]", num_large: int, num_small: int) -> None:
+    """The other end: take the large messages, and send each small one back."""
+    connection = Connection(call_port(("127.0.0.1", port), "key", WAIT_S))
+    body = memoryview(bytearray(LARGE_BYTES))
+    _take(connection, body[:HEADER_BYTES])
+    began_s = time.process_time()
+    for _ in range(num_large):
+        _take(connection, body)
+    _send(connection, body[:1])
+    told.put(time.process_time() - began_s)
+    for size in SMALL_BYTES:
+        for _ in range(num_small):
+            _take(connection, body[:size])
+            _send(connection, body[:size])
+
+
+def encryption_row(policy: str, *, is_quick: bool) -> dict[str, Any]:
+    num_large, num_small = (8, 2 * WARM) if is_quick else (NUM_LARGE, NUM_SMALL)
+    os.environ[VARIABLE] = policy
+    came: multiprocessing.SimpleQueue[float] = multiprocessing.SimpleQueue()
+    callers = list[Caller]()
+    listening = open_port("127.0.0.1")
+    words = (listening.getsockname()[1], came, num_large, num_small)
+    other = multiprocessing.get_context("fork").Process(target=_echo, args=words)
+    other.start()
+    thread = ListenerThread("key", [listening], callers.append, "bireme benchmark")
+    while not callers:
+        time.sleep(0.01)
+    thread.close()
+    connection = Connection(callers[0].socket)
+    body = memoryview(bytearray(os.urandom(LARGE_BYTES)))
+    _send(connection, body[:HEADER_BYTES])
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(num_large):
+        _send(connection, body)
+    _take(connection, memoryview(bytearray(1)))
+    took_s = time.perf_counter() - began_s
+    cpu_s = time.process_time() - cpu_s
+    gigabytes = 1e-9 * num_large * LARGE_BYTES
+    row: dict[str, Any] = {
+        "encrypted": policy == ALWAYS,
+        "MB_per_s": 1e3 * gigabytes / took_s,
+        "send_cpu_s_per_GB": cpu_s / gigabytes,
+        "receive_cpu_s_per_GB": came.get() / gigabytes,
+    }
+    for size in SMALL_BYTES:
+        times = []
+        for _ in range(num_small):
+            began_s = time.perf_counter()
+            _send(connection, body[:size])
+            _take(connection, body[:size])
+            times.append(time.perf_counter() - began_s)
+        row[f"there_and_back_us_{size}_bytes"] = 1e6 * median(times[WARM:])
+    connection.close()
+    other.join()
+    return row
+
+
+def encryption(asked: Namespace) -> Findings:
+    rows = [encryption_row(policy, is_quick=asked.quick) for policy in (NEVER, ALWAYS, NEVER, ALWAYS)]
+    plain, encrypted = ([row for row in rows if row["encrypted"] is one] for one in (False, True))
+
+    def least(rows: Sequence[dict[str, Any]], *columns: str) -> float:
+        found: float = min(sum(row[column] for column in columns) for row in rows)
+        return found
+
+    small, cpu = f"there_and_back_us_{SMALL_BYTES[0]}_bytes", ("send_cpu_s_per_GB", "receive_cpu_s_per_GB")
+    added_us = (least(encrypted, small) - least(plain, small)) / 2
+    limits = [
+        at_most("us that encryption adds to a small message", added_us, 50),
+        at_most("processor seconds that it adds a GB", least(encrypted, *cpu) - least(plain, *cpu), 2.5),
+    ]
+    return Findings([Section("A line between two processes over the loopback", rows)], limits)
+
+
 def measure(asked: Namespace) -> Findings:
+    if asked.section == "encryption":
+        return encryption(asked)
     ways = [Way(schedule, codec) for schedule in SCHEDULES for codec in CODECS]
     ways += [
         Way(schedule, codec, True) for schedule in SCHEDULES for codec in CODECS if codec.startswith("topk")
@@ -217,5 +324,9 @@ def measure(asked: Namespace) -> Findings:
     return Findings([Section(title, rows)], verdicts(rows))
 
 
+def _options(parser: ArgumentParser) -> None:
+    parser.add_argument("--section", choices=("times", "encryption"), default="times", help="what to measure")
+
+
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="the simulator alone")
+    benchmark(__doc__, measure, quick="the simulator alone, or few messages", options=_options)

@@ -34,7 +34,7 @@ def test_each_row_of_links_has_what_its_time_to_the_loss_is_made_of(monkeypatch:
     seconds = {"none": 8.0, "int8": 4.0}
     monkeypatch.setattr(links, "bandwidth", lambda: 1e6)
     monkeypatch.setattr(links, "step", lambda schedule, codec: (seconds.get(codec, 1.0), 7))
-    rows = rows_of(links.measure(QUICK))
+    rows = rows_of(links.measure(Namespace(quick=True, section="times")))
     wanted = {"schedule", "codec", "bits", "steps", "step_s", "T", "T_dense_over_T"}
     assert all(wanted <= row.keys() for row in rows)
     of = {(row["schedule"], row["codec"]): row for row in rows}
@@ -62,6 +62,14 @@ def test_rows_of_sums_say_loss_seconds_and_bytes_beside_those_of_torch(
     rows = rows_of(sums.measure(QUICK))
     assert [row["codec"] for row in rows] == [*sums.CODECS]
     assert {"loss", "loss_over_dense", "step_s", "network_bytes_per_step", "times_fewer"} <= rows[0].keys()
+
+
+def test_encryption_is_measured_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "WARM", 5)
+    monkeypatch.setenv(links.VARIABLE, "")
+    found = links.measure(Namespace(quick=True, section="encryption")).document()
+    assert [row["encrypted"] for row in found["rows"]] == [False, True, False, True]
+    assert all(value > 0 for row in found["rows"] for name, value in row.items() if name != "encrypted")
 
 
 def test_rows_of_the_recommender_say_auc_and_bytes_of_both_links(monkeypatch: pytest.MonkeyPatch) -> None:

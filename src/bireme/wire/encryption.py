@@ -226,25 +226,26 @@ class EncryptedSocket(socket.socket):
 
     def _receive(self, into: memoryview, ahead_bytes: int) -> int:
         while True:
-            with self._using:
-                came = self._decrypted(into)
-            if came is not None:
+            if self.is_ready and (came := self._decrypted(into)) is not None:
                 return came
             more = super().recv(ahead_bytes)
             if not more:
                 return 0
             with self._using:
                 self._incoming.write(more)
+            self.is_ready = True
 
     def _decrypted(self, into: memoryview) -> int | None:
-        """The number of bytes that were there; None if there are none without the kernel."""
+        """The number of bytes that were there, 0 at the end; None if there are none without the kernel."""
         came = 0
-        self.is_ready = True
-        try:
-            while came < len(into):
-                came += cast("int", self._tls.read(len(into) - came, cast("bytearray", into[came:])))
-        except ssl.SSLWantReadError:
-            self.is_ready = False
-        except ssl.SSLZeroReturnError:
-            return came
+        with self._using:
+            try:
+                while came < len(into) and self.is_ready:
+                    came += cast("int", self._tls.read(len(into) - came, cast("bytearray", into[came:])))
+                    # To read when there is nothing costs an exception.
+                    self.is_ready = bool(self._tls.pending() or self._incoming.pending)
+            except ssl.SSLWantReadError:
+                self.is_ready = False
+            except ssl.SSLZeroReturnError:
+                return came
         return came or None
