@@ -173,6 +173,7 @@ def test_no_private_row_leaves_its_owners_host(tmp_path: Path, capsys: pytest.Ca
             send_on_purpose(machines[1], machines[0], pickle.dumps(rows))
 
     document = first.document
+    assert "Lines between hosts are not encrypted (links.encrypt = false)." in first.err
     assert document["private_samples"] == {OWNER: NUM_ROWS}
     assert document["placement"]["private_taken"] == {OWNER: NUM_ROWS}
     assert document["stages"][0]["device"] == document["stages"][-1]["device"] == f"{OWNER}/cpu0"
