@@ -11,6 +11,7 @@ from examples.recommender import Trained
 
 from benchmarks import links, principal, recommender, sums
 from benchmarks.common.command import Found
+from bireme.wire.encryption import VARIABLE
 
 pytestmark = pytest.mark.slow  # imports the engine
 
@@ -66,7 +67,7 @@ def test_rows_of_sums_say_loss_seconds_and_bytes_beside_those_of_torch(
 
 def test_encryption_is_measured_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "WARM", 5)
-    monkeypatch.setenv(links.VARIABLE, "")
+    monkeypatch.setenv(VARIABLE, "")
     found = links.measure(Namespace(quick=True, section="encryption")).document()
     assert [row["encrypted"] for row in found["rows"]] == [False, True, False, True]
     assert all(value > 0 for row in found["rows"] for name, value in row.items() if name != "encrypted")

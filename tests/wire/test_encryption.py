@@ -179,6 +179,19 @@ def test_a_listener_does_not_take_a_caller_that_would_not_encrypt(
     assert house.callers == []
 
 
+@pytest.mark.usefixtures("always")
+def test_a_listener_that_cannot_encrypt_goes_on_after_a_caller_that_would(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, NEVER)
+        patch.setattr("bireme.wire.listener.encrypts", lambda *_: True)
+        with pytest.raises(OSError, match=r".+"):
+            call(house.doorway.address, KEY, b"", patience_s())
+    with call(house.doorway.address, KEY, b"", patience_s()):
+        house.wait(lambda: len(house.callers) == 1)
+
+
 def test_the_listener_decides_that_nothing_is_encrypted(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ def _room() -> Iterator[Finding]:
 def _devices() -> Finding:
     if count := num_accelerators():
         names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(count)}))
-        return well("devices", f"{count} GPUs: {names}")
+        return well("devices", f"{count} GPU{'s' if count > 1 else ''}: {names}")
     built_for = torch.version.cuda or torch.version.hip
     if built_for and _DRIVER.exists():
         return fails(

@@ -146,11 +146,11 @@ class EncryptedSocket(socket.socket):
     """
 
     def __init__(self, made: socket.socket, key: str, *, is_listener: bool) -> None:
+        context = _context(key, is_listener=is_listener)
         timeout_s = made.gettimeout()
         super().__init__(made.family, made.type, made.proto, made.detach())
         self.settimeout(timeout_s)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        context = _context(key, is_listener=is_listener)
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_listener)
         self._using = threading.Lock()
         """Held while `_tls` is used, and never while this end waits for the other."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bireme.wire.connection import TAG_BYTES, VERSION, Poller
-from bireme.wire.encryption import LEAVES, WANTED, EncryptedSocket, encrypts, policy_for
+from bireme.wire.encryption import LACKS, LEAVES, WANTED, EncryptedSocket, encrypts, policy_for
 
 _NONCE_BYTES = 16
 _CHALLENGE_START = b"BIREME?" + bytes([VERSION])
@@ -139,13 +139,21 @@ class Listener:
         asked, answer = stranger.said[:-_MAC_BYTES], stranger.said[-_MAC_BYTES:]
         if not more or not hmac.compare_digest(answer, _mac(self._key, b"answer", stranger.nonce, asked)):
             self._refuse(stranger)
-        elif asked[_NONCE_BYTES]:
+        elif not asked[_NONCE_BYTES]:
+            is_needed = stranger.policy & (WANTED | LEAVES) == WANTED | LEAVES
+            (self._refuse if is_needed else self._let_in)(stranger)
+        elif stranger.policy & (WANTED | LACKS) == WANTED:
+            self._encrypt(stranger)
+        else:
+            self._refuse(stranger)
+
+    def _encrypt(self, stranger: _Stranger) -> None:
+        try:
             stranger.socket = EncryptedSocket(stranger.socket, self._key, is_listener=True)
-            self._shake_hands(stranger, stranger.socket)
-        elif stranger.policy & (WANTED | LEAVES) == WANTED | LEAVES:
+        except OSError:  # as on a full disk
             self._refuse(stranger)
         else:
-            self._let_in(stranger)
+            self._shake_hands(stranger, stranger.socket)
 
     def _shake_hands(self, stranger: _Stranger, made: EncryptedSocket) -> None:
         is_done = None
