@@ -14,7 +14,7 @@ from bireme.runtime.board import RunFailed
 from bireme.runtime.exchange import joining
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.joining import join
-from bireme.runtime.exchange.peer_connections import SNAPSHOT, IncomingTensors, PeerConnections, send_tensors
+from bireme.runtime.exchange.peer_connections import SNAPSHOT, PeerConnections, TensorConnection, send_tensors
 from bireme.runtime.exchange.rounds import Offer, RoundLine
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
@@ -137,8 +137,8 @@ def test_a_snapshot_says_the_window_that_it_was_taken_in_and_comes_however_long_
     try:
         for _ in range(2):
             with board.ask(0, coordinator.address, SNAPSHOT, 7, look) as made:
-                parcel = IncomingTensors(made, look, timeout_s=patience_s())
-                words = parcel.words()
+                parcel = TensorConnection(made, patience_s(), look)
+                words = parcel.hear()
                 assert torch.equal(parcel.named(words)["weights/a"], torch.ones(2))
             assert (words["used"], words["window"], words["until"]) == ([3], 3, 40)
             agent.enter(80)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bireme.runtime.replicas.ledger_tail import LedgerTail
+from bireme.runtime.replicas.launch import LedgerTail
 
 
 def line(kind: str, batch: int, epoch: int = 1, *, known: int = 0, **more: Any) -> str:

@@ -13,7 +13,7 @@ import bireme.runtime.exchange.agent
 from bireme.runtime.coordinator_client import DroppedError
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.joining import join
-from bireme.runtime.exchange.peer_connections import IncomingTensors, send_named
+from bireme.runtime.exchange.peer_connections import TensorConnection, send_tensors
 from bireme.runtime.exchange.rounds import BatchOffer
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
@@ -61,16 +61,15 @@ class Scripted:
         return self.word
 
     @contextmanager
-    def fetch(self, heal: Heal) -> Iterator[IncomingTensors]:
+    def fetch(self, heal: Heal) -> Iterator[TensorConnection]:
         if heal == self._deaf:
             raise LineBroken(heal.donor, "it says nothing")
         here, there = socket.socketpair()
         with here, there:
             there.settimeout(5.0)
-            send_named(
-                there, {"num_trained": heal.batch, "clip_scale": 1.0, "used": [heal.batch]}, {}, share=1.0
-            )
-            yield IncomingTensors(here, lambda: None, timeout_s=5.0)
+            words = {"num_trained": heal.batch, "clip_scale": 1.0, "used": [heal.batch], "tensors": []}
+            send_tensors(there, words, [])
+            yield TensorConnection(here, 5.0, lambda: None)
 
 
 def joined(agent: Scripted) -> tuple[int, list[int], list[int]]:

@@ -15,8 +15,7 @@ from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.runtime.launch import Launcher
 from bireme.runtime.replicas import launch as launching
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, HostContact, LaunchHost, ReplicaPart
-from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
-from bireme.runtime.replicas.ledger_tail import LedgerTail
+from bireme.runtime.replicas.launch import LedgerTail, ReplicaOrder, launch_replicas
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, HostStart, Incarnation, Member
 from bireme.sync.coordinator.samples import LEDGER, CoordinatorSettings, SyncMode

@@ -200,7 +200,7 @@ class _KeptTensors(Mapping[str, Tensor]):
                 with talk_to(one.keeper, self.timeout_s) as talk:
                     talk.say(one.request(first, end))
                     while first < end:
-                        chunk = one.checked(first, talk.take())
+                        chunk = one.checked(first, talk.chunk())
                         self._last = shard, first, chunk
                         first += 1
                         yield chunk

@@ -10,13 +10,11 @@ host, in the background. It answers the rank once both have the version whole. S
 of the one after it together have what the ranks of both held. A run with one host has one keeper.
 """
 
-import json
 import os
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,18 +33,10 @@ from bireme.runtime.copies.versions import (
     whole_message,
 )
 from bireme.runtime.exchange.for_others import HEAL_SHARE
+from bireme.runtime.exchange.peer_connections import TensorConnection
 from bireme.runtime.processes import Process, start_process
-from bireme.wire.connection import (
-    HEADER_BYTES,
-    Connection,
-    FrameKind,
-    frame_header,
-    read_frame_header,
-    wait_for,
-)
 from bireme.wire.listener import Caller, Doorway, ListenerThread, call, new_key
 
-_MOST_WORDS_BYTES = 1 << 28
 _MOST_MESSAGE_BYTES = CHUNK_BYTES + 64
 _LEAST_PRIORITY = 19
 """For `os.nice`: a keeper uses the cores when nothing else does."""
@@ -63,55 +53,28 @@ class KeeperAddress:
     key: str
 
 
-class KeeperTalk:
-    """Texts and chunks on a connection to a keeper. Raises an `OSError` if nothing moves for the timeout."""
-
-    def __init__(self, made: socket.socket, timeout_s: float) -> None:
-        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
-        self._timeout_s = timeout_s
-
-    def say(self, words: Mapping[str, Any]) -> None:
-        """Send a text."""
-        self._connection.say(json.dumps(words).encode())
-        self._connection.flush(self._timeout_s)
+class KeeperTalk(TensorConnection):
+    """Texts and chunks on a connection to a keeper."""
 
     def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
         """The next text. Raises a `BiremeError` if it says what went wrong at the other end."""
-        text = self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES), limit_s or self._timeout_s)
-        found: dict[str, Any] = json.loads(text)
+        found = super().hear(limit_s=limit_s)
         if "error" in found:
             raise BiremeError(found["error"])
         return found
 
-    def send(self, *views: bytes | memoryview) -> int:
-        """Send a frame of bytes; returns how many these are."""
-        num_bytes = sum(map(len, views))
-        header = frame_header(FrameKind.TENSOR, num_bytes)
-        self._connection.send(memoryview(header), *(memoryview(one) for one in views))
-        self._connection.flush(self._timeout_s)
-        return num_bytes
-
-    def take(self) -> bytes:
+    def chunk(self) -> bytes:
         """The next frame of bytes."""
         found = bytearray()
 
-        def place(header: bytes) -> memoryview:
-            num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
+        def place(num_bytes: int) -> memoryview:
             if num_bytes > _MOST_MESSAGE_BYTES:
                 raise ConnectionError(f"a chunk of {num_bytes} bytes was announced")
             found.extend(bytes(num_bytes))
             return memoryview(found)
 
-        self._come(lambda: self._connection.next_frame(place), self._timeout_s)
+        self.take(place)
         return bytes(found)
-
-    def _come(self, read: Callable[[], bytes | None], limit_s: float) -> bytes:
-        began_s = time.monotonic()
-        while (found := read()) is None:
-            ends_s = max(self._connection.came_s, began_s) + limit_s
-            if not wait_for(self._connection, select.POLLIN, ends_s - time.monotonic()):
-                raise TimeoutError(f"nothing has come for {limit_s:g} s")
-        return found
 
 
 @contextmanager
@@ -256,7 +219,7 @@ class Keeper:
             coming = _begin(held.copies, asked)
         talk.say({"begins": True})
         for index in range(len(coming.messages)):
-            chunk = talk.take()
+            chunk = talk.chunk()
             with held.lock:
                 held.copies.code(coming, index, chunk)
         with held.lock:
@@ -312,7 +275,7 @@ class Keeper:
         before = coming.before
         talk.say({"before": None if before is None else [before.start, before.step]})
         for index in range(len(coming.messages)):
-            message = talk.take()
+            message = talk.chunk()
             with held.lock:
                 held.copies.put(coming, index, message[:DIGEST_BYTES], message[DIGEST_BYTES:])
         with held.lock:

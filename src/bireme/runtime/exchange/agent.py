@@ -24,7 +24,7 @@ from bireme.runtime.coordinator_client import CoordinatorClient, DroppedError
 from bireme.runtime.exchange.deals import Deals, heal_in, member_in
 from bireme.runtime.exchange.for_others import KEPT_BYTES, MOST_BEHIND, ForOthers, take_sum
 from bireme.runtime.exchange.groups import GroupJob, RankGroups
-from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, IncomingTensors, PeerConnections
+from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, PeerConnections, TensorConnection
 from bireme.runtime.exchange.rounds import (
     PLACES,
     Attempt,
@@ -252,7 +252,7 @@ class ExchangeAgent:
         self.for_others.provide(name, snapshot, self.deals.window)
 
     @contextmanager
-    def fetch(self, heal: Heal) -> Iterator[IncomingTensors]:
+    def fetch(self, heal: Heal) -> Iterator[TensorConnection]:
         """The parcel in which the donor of this replica sends what `heal` says, as named tensors. It comes
         once the donor is there, however long that takes. Raises `LineBroken` if there is another donor.
         """
@@ -266,7 +266,7 @@ class ExchangeAgent:
 
         address = member_in(self.word, heal.donor).addresses[self.own.stage]
         with self._board.ask(heal.donor, address, SNAPSHOT, heal.batch, look) as made:
-            yield IncomingTensors(made, look, timeout_s=self._timeout_s)
+            yield TensorConnection(made, self._timeout_s, look)
 
     def tell_lost(self, donor: int) -> None:
         """A donor could not be reached."""
@@ -502,8 +502,8 @@ class ExchangeAgent:
             address = member_in(word, source).addresses[self.own.stage]
             name = line.number << PLACES | commit.round
             with self._board.ask(source, address, SUM, name, look) as made:
-                parcel = IncomingTensors(made, look, timeout_s=self._timeout_s)
-                words = parcel.words()
+                parcel = TensorConnection(made, self._timeout_s, look)
+                words = parcel.hear()
                 parcel.fill(result.flats)
                 take_sum(result, words, parcel.named(words))
         except (SupersededError, LineBroken, OSError) as error:

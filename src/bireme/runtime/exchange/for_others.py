@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, listed, send_named, send_tensors
+from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, listed, send_tensors
 from bireme.runtime.exchange.rounds import PLACES, RoundLine, RoundSum
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Window
@@ -115,8 +115,9 @@ class ForOthers:
             found = self._found(made, lambda: self._snapshots.get(name), lambda: self._is_past(name))
             if found is not None:
                 snapshot, where = found
-                said = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
-                send_named(made, {**said, **where}, snapshot.tensors, share=HEAL_SHARE)
+                words = {"num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale, **where}
+                words["tensors"] = listed(snapshot.tensors)
+                send_tensors(made, words, snapshot.tensors.values(), share=HEAL_SHARE)
 
     def close(self) -> None:
         """There is nothing more to be had."""

@@ -144,7 +144,7 @@ def fetched(agent: ExchangeAgent, heal: Heal) -> tuple[Snapshot, dict[str, Any]]
     """
     try:
         with agent.fetch(heal) as parcel:
-            words = parcel.words()
+            words = parcel.hear()
             tensors = parcel.named(words)
     except (LineBroken, OSError):
         if heal in agent.word.heals:

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from struct import Struct
 from typing import Any
@@ -31,40 +31,100 @@ from bireme.wire.listener import Caller, Doorway, ListenerThread, call
 
 # Tensors on a connection of their own: a text that announces them, and a frame for each.
 #
-# They are what one rank gives another outside of rounds: committed sums and snapshots. The sender gives up
-# when nothing moves for its socket's timeout. The receiver waits for the beginning as long as it likes, and
-# gives up when nothing moves after that.
+# They are what one process gives another outside of rounds: committed sums, snapshots and second copies.
 
 _PIECE_BYTES = 1 << 20
 _MOST_WORDS_BYTES = 1 << 28
 _LOOK_S = 0.1
 
 
+class TensorConnection:
+    """Texts and the bytes of tensors on a connection. Raises an `OSError` if nothing moves for `timeout_s`.
+    With `look`, which is called while nothing moves and ends a wait by what it raises, the first bytes may
+    take as long as they like.
+    """
+
+    def __init__(self, made: socket.socket, timeout_s: float, look: Callable[[], None] | None = None) -> None:
+        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
+        self._timeout_s, self._look = timeout_s, look
+
+    def say(self, words: Mapping[str, Any]) -> None:
+        """Send a text."""
+        self._connection.say(json.dumps(words).encode())
+        self._connection.flush(self._timeout_s)
+
+    def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
+        """The next text; it may take `limit_s`, by default the timeout."""
+        text = self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES), limit_s or self._timeout_s)
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def send(self, *views: bytes | memoryview, share: float = 1.0) -> int:
+        """Send a frame of bytes, in at most that share of the time of a link; returns how many these are."""
+        num_bytes = sum(map(len, views))
+        first: list[bytes | memoryview] = [frame_header(FrameKind.TENSOR, num_bytes), *views[:-1]]
+        last = memoryview(views[-1])
+        for begin in range(0, max(len(last), 1), _PIECE_BYTES):
+            began_s = time.monotonic()
+            self._connection.send(*map(memoryview, first), last[begin : begin + _PIECE_BYTES])
+            self._connection.flush(self._timeout_s)
+            first = []
+            if share < 1.0:
+                time.sleep((time.monotonic() - began_s) * (1.0 / share - 1.0))
+        return num_bytes
+
+    def take(self, place: Callable[[int], memoryview]) -> None:
+        """Read the next frame of bytes into the memory that `place` has for that many."""
+
+        def place_of(header: bytes) -> memoryview:
+            return place(read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES)
+
+        self._come(lambda: self._connection.next_frame(place_of), self._timeout_s)
+
+    def fill(self, tensors: Iterable[Tensor]) -> None:
+        """Read the next frames into these tensors."""
+        for tensor in tensors:
+            data = bytes_of(tensor)
+
+            def place(num_bytes: int, data: memoryview = data) -> memoryview:
+                if num_bytes != len(data):
+                    raise ConnectionError(f"{num_bytes} bytes came for a tensor of {len(data)}")
+                return data
+
+            self.take(place)
+
+    def named(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors that a text has announced."""
+        found = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]
+        }
+        self.fill(found.values())
+        return found
+
+    def _come(self, read: Callable[[], bytes | None], limit_s: float) -> bytes:
+        """The next frame, once it is complete."""
+        connection, began_s = self._connection, time.monotonic()
+        while (found := read()) is None:
+            left_s = max(connection.came_s, began_s) + limit_s - time.monotonic()
+            if wait_for(connection, select.POLLIN, left_s if self._look is None else _LOOK_S):
+                continue
+            if self._look is not None:
+                self._look()
+            if left_s <= 0 and (self._look is None or connection.came_bytes):
+                raise TimeoutError(f"nothing has come for {limit_s:g} s")
+        return found
+
+
 def send_tensors(
-    made: socket.socket, words: Mapping[str, Any], tensors: Sequence[Tensor], *, share: float = 1.0
+    made: socket.socket, words: Mapping[str, Any], tensors: Iterable[Tensor], *, share: float = 1.0
 ) -> None:
     """Send a text and tensors on the host. They take at most that share of the time of a link."""
     timeout_s = made.gettimeout()
     assert timeout_s is not None, "a silent receiver must not hold up this thread for ever"
-    connection = Connection(made, ahead_bytes=HEADER_BYTES)
-    connection.say(json.dumps(words).encode())
+    connection = TensorConnection(made, timeout_s)
+    connection.say(words)
     for tensor in tensors:
-        data = bytes_of(tensor.contiguous())
-        connection.send(memoryview(frame_header(FrameKind.TENSOR, len(data))))
-        for begin in range(0, len(data), _PIECE_BYTES):
-            began_s = time.monotonic()
-            connection.send(data[begin : begin + _PIECE_BYTES])
-            connection.flush(timeout_s)
-            if share < 1.0:
-                time.sleep((time.monotonic() - began_s) * (1.0 / share - 1.0))
-    connection.flush(timeout_s)
-
-
-def send_named(
-    made: socket.socket, words: Mapping[str, Any], tensors: Mapping[str, Tensor], *, share: float
-) -> None:
-    """Send tensors with their names, types and shapes."""
-    send_tensors(made, {**words, "tensors": listed(tensors)}, [*tensors.values()], share=share)
+        connection.send(bytes_of(tensor.contiguous()), share=share)
 
 
 def listed(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
@@ -72,53 +132,6 @@ def listed(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
     return [
         [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in tensors.items()
     ]
-
-
-class IncomingTensors:
-    """Tensors that come on a connection. `look` is called while nothing moves, and ends the wait by what it
-    raises. Once they have begun to come, nothing may move for `timeout_s` at most.
-    """
-
-    def __init__(self, made: socket.socket, look: Callable[[], None], *, timeout_s: float) -> None:
-        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
-        self._look, self._timeout_s = look, timeout_s
-
-    def words(self) -> dict[str, Any]:
-        """The text."""
-        found: dict[str, Any] = json.loads(self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES)))
-        return found
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """The tensors, into these."""
-        for tensor in tensors:
-            data = bytes_of(tensor)
-
-            def place(header: bytes, data: memoryview = data) -> memoryview:
-                num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
-                if num_bytes != len(data):
-                    raise ConnectionError(f"{num_bytes} bytes came for a tensor of {len(data)}")
-                return data
-
-            self._come(lambda place=place: self._connection.next_frame(place))  # type: ignore[misc]
-
-    def named(self, words: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors that a text has announced."""
-        found = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]
-        }
-        self.fill([*found.values()])
-        return found
-
-    def _come(self, read: Callable[[], bytes | None]) -> bytes:
-        """The next frame, once it is complete."""
-        connection = self._connection
-        while (found := read()) is None:
-            if wait_for(connection, select.POLLIN, _LOOK_S):
-                continue
-            self._look()
-            if connection.came_bytes and time.monotonic() > connection.came_s + self._timeout_s:
-                raise TimeoutError(f"nothing has come for {self._timeout_s:g} s")
-        return found
 
 
 _PURPOSE = Struct("<Biiq")

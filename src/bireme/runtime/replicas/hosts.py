@@ -4,7 +4,7 @@ Each host has a launcher, which starts the replicas of that host, and a coordina
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bireme.runtime.board import RunFailed
@@ -12,7 +12,6 @@ from bireme.runtime.coordinator_client import BEAT_S, Address, Observer, coordin
 from bireme.runtime.coordinator_process import CoordinatorProcess
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, HostStart, Incarnation
 from bireme.sync.coordinator.samples import CoordinatorSettings, SyncMode
-from bireme.sync.coordinator.starts import StartAgreement, start_agreement
 from bireme.sync.coordinator.state import Changes
 
 LOOK_S = 1.0
@@ -80,6 +79,41 @@ class LaunchHost:
     def coordinates(self, word: CoordinatorReply) -> bool:
         """Whether a word is of the coordinator on this host."""
         return coordinating(word, self.hosts) == self.number
+
+
+# How the launchers of several hosts agree on when their replica starts, and in which incarnation.
+#
+# Each host proposes an incarnation once none of its ranks of an earlier one runs. All propose the greatest
+# number that they hear of, and start when all hosts have proposed it:
+#
+#     host 2   runs 0 ── a rank dies ── proposes 1 ─────────────────────────── 7 ── starts 7
+#     host 3   runs 0 ── dies                        is started again: 7 ───── 7 ── starts 7
+#
+# A host that hears of a greater number than that of the incarnation it runs ends its ranks: the incarnation
+# is over. So no two hosts run different incarnations of a replica for longer than a proposal takes.
+
+
+@dataclass(frozen=True, slots=True)
+class StartAgreement:
+    """The greatest `number` of an incarnation that a host of the replica proposes, the hosts `missing` that
+    do not propose it yet, and the address of the store that the first host has for it.
+    """
+
+    number: int
+    missing: tuple[int, ...]
+    store: str
+
+
+def start_agreement(replica: int, hosts: Sequence[int], starts: Iterable[HostStart]) -> StartAgreement:
+    """The agreement of the hosts of a replica, by their starts. Several of one host count as the greatest."""
+    newest: dict[int, HostStart] = {}
+    for one in sorted(starts, key=lambda one: one.incarnation.life):
+        if one.incarnation.replica == replica and one.host in hosts:
+            newest[one.host] = one
+    number = max((one.incarnation.life for one in newest.values()), default=0)
+    missing = tuple(host for host in hosts if host not in newest or newest[host].incarnation.life < number)
+    store = newest[hosts[0]].store if hosts[0] not in missing else ""
+    return StartAgreement(number, missing, store)
 
 
 class HostContact:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.runtime.replicas.hosts import StartAgreement, start_agreement
 from bireme.sync.coordinator.messages import HostStart, Incarnation
-from bireme.sync.coordinator.starts import StartAgreement, start_agreement
 
 HOSTS = (1, 2, 5)
 
