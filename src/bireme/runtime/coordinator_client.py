@@ -68,7 +68,8 @@ class Observer:
         """By the replica."""
         self._starts: dict[int, tuple[float, tuple[HostStart, ...]]] = {}
         """The last answer of each host about starts, and when it came."""
-        self._word = _NOTHING
+        self.word = _NOTHING
+        """The latest word of any coordinator; before the first one it says that there is no member."""
         self._heard_s = time.monotonic()
         self._refused_s: dict[int, float] = {}
         """Since when each host refuses connections, if it does."""
@@ -83,11 +84,6 @@ class Observer:
         """Begin to talk."""
         for thread in self._threads:
             thread.start()
-
-    @property
-    def word(self) -> CoordinatorReply:
-        """The latest word of any coordinator; before the first one it says that there is no member."""
-        return self._word
 
     @property
     def silent_s(self) -> float:
@@ -154,8 +150,8 @@ class Observer:
 
     def _take(self, word: CoordinatorReply) -> None:
         with self._lock:
-            if word.place >= self._word.place:
-                self._word, self._heard_s = word, time.monotonic()
+            if word.place >= self.word.place:
+                self.word, self._heard_s = word, time.monotonic()
 
 
 class DroppedError(Exception):

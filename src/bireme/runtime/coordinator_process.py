@@ -244,7 +244,8 @@ class CoordinatorProcess:
 
     def __init__(self, order: CoordinatorOrder) -> None:
         self._order = order
-        self._process: Process | None = None
+        self.process: Process | None = None
+        """The process that serves now."""
         self._talk: Pipe | None = None
         self.starts = 0
         """How often it was started."""
@@ -254,7 +255,7 @@ class CoordinatorProcess:
 
     def start(self) -> None:
         """Start the process, and learn its port."""
-        self._process, self._talk = start_process("bireme coordinator", _serve_host, self._order)
+        self.process, self._talk = start_process("bireme coordinator", _serve_host, self._order)
         self.starts += 1
         if not self._talk.poll(_START_S):
             raise BiremeError(f"The coordinator's process has not said in {_START_S:g} s where it listens.")
@@ -269,20 +270,15 @@ class CoordinatorProcess:
         """Where it listens, whichever process it is."""
         return self._order.port
 
-    @property
-    def process(self) -> Process | None:
-        """The process that serves now."""
-        return self._process
-
     def trouble(self) -> str | None:
         """What is wrong with its process: it was killed, or it answers no more. To be asked often.
 
         Raises where it has failed by itself.
         """
-        if self._process is None:
+        if self.process is None:
             return None
         self._hear()
-        if self._process.status is not None:
+        if self.process.status is not None:
             self._hear()  # its last words
             return "has ended"
         return "has not answered for a lease" if self._is_stuck() else None
@@ -323,8 +319,8 @@ class CoordinatorProcess:
         self._asked_s = None
         if self._talk is not None:
             self._talk.close()
-        if self._process is not None:
-            self._process.close()
+        if self.process is not None:
+            self.process.close()
 
 
 def _serve_host(talk: Pipe, order: CoordinatorOrder) -> None:

@@ -5,6 +5,7 @@ The engine knows ranks through this alone, so the same engine runs on processes 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import Protocol
@@ -43,9 +44,8 @@ class NcclTransport:
 
     def __init__(self, pipeline: Sequence[int], routes: Routes, device: torch.device) -> None:
         own = dist.get_rank()
-        self._groups: dict[tuple[Channel, int], dist.ProcessGroup] = {}
-        """By channel and the other rank's place in the pipeline."""
-        self._peers: dict[tuple[Channel, int], int] = {}
+        self._groups: dict[tuple[Channel, int], tuple[dist.ProcessGroup, int]] = {}
+        """By channel and the other rank's place in the pipeline; with its number in the group."""
         hello = torch.zeros(1, dtype=torch.uint8, device=device)
         for channel, *ends in _channels(routes):
             source, target = (pipeline[end] for end in ends)
@@ -58,49 +58,50 @@ class NcclTransport:
             # here, in one common order of the channels; amid a program they could wait in a circle.
             begin = group.send if own == source else group.recv
             begin([hello], peer, 0).wait()
-            self._groups[channel, other] = group
-            self._peers[channel, other] = peer
+            self._groups[channel, other] = group, peer
         torch.cuda.synchronize(device)
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
         """Begin to send, after the work already in the current stream; always the whole payload."""
-        channel = Channel(key.forward, key.to_stage), to
-        try:
-            work = self._groups[channel].send([payload], self._peers[channel], 0)
-        except RuntimeError as error:
-            raise PeerLost(to, str(error)) from error
-        return _waiting(work, to, payload)
+        group, peer = self._groups[Channel(key.forward, key.to_stage), to]
+        return _waiting(group.send, peer, to, payload)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Begin to receive."""
-        channel = Channel(key.forward, key.to_stage), source
-        try:
-            work = self._groups[channel].recv([payload], self._peers[channel], 0)
-        except RuntimeError as error:
-            raise PeerLost(source, str(error)) from error
-        return _waiting(work, source, payload)
+        group, peer = self._groups[Channel(key.forward, key.to_stage), source]
+        return _waiting(group.recv, peer, source, payload)
 
     def close(self) -> None:
         """Give the communicators back."""
-        for group in self._groups.values():
+        for group, _ in self._groups.values():
             with suppress(ValueError):  # torch.distributed has ended as a whole
                 dist.destroy_process_group(group)
         self._groups.clear()
 
     def abort(self) -> None:
         """Stop what is under way on all channels."""
-        for group in tuple(self._groups.values()):
+        for group, _ in tuple(self._groups.values()):
             group.abort()
 
 
-def _waiting(work: dist.Work, peer: int, payload: Tensor) -> Pending:
-    """A send or receive under way; keeps the payload alive."""
+def _waiting(
+    begin: Callable[[list[Tensor], int, int], dist.Work], peer: int, other: int, payload: Tensor
+) -> Pending:
+    """A send or receive, which has begun; keeps the payload alive."""
+
+    def lost(error: RuntimeError) -> PeerLost:
+        return PeerLost(other, str(error))
+
+    try:
+        work = begin([payload], peer, 0)
+    except RuntimeError as error:
+        raise lost(error) from error
 
     def wait(_payload: Tensor = payload) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(peer, str(error)) from error
+            raise lost(error) from error
 
     return Waiting(wait)
 
@@ -152,10 +153,23 @@ class SocketSums:
         self.settle()
         if self.rank:
             self._send(up, 0, tensor)
-            return self._expect(down, 0, tensor)
-        parts = [self._expect(up, peer, tensor) for peer in range(1, self.size)]
-        self._open.append(_Sum(self, tensor, down, parts))
-        return self._open[-1]
+            part = self._expect(down, 0, tensor)
+
+            def wait() -> None:
+                part.pending.wait()
+                tensor.copy_(part.numbers())
+
+            return Waiting(wait)
+        one = _Sum(tensor, down, [self._expect(up, peer, tensor) for peer in range(1, self.size)])
+        self._open.append(one)
+
+        def finish() -> None:
+            for part in one.parts:
+                part.pending.wait()
+            self._add_up()
+            self.settle()
+
+        return Waiting(finish)
 
     def settle(self) -> None:
         """Wait until what was sent is in the kernel's hands."""
@@ -171,62 +185,37 @@ class SocketSums:
 
     def _expect(self, key: Message, source: int, tensor: Tensor) -> "_Part":
         arrival = _format(tensor).arrival(key, HOST)
-        return _Part(arrival, tensor, self._transport.receive(key, source, arrival.message))
-
-    def finish(self) -> None:
-        """Tell every sum that can be told, for good."""
-        self._add_up()
-        self.settle()
+        return _Part(arrival, self._transport.receive(key, source, arrival.message))
 
     def _add_up(self) -> None:
         """Tell the others every sum whose parts have come."""
-        for one in [one for one in self._open if one.is_ready()]:
+        for one in [one for one in self._open if all(part.pending.is_done() for part in one.parts)]:
             self._open.remove(one)
             for part in one.parts:
-                one.tensor += part.numbers()
+                one.tensor.add_(part.numbers())
             for peer in range(1, self.size):
                 self._send(one.answer, peer, one.tensor)
 
 
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """Numbers from another rank: its part of a sum, or the sum, which `wait` puts into the tensor."""
+    """Numbers from another rank, its part of a sum or the sum."""
 
-    __slots__ = ("_arrival", "_tensor", "pending")
-
-    def __init__(self, arrival: Arrival, tensor: Tensor, pending: SocketPending) -> None:
-        self._arrival = arrival
-        self._tensor = tensor
-        self.pending = pending
+    arrival: Arrival
+    pending: SocketPending
 
     def numbers(self) -> Tensor:
         """Those that have come."""
-        return self._arrival.unpack(HOST)[_NUMBERS]
-
-    def wait(self) -> None:
-        """Return when the tensor is the sum."""
-        self.pending.wait()
-        self._tensor.copy_(self.numbers())
+        return self.arrival.unpack(HOST)[_NUMBERS]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Sum:
-    """A sum that rank 0 makes."""
+    """A sum that rank 0 makes of these parts and writes into the tensor."""
 
-    __slots__ = ("_sums", "answer", "parts", "tensor")
-
-    def __init__(self, sums: SocketSums, tensor: Tensor, answer: Message, parts: list[_Part]) -> None:
-        self._sums = sums
-        self.tensor = tensor
-        self.answer = answer
-        self.parts = parts
-
-    def is_ready(self) -> bool:
-        return all(part.pending.is_done() for part in self.parts)
-
-    def wait(self) -> None:
-        """Return when the tensor is the sum."""
-        for part in self.parts:
-            part.pending.wait()
-        self._sums.finish()
+    tensor: Tensor
+    answer: Message
+    parts: list[_Part]
 
 
 @cache
@@ -311,16 +300,7 @@ class DistFabric:
 
     def __init__(self, world: World) -> None:
         self._world = world
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return self._world.rank
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self._world.size
+        self.rank, self.size = world.rank, world.size
 
     def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
         """Messages between some processes; aborted as soon as another one has failed.

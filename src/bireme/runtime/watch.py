@@ -80,7 +80,8 @@ class Watch:
         self._count = 0
         self._looked_at = time.monotonic()
         self._to_record: Failure | None = None
-        self._cause: Failure | None = None
+        self.cause: Failure | None = None
+        """The root cause, once this rank knows of one."""
         self._cause_since: float | None = None
         self._store_error: Exception | None = None
         """Of the last request to the store, if that failed."""
@@ -88,11 +89,6 @@ class Watch:
         """Looks that failed, one after the other."""
         self._pulses: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
-
-    @property
-    def cause(self) -> Failure | None:
-        """The root cause, once this rank knows of one."""
-        return self._cause
 
     def start(self) -> None:
         """Begin to give signs of life."""
@@ -118,7 +114,7 @@ class Watch:
         """Wait until every rank has given a sign of life. Raises `RankFailed` if that does not happen."""
         self._wait(limit_s, lambda: len(self._pulses) == len(self._others))
         missing = [other for other in self._others if other not in self._pulses]
-        cause = self._cause
+        cause = self.cause
         if cause is None and missing:
             absent = Failure.told(f"it did not join within {limit_s:g} s.", missing[0], None)
             cause = self._record(self._out_of_touch() or absent)
@@ -134,9 +130,9 @@ class Watch:
         """
         self._finished = True
         while not self._wait(STORE_S, lambda: all(pulse.finished for pulse in self._pulses.values())):
-            if self._cause is not None:
+            if self.cause is not None:
                 self._knows = True
-                raise self._cause.to_others()
+                raise self.cause.to_others()
             if self._is_out_of_touch:
                 return  # Who holds the store left, and that one leaves last.
 
@@ -162,7 +158,7 @@ class Watch:
         """
         beats = (_MISSED_BEATS + 1) * self._beat_s
         self._wait(beats + 0.5, lambda: self._silent(_MISSED_BEATS * self._beat_s) is not None)
-        found = self._cause or self._silence(_MISSED_BEATS * self._beat_s) or self._out_of_touch()
+        found = self.cause or self._silence(_MISSED_BEATS * self._beat_s) or self._out_of_touch()
         if found is None:
             own = Failure.of(error, self._rank, self._doing_now())
             more = f"All ranks are alive: {self._all_doing(own.instruction)}."
@@ -181,7 +177,7 @@ class Watch:
             def so() -> bool:
                 return self._looked_at > looked_at and predicate()
 
-            self._changed.wait_for(lambda: self._cause or self._is_out_of_touch or so(), limit_s)
+            self._changed.wait_for(lambda: self.cause or self._is_out_of_touch or so(), limit_s)
             self._waiting = False
             return so()
 
@@ -189,11 +185,11 @@ class Watch:
         """Have a root cause written down, unless there is one already or the store does not answer."""
         self._knows = True
         with self._changed:
-            if self._cause is None:
+            if self.cause is None:
                 self._to_record = failure
                 self._poke.set()
-                self._changed.wait_for(lambda: self._cause or self._is_out_of_touch, STORE_S)
-            return self._cause or failure
+                self._changed.wait_for(lambda: self.cause or self._is_out_of_touch, STORE_S)
+            return self.cause or failure
 
     def _silent(self, limit_s: float) -> int | None:
         """The rank that has been silent for longest, if that is longer than the limit."""
@@ -269,16 +265,16 @@ class Watch:
         with self._changed:
             self._store_error = error
             self._num_failed += 1
-            if self._cause is None and self._num_failed > 1 and unreachable_s > self._timeout_s:
+            if self.cause is None and self._num_failed > 1 and unreachable_s > self._timeout_s:
                 sentence = (
                     f"it has not reached the store for {unreachable_s:.1f} s ({error}). What holds the store "
                     "is the launcher, or rank 0 where there is none: its process, its machine or the network "
                     "to it is stopped or gone."
                 )
-                self._cause = Failure.told(sentence, self._rank, self._doing_now())
+                self.cause = Failure.told(sentence, self._rank, self._doing_now())
             self._changed.notify_all()
-        if self._cause is not None:
-            self._heed(self._cause)
+        if self.cause is not None:
+            self._heed(self.cause)
 
     def _look(self) -> None:
         """One look at the board: say what there is to say, read what there is to read."""
@@ -299,11 +295,11 @@ class Watch:
                     self._pulses[rank], self._changed_at[rank] = pulse, now
             self._looked_at = now
             self._store_error, self._num_failed = None, 0
-            if self._cause is None:
-                self._cause = cause
+            if self.cause is None:
+                self.cause = cause
             self._changed.notify_all()
-        if self._cause is not None:
-            self._heed(self._cause)
+        if self.cause is not None:
+            self._heed(self.cause)
         elif (silence := self._silence(_SILENCE * self._timeout_s)) is not None:
             board.record(silence)
             self._poke.set()

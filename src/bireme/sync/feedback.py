@@ -40,13 +40,9 @@ class Feedback:
         self._pairs: dict[str, _Pair] = {}
         self._loaded: dict[str, _Values] = {}
         """Loaded values of parameters whose gradients have not come yet."""
-        self._num_batches = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_batches(self) -> int:
+        self.num_batches = 0
         """How many batches have been settled."""
-        return self._num_batches
+        self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +57,7 @@ class Feedback:
         `batch` some gradients are opened at a time: to open one again adds to it, and the batch may begin
         before the one before is settled. Then it goes on from all residuals that are finite.
         """
-        now = self._num_batches if batch is None else batch
+        now = self.num_batches if batch is None else batch
         with self._lock:
             return {
                 name: self._opened(name, view, now, adds=batch is not None) for name, view in views.items()
@@ -71,26 +67,26 @@ class Feedback:
         """The next batch is done; the batch after it goes on from its copies if it counts."""
         with self._lock:
             for pair in self._pairs.values() if not counts else ():
-                if pair.batch == self._num_batches:
+                if pair.batch == self.num_batches:
                     pair.newest, pair.batch = 1 - pair.newest, pair.batch - 1
-            self._num_batches += 1
+            self.num_batches += 1
 
     def staged(self, key: str) -> dict[str, Tensor]:
         """The values of a key that the batch under way has left, by parameter."""
-        under_way = {name: one for name, one in self._pairs.items() if one.batch == self._num_batches}
+        under_way = {name: one for name, one in self._pairs.items() if one.batch == self.num_batches}
         newest = {name: pair.copies[pair.newest] for name, pair in under_way.items()}
         return {name: kept[key] for name, kept in newest.items() if key in kept}
 
     def clear_residuals(self) -> None:
         """All that was not sent has been sent by other means."""
-        for kept in self.after(self._num_batches).values():
+        for kept in self.after(self.num_batches).values():
             if RESIDUAL in kept:
                 kept[RESIDUAL].zero_()
 
     def put(self, name: str, key: str, value: Tensor) -> None:
         """Set a value of a parameter, as if the last batch had left it."""
         pair = self._pairs.get(name)
-        kept = self._loaded.setdefault(name, {}) if pair is None else pair.after(self._num_batches)
+        kept = self._loaded.setdefault(name, {}) if pair is None else pair.after(self.num_batches)
         kept[key] = value
 
     def after(self, num_batches: int) -> dict[str, _Values]:
@@ -99,7 +95,7 @@ class Feedback:
 
     def load(self, kept: Mapping[str, Mapping[str, Tensor]], *, num_batches: int) -> None:
         """Go on from the state after that number of batches."""
-        self._pairs, self._num_batches = {}, num_batches
+        self._pairs, self.num_batches = {}, num_batches
         self._loaded = {name: dict(values) for name, values in kept.items()}
 
     def _opened(self, name: str, view: Tensor, now: int, *, adds: bool) -> _Values:
@@ -111,7 +107,7 @@ class Feedback:
             newest[RESIDUAL].add_(view)
             return newest
         if pair.batch != now:
-            if pair.batch >= self._num_batches and not are_finite([known := newest[RESIDUAL]]):
+            if pair.batch >= self.num_batches and not are_finite([known := newest[RESIDUAL]]):
                 torch.where(known.isfinite(), known, pair.copies[1 - pair.newest][RESIDUAL], out=known)
             pair.newest, pair.batch = 1 - pair.newest, now
         before, residual = pair.copies[1 - pair.newest], pair.copies[pair.newest][RESIDUAL]

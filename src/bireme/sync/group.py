@@ -108,20 +108,10 @@ class DistGroup:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._held: dist.ProcessGroup | None = process_group
-        self._rank = dist.get_rank(process_group)
-        self._size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
         self._members = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
         self._is_aborted = False
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._size
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
@@ -187,12 +177,12 @@ class DistGroup:
         self._is_aborted = True
         with suppress(RuntimeError):
             group.abort()
-        if self._size > 1:
+        if self.size > 1:
             # Gloo leaves waits waiting then. But a timeout breaks all connections of its group, and a receive
             # of what is never sent times out at once.
             with suppress(RuntimeError):
                 never = torch.empty(1, dtype=torch.uint8)
-                work = group.recv([never], (self._rank + 1) % self._size, _UNUSED_TAG)
+                work = group.recv([never], (self.rank + 1) % self.size, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:

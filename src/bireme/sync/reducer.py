@@ -145,13 +145,10 @@ class Reducer(ABC):
 
     def __init__(self, control: Sums, counted: Collection[str] | None, device: torch.device | None) -> None:
         self._control, self._counted, self._device = control, counted, device
+        self.feedback: Feedback | None = None
+        """What a codec has not sent yet, if it keeps that."""
         self.sent = SentBytes()
         """What this rank has sent for sums of gradients so far."""
-
-    @property
-    @abstractmethod
-    def feedback(self) -> Feedback | None:
-        """What a codec has not sent yet, if it keeps that."""
 
     @abstractmethod
     def start(self, reduction: Reduction) -> None:
@@ -230,6 +227,7 @@ class GroupReducer(Reducer):
         self.summed_apart = self._tied.keys()
         self.sums_gradients = any(group.size > 1 for group in (self._replicas, *self._tied.values()))
         self._sums = sums or GradientSummation()
+        self.feedback = self._sums.feedback
         self._slice_bytes = slice_bytes
         self._queue: queue.SimpleQueue[Reduction | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -238,11 +236,6 @@ class GroupReducer(Reducer):
         if in_background:
             self._thread = threading.Thread(target=self._work, name="bireme-reducer", daemon=True)
             self._thread.start()
-
-    @property
-    def feedback(self) -> Feedback | None:
-        """What a codec has not sent yet, if it keeps that."""
-        return self._sums.feedback
 
     def start(self, reduction: Reduction) -> None:
         """Begin to sum up a batch; returns at once. All replicas take part, whatever this one has."""

@@ -62,11 +62,11 @@ class TensorConnection:
     def send(self, *views: bytes | memoryview, share: float = 1.0) -> int:
         """Send a frame of bytes, in at most that share of the time of a link; returns how many these are."""
         num_bytes = sum(map(len, views))
-        first: list[bytes | memoryview] = [frame_header(FrameKind.TENSOR, num_bytes), *views[:-1]]
-        last = memoryview(views[-1])
+        header = frame_header(FrameKind.TENSOR, num_bytes)
+        *first, last = (memoryview(one) for one in (header, *views))
         for begin in range(0, max(len(last), 1), _PIECE_BYTES):
             began_s = time.monotonic()
-            self._connection.send(*map(memoryview, first), last[begin : begin + _PIECE_BYTES])
+            self._connection.send(*first, last[begin : begin + _PIECE_BYTES])
             self._connection.flush(self._timeout_s)
             first = []
             if share < 1.0:

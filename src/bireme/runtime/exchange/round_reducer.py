@@ -27,7 +27,6 @@ from bireme.sync.exchange import (
     sum_in_slices,
     sum_parts,
 )
-from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, Sums
 from bireme.sync.reducer import (
     OwnPart,
@@ -96,6 +95,7 @@ class RoundReducer(Reducer):
         # In a site tied parameters are not cut into parts; else none is summed over other ranks.
         self.summed_apart = frozenset() if site is None else self._tied.keys()
         self._coded = None if codec == DENSE else GradientSummation(codec)
+        self.feedback = None if self._coded is None else self._coded.feedback
         self._under_way: dict[int, _UnderWay] = {}
         self._last_known: threading.Event | None = None
         self.first = 0
@@ -104,11 +104,6 @@ class RoundReducer(Reducer):
         """The last one of this rank's weights."""
         self._copied: tuple[RoundSum, torch.Event] | None = None
         """A sum that the device may still be reading."""
-
-    @property
-    def feedback(self) -> Feedback | None:
-        """What a codec has not sent yet, if it keeps that."""
-        return None if self._coded is None else self._coded.feedback
 
     def start(self, reduction: Reduction) -> None:
         """Contribute this replica's part of a batch, or only have its sum got; returns at once. `more` gives

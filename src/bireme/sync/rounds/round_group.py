@@ -164,10 +164,6 @@ class PeerLine:
         except OSError as error:
             raise LineBroken(self.member, str(error) or type(error).__name__) from error
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._connection.close()
-
     def _place(self, header: bytes) -> memoryview | Skip | None:
         """Where a frame goes: to its place, away if it is of an older stamp, nowhere until it is expected."""
         _, num_bytes, packed = read_frame_header(header, FrameKind.EXCHANGE)
