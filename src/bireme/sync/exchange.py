@@ -33,29 +33,17 @@ PieceNorms = Sequence[Tensor]
 
 def squared_norm(tensors: Collection[Tensor]) -> float:
     """The sum of the squares of all elements. It is NaN or infinite if one of them is not finite."""
-    real = [piece for one in tensors for piece in _pieces(one)]
-    if not real:
-        return 0.0
-    found = _sum_of_squares(torch._foreach_norm(real))
-    if math.isfinite(found):
-        return found
-    # The squares may only have been too large for the tensors' own dtype.
-    return _sum_of_squares([torch.linalg.vector_norm(one, dtype=torch.float64) for one in real])
+    return _norms(tensors)[1]
 
 
 def piece_norms(tensors: Collection[Tensor]) -> PieceNorms:
     """The norms of some tensors' pieces, for `squared_norm_of`, which may be asked when they are gone."""
-    real = [piece for one in tensors for piece in _pieces(one)]
-    found = torch._foreach_norm(real) if real else ()
-    if not real or math.isfinite(_sum_of_squares(found)):
-        return found
-    return [torch.linalg.vector_norm(one, dtype=torch.float64) for one in real]
+    return _norms(tensors)[0]
 
 
 def squared_norm_of(norms: Iterable[PieceNorms]) -> float:
     """What `squared_norm` gives of all the tensors together."""
-    pieces = [norm for some in norms for norm in some]
-    return _sum_of_squares(pieces) if pieces else 0.0
+    return _sum_of_squares([norm for some in norms for norm in some])
 
 
 def are_finite(tensors: Collection[Tensor]) -> bool:
@@ -68,6 +56,17 @@ def norm_workspace_bytes(num_elements: Iterable[int]) -> int:
     return _BYTES_OF_A_PIECE * sum(max(-(-one // _PIECE_ELEMENTS), 1) for one in num_elements)
 
 
+def _norms(tensors: Collection[Tensor]) -> tuple[PieceNorms, float]:
+    """The norms of some tensors' pieces, and the sum of their squares."""
+    real = [piece for one in tensors for piece in _pieces(one)]
+    found: PieceNorms = torch._foreach_norm(real) if real else ()
+    total = _sum_of_squares(found)
+    if not math.isfinite(total):  # the squares may only have been too large for the tensors' own dtype
+        found = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in real]
+        total = _sum_of_squares(found)
+    return found, total
+
+
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor as real numbers, in pieces whose squares add up well in 32 bits."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -75,6 +74,8 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _sum_of_squares(norms: Sequence[Tensor]) -> float:
+    if not norms:
+        return 0.0
     return float(torch.stack([norm.double() for norm in norms]).square().sum())
 
 

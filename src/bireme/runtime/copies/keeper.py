@@ -140,7 +140,7 @@ NUM_SHARDS = "num_shards"
 def newest_of(shards: Sequence[KeptShard]) -> dict[int, list[KeptShard]]:
     """The newest version that is whole in every shard: for each shard where it is. Empty if there is none."""
     counts = {one.version: int(one.words[NUM_SHARDS]) for one in shards}
-    newest = newest_common([{one.shard: [one.version]} for one in shards], counts)
+    newest = newest_common(((one.shard, one.version) for one in shards), counts)
     found: dict[int, list[KeptShard]] = {}
     for one in shards:
         if one.version == newest:

@@ -222,12 +222,6 @@ class ShardCopies:
         except BiremeError:
             return False
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that all versions take here."""
-        held = [*self.versions, *((self._next,) if self._next is not None else ())]
-        return sum(len(message) for one in held for message in one.messages if message is not None)
-
     def _check(self, coming: ShardVersion, index: int, num_bytes: int) -> None:
         if coming is not self._next:
             raise BiremeError(
@@ -269,15 +263,13 @@ def _is_left(held: CopyVersion, coming: CopyVersion, began: int) -> bool:
 
 
 def newest_common(
-    shards: Iterable[Mapping[int, Iterable[CopyVersion]]], counts: Mapping[CopyVersion, int]
+    held: Iterable[tuple[int, CopyVersion]], counts: Mapping[CopyVersion, int]
 ) -> CopyVersion | None:
-    """The newest version of which every shard is whole somewhere; None if there is none. Each of `shards` is
-    what one process holds, by the number of the shard; `counts` are how many shards each version has.
+    """The newest version of which every shard is `held` whole by some process; None if there is none.
+    `counts` are how many shards each version has.
     """
     found: dict[CopyVersion, set[int]] = {}
-    for held in shards:
-        for shard, versions in held.items():
-            for version in versions:
-                found.setdefault(version, set()).add(shard)
+    for shard, version in held:
+        found.setdefault(version, set()).add(shard)
     whole = (version for version, own in found.items() if len(own) == counts[version])
     return max(whole, default=None)
