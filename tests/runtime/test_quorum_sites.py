@@ -80,6 +80,7 @@ def assert_as_one_process(run: Replicas) -> None:
                 assert_close(tensor, update.weights[name], 1e-11, f"{name} of {what}")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 @pytest.mark.parametrize("num_stages", [1, 2])

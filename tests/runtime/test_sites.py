@@ -27,6 +27,7 @@ def setting_of(schedule: str, shard: str, optimizer: str = "adamw") -> Setting:
     return Setting(plan, optimizer, shard=shard)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("schedule", "shard"),
     [(schedule, shard) for schedule in ("1f1b", "2bw") for shard in ("none", "optimizer", "weights")]

@@ -391,7 +391,7 @@ class SimulatedAgent(ExchangeAgent):
             raise LineBroken(heal.donor, "it is the donor no more")
         snapshot, words = found[heal.batch]
         said = {**words, "num_trained": snapshot.num_trained, "clip_scale": snapshot.clip_scale}
-        yield SimpleNamespace(words=lambda: said, named=lambda _words: dict(snapshot.tensors))
+        yield SimpleNamespace(hear=lambda: said, named=lambda _words: dict(snapshot.tensors))
 
     @property
     def snapshots(self) -> dict[int, Any]:
