@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.runtime import coordinator_process as coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient, Observer
 from bireme.runtime.coordinator_process import CoordinatorServer, Ledger
-from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, waiting
+from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner
 from bireme.sync.coordinator.messages import CoordinatorReply, HostStart, Incarnation, RankId
 from bireme.sync.coordinator.samples import LEDGER, Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
@@ -92,7 +92,7 @@ def test_a_rank_leaves_a_host_that_does_not_coordinate_as_soon_as_another_one_an
     first = socket.socket()
     first.bind(("127.0.0.1", 0))  # it refuses calls until it listens
     second = CoordinatorServer(
-        waiting(settings, CoordinatorCandidate(1, 2)), open_port("127.0.0.1"), "secret", ledger=None
+        Host(settings, CoordinatorCandidate(1, 2)), open_port("127.0.0.1"), "secret", ledger=None
     )
     hosts = [first.getsockname(), ("127.0.0.1", second.port)]
     client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), lease_s=settings.lease_s)
@@ -143,7 +143,7 @@ def test_launchers_hear_of_each_other_over_a_coordinator_that_does_not_coordinat
     """A replica over several hosts starts without the host that coordinated, which may have died."""
     settings = CoordinatorSettings(SyncMode.QUORUM, 2, 2, 8, ShareLimits((1, 1), (8, 8)), lease_s=3600.0)
     candidate = CoordinatorCandidate(1, 2)
-    server = CoordinatorServer(waiting(settings, candidate), open_port("127.0.0.1"), "secret", ledger=None)
+    server = CoordinatorServer(Host(settings, candidate), open_port("127.0.0.1"), "secret", ledger=None)
     observers = [Observer([("127.0.0.1", server.port)], "secret") for _ in range(2)]
     said = [HostStart(host, Incarnation(0, 7), f"host{host}:1") for host in range(2)]
 

@@ -33,7 +33,7 @@ from bireme.runtime.stores import HashStore
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
-from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, host_wake_s, waiting
+from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
@@ -237,7 +237,7 @@ class RankWorld(Turns):
         replicas that there were last have come to their end.
         """
         self.link += 1
-        self._host = waiting(self.settings, CoordinatorCandidate(0, 1, used=self._term))
+        self._host = Host(self.settings, CoordinatorCandidate(0, 1, used=self._term))
         for own in self.replicas.values():
             if sum(rank.own_life == own.life for rank in self.left) == self.case.num_stages:
                 self.after(0.01, partial(self.hear, Ended(own.life)))

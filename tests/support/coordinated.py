@@ -13,7 +13,8 @@ from heapq import heappop, heappush
 from random import Random
 
 from bireme.balance import ShareLimits
-from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, host_wake_s, waiting
+from bireme.sync.coordinator.host import CoordinatorCandidate, beginner, host_step, host_wake_s
+from bireme.sync.coordinator.host import Host as CoordinatorHost
 from bireme.sync.coordinator.messages import (
     TERM,
     Commit,
@@ -161,7 +162,7 @@ class Host:
         self.host = (
             beginner(world.settings, num_hosts)
             if number == 0
-            else waiting(world.settings, CoordinatorCandidate(number, num_hosts))
+            else CoordinatorHost(world.settings, CoordinatorCandidate(number, num_hosts))
         )
         self._due_s = 0.0
         self._tick_later()
@@ -180,7 +181,7 @@ class Host:
         recorded = max((one.batch + 1 for one in own if isinstance(one, Committed)), default=0)
         used = max((one.epoch // TERM for one in own), default=-1)
         candidate = CoordinatorCandidate(self.number, self.num_hosts, recorded if is_last else None, used)
-        self.host = waiting(self.world.settings, candidate)
+        self.host = CoordinatorHost(self.world.settings, candidate)
 
     def hear(self, event: Report | Ended | Tick) -> None:
         if not self.is_up:

@@ -11,13 +11,13 @@ from heapq import heappop, heappush
 from random import Random
 
 from bireme.sync.coordinator.groups import (
+    FIRST_WAIT_S,
     Arrived,
     AveragingGroup,
     Drained,
     GroupEvent,
     GroupMembers,
     GroupSummed,
-    first_wait_s,
     groups_begun,
     groups_step,
     next_deadline_s,
@@ -59,7 +59,7 @@ class GroupWorld:
             one: Replica(
                 one,
                 self.random.choice([0.01, 0.02, 0.1]),
-                waits=dict.fromkeys(range(num_stages), first_wait_s()),
+                waits=dict.fromkeys(range(num_stages), FIRST_WAIT_S),
             )
             for one in range(num_replicas)
         }
@@ -94,7 +94,7 @@ class GroupWorld:
 
     def come(self, number: int) -> None:
         self.tell(GroupMembers(self.state.members | {number}))
-        one = Replica(number, 0.02, waits=dict.fromkeys(range(self.num_stages), first_wait_s()))
+        one = Replica(number, 0.02, waits=dict.fromkeys(range(self.num_stages), FIRST_WAIT_S))
         self.replicas[number] = one
         self._train(one)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from bireme.sync.coordinator.coordinator import step
-from bireme.sync.coordinator.host import CoordinatorCandidate, host_step, taken_up, waiting
+from bireme.sync.coordinator.host import CoordinatorCandidate, Host, host_step, taken_up
 from bireme.sync.coordinator.messages import (
     Commit,
     CoordinatorReply,
@@ -81,7 +81,7 @@ def test_a_host_that_a_single_rank_calls_takes_up_once_it_has_waited_for_the_oth
     """It began to wait anew with each report."""
     settings = replace(settings_for(2, 1), mode=SyncMode.GROUPS, num_lines=0)
     last = replace(word(3, 0), voters=((Incarnation(0, 0),),))
-    host = waiting(settings, CoordinatorCandidate(0, 1))
+    host = Host(settings, CoordinatorCandidate(0, 1))
     for number in range(20):
         report = heard(0, RoundAt(), last).report
         host = host_step(host, replace(report, number=number), 0.1 * number).host

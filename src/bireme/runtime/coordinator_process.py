@@ -21,7 +21,7 @@ from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.coordinator import word_for
-from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s, waiting
+from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s
 from bireme.sync.coordinator.messages import (
     TERM,
     HostStart,
@@ -364,4 +364,4 @@ def _host(order: CoordinatorOrder, ledger: Ledger) -> Host:
     # Where each line is of a replica's own batch, the ledger does not say which rounds count.
     is_own = used >= 0 and used % order.num_hosts == order.number and not order.settings.averages
     recorded = ledger.num_committed if is_own else None
-    return waiting(order.settings, CoordinatorCandidate(order.number, order.num_hosts, recorded, used))
+    return Host(order.settings, CoordinatorCandidate(order.number, order.num_hosts, recorded, used))

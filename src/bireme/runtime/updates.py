@@ -21,7 +21,7 @@ from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.coordinator.state import HealTimes, healed_in
 from bireme.sync.exchange import PieceNorms, piece_norms, squared_norm_of
-from bireme.sync.reducer import OwnPart, Reducer, Reduction, nothing_more
+from bireme.sync.reducer import OwnPart, Reducer, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Updates:
             loss_sum=end.loss(),
             stamp=portion.stamp,
             votes=self.votes(),
-            more=nothing_more if self.more is None else partial(self.more, step.batch),
+            more=(lambda: ()) if self.more is None else partial(self.more, step.batch),
             own=OwnPart(portion.weight, portion.weights.nominal, portion.num_samples),
         )
         self._reducer.start(end.reduction)

@@ -8,13 +8,13 @@ from random import Random
 
 from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.groups import (
+    FIRST_WAIT_S,
     AveragingGroup,
     GroupEvent,
     GroupMembers,
     GroupState,
     GroupSummed,
     Paces,
-    first_wait_s,
     groups_begun,
     groups_step,
     next_deadline_s,
@@ -80,7 +80,7 @@ class GroupsAgreement(Agreement):
     def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
         """A rank asks the coordinator for its group."""
         self.furthest = max(self.furthest, batch)
-        wait_s = self.waits_s.setdefault((replica, stage), first_wait_s())
+        wait_s = self.waits_s.setdefault((replica, stage), FIRST_WAIT_S)
         self.paces = self.paces.with_arrival(stage, replica, now_s)
         arrived = self.paces.arrived(stage, replica, batch, wait_s)
         self.run.at(now_s + self.run.exchange.control_s, partial(self._happened, arrived))

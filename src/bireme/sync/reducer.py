@@ -97,11 +97,6 @@ whatever thread sums them up.
 """
 
 
-def nothing_more() -> Sequence[float]:
-    """No further numbers."""
-    return ()
-
-
 @dataclass(slots=True, eq=False)
 class Reduction:
     """A batch that is to be summed up, and how far that has come.
@@ -116,7 +111,7 @@ class Reduction:
     loss_sum: float | Tensor = 0.0
     stamp: int = 0
     votes: float = 0.0
-    more: More = nothing_more
+    more: More = lambda: ()
     own: OwnPart | None = None
     numbers: Tensor | None = None
     pending: Pending | None = None

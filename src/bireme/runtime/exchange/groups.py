@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bireme.runtime.exchange.rounds import PLACES, Attempt, Buffers, HowOfRound, MakesSum, RoundSum
-from bireme.sync.coordinator.groups import first_wait_s, next_wait_s
+from bireme.sync.coordinator.groups import FIRST_WAIT_S, next_wait_s
 from bireme.sync.coordinator.messages import CoordinatorReply, GroupAt, GroupMember, GroupReply, RankId
 from bireme.sync.rounds.contribution import Contribution
 
@@ -49,7 +49,7 @@ class RankGroups:
         self._at: GroupAt | None = None
         self._last: GroupReply | None = None
         """The group that the rank took last."""
-        self._wait_s = first_wait_s()
+        self._wait_s = FIRST_WAIT_S
         self._buffers = Buffers(device)
 
     @property

@@ -122,10 +122,6 @@ class Offer:
     is_due: bool = False
 
 
-def _nothing(_settled: SettledRound) -> None:
-    """Nothing follows."""
-
-
 @dataclass(slots=True, eq=False)
 class BatchOffer(Offer):
     """What a rank brings to the round of a batch, whose sum it wants in any case. It is made before the rank
@@ -139,7 +135,7 @@ class BatchOffer(Offer):
     may_make: threading.Event | None = None
     is_joint: bool = False
     how: CodedFlats | None = None
-    after: Callable[[SettledRound], None] = _nothing
+    after: Callable[[SettledRound], None] = lambda _settled: None
     settled: SettledRound | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 

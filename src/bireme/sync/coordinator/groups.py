@@ -183,14 +183,11 @@ def _connected_to(one: int, replicas: Collection[int], pairs: Iterable[tuple[int
 # A group that is not forced closes when all are there or when the wait of its opener is over. A forced one
 # closes when the groups since the last forced one, and itself, connect all replicas: it has no time limit.
 
-_LEAST_WAIT_S, _FIRST_WAIT_S, _MOST_WAIT_S = 1e-5, 1e-3, 1e-2
+_LEAST_WAIT_S, _MOST_WAIT_S = 1e-5, 1e-2
+FIRST_WAIT_S = 1e-3
+"""How long a replica waits for others in its first group."""
 _LATECOMERS = 0.1
 """Of its patience, what an opener waits on for latecomers when it has met most of the others."""
-
-
-def first_wait_s() -> float:
-    """How long a replica waits for others in its first group."""
-    return _FIRST_WAIT_S
 
 
 def next_wait_s(wait_s: float, size: int) -> float:

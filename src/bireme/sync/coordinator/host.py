@@ -333,11 +333,6 @@ def beginner(settings: CoordinatorSettings, num_hosts: int, *, used: int = -1) -
     return Host(settings, candidate, begun(settings, term=candidate.next_term(used)))
 
 
-def waiting(settings: CoordinatorSettings, candidate: CoordinatorCandidate) -> Host:
-    """A host that coordinates only if it is called."""
-    return Host(settings, candidate)
-
-
 def host_wake_s(host: Host, now_s: float) -> float:
     """The next time at which a `Tick` could change something."""
     if host.state is not None:

@@ -527,8 +527,7 @@ class CoordinatorState:
 @dataclass(frozen=True, slots=True)
 class CoordinatorStep:
     """What an event leads to: words for ranks, and lines for the ledger, which come before the words. Lines
-    that are `is_lasting` must be on the disk by then, with all before them, and not only written. One that
-    `resigns` closes all connections.
+    that are `is_lasting` must be on the disk by then, with all before them, and not only written.
     """
 
     state: CoordinatorState
