@@ -214,8 +214,8 @@ def test_what_a_rank_offers_while_a_round_without_it_is_made_is_for_the_next_one
     agent.wait_settled([line])
     settled = agent.take(line)
     assert settled is not None
-    assert not settled.is_own
-    settled.result.give_back()
+    assert not settled.has_own
+    settled.give_back()
 
 
 def test_who_waits_in_vain_says_for_what_and_ends_when_all_do(

@@ -474,7 +474,6 @@ class SimulatedAgent(ExchangeAgent):
             self.world.sleep(SUM_S)
             self._change(line, lost=(source,))
             return None
-        assert found.summed is not None
         result = line.buffers.take(line.like)
         for flat, its in zip(result.flats, found.flats, strict=True):
             flat.copy_(its)

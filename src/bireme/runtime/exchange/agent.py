@@ -34,7 +34,6 @@ from bireme.runtime.exchange.rounds import (
     Offer,
     RoundLine,
     RoundSum,
-    SettledRound,
 )
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import (
@@ -198,7 +197,7 @@ class ExchangeAgent:
             self.lines[0].like, self.lines[0].offers[batch] = like, offer
         self.poke()
 
-    def wait_for_batch(self, offer: BatchOffer) -> SettledRound:
+    def wait_for_batch(self, offer: BatchOffer) -> RoundSum:
         """The sum of a batch, once it counts and all that follows from it in the agent's thread is done."""
         offer.is_done.wait()  # woken once and not by every word, which would take a processor's time
         if offer.settled is None:
@@ -210,7 +209,7 @@ class ExchangeAgent:
         """Wait until a round of one of these lines counts that the rank has not taken."""
         self._wait(lambda: any(line.settled for line in lines), "a mean of the replicas")
 
-    def take(self, line: RoundLine) -> SettledRound | None:
+    def take(self, line: RoundLine) -> RoundSum | None:
         """The next round of a line that counts and that this rank has not used; it is taken as used."""
         with self._changed:
             if not line.settled:
@@ -409,7 +408,7 @@ class ExchangeAgent:
             if result is None:
                 return False
         # A coordinator that has taken up may not know whose sum it is that counts.
-        settled = SettledRound(result, line.was_offered and self.own.replica in result.parts, commit)
+        result.has_own, result.commit = line.was_offered and self.own.replica in result.parts, commit
         result.num_users = 2
         offer = line.offers.get(commit.round)
         with self._changed:
@@ -421,13 +420,13 @@ class ExchangeAgent:
                 offer.make = None
                 line.use(commit)
             else:
-                line.settled.append(settled)
+                line.settled.append(result)
             self.for_others.note_bytes()
             self._changed.notify_all()
         if isinstance(offer, BatchOffer):
             self._say()
-            offer.after(settled)
-            offer.settled = settled
+            offer.after(result)
+            offer.settled = result
             del line.offers[commit.round]
             offer.is_done.set()
         return True

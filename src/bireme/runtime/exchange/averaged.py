@@ -263,8 +263,7 @@ class CodedDrifts:
 
     def settle(self, result: RoundSum, *, is_own: bool) -> None:
         """A round counts, with this result. Its residuals are kept if this rank's own drift is in it."""
-        assert result.summed is not None, "what counts was summed"
-        is_own = is_own and result.is_own
+        is_own = is_own and result.is_made_here
         self._coded.settle(counts=is_own, common=None if is_own else bases_in(result.summed.more))
 
     def drop(self) -> None:

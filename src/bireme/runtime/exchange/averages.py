@@ -41,7 +41,7 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.averaged import AveragedWeights, CodedDrifts, Moments
-from bireme.runtime.exchange.rounds import Offer, RoundLine, SettledRound
+from bireme.runtime.exchange.rounds import Offer, RoundLine, RoundSum
 from bireme.runtime.layout import AnyPlan, Layout
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.snapshot import joined
@@ -226,8 +226,8 @@ class Averages:
         self._use_up(lines)
         settled = self.agent.take(mean)
         assert settled is not None, "it was waited for"
-        self._note(len(settled.parts), settled.result.flats)
-        made, moments = settled.result.flats[: len(own)], settled.result.flats[len(own) :]
+        self._note(len(settled.parts), settled.flats)
+        made, moments = settled.flats[: len(own)], settled.flats[len(own) :]
         for number, fragment in enumerate(self._fragments if self._asked.diloco else ()):
             self._step(number, fragment.of(made), settled)
             fragment.counted = self._samples
@@ -241,7 +241,7 @@ class Averages:
         self._weights.write(lambda number, flat: flat.copy_(made[number]), is_drained=True)
         if settled.summed.weight:
             self._moments.put(moments, self._weights.everywhere)
-        settled.result.give_back()
+        settled.give_back()
         return Met(settled.parts, settled.summed.numbers)
 
     def sections(self, names: Collection[str], pieces_of: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -361,28 +361,28 @@ class Averages:
                     fragment.offered, fragment.moments, fragment.batch = None, [], None
                     break
 
-    def _follow(self, line: RoundLine, fragment: _Fragment, settled: SettledRound) -> None:
-        means = settled.result.flats
+    def _follow(self, line: RoundLine, fragment: _Fragment, settled: RoundSum) -> None:
+        means = settled.flats
         if self._drifts:
-            self._drifts[line.number].settle(settled.result, is_own=settled.is_own)
+            self._drifts[line.number].settle(settled, is_own=settled.has_own)
         else:
             self._note(len(settled.parts), means)
         starts = fragment.of(self._starts)
         befores = [start.clone() for start in starts]
         self._step(line.number, means[: len(starts)], settled)
         changes = [start.sub(before) for start, before in zip(starts, befores, strict=True)]
-        if fragment.offered is not None and settled.is_own:
+        if fragment.offered is not None and settled.has_own:
             for change, drift in zip(changes, fragment.offered, strict=True):
                 change.add_(drift)
             self._moments.put(means[len(changes) :], fragment.places)
             fragment.counted, fragment.offered, fragment.moments = fragment.samples, None, []
-        settled.result.give_back()
+        settled.give_back()
         self._weights.write(
             lambda number, flat: flat[fragment.places[number]].add_(changes[number].to(flat.device))
         )
 
     @torch.no_grad()
-    def _step(self, number: int, means: Sequence[Tensor], settled: SettledRound) -> None:
+    def _step(self, number: int, means: Sequence[Tensor], settled: RoundSum) -> None:
         """The outer step of a fragment."""
         fragment, settings = self._fragments[number], self._asked.diloco
         if settings is None or not settled.summed.weight:

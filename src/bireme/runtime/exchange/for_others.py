@@ -106,7 +106,7 @@ class ForOthers:
             line, number = self._lines()[name >> PLACES], name & ((1 << PLACES) - 1)
             result = self._found(made, lambda: line.kept.get(number), lambda: line.next > number)
             if result is not None:
-                summed = _summed(result)
+                summed = result.summed
                 words = {"holds": summed.holds.hex(), "weight": summed.weight, "means": summed.means}
                 words |= {"numbers": summed.numbers, "parts": result.parts, "tensors": listed(summed.more)}
                 send_tensors(made, words, [*result.flats, *summed.more.values()])
@@ -145,16 +145,11 @@ class ForOthers:
             return found
 
 
-def _summed(result: RoundSum) -> Summed:
-    assert result.summed is not None, "what is kept was summed"
-    return result.summed
-
-
 def take_sum(result: RoundSum, words: Mapping[str, Any], more: Mapping[str, Tensor]) -> None:
     """Note what the text that announces a sum and its tensors say of it."""
     means, numbers = tuple(words["means"]), tuple(words["numbers"])
     result.summed = Summed(bytes.fromhex(words["holds"]), words["weight"], means, numbers, more)
-    result.parts, result.is_own = tuple(words["parts"]), False
+    result.parts, result.is_made_here = tuple(words["parts"]), False
 
 
 def has_hung_up(made: socket.socket) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.devices import pinned_like
 from bireme.runtime.exchange.agent import ExchangeAgent
-from bireme.runtime.exchange.rounds import BatchOffer, RoundSum, SettledRound
+from bireme.runtime.exchange.rounds import BatchOffer, RoundSum
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import HostStream, components_in
 from bireme.sync.coordinator.state import numbers_of_healing
@@ -115,7 +115,7 @@ class RoundReducer(Reducer):
         )
         own = self._under_way[reduction.batch] = _UnderWay(offer, contributed)
 
-        def after(settled: SettledRound) -> None:
+        def after(settled: RoundSum) -> None:
             if self.agent.own.replica in settled.parts:
                 self.agent.heal_times = None  # the others have it now
             if self._tied:
@@ -158,12 +158,12 @@ class RoundReducer(Reducer):
     def finish(self, reduction: Reduction) -> Reduced:
         """Wait until a batch is committed; its gradients are the committed sum then."""
         gradients, own = reduction.gradients, self._under_way.pop(reduction.batch)
-        settled = self.agent.wait_for_batch(own.offer)
-        result, summed = settled.result, settled.summed
+        result = self.agent.wait_for_batch(own.offer)
+        summed = result.summed
         for flat, found in zip(own.contributed.flats, result.flats, strict=True):
             flat.copy_(found.view(flat.shape), non_blocking=True)
         if own.offer.how is None:
-            self.sent.note(max(len(settled.parts), 1), raw=result.num_bytes, sent=result.num_bytes)
+            self.sent.note(max(len(result.parts), 1), raw=result.num_bytes, sent=result.num_bytes)
         self._use_up(result)
         gradients.components.update(components_in(summed.more, self._device))
         held = {*_names(own.contributed, summed.holds)}
@@ -188,7 +188,7 @@ class RoundReducer(Reducer):
         if not summed.weight:
             # A mean of nothing is NaN; and a step with gradients of zero would decay weights and momenta.
             reduced = Reduced(math.nan, 0.0, False, reduced.votes, reduced.more)
-        self._settle(own, settled, is_counted=reduced.is_finite)
+        self._settle(own, result, is_counted=reduced.is_finite)
         return reduced
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -212,10 +212,10 @@ class RoundReducer(Reducer):
         sum_parts(site, names, gradients, PART_SLICE_BYTES, self.sent)
         contributed.held.update(gradients.held & contributed.views.keys())
 
-    def _sum_tied(self, contributed: BatchGradients, settled: SettledRound) -> BatchGradients:
+    def _sum_tied(self, contributed: BatchGradients, settled: RoundSum) -> BatchGradients:
         """The whole gradients of tied parameters, from those of this rank in a committed sum."""
         own = {name: contributed.views[name] for name in self._tied}
-        views = FlatViews.of(own, contributed.flats).in_(settled.result.flats)
+        views = FlatViews.of(own, contributed.flats).in_(settled.flats)
         held = own.keys() & _names(contributed, settled.summed.holds)
         found = BatchGradients({name: view.clone() for name, view in views.items()}, held)
         for name, group in self._tied.items():
@@ -229,7 +229,7 @@ class RoundReducer(Reducer):
         views = FlatViews.of(gradients.views, gradients.flats)
         return CodedFlats(batch, views, self._coded, self.sent)
 
-    def _settle(self, own: _UnderWay, settled: SettledRound, *, is_counted: bool) -> None:
+    def _settle(self, own: _UnderWay, settled: RoundSum, *, is_counted: bool) -> None:
         """Keep what a batch has left of its codec, now that it is known whether the batch counts.
 
         A member that has the sum from another one does not know which of its messages were in it: what it had
@@ -237,7 +237,7 @@ class RoundReducer(Reducer):
         """
         if self._coded is None or self.feedback is None:
             return
-        is_own = settled.is_own and settled.result.is_own
+        is_own = settled.has_own and settled.is_made_here
         common = bases_in(settled.summed.more) if is_counted and not is_own else None
         self._coded.settle(counts=is_counted and is_own, common=common)
         own.is_known.set()

@@ -26,16 +26,20 @@ HowOfRound = Callable[[int], CodedFlats]
 @dataclass(slots=True, eq=False)
 class RoundSum:
     """The sum of a round as made in one attempt, over the replicas in `parts` if that is noted. Each of
-    `num_users` gives it back once. `is_own` unless another replica sent it.
+    `num_users` gives it back once. It `is_made_here` unless another replica sent it. Once it counts it has a
+    `commit`, and is known to have this rank's own offer in it (`has_own`).
     """
 
     flats: Sequence[Tensor]
     buffers: "Buffers"
     attempt: int = -1
-    summed: Summed | None = None
     parts: tuple[int, ...] = ()
     num_users: int = 1
-    is_own: bool = True
+    is_made_here: bool = True
+    has_own: bool = False
+    summed: Summed = field(init=False)
+    """The numbers and tensors that belong to it."""
+    commit: Commit = field(init=False)
 
     @property
     def num_bytes(self) -> int:
@@ -89,26 +93,6 @@ MakesSum = Callable[[Contribution, "Buffers", Attempt, Callable[[int], None]], R
 """Gives the sum of an attempt, or None; see `ExchangeAgent.made`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SettledRound:
-    """A round that counts, and whether this rank's own offer is in it. Whoever takes it gives it back."""
-
-    result: RoundSum
-    is_own: bool
-    commit: Commit
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The replicas that had a part in it."""
-        return self.result.parts
-
-    @property
-    def summed(self) -> Summed:
-        """The numbers and tensors that belong to the sum."""
-        assert self.result.summed is not None, "what counts was summed"
-        return self.result.summed
-
-
 @dataclass(slots=True, eq=False)
 class Offer:
     """What a rank brings to a round: `make` is called in the agent's thread, once. It is of that many
@@ -135,8 +119,8 @@ class BatchOffer(Offer):
     may_make: threading.Event | None = None
     is_joint: bool = False
     how: CodedFlats | None = None
-    after: Callable[[SettledRound], None] = lambda _settled: None
-    settled: SettledRound | None = None
+    after: Callable[[RoundSum], None] = lambda _settled: None
+    settled: RoundSum | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -173,7 +157,7 @@ class RoundLine:
         """The attempt in which a member was lost."""
         self.kept: dict[int, RoundSum] = {}
         """Sums that other replicas may still ask for."""
-        self.settled: deque[SettledRound] = deque()
+        self.settled: deque[RoundSum] = deque()
         """Rounds that count and that the rank has not taken."""
         self.buffers = Buffers(device)
         self._firsts = firsts
