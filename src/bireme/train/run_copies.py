@@ -18,7 +18,6 @@ from bireme.runtime.copies.copier import CLIP_SCALE, TENSORS, Copier, CopyOrders
 from bireme.runtime.copies.keeper import (
     KeeperAddress,
     KeeperProcess,
-    KeeperSettings,
     KeptShard,
     newest_of,
     shards_at,
@@ -152,8 +151,7 @@ class HostKeeper:
 
     def started(self, run: RunFile) -> KeeperAddress:
         """Where it listens."""
-        settings = KeeperSettings(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
-        self._process = self._process or KeeperProcess(settings)
+        self._process = self._process or KeeperProcess(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
         return self._process.started()
 
     @property

@@ -214,18 +214,36 @@ class Keeper:
 
     def _keep(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
         """Take a version from a rank of this host, and send it on."""
+        held, own = self._taken(talk, asked, is_coded=False)
+        talk.say({"sent_bytes": self._sent_on(talk, held, own, asked)})
+
+    def _hold(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        """Take a version from the keeper of another host."""
+        self._taken(talk, asked, is_coded=True)
+
+    def _taken(
+        self, talk: KeeperTalk, asked: dict[str, Any], *, is_coded: bool
+    ) -> tuple[_Held, ShardVersion]:
+        """A version that comes in as chunks, or as messages that another keeper has coded."""
         held = self._of(asked["shard"])
+        settled = None if asked["settled"] is None else CopyVersion(*asked["settled"])
         with held.lock:
-            coming = _begin(held.copies, asked)
-        talk.say({"begins": True})
+            coming = held.copies.begin(
+                _version(asked), asked["words"], asked["bytes"], began=asked["began"], settled=settled
+            )
+        before = coming.before
+        talk.say({"before": None if before is None else [before.start, before.step]})
         for index in range(len(coming.messages)):
-            chunk = talk.chunk()
+            came = talk.chunk()
             with held.lock:
-                held.copies.code(coming, index, chunk)
+                if is_coded:
+                    held.copies.put(coming, index, came[:DIGEST_BYTES], came[DIGEST_BYTES:])
+                else:
+                    held.copies.code(coming, index, came)
         with held.lock:
             held.copies.finish(coming)
         talk.say({"taken": True})
-        talk.say({"sent_bytes": self._sent_on(talk, held, coming, asked)})
+        return held, coming
 
     def _sent_on(self, talk: KeeperTalk, held: _Held, own: ShardVersion, asked: dict[str, Any]) -> int:
         """Send a version on until the next keeper has it, and report trouble to the rank; returns the bytes.
@@ -267,21 +285,6 @@ class Keeper:
             talk.hear()
         return sent
 
-    def _hold(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
-        """Take a version from the keeper of another host."""
-        held = self._of(asked["shard"])
-        with held.lock:
-            coming = _begin(held.copies, asked)
-        before = coming.before
-        talk.say({"before": None if before is None else [before.start, before.step]})
-        for index in range(len(coming.messages)):
-            message = talk.chunk()
-            with held.lock:
-                held.copies.put(coming, index, message[:DIGEST_BYTES], message[DIGEST_BYTES:])
-        with held.lock:
-            held.copies.finish(coming)
-        talk.say({"held": True})
-
     def _list(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
         found = []
         for shard, held in sorted(self._held.items()):
@@ -313,29 +316,16 @@ def _version(asked: Mapping[str, Any]) -> CopyVersion:
     return CopyVersion(asked["start"], asked["step"])
 
 
-def _begin(copies: ShardCopies, asked: Mapping[str, Any]) -> ShardVersion:
-    settled = None if asked["settled"] is None else CopyVersion(*asked["settled"])
-    return copies.begin(
-        _version(asked), asked["words"], asked["bytes"], began=asked["began"], settled=settled
-    )
-
-
 # The keeper as a process of its own. It ends with the process that started it.
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperSettings:
-    """How a keeper sends: at most `bytes_per_s`, None for a share of the link's time."""
-
-    bytes_per_s: float | None
-    timeout_s: float
-
-
 class KeeperProcess:
-    """The keeper of this host, in a process that was started here."""
+    """The keeper of this host, in a process that was started here. It sends at most `bytes_per_s`, or in a
+    share of the link's time if that is None.
+    """
 
-    def __init__(self, settings: KeeperSettings) -> None:
-        self._settings = settings
+    def __init__(self, bytes_per_s: float | None, timeout_s: float) -> None:
+        self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
         self._process: Process | None = None
         self._talk: Pipe | None = None
         self._address: KeeperAddress | None = None
@@ -344,7 +334,9 @@ class KeeperProcess:
         """Where it listens. It is started if it does not run: then it holds nothing."""
         if self._process is None or self._process.status is not None or self._address is None:
             self.close()
-            self._process, self._talk = start_process("bireme keeper", _serve_copies, self._settings)
+            self._process, self._talk = start_process(
+                "bireme keeper", _serve_copies, self._bytes_per_s, self._timeout_s
+            )
             try:
                 self._address = self._talk.recv()
             except EOFError:
@@ -366,11 +358,11 @@ class KeeperProcess:
         self._process = self._talk = self._address = None
 
 
-def _serve_copies(talk: Pipe, settings: KeeperSettings) -> None:
+def _serve_copies(talk: Pipe, bytes_per_s: float | None, timeout_s: float) -> None:
     """Serve until the starter hangs up. It says which keeper is the follower."""
     with suppress(OSError):
         os.nice(_LEAST_PRIORITY)
-    keeper = Keeper(bytes_per_s=settings.bytes_per_s, timeout_s=settings.timeout_s)
+    keeper = Keeper(bytes_per_s=bytes_per_s, timeout_s=timeout_s)
     talk.send(keeper.address)
     with suppress(EOFError, OSError):
         while True:
