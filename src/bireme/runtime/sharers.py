@@ -27,6 +27,11 @@ class Sharers:
     or with `gathers` the weights and the gradients too.
     """
 
+    group: Group
+    """What joins them. It belongs to the rank's own thread."""
+    sums: Group
+    """What joins them for what is posted here, if they share the weights."""
+
     def __init__(self, member: int, num_members: int, *, gathers: bool = False) -> None:
         self.member = member
         self.num_members = num_members
@@ -39,21 +44,7 @@ class Sharers:
         """What it has sent them of gradients, besides what the sums at the end of a batch send."""
         self.how = GradientSummation(in_parts=True)
         """How gradients are summed."""
-        self._group: Group | None = None
-        self._sums: Group | None = None
         self._worker: ThreadMover | None = None
-
-    @property
-    def group(self) -> Group:
-        """What joins them. It belongs to the rank's own thread."""
-        assert self._group is not None, "a pipeline is joined before it trains"
-        return self._group
-
-    @property
-    def sums(self) -> Group:
-        """What joins them for what is posted here, where they share the weights."""
-        assert self._sums is not None, "who sums stage by stage is joined for that"
-        return self._sums
 
     def join(
         self,
@@ -63,7 +54,9 @@ class Sharers:
         how: GradientSummation | None = None,
     ) -> None:
         """From now on the members can reach each other."""
-        self._group, self._sums, self._worker = group, sums, ThreadMover(device)
+        self.group, self._worker = group, ThreadMover(device)
+        if sums is not None:
+            self.sums = sums
         self.how = how or self.how
 
     def post(self, work: Callable[[], None]) -> CopyJob:
