@@ -25,10 +25,9 @@ from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import PartlyRead
 from bireme.train.data.placing import Order
-from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Batch
 from bireme.train.loop import Loop
-from bireme.train.outcome import MemoryUsed
+from bireme.train.rank_part import RankPart
 from bireme.train.replica import AveragingReplica, LeaderWriter, Meeting
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_file import RunFile
@@ -288,6 +287,7 @@ def test_what_tells_whether_ranks_read_the_same_is_read_once_and_not_in_each_win
     pipeline = Drained(
         num_trained=0,
         plan=SimpleNamespace(source=SimpleNamespace(rule=Rule.SYNCHRONOUS, name="1f1b")),
+        graph=None,
         cutter=SimpleNamespace(wanted=None),
         layout=SimpleNamespace(rank=0, pipeline_rank=0),
         balancer=None,
@@ -296,17 +296,21 @@ def test_what_tells_whether_ranks_read_the_same_is_read_once_and_not_in_each_win
         traffic={},
         tiers=(),
     )
-    loop = Loop(
-        run,
-        cast(Pipeline, pipeline),
-        cast(RunData, data),
-        cast(LeaderWriter, SimpleNamespace(wait=lambda: None)),
-        META,
-        tell=lambda *_, **__: None,
-        memory=cast(MemoryUsed, SimpleNamespace(peak_bytes=lambda: None)),
-        rank_bytes=lambda own: [own],
+    part = SimpleNamespace(
+        world=SimpleNamespace(rank=1),
+        start=SimpleNamespace(first_delayed_step=0, may_replan=False),
+        run=run,
+        data=data,
+        memory=SimpleNamespace(peak_bytes=lambda: 0),
         stops=Stops(),
+        home=None,
         member=Alone(),
+        copies=lambda: None,
+        control=lambda: None,
+        in_base=lambda _graph: frozenset(),
+        meta=lambda _pipeline: META,
     )
+    writer = cast(LeaderWriter, SimpleNamespace(wait=lambda: None))
+    loop = Loop(cast(RankPart, part), cast(Pipeline, pipeline), writer)
     assert loop.go().steps == pipeline.num_trained == 6
     assert len(samples.read) == len(order.probes) + 6 * 2

@@ -5,17 +5,14 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from types import TracebackType
-from typing import Self
+from typing import Any
 
-from bireme.profile.control import Control
-from bireme.runtime.evaluation import Evaluation
+from bireme.balance import StageWatch
 from bireme.runtime.paging.rank_paging import TierMoves, together
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.updates import BatchResult
@@ -23,156 +20,18 @@ from bireme.schedule.program import Rule
 from bireme.sync.coordinator.state import HealTimes
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
-from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
-from bireme.train.data.loader import PartlyRead, RankBatches
-from bireme.train.data.mixture import shares_of
-from bireme.train.data.placing import SampleOrder
-from bireme.train.data.prepare import RunData
-from bireme.train.data.samples import Samples
-from bireme.train.evaluation_set import Figures, combined, sets_of_run
-from bireme.train.outcome import REPLAN, LinkBytes, MemoryUsed, Outcome, RankOutcome
-from bireme.train.private_census import ReadableData
+from bireme.train.data.loader import PartlyRead
+from bireme.train.data.prepare import data_notes
+from bireme.train.evaluation_set import RunEvaluations
+from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.rank_part import RankPart, RunReading
 from bireme.train.recorded_batches import RECORDED, has_room, recorded_first
-from bireme.train.replica import AveragingReplica, LeaderWriter, Replica
+from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter
 from bireme.train.run_checkpoints import RunCheckpoints, Tally, Tell
-from bireme.train.run_copies import RunCopies
-from bireme.train.run_file import RunFile
+from bireme.train.run_log import RunLog
 from bireme.train.shares import ReplicaNotes
-from bireme.train.stops import Reason, Stops
-
-# What a rank reads while it trains: one loader, from window to window.
-#
-# Its worker processes stay, and its next batches are ready when an evaluation is over.
-
-
-class _RunReading:
-    """What one rank reads. `home` is that in the place of `data.training` where some is private; `member` is
-    its replica where replicas may die. The end of a `with` block ends it.
-    """
-
-    def __init__(
-        self,
-        run: RunFile,
-        data: RunData,
-        home: ReadableData | None,
-        member: Replica | AveragingReplica | None,
-    ) -> None:
-        self._run, self._data, self._home, self._member = run, data, home, member
-        self._open = ExitStack()
-        self._loader: RankBatches | None = None
-        self._batches: Iterator[PartlyRead] | None = None
-
-    def begin(self, pipeline: Pipeline, first: int) -> None:
-        """Begin to read the batches of the run from that one on."""
-        self._batches = iter(self._loader_from(pipeline, first))
-
-    def batches(self, pipeline: Pipeline, first: int) -> Iterator[PartlyRead]:
-        """The batches of the run, the first of which is the next one."""
-        if self._batches is None:
-            self.begin(pipeline, first)
-        assert self._batches is not None, "reading has just begun"
-        return self._batches
-
-    def window(self, pipeline: Pipeline) -> Iterator[PartlyRead]:
-        """The batches that are dealt to this replica up to the end of its window."""
-        return iter(self._loader_from(pipeline, pipeline.num_trained))
-
-    def close(self) -> None:
-        """End what reads. Another pipeline may begin to read then."""
-        self._open.close()
-        self._loader = self._batches = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _loader_from(self, pipeline: Pipeline, first: int) -> RankBatches:
-        """What reads the batches of the run; that one is its first."""
-        if self._loader is None:
-            asked = self._run.data
-            make: Callable[..., RankBatches] = RankBatches
-            if self._member is not None:
-                private = None if self._home is None else self._home.added(self._member.number)
-                make = partial(self._member.batches, private=private)
-            self._loader = make(
-                *self._samples(pipeline),
-                self._run.training.batch_size,
-                first,
-                self._run.training.steps - first,
-                prefetch=asked.prefetch,
-                num_workers=asked.num_workers,
-                timeout_s=self._run.cluster.timeout_s,
-                wanted=pipeline.cutter.wanted,
-            )
-            self._open.enter_context(self._loader)
-            if pipeline.balancer is not None:
-                self._open.callback(pipeline.balancer.close)  # or the loader may wait for shares
-        return self._loader
-
-    def _samples(self, pipeline: Pipeline) -> tuple[Samples, SampleOrder]:
-        """What this rank reads, and in which order."""
-        if self._home is None:
-            return self._data.training, self._data.order(self._run.data.seed)
-        if self._member is not None:
-            return self._home.samples, self._home.public
-        batch_size = self._run.training.batch_size
-        return self._home.samples, self._home.order(
-            lambda step: pipeline.cutter.rows_of_replicas(step, batch_size)
-        )
-
-
-# The evaluations of a run while it trains: all sets through the pipeline, and what came of the last time.
-
-
-class _RunEvaluations:
-    """`figures` are those of the last evaluation, which was after `step` steps; None where it has no loss.
-
-    `loss_through_codecs` is there where boundaries had codecs then. `step` is -1 before the first.
-    """
-
-    def __init__(self, run: RunFile, data: RunData) -> None:
-        self.figures: Figures | None = None
-        self.loss_through_codecs: float | None = None
-        self.step = -1
-        self._data = data
-        self._sets = {} if data.evaluation is None else sets_of_run(run, data.evaluation)
-
-    @property
-    def has_data(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return self._data.evaluation is not None
-
-    def evaluate(self, pipeline: Pipeline, step: int) -> dict[str, object]:
-        """Evaluate after so many steps; gives what the log is told."""
-        assert self._data.evaluation is not None, "who calls has asked"
-        begin_s = perf_counter()
-        shares = shares_of(self._data.evaluation)
-        found = self._evaluations(pipeline)
-        seconds = perf_counter() - begin_s
-        figures = combined(found, self._sets, shares, seconds=seconds, tokenizer=self._data.tokenizer)
-        more: dict[str, object] = {}
-        if pipeline.codecs.held(max(step - 1, 0)).phases:
-            coded = self._evaluations(pipeline, through_codecs=True)
-            self.loss_through_codecs = combined(coded, self._sets, shares, seconds=0.0, tokenizer=None).loss
-            more["loss_through_codecs"] = self.loss_through_codecs
-        self.figures = figures if any(one.weight for one in found.values()) else None
-        self.step = step
-        if len(found) > 1:
-            more["sources"] = {name: one.loss if one.weight else None for name, one in found.items()}
-        num_samples = sum(one.num_samples for one in found.values())
-        return {"num_samples": num_samples, **asdict(figures), **more}
-
-    def _evaluations(self, pipeline: Pipeline, *, through_codecs: bool = False) -> dict[str, Evaluation]:
-        wanted = pipeline.cutter.wanted_to_evaluate
-        return {
-            name: pipeline.evaluate(one.batches(wanted), through_codecs=through_codecs)
-            for name, one in self._sets.items()
-        }
+from bireme.train.stops import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,45 +45,32 @@ class ScheduleSwitch:
 class Loop:
     """The steps of a run, from where its pipeline is; `later` takes over after the first schedule.
 
-    The final schedule begins after step `first_delayed_step`, which may be long past. Checkpoints leave out
-    the weights in `not_saved`. `notes` are warnings about the data; `home` is what this rank reads in the
-    place of `data.training` where some is private. `member` is its replica where replicas may die. Where they
-    average weights, they meet at the end of each window. `copies` are the second copies of the state.
+    Where replicas average weights, they meet at the end of each window. Rank 0 has a `log`. `watch` finds
+    slow stages.
     """
 
     def __init__(
         self,
-        run: RunFile,
+        part: RankPart,
         pipeline: Pipeline,
-        data: RunData,
         writer: CheckpointWriter | LeaderWriter,
-        meta: CheckpointMeta,
         *,
-        tell: Tell,
-        memory: MemoryUsed,
-        rank_bytes: Callable[[int | None], list[int | None]],
-        stops: Stops,
-        control: Control | None = None,
+        log: RunLog | LeaderLog | None = None,
         later: ScheduleSwitch | None = None,
-        first_delayed_step: int = 0,
-        not_saved: frozenset[str] = frozenset(),
-        notes: Sequence[str] = (),
-        replicas: ReplicaNotes | None = None,
-        home: ReadableData | None = None,
-        member: Replica | AveragingReplica | None = None,
-        copies: RunCopies | None = None,
+        watch: StageWatch | None = None,
     ) -> None:
-        self.run, self.pipeline, self.data = run, pipeline, data
-        self._copies = copies
-        self.tell, self.memory = tell, memory
-        self.stops, self._control = stops, control
+        run, member = part.run, part.member
+        self.run, self.pipeline, self._part = run, pipeline, part
+        self.tell: Tell = _silent if log is None else log.tell
+        self._copies, self._control = part.copies(), part.control()
         self.timeline: Timeline | None = None
-        self._rank_bytes = rank_bytes
-        self._switch, self._delayed_from = later, first_delayed_step
+        self._switch = later
         self._reason = Reason.NONE
         self._ends: int | None = None
-        self._evaluations = _RunEvaluations(run, data)
-        self._checkpoints = RunCheckpoints(run, writer, meta, stops, member, not_saved)
+        self._not_saved = part.in_base(pipeline.graph)
+        self._evaluations = RunEvaluations(run, part.data)
+        meta = part.meta(pipeline)
+        self._checkpoints = RunCheckpoints(run, writer, meta, part.stops, member, self._not_saved)
         self._sent: list[LinkBytes] = []
         """By pipelines that are closed."""
         self._warnings: list[str] = []
@@ -232,11 +78,12 @@ class Loop:
         """What sums sent before the schedule switch."""
         self._tiers: tuple[TierMoves, ...] = ()
         """What was paged before it."""
-        self._notes, self._not_saved, self._home = notes, not_saved, home
         self._averaging = member if isinstance(member, AveragingReplica) else None
         self._member = member
-        self._replicas = replicas or ReplicaNotes(None, tell, may_replan=False)
-        self._reading = _RunReading(run, data, home, member)
+        self._replicas = ReplicaNotes(
+            watch, self.tell, may_replan=run.balance.replan and part.start.may_replan
+        )
+        self._reading = RunReading(part)
         self._to_record = member is None or not member.has_come_late
         self._record_from = self._recorded_first()
         self._own_from = pipeline.num_trained + self._record_from - self.step
@@ -244,7 +91,8 @@ class Loop:
         self._shared: tuple[list[int], list[int]] = ([], [])
         """Samples of each replica in the last window, and who met, where they meet."""
         self._first_step = self.step
-        self._tally = Tally(run, run.data.length if data.is_text else 0, tell, self.warn, self.step)
+        tokens = run.data.length if part.data.is_text else 0
+        self._tally = Tally(run, tokens, self.tell, self.warn, self.step)
 
     @property
     def step(self) -> int:
@@ -260,11 +108,11 @@ class Loop:
 
     def go(self) -> Outcome:
         """Train to the end, or until somebody asks to stop."""
-        steps = self.run.training.steps
-        for text in self._notes:
+        steps, home = self.run.training.steps, self._part.home
+        for text in data_notes(self._part.data) if self._part.world.rank == 0 else ():
             self.warn(text)
-        if self._home is not None:
-            self.tell("private", self.step, text=self._home.sentence, **self._home.placement)
+        if home is not None:
+            self.tell("private", self.step, text=home.sentence, **home.placement)
         with self._reading:
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
@@ -351,7 +199,9 @@ class Loop:
 
     def _recorded_first(self) -> int:
         rule = self.pipeline.plan.source.rule
-        return recorded_first(self.run, rule, step=self.step, delayed_from=self._delayed_from)
+        return recorded_first(
+            self.run, rule, step=self.step, delayed_from=self._part.start.first_delayed_step
+        )
 
     @property
     def _recorded_end(self) -> int:
@@ -389,7 +239,8 @@ class Loop:
         self._train(batches)
 
     def _train(self, batches: Iterator[PartlyRead], *, records: bool = False) -> None:
-        votes = self.stops.vote if self._member is None else self._member.votes(self.stops)
+        stops = self._part.stops
+        votes = stops.vote if self._member is None else self._member.votes(stops)
         if self._copies is not None and self._averaging is None:
             votes = self._copies.votes(votes)
         results = self.pipeline.train(batches, record=records, votes=votes)
@@ -489,11 +340,20 @@ class Loop:
             "train",
             step,
             **self._tally.line(result, batch),
-            memory_bytes=self._rank_bytes(self.memory.peak_bytes()),
+            memory_bytes=self._peaks_of_ranks(),
             **({} if self._copies is None else {"copy_age": self._copies.age(step)}),
         )
         if self._copies is not None and (trouble := self._copies.trouble()):
             self.warn(trouble, step)
+
+    def _peaks_of_ranks(self) -> list[int | None]:
+        """The most bytes that each rank has had, as far as rank 0 knows from the store; on others nothing."""
+        world = self._part.world
+        world.store.set(f"memory/{world.rank}", str(self._part.memory.peak_bytes()))
+        if world.rank:
+            return []
+        keys = [f"memory/{rank}" for rank in range(world.size)]
+        return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
 
     def _save(self) -> None:
         self._checkpoints.save(self.pipeline, self.step)
@@ -538,7 +398,7 @@ class Loop:
             checkpoint=self._checkpoints.newest,
             own=RankOutcome(
                 self.pipeline.layout.rank,
-                self.memory.peak_bytes(),
+                self._part.memory.peak_bytes(),
                 busy,
                 None if self._control is None else self._control.typical_s(),
                 (*self._sent, *self._sent_by_pipeline()),
@@ -552,7 +412,11 @@ class Loop:
             ),
             warnings=tuple(self._warnings),
             slow=self._replicas.slow,
-            placement=None if self._home is None else self._home.placement,
+            placement=None if self._part.home is None else self._part.home.placement,
             copied_step=None if self._copies is None else self._copies.step,
             leads=self._member is None or (self._member.leads and self._checkpoints.has_led),
         )
+
+
+def _silent(_kind: str, _step: int, **_values: Any) -> None:
+    """Ranks other than 0 write no log."""

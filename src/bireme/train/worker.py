@@ -1,11 +1,10 @@
 """One process of a run: make its part of the pipeline, load a checkpoint, run the loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +14,12 @@ from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
-from bireme.model.graph_file import graph_hash, load_graph
+from bireme.model.graph_file import load_graph
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan, read_windows
-from bireme.profile.control import Control
 from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
-from bireme.runtime.copies.copier import Copier
 from bireme.runtime.exchange.for_others import KEPT_BYTES
 from bireme.runtime.layout import Weights
 from bireme.runtime.measuring.batch_end import replica_times
@@ -32,11 +29,9 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
-from bireme.train.base_weights import load_base, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
-from bireme.train.checkpoint.manifest import CheckpointMeta
-from bireme.train.checkpoint.writer import CheckpointWriter
-from bireme.train.data.prepare import data_notes, find_place
+from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointWriter
+from bireme.train.data.prepare import find_place
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import placeholders
@@ -49,14 +44,12 @@ from bireme.train.private_census import ReadableData, readable_data
 from bireme.train.rank_part import RankPart, RunStart
 from bireme.train.rates import rate_factor
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter, Replica
-from bireme.train.resume_checks import DataIdentity, data_identity, load_identity, run_conditions
-from bireme.train.run_copies import RunCopies, checkpoint_of
+from bireme.train.run_copies import checkpoint_of
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.training import Training
 from bireme.train.run_log import RunLog
 from bireme.train.shares import (
-    ReplicaNotes,
     measures_first,
     mode_of,
     sample_seconds,
@@ -83,10 +76,9 @@ def optimizer_of(training: Training) -> OptimizerFactory:
 # The pipeline of a rank, from its run file and its plan; two of them if the run has a delay warm-up.
 
 
-def _pipelines_of(
-    part: RankPart, saved: SavedPlan, *, step: int, first_delayed_step: int
-) -> tuple[Pipeline, ScheduleSwitch | None]:
+def _pipelines_of(part: RankPart, saved: SavedPlan, step: int) -> tuple[Pipeline, ScheduleSwitch | None]:
     """The pipeline for the steps after `step`, and the schedule switch, if there is one."""
+    first_delayed_step = part.start.first_delayed_step
     twin = flush_twin(saved.plan) if step < first_delayed_step else None
     if twin is None:
         return _pipeline(part, saved), None
@@ -168,25 +160,6 @@ def _measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Shar
     return shares_by_times(first, m, times, limits, margin=run.balance.margin)
 
 
-# The memory that each rank has had at most, told to rank 0 through the store.
-
-
-class _SharedPeaks:
-    """Tells the others how much memory this rank has had, and rank 0 what the others last told."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __call__(self, own: int | None) -> list[int | None]:
-        """The bytes of every rank, as far as known; of the others only on rank 0."""
-        world = self._world
-        world.store.set(f"memory/{world.rank}", str(own or 0))
-        if world.rank:
-            return []
-        keys = [f"memory/{rank}" for rank in range(world.size)]
-        return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
-
-
 _LEAST_KEPT = 2
 """The newest checkpoint may turn out to be damaged when it is needed."""
 
@@ -222,7 +195,7 @@ def train_rank(world: World, start: RunStart, order: ReplicaOrder | None = None)
             step = resumed.manifest.step
             find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
         with MemoryUsed(world.device) as memory:
-            return _trained(RankPart(world, start, folder, run, model, data, order=order), memory, stops)
+            return _trained(RankPart(world, start, folder, run, model, data, memory, stops, order=order))
 
 
 def _stops(run: RunFile, world: World, order: ReplicaOrder | None) -> Stops:
@@ -234,27 +207,25 @@ def _stops(run: RunFile, world: World, order: ReplicaOrder | None) -> Stops:
     return Stops(limit_s, run.checkpoint.every_s)
 
 
-def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
-    world, folder, run = part.world, part.folder, part.run
+def _trained(part: RankPart) -> Outcome:
+    world, folder = part.world, part.folder
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
     part = replace(part, home=_home(part, saved))
-    manifest = None if checkpoint is None else checkpoint.manifest
-    read_windows(folder.windows, plans_of(run, saved))
-    begin, step = part.start.first_delayed_step, 0 if manifest is None else manifest.step
+    step = 0 if checkpoint is None else checkpoint.manifest.step
+    read_windows(folder.windows, plans_of(part.run, saved))
     if part.order is not None:
         part, saved = _as_member(part, part.order, saved)
     if part.member is not None:
         step = part.member.begin(step)
-    pipeline, later = _pipelines_of(part, saved, step=step, first_delayed_step=begin)
-    if checkpoint is None and measures_first(run, saved.plan, part.cluster):
-        shares = _measured_shares(pipeline, run, part.data.training)
-        if run.balance.batch == "grow":
+    pipeline, later = _pipelines_of(part, saved, step)
+    if checkpoint is None and measures_first(part.run, saved.plan, part.cluster):
+        shares = _measured_shares(pipeline, part.run, part.data.training)
+        if part.run.balance.batch == "grow":
             pipeline.close()
             del pipeline
             part = _grown(part, saved, sum(shares))
-            run = part.run
-            pipeline, later = _pipelines_of(part, saved, step=step, first_delayed_step=begin)
+            pipeline, later = _pipelines_of(part, saved, step)
         pipeline.begin_with(shares)
     log = _log(part) if world.rank == 0 else None
     if checkpoint is not None:
@@ -263,55 +234,22 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
         part.member.join(pipeline)
     loop: Loop | None = None
 
-    def open_writer(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
-        return CheckpointWriter(
-            folder.checkpoints(run),
-            world.rank,
-            world.size,
-            store,
-            keep=max(_LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
-            on_event=lambda event: None if loop is None else loop.note_checkpoint(event),
-            resumed_from=resumed_from,
-            record=None if world.rank else folder.recorded(),
-        )
+    def note(event: CheckpointEvent) -> None:
+        if loop is not None:
+            loop.note_checkpoint(event)
 
-    writer: CheckpointWriter | LeaderWriter
-    if part.member is None:
-        if part.start.copies is not None:  # which are no checkpoint in the folder
-            checkpoint = None if world.rank else newest_good(folder.checkpoints(run))
-        writer = open_writer(checkpoint, world.store)
-    else:
-        writer = LeaderWriter(
-            folder.checkpoints(run),
-            lambda number: open_writer(
-                newest_good(folder.checkpoints(run)), PrefixStore(f"writer {number}", world.store)
-            ),
-            lambda text: None if loop is None else loop.warn(text),
-        )
-    with writer:
+    def warn(text: str) -> None:
+        if loop is not None:
+            loop.warn(text)
+
+    with _writer(part, checkpoint, note, warn) as writer:
         loop = Loop(
-            run,
+            part,
             pipeline,
-            part.data,
             writer,
-            _meta(part, pipeline),
-            tell=_silent if log is None else log.tell,
-            memory=memory,
-            rank_bytes=_SharedPeaks(world),
-            stops=stops,
-            control=_control(part),
+            log=log,
             later=later,
-            first_delayed_step=begin,
-            not_saved=_in_base(part, pipeline.graph),
-            notes=() if log is None else data_notes(part.data),
-            replicas=ReplicaNotes(
-                _stage_watch(part, saved.plan, pipeline),
-                _silent if log is None else log.tell,
-                may_replan=run.balance.replan and part.start.may_replan,
-            ),
-            home=part.home,
-            member=part.member,
-            copies=_copies(part),
+            watch=_stage_watch(part, saved.plan, pipeline),
         )
         del pipeline  # the loop may have another one later, and no room for two
         if isinstance(part.member, Replica):
@@ -328,6 +266,39 @@ def _trained(part: RankPart, memory: MemoryUsed, stops: Stops) -> Outcome:
     if part.member is not None:
         part.member.leave()
     return outcome
+
+
+def _writer(
+    part: RankPart,
+    checkpoint: Checkpoint | None,
+    note: Callable[[CheckpointEvent], None],
+    warn: Callable[[str], None],
+) -> CheckpointWriter | LeaderWriter:
+    """What writes the checkpoints of a run, which goes on from one if there is one."""
+    world, run = part.world, part.run
+    folder = part.folder.checkpoints(run)
+
+    def opened(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
+        return CheckpointWriter(
+            folder,
+            world.rank,
+            world.size,
+            store,
+            keep=max(_LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
+            on_event=note,
+            resumed_from=resumed_from,
+            record=None if world.rank else part.folder.recorded(),
+        )
+
+    if part.member is not None:
+        return LeaderWriter(
+            folder,
+            lambda number: opened(newest_good(folder), PrefixStore(f"writer {number}", world.store)),
+            warn,
+        )
+    if part.start.copies is not None:  # which are no checkpoint in the folder
+        checkpoint = None if world.rank else newest_good(folder)
+    return opened(checkpoint, world.store)
 
 
 def _as_member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> tuple[RankPart, SavedPlan]:
@@ -361,7 +332,7 @@ def _kept_bytes(part: RankPart, saved: SavedPlan, replica: int) -> int:
 
 def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | AveragingReplica:
     plan = saved.plan
-    rebuilt = _in_base(part, load_graph(part.folder.graph))
+    rebuilt = part.in_base(load_graph(part.folder.graph))
     num_sites = part.run.sync.num_sites(plan.width)
     if part.run.sync.averages:
         return AveragingReplica(part.world, order, part.run, num_sites, rebuilt=rebuilt)
@@ -379,15 +350,6 @@ def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | 
         rebuilt=rebuilt,
         kept_bytes=_kept_bytes(part, saved, order.life.replica),
     )
-
-
-def _copies(part: RankPart) -> RunCopies | None:
-    """The second copies of this rank, if the run has any."""
-    if part.start.copying is None:
-        return None
-    world, member = part.world, part.member
-    copier = Copier(part.start.copying, world.rank, world.size, world.timeout_s)
-    return RunCopies(copier, world.size, lambda: member is None or member.leads)
 
 
 def _log(part: RankPart) -> RunLog | LeaderLog:
@@ -425,13 +387,6 @@ def _home(part: RankPart, saved: SavedPlan) -> ReadableData | None:
     )
 
 
-def _control(part: RankPart) -> Control | None:
-    """What is timed in turns with training on a processor. That ranks share its cores is predicted."""
-    if part.world.device.type != "cpu":
-        return None
-    return Control(counts_waits=not any(server.num_cores for server in part.cluster.servers))
-
-
 def _checkpoint(start: RunStart) -> Checkpoint | None:
     """What the run goes on from, which was found whole before any process started."""
     if start.copies is not None:
@@ -446,30 +401,3 @@ def _stage_watch(part: RankPart, plan: Plan, pipeline: Pipeline) -> StageWatch |
     if pipeline.balancer is None:
         return None
     return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))
-
-
-def _meta(part: RankPart, pipeline: Pipeline) -> CheckpointMeta:
-    plan = pipeline.plan
-    return CheckpointMeta(
-        next_batch=0,
-        seed=part.run.data.seed,
-        schedule=plan.source.name,
-        num_stages=plan.num_stages,
-        width=plan.width,
-        graph_hash=graph_hash(pipeline.graph),
-        extra=run_conditions(part.run, _identity(part), load_base(part.folder.base)),
-    )
-
-
-def _in_base(part: RankPart, graph: Graph) -> frozenset[str]:
-    """The weights that checkpoints and replicas that heal do without, because they are in the run's base."""
-    return frozenset() if load_base(part.folder.base) is None else names_in_base(graph)
-
-
-def _identity(part: RankPart) -> DataIdentity:
-    """What the folder says, which was written before any process started: nobody reads the data twice."""
-    return load_identity(part.folder.data) or data_identity(part.run, part.data)
-
-
-def _silent(_kind: str, _step: int, **_values: Any) -> None:
-    """Ranks other than 0 write no log."""
