@@ -8,7 +8,7 @@ import pytest
 from bireme.model.sources import load_source
 from bireme.plan.plan_file import load_plan
 from bireme.train.machines import machines_of
-from bireme.train.recorded_batches import is_recorded
+from bireme.train.plan_search import is_recorded
 from bireme.train.run_file import load_run_file
 from tests.support.alone import alone
 from tests.support.command import bireme

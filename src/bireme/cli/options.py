@@ -11,7 +11,7 @@ from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.schedule.program import Program
-    from bireme.train.run_plan import ProfiledRun
+    from bireme.train.plan_search import ProfiledRun
 
 
 MOST_FORWARDS = 10_000_000
@@ -135,7 +135,7 @@ def profiled_run(
         refuse(context, "--like estimates and does not measure", "fresh")
     from bireme.report.terminal import progress_bar
     from bireme.train.folder import load_asked
-    from bireme.train.run_plan import ProfiledRun, names_model
+    from bireme.train.plan_search import ProfiledRun, names_model
 
     run = load_asked(run_file, sets or ())
     if named := tuple(text for text in profiles or () if "=" in text):

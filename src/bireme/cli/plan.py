@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bireme.plan.agreements import AgreementForecast
     from bireme.plan.explain import Help
     from bireme.plan.search.draft_paging import PagedStageMemory
-    from bireme.train.run_plan import PlannedRun
+    from bireme.train.plan_search import PlannedRun
 
 
 output_option = partial(typer.Option, rich_help_panel="Output")

@@ -26,17 +26,18 @@ from bireme.train.link_codecs import check_gradient, sums_of
 from bireme.train.machines import Machines, planning_machines
 from bireme.train.model import RunModel
 from bireme.train.parallel_profiling import ParallelMeasurer
-from bireme.train.plan_search import is_short, plan_request_of
-from bireme.train.run_data import data_of
-from bireme.train.run_file import RunFile
-from bireme.train.run_plan import (
+from bireme.train.plan_search import (
     ProfiledRun,
     Progress,
     check_depth,
     check_devices,
     check_same_optimizer,
     check_searches,
+    is_short,
+    plan_request_of,
 )
+from bireme.train.run_data import data_of
+from bireme.train.run_file import RunFile
 
 # The sizes of micro-batches that are measured for a run, which are those that its plan may have.
 

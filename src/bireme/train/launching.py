@@ -37,6 +37,7 @@ from bireme.train.link_codecs import sums_of
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, SyncFigures, first_of
 from bireme.train.plan_search import (
+    RECORDED,
     chooses_batch,
     first_delayed_step,
     full_request_of,
@@ -47,7 +48,6 @@ from bireme.train.plan_search import (
 from bireme.train.prepare import PreparedRun, write_prepared
 from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
-from bireme.train.recorded_batches import RECORDED
 from bireme.train.resume_checks import left_at
 from bireme.train.run_copies import HostKeeper, newest_state
 from bireme.train.run_data import learns

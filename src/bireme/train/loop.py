@@ -25,8 +25,8 @@ from bireme.train.data.loader import PartlyRead
 from bireme.train.data.prepare import data_notes
 from bireme.train.evaluation_set import RunEvaluations
 from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.plan_search import RECORDED, has_room, recorded_first
 from bireme.train.rank_part import RankPart, RunReading
-from bireme.train.recorded_batches import RECORDED, has_room, recorded_first
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter
 from bireme.train.run_checkpoints import RunCheckpoints, Tally, Tell
 from bireme.train.run_log import RunLog

@@ -54,7 +54,10 @@ from bireme.train.link_codecs import (
 from bireme.train.machines import Machines, check_paging_disk, machines_of, planning_machines
 from bireme.train.model import RunModel
 from bireme.train.plan_search import (
+    PlannedRun,
+    check_devices,
     chooses_batch,
+    is_recorded,
     plan_request_of,
     plans_of,
     with_batch,
@@ -69,7 +72,6 @@ from bireme.train.private_census import (
     readers_of,
     write_census,
 )
-from bireme.train.recorded_batches import is_recorded
 from bireme.train.resume_checks import (
     DataIdentity,
     check_none_left,
@@ -82,7 +84,6 @@ from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.checks import check_sites, value_of
 from bireme.train.run_file.planning import AUTO
 from bireme.train.run_log import check_trackers
-from bireme.train.run_plan import PlannedRun, check_devices
 from bireme.train.shares import sharing_of
 
 # Mistakes of a run that are found before its model is measured: in its samples.

@@ -28,8 +28,8 @@ from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
+from bireme.train.plan_search import RECORDED
 from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
-from bireme.train.recorded_batches import RECORDED
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_copies import newest_state, start_name
