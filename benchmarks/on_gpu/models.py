@@ -106,13 +106,13 @@ class Measured:
 def train(world: World, gpt: Gpt, plan: Plan) -> Measured:
     """One rank's part of a training of some batches."""
     graph = gpt.graph()
-    with MemoryUsed(world.device) as memory:
-        pipeline = Pipeline(graph, plan, world, weights=Weights(graph, world.device), device=world.device)
-        results = list(pipeline.train(gpt.batches(WARM + COUNTED)))
-        peak = memory.peak_bytes()
-        list(pipeline.train(gpt.batches(RECORDED), record=True))
-        timeline = pipeline.timeline()
-        pipeline.close()
+    memory = MemoryUsed(world.device)
+    pipeline = Pipeline(graph, plan, world, weights=Weights(graph, world.device), device=world.device)
+    results = list(pipeline.train(gpt.batches(WARM + COUNTED)))
+    peak = memory.peak_bytes()
+    list(pipeline.train(gpt.batches(RECORDED), record=True))
+    timeline = pipeline.timeline()
+    pipeline.close()
     return Measured(
         step_s=median(result.seconds for result in results[WARM:-1]),
         peak_bytes=peak,

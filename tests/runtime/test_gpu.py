@@ -110,10 +110,10 @@ def test_a_mark_tells_when_the_device_was_there_and_not_the_host() -> None:
 
 def test_peaks_are_those_of_the_devices_allocator() -> None:
     num_bytes = 64 * 2**20
-    with MemoryUsed(GPU) as memory:
-        held = torch.empty(num_bytes, dtype=torch.uint8, device=GPU)
-        del held
-        assert memory.peak_bytes() == pytest.approx(num_bytes, rel=0.01)
+    memory = MemoryUsed(GPU)
+    held = torch.empty(num_bytes, dtype=torch.uint8, device=GPU)
+    del held
+    assert memory.peak_bytes() == pytest.approx(num_bytes, rel=0.01)
 
 
 def test_pinned_memory_goes_to_the_device_while_the_host_goes_on() -> None:

@@ -70,14 +70,10 @@ class Evaluated:
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON."""
-        about = {name: getattr(self, name) for name in ("model", "step", "data")}
-        return about | asdict(self.figures) | self._rest()
-
-    def _rest(self) -> dict[str, Any]:
-        done = ("num_samples", "seconds", "num_workers", "device")
-        given = ("tokens_given", "samples_given", "tokenizer", "length", "loss_on")
-        found = {name: getattr(self, name) for name in (*done, *given)}
-        return found | {"warnings": list(self.warnings)}
+        found = asdict(self) | {"warnings": list(self.warnings)}
+        figures: dict[str, Any] = found.pop("figures")
+        about = {name: found.pop(name) for name in ("model", "step", "data")}
+        return about | figures | found
 
 
 def evaluate(

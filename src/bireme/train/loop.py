@@ -6,6 +6,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -113,7 +114,7 @@ class Loop:
             self.warn(text)
         if home is not None:
             self.tell("private", self.step, text=home.sentence, **home.placement)
-        with self._reading:
+        with closing(self._reading):
             while self._ends is None and self.step < steps:
                 if self._switch is not None and self.step >= self._switch.step:
                     self._switch_schedule(self._switch)

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -26,33 +25,20 @@ _STATUS = Path("/proc/self/status")
 
 
 class MemoryUsed:
-    """Of an accelerator it counts what is in use beyond what was when the block began."""
+    """Of an accelerator it counts what is in use beyond what was in use when it was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
-
-    def __enter__(self) -> Self:
-        if is_accelerator(self._device):
-            reset_peak(self._device)
-            self._before = allocated_bytes(self._device)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """There is nothing to end."""
+        if is_accelerator(device):
+            reset_peak(device)
+            self._before = allocated_bytes(device)
 
     def peak_bytes(self) -> int:
         """The most there has been so far."""
         if is_accelerator(self._device):
             return peak_bytes(self._device) - self._before
-        return _resident_bytes()
-
-
-def _resident_bytes() -> int:
-    """The most of this process that was resident at a time."""
-    return _bytes("VmHWM")
+        return _bytes("VmHWM")
 
 
 def settled_bytes() -> int:

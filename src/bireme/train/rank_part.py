@@ -5,8 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import read_cluster
@@ -138,7 +137,7 @@ class RankPart:
 
 
 class RunReading:
-    """What one rank reads. The end of a `with` block ends it."""
+    """What one rank reads, until it is closed."""
 
     def __init__(self, part: RankPart) -> None:
         self._run, self._data, self._home, self._member = part.run, part.data, part.home, part.member
@@ -165,14 +164,6 @@ class RunReading:
         """End what reads. Another pipeline may begin to read then."""
         self._open.close()
         self._loader = self._batches = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _loader_from(self, pipeline: Pipeline, first: int) -> RankBatches:
         """What reads the batches of the run; that one is its first."""

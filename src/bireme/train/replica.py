@@ -163,19 +163,18 @@ class Replica(MortalReplica):
         self,
         world: World,
         order: ReplicaOrder,
+        run: RunFile,
         num_replicas: int,
-        batch_size: int,
         *,
         spare: int,
         balances: bool,
-        compare_every: int,
         rebuilt: frozenset[str],
         kept_bytes: int,
     ) -> None:
-        members, more = (0,), {"spare": spare, "kept_bytes": kept_bytes}
-        super().__init__(world, order, members, batch_size, of_batches=True, **more)
+        batch_size, more = run.training.batch_size, {"spare": spare, "kept_bytes": kept_bytes}
+        super().__init__(world, order, (0,), batch_size, of_batches=True, **more)
         self.agreement = QuorumAgreement(
-            self._agent, num_replicas, batch_size, balances, compare_every, rebuilt
+            self._agent, num_replicas, batch_size, balances, run.sync.compare_every, rebuilt
         )
 
     @property

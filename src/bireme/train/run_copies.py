@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -174,9 +173,7 @@ class HostKeeper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._process is not None:
             self._process.close()
 

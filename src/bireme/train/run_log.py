@@ -479,22 +479,18 @@ class RunLog:
         self._screen = _Screen(run.training.steps) if is_shown else None
         self._failed: set[str] = set()
 
-    @property
-    def tell(self) -> Callable[..., None]:
-        """For the loop."""
-        return self._tell
-
     def begin(self, step: int) -> None:
         """The run begins, or goes on."""
-        self._tell("start", step, **self._words)
+        self.tell("start", step, **self._words)
 
     def end(self, outcome: Outcome) -> None:
         """The run is over, for now."""
-        self._tell("stop", outcome.steps, reason=outcome.reason)
+        self.tell("stop", outcome.steps, reason=outcome.reason)
         self._metrics.close()
         self._tell_failures(outcome.steps)
 
-    def _tell(self, kind: str, step: int, **values: Any) -> None:
+    def tell(self, kind: str, step: int, **values: Any) -> None:
+        """For the loop: something has happened."""
         before = self._metrics.failure
         self._metrics.note(kind, step, **values)
         if self._screen is None:

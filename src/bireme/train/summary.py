@@ -13,6 +13,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.model.units import units_of
 from bireme.plan.forecast import StageForecast, TierForecast, joules_per_sample
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
@@ -310,14 +311,11 @@ class RunSummary:
         found |= found.pop("kept")
         if not self.private_samples:
             del found["private_samples"], found["placement"]
-        if self.tiers is None:
-            del found["tiers"]
         if self.sync.shared is None:
             del found["sync"]["shared"]
-        if self.second_copy is None:
-            del found["second_copy"]
-        if self.joules_per_sample is None:
-            del found["joules_per_sample"]
+        for name in ("tiers", "second_copy", "joules_per_sample"):
+            if found[name] is None:
+                del found[name]
         return found
 
     def write(self, path: Path) -> None:
@@ -463,7 +461,7 @@ def _finite(value: float | None) -> float | None:
 def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> tuple[_StageSummary, ...]:
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     source = plan.source
-    bounds = (0, *plan.cuts, _num_units(prepared))
+    bounds = (0, *plan.cuts, len(units_of(prepared.graph)))
     alike = {ranks[0]: ranks for ranks in source.routes.alike(plan.width)}
     names = plan.process_devices
     found = []
@@ -537,9 +535,3 @@ def _control(prepared: PreparedRun, outcomes: list[Outcome]) -> _ControlSummary 
     if engine is None or not engine.control_s or not took_s:
         return None
     return _ControlSummary(engine.control_s, fmean(took_s), engine.control_s / fmean(took_s))
-
-
-def _num_units(prepared: PreparedRun) -> int:
-    from bireme.model.units import units_of
-
-    return len(units_of(prepared.graph))

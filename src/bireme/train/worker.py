@@ -194,8 +194,8 @@ def train_rank(world: World, start: RunStart, order: ReplicaOrder | None = None)
         if (resumed := _checkpoint(start)) is not None:
             step = resumed.manifest.step
             find_place(data, run.data.seed, step * run.training.batch_size, is_shown=not world.rank)
-        with MemoryUsed(world.device) as memory:
-            return _trained(RankPart(world, start, folder, run, model, data, memory, stops, order=order))
+        memory = MemoryUsed(world.device)
+        return _trained(RankPart(world, start, folder, run, model, data, memory, stops, order=order))
 
 
 def _stops(run: RunFile, world: World, order: ReplicaOrder | None) -> Stops:
@@ -342,11 +342,10 @@ def _member(part: RankPart, order: ReplicaOrder, saved: SavedPlan) -> Replica | 
     return Replica(
         part.world,
         order,
+        part.run,
         num_sites,
-        part.run.training.batch_size,
         spare=spare,
         balances=balances,
-        compare_every=part.run.sync.compare_every,
         rebuilt=rebuilt,
         kept_bytes=_kept_bytes(part, saved, order.life.replica),
     )
