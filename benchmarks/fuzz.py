@@ -267,21 +267,29 @@ class Fuzzed:
         return max(row.grown_mib for row in self.rows)
 
 
-def fuzzed(folder: Path, mode: str, num_messages: int, *, seed: int = 1, start: Start = Python) -> Fuzzed:
-    """Train with strangers, and then as many steps without."""
+def fuzzed(
+    folder: Path,
+    mode: str,
+    num_messages: int,
+    *,
+    seed: int = 1,
+    start: Start = Python,
+    warm_steps: int = WARM_STEPS,
+) -> Fuzzed:
+    """Train with strangers, who come after `warm_steps`, and then as many steps without."""
     with_strangers, alone = folder / "strangers", folder / "alone"
     process = _started(with_strangers, mode, 1_000_000, start)
     strangers = Strangers(random.Random(seed))
     try:
-        _wait(process, lambda: len(losses(with_strangers)) >= WARM_STEPS)
+        _wait(process, lambda: len(losses(with_strangers)) >= warm_steps)
         pids = living(process.pid)
         before = {pid: held_by(pid) for pid in pids}
         doors = doors_of(pids)
         said = {door: strangers.call(door, num_messages) for door in doors}
         steps = len(losses(with_strangers))
-        _wait(process, lambda: len(losses(with_strangers)) >= steps + WARM_STEPS)
+        _wait(process, lambda: len(losses(with_strangers)) >= steps + warm_steps)
         strangers.close()
-        _wait(process, lambda: len(losses(with_strangers)) >= steps + 2 * WARM_STEPS)
+        _wait(process, lambda: len(losses(with_strangers)) >= steps + 2 * warm_steps)
         rows, num_ended = [], 0
         for pid in pids:
             try:

@@ -4,13 +4,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.patience import patience_s
-from tests.support.ranks import wait_until_gone
+from tests.support.torchrun_runs import torchrun_train
 from tests.support.training import losses, write_run
 
 SAMPLES = "tests.support.paced_samples"
@@ -41,27 +39,31 @@ def test_the_ray_example_is_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_torchrun_script_trains(tmp_path: Path) -> None:
-    """One process of torchrun's, for all of this is in new Pythons, which take seconds to begin."""
+    """The script calls a torchrun that prints its arguments, and these start copies of a process that has
+    imported all: new Pythons take seconds to begin.
+    """
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     model, data = f"python:{SAMPLES}:regression", f"{SAMPLES}:regressed"
-    run_file, root = write_run(tmp_path, "1f1b", 1, model=model, data=data), str(EXAMPLES.parents[1])
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    process = subprocess.Popen(
-        [str(EXAMPLES / "torchrun.sh"), str(run_file), "127.0.0.1", "1", "0", "--set", "training.steps=4"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    run_file = write_run(tmp_path, "1f1b", 1, model=model, data=data)
+    script = [str(EXAMPLES / "torchrun.sh"), str(run_file), "127.0.0.1", "1", "0"]
+    path = f"{torchrun.parent}:{os.environ['PATH']}"
+    said = subprocess.run(
+        [*script, "--set", "training.steps=4"],
+        check=True,
+        capture_output=True,
         text=True,
-        cwd=root,
         env={**os.environ, "PORT": port, "PATH": path, "PROCESSES": "1"},
-    )
-    try:
-        said, _ = process.communicate(timeout=patience_s())
-    finally:
-        process.kill()
-        process.communicate()
-        wait_until_gone([process.pid])
+    ).stdout.splitlines()
 
-    assert process.returncode == 0, said
-    assert sorted(losses(tmp_path / "runs" / run_file.stem)) == [1, 2, 3, 4]
+    command = said.index("--no-python")
+    assert said[command : command + 3] == ["--no-python", "bireme", "train"]
+    run = tmp_path / "runs" / run_file.stem
+    with torchrun_train(run, *said[command + 3 :], ranks=1, options=said[:command]) as started:
+        ended = started.ended()
+    assert ended.status == 0, ended.err
+    assert sorted(losses(run)) == [1, 2, 3, 4]

@@ -15,7 +15,12 @@ def test_malformed_messages_to_every_listening_socket_of_a_run_change_nothing(
     tmp_path: Path, mode: str
 ) -> None:
     found = fuzzed(
-        tmp_path, mode, 30, seed=5, start=lambda words, folder, more: Copy(words, folder, variables=more)
+        tmp_path,
+        mode,
+        30,
+        seed=5,
+        start=lambda words, folder, more: Copy(words, folder, variables=more),
+        warm_steps=8,
     )
 
     assert (found.status, found.ended, found.difference) == (0, 0, 0.0)

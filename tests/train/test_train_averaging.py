@@ -25,8 +25,8 @@ TIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32"
 
 
 PACED = "tests.support.paced_samples:paced"
-PACE_S = 0.01
-PACED_STEPS = 600
+PACE_S = 0.03
+PACED_STEPS = 300
 """They take much longer than a replica takes to come back. If the run ends, it was waited for in vain."""
 
 

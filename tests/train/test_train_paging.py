@@ -83,8 +83,11 @@ def test_what_replicas_share_is_offloaded_as_planned_and_another_plan_goes_on(
 ) -> None:
     """Of two replicas with one micro-batch each, in which sums are the same in any order."""
     path = write_run(tmp_path, "1f1b", 1)
+    write_plan(tmp_path / "of-two.json", Plan((), 1, "1f1b", width=2))
     common = {**OF_TWO, "training__clip_norm": 0}
-    plain = settings(**common, training__steps=4, log__name="plain")
+    own = {"plan__file": tmp_path / "of-two.json", "plan__width": "", "plan__micro_batch": ""}
+    own |= {"plan__schedule": "auto"}
+    plain = settings(**common | own, training__steps=4, log__name="plain")
     result = bireme(capsys, "train", str(path), *plain, "--json")
     assert result.status == 0, result.err
     budgets = {"memory__device": "2MB", "memory__disk": tmp_path, "memory__disk_bytes": "1GB"}

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 PORT = "29400"
 """A host of these has all ports to itself."""
-PACE_S = 0.1
+PACE_S = 0.2
 NUM_HOSTS = 3
 MORE_STEPS = 20
 """More than are dealt when a coordinator dies."""
@@ -73,7 +73,7 @@ def wait_for_members(launcher: Running, *members: int) -> None:
     while not any(tuple(one["members"]) == members for one in rounds_of(launcher.run)[num_before:]):
         assert time.monotonic() < end_s, launcher.said
         assert launcher.process.poll() is None, launcher.said
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def rounds_of(run: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
 NUM_HOSTS, DEPTH = 4, 2
-PACE_S = 0.05
+PACE_S = 0.2
+"""While a test waits for leases to end, few steps are trained."""
 MORE_STEPS = 8
 LEASE_SHARE = 0.05
 
