@@ -105,7 +105,7 @@ def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) ->
         found = prepared_document(prepared)
         more = {
             "notes": [*found["notes"], *notes],
-            "learns": learns(prepared.run, prepared.data, prepared.graph).document(),
+            "learns": learns(prepared.run, prepared.data, prepared.graph),
             "writes": paths,
             "disk": None if room is None else room.document(),
             "taken": taken or None,
@@ -251,7 +251,7 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
         console,
         answer=prepared.answer,
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan),
-        learns=learns(prepared.run, prepared.data, prepared.graph).document(),
+        learns=learns(prepared.run, prepared.data, prepared.graph),
         is_brief=is_short(prepared.run, prepared.graph),
     )
     run, plan = prepared.run, prepared.plan.plan

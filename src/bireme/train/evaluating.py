@@ -50,7 +50,7 @@ class Evaluated:
     """The result of an evaluation, and of what it is.
 
     `tokens_given` and `samples_given` are those of all the data, None if nobody knows them. Losses may be
-    compared if their `tokenizer`, `length` and `loss_on` are equal; these are as in `Learns`.
+    compared if their `tokenizer`, `length` and `loss_on` are equal; these are as in `learns`.
     """
 
     model: str

@@ -77,16 +77,17 @@ class NewestWeights(Mapping[str, Tensor]):
 
 def exported_step(folder: Path) -> int | None:
     """The step of the checkpoint whose model is in a folder; None where there is none."""
-    try:
-        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    return _number_of(folder, "step")
 
 
 def exported_length(folder: Path) -> int | None:
     """The tokens of the samples that the model in a folder was trained on, if the folder has the number."""
+    return _number_of(folder, "length")
+
+
+def _number_of(folder: Path, key: str) -> int | None:
     try:
-        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["length"])
+        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

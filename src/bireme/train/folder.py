@@ -46,11 +46,60 @@ _MOST_CHANGES = 3
 """Keys of `run.toml` that a sentence lists."""
 
 
+class _PathWithin:
+    """A file or a folder of this name in that of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _kind: type["RunFolder"]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths within a run's folder."""
 
     path: Path
+
+    run_file = _PathWithin("run.toml")
+    """The run file with all that was set and all defaults."""
+    plan = _PathWithin("plan.json")
+    """The plan, with what it promises."""
+    windows = _PathWithin("windows.json")
+    """The windows of a plan that pages, which ranks read; only where it does."""
+    profile = _PathWithin("profile.json")
+    """What the plan was made from."""
+    cluster = _PathWithin("cluster.toml")
+    """The devices."""
+    graph = _PathWithin("graph.json")
+    """The model as it is trained."""
+    evaluation_graph = _PathWithin("evaluation-graph.json")
+    """The model as it is evaluated."""
+    data = _PathWithin("data.json")
+    """Which data it is trained on."""
+    base = _PathWithin("base.json")
+    """Which frozen weights it trains a part on; only where checkpoints leave these out."""
+    initial = _PathWithin("initial")
+    """The weights that a function of the user made for the run's begin; removed when it has ended."""
+    metrics = _PathWithin("metrics.jsonl")
+    """What happened, a line each."""
+    ledger = _PathWithin(LEDGER)
+    """Which samples each committed round trained, where a coordinator deals them."""
+    hosts = _PathWithin("hosts.json")
+    """Where a host that is started again finds the others, where replicas may die."""
+    private = _PathWithin("private.json")
+    """How many private samples each server holds, where some do."""
+    starts = _PathWithin("starts.json")
+    """How often it was started again from the same checkpoint."""
+    predicted_timeline = _PathWithin("timeline-predicted.json")
+    """A few batches as the simulator sees them."""
+    measured_timeline = _PathWithin("timeline-measured.json")
+    """A few batches as they ran."""
+    summary = _PathWithin("summary.json")
+    """What came of it."""
+    model = _PathWithin("model")
+    """The trained model, for others."""
 
     @classmethod
     def check_new(cls, run: RunFile) -> None:
@@ -227,101 +276,6 @@ class RunFolder:
         what = f"damaged, or changed by hand: {', '.join(changes)}" if changes else "damaged"
         how = " To change settings of a run, use `bireme resume --set`." if changes else ""
         tell(f"{path} is {what}. The copy in {where} is used and put back; {is_kept}.{how}")
-
-    @property
-    def run_file(self) -> Path:
-        """The run file with all that was set and all defaults."""
-        return self.path / "run.toml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan, with what it promises."""
-        return self.path / "plan.json"
-
-    @property
-    def windows(self) -> Path:
-        """The windows of a plan that pages, which ranks read; only where it does."""
-        return self.path / "windows.json"
-
-    @property
-    def profile(self) -> Path:
-        """What the plan was made from."""
-        return self.path / "profile.json"
-
-    @property
-    def cluster(self) -> Path:
-        """The devices."""
-        return self.path / "cluster.toml"
-
-    @property
-    def graph(self) -> Path:
-        """The model as it is trained."""
-        return self.path / "graph.json"
-
-    @property
-    def evaluation_graph(self) -> Path:
-        """The model as it is evaluated."""
-        return self.path / "evaluation-graph.json"
-
-    @property
-    def data(self) -> Path:
-        """Which data it is trained on."""
-        return self.path / "data.json"
-
-    @property
-    def base(self) -> Path:
-        """Which frozen weights it trains a part on; only where checkpoints leave these out."""
-        return self.path / "base.json"
-
-    @property
-    def initial(self) -> Path:
-        """The weights that a function of the user made for the run's begin; removed when it has ended."""
-        return self.path / "initial"
-
-    @property
-    def metrics(self) -> Path:
-        """What happened, a line each."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """Which samples each committed round trained, where a coordinator deals them."""
-        return self.path / LEDGER
-
-    @property
-    def hosts(self) -> Path:
-        """Where a host that is started again finds the others, where replicas may die."""
-        return self.path / "hosts.json"
-
-    @property
-    def private(self) -> Path:
-        """How many private samples each server holds, where some do."""
-        return self.path / "private.json"
-
-    @property
-    def starts(self) -> Path:
-        """How often it was started again from the same checkpoint."""
-        return self.path / "starts.json"
-
-    @property
-    def predicted_timeline(self) -> Path:
-        """A few batches as the simulator sees them."""
-        return self.path / "timeline-predicted.json"
-
-    @property
-    def measured_timeline(self) -> Path:
-        """A few batches as they ran."""
-        return self.path / "timeline-measured.json"
-
-    @property
-    def summary(self) -> Path:
-        """What came of it."""
-        return self.path / "summary.json"
-
-    @property
-    def model(self) -> Path:
-        """The trained model, for others."""
-        return self.path / "model"
 
     def checkpoints(self, run: RunFile) -> Path:
         """Where its checkpoints are."""

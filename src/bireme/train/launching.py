@@ -347,7 +347,7 @@ def first_words(prepared: PreparedRun) -> dict[str, Any]:
         "width": plan.width,
         "devices": [name for row in plan.devices for name in row],
         "predicted_batch_s": None if forecast is None else forecast.batch_s,
-        "learns": learns(prepared.run, prepared.data, prepared.graph).document(),
+        "learns": learns(prepared.run, prepared.data, prepared.graph),
     }
 
 

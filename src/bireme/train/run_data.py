@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +19,33 @@ from bireme.train.run_file import RunFile
 Progress = Callable[[float, str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Learns:
-    """What a run learns from, and how much of the model learns. Numbers that nobody knows are None, such as
-    the samples of a stream; so are the epochs of a mixture, whose sources have different ones.
+def learns(run: RunFile, data: RunData, graph: Graph) -> dict[str, Any]:
+    """What a prepared run learns from, and how much of the model learns, in the words of JSON.
 
-    `tokenizer` is equal for equal tokenizers, so that losses per token may be compared if it is equal; it is
-    None, as `length` is, if the samples are not made of tokens.
+    `graph` is that of its model in training.
+    Numbers that nobody knows are None, such as the samples of a stream; so are the epochs of a mixture, whose
+    sources have different ones. `tokenizer` is equal for equal tokenizers, so that losses per token may be
+    compared if it is equal; it is None, as `length` is, if the samples are not made of tokens.
     """
-
-    sources: tuple[str, ...]
-    num_files: int | None
-    num_tokens: int | None
-    num_samples: int | None
-    num_evaluation_samples: int | None
-    epochs: float | None
-    num_parameters: int
-    num_learning_parameters: int
-    tokenizer: str | None
-    length: int | None
-    loss_on: str
-    dtype: str
-    learning_rate: float
-
-    def document(self) -> dict[str, Any]:
-        """In the words of JSON."""
-        return asdict(self) | {"sources": list(self.sources)}
-
-
-def learns(run: RunFile, data: RunData, graph: Graph) -> Learns:
-    """What a prepared run learns from; `graph` is that of its model in training."""
     sizes = {state.name: (math.prod(state.shape), state.trainable) for state in graph.parameters}
     num_samples = _num_samples(data.training)
     is_mixture = isinstance(data.training, MixedSamples)
     trained = run.training.steps * run.training.batch_size
-    return Learns(
-        sources=tuple(one.source for one in run.data.mixture or ()) or (run.data.named,),
-        num_files=data.num_files,
-        num_tokens=data.num_tokens,
-        num_samples=num_samples,
-        num_evaluation_samples=None if data.evaluation is None else _num_samples(data.evaluation),
-        epochs=None if is_mixture or not num_samples else trained / num_samples,
-        num_parameters=sum(size for size, _ in sizes.values()),
-        num_learning_parameters=sum(size for size, is_learning in sizes.values() if is_learning),
-        tokenizer=tokenizer_name(data.tokenizer),
-        length=run.data.length if data.is_text else None,
-        loss_on=data.loss_on,
-        dtype=run.model.dtype,
-        learning_rate=run.training.learning_rate,
-    )
+    return {
+        "sources": [one.source for one in run.data.mixture or ()] or [run.data.named],
+        "num_files": data.num_files,
+        "num_tokens": data.num_tokens,
+        "num_samples": num_samples,
+        "num_evaluation_samples": None if data.evaluation is None else _num_samples(data.evaluation),
+        "epochs": None if is_mixture or not num_samples else trained / num_samples,
+        "num_parameters": sum(size for size, _ in sizes.values()),
+        "num_learning_parameters": sum(size for size, is_learning in sizes.values() if is_learning),
+        "tokenizer": tokenizer_name(data.tokenizer),
+        "length": run.data.length if data.is_text else None,
+        "loss_on": data.loss_on,
+        "dtype": run.model.dtype,
+        "learning_rate": run.training.learning_rate,
+    }
 
 
 def tokenizer_name(tokenizer: Tokenizer | None) -> str | None:

@@ -154,25 +154,25 @@ def _of_checkpoint(checkpoint: Checkpoint, otherwise: Weights) -> Weights:
     saved = checkpoint.snapshot().tensors
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        keys = {
-            name: f"{part}/{name}"
-            for name in names
-            for part in ("weights", "buffers")
-            if f"{part}/{name}" in saved
-        }
-        rest = [name for name in names if name not in keys]
-        found = {name: saved[key] for name, key in keys.items()}
-        return found | dict(otherwise(rest)) if rest else found
+        keys = ((name, f"{part}/{name}") for name in names for part in ("weights", "buffers"))
+        return {name: saved[key] for name, key in keys if key in saved}
 
-    return read
+    return _with_rest(read, otherwise)
 
 
 def _of_folder(folder: Path, graph: Graph, model: RunModel) -> Weights:
-    otherwise = model.weights(graph)
-
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = load_weights(graph, names, folder, dtype=torch.float32, model=model.source.model)
+        return load_weights(graph, names, folder, dtype=torch.float32, model=model.source.model)
+
+    return _with_rest(read, model.weights(graph))
+
+
+def _with_rest(read: Callable[[Sequence[str]], dict[str, torch.Tensor]], otherwise: Weights) -> Weights:
+    """The tensors that `read` finds, and those that it does not from elsewhere."""
+
+    def both(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = read(names)
         rest = [name for name in names if name not in found]
         return found | dict(otherwise(rest)) if rest else found
 
-    return read
+    return both

@@ -287,7 +287,7 @@ class RunSummary:
     sample: str
     warnings: tuple[str, ...]
     learns: Mapping[str, Any] = field(default_factory=dict)
-    """What the run learns from; see `Learns`."""
+    """What the run learns from; see `learns`."""
     shares: tuple[_ShareSummary, ...] = ()
     membership: tuple[_MembershipSummary, ...] = ()
     """How that changed, where replicas may die."""
@@ -364,7 +364,7 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
             *_kept(_ranks(prepared, outcomes), own),
             *_diverged(own),
         ),
-        learns=learns(prepared.run, prepared.data, prepared.graph).document(),
+        learns=learns(prepared.run, prepared.data, prepared.graph),
         shares=tuple(_ShareSummary(one.step, one.shares) for one in shared),
         membership=() if own.sync is None else _membership(shared),
         private_samples={server: one.num_samples for server, one in sorted(prepared.census.items())},
