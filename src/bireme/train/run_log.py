@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.documents import read_json_lines
@@ -129,33 +129,6 @@ _CLOSE_S = 30.0
 """So long may a tracker take, when a run is over, to send what it still has."""
 
 
-class _Package(NamedTuple):
-    """What a tracker needs: the module, what people call it, and the extra that installs it."""
-
-    module: str
-    title: str
-    extra: str
-
-
-_PACKAGES = {
-    "tensorboard": _Package("tensorboard", "TensorBoard", "track"),
-    "wandb": _Package("wandb", "Weights & Biases", "wandb"),
-    "mlflow": _Package("mlflow", "MLflow", "mlflow"),
-}
-"""The trackers, by their key in `[log]`."""
-
-
-def check_trackers(asked: Mapping[str, bool]) -> None:
-    """See whether each tracker that is asked for, by its key, is installed, before anything has been done."""
-    for key, is_asked in asked.items():
-        package = _PACKAGES[key]
-        if is_asked and find_spec(package.module) is None:
-            raise BiremeError(
-                f"log.{key} is set, and {package.title} is not installed: install it with pip install "
-                f'"bireme[{package.extra}]".'
-            )
-
-
 def curves_of(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     """What is a curve of a line of the log, by its name; none of a line of another kind."""
     if kind not in _KINDS:
@@ -170,9 +143,10 @@ def curves_of(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Tracker(ABC):
-    """Takes the lines of a run's log. `title` is what people call it."""
+    """Takes the lines of a run's log. `title` is what people call it, `extra` what installs it."""
 
     title: str
+    extra: str
 
     def __init__(self) -> None:
         self.failure: str | None = None
@@ -341,7 +315,7 @@ _BEGIN_S = 60.0
 class WandB(BackgroundTracker):
     """Sends curves to a run of a project; `config` is what is shown of the run with them."""
 
-    title = "Weights & Biases"
+    title, extra = "Weights & Biases", "wandb"
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any]) -> None:
         self._folder, self._project, self._config = folder, project, config
@@ -390,7 +364,7 @@ class MLflow(BackgroundTracker):
     Where no server is named the files are in `mlruns` next to the run's folder, so that runs are compared.
     """
 
-    title = "MLflow"
+    title, extra = "MLflow", "mlflow"
 
     def __init__(self, folder: Path, experiment: str, config: dict[str, Any]) -> None:
         self._folder, self._experiment, self._config = folder, experiment, config
@@ -446,7 +420,7 @@ class TensorBoard(_Tracker):
     a checkpoint all before it is on the disk, since no start will write it again.
     """
 
-    title = "TensorBoard"
+    title, extra = "TensorBoard", "track"
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -468,6 +442,20 @@ class TensorBoard(_Tracker):
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+_TRACKERS: dict[str, type[_Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+"""By their key in `[log]`, which is the name of the package too."""
+
+
+def check_trackers(asked: Mapping[str, bool]) -> None:
+    """See whether each tracker that is asked for, by its key, is installed, before anything has been done."""
+    for key, kind in _TRACKERS.items():
+        if asked[key] and find_spec(key) is None:
+            raise BiremeError(
+                f"log.{key} is set, and {kind.title} is not installed: install it with pip install "
+                f'"bireme[{kind.extra}]".'
+            )
 
 
 class RunLog:
