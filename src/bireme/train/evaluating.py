@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from bireme.cluster.machine import num_cores
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
@@ -30,7 +29,7 @@ from bireme.train.data.samples import PackedSamples, Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.evaluation_set import EvaluationSet, Figures, combined, sets_of_run
-from bireme.train.machines import Machines, machines_of
+from bireme.train.machines import Machines, machines_here
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
@@ -247,7 +246,7 @@ def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines
         )
     here = run.cluster.model_copy(update={"source": None, "workers": needed})
     asked = run.model_copy(update={"cluster": here})
-    return machines_of(asked, num_cuda=num_cuda, num_cores=num_cores()), needed
+    return machines_here(asked), needed
 
 
 def _least(graph: Graph, num_cuda: int) -> int:

@@ -309,10 +309,14 @@ def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
     return replace(machines, cluster=replace(machines.cluster, servers=tuple(servers)))
 
 
+def machines_here(run: RunFile, *, computes: bool = True) -> Machines:
+    """What a run has to run on here. `computes` is as for `machines_of`."""
+    return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores(), computes=computes)
+
+
 def planning_machines(run: RunFile, *, computes: bool = True) -> Machines:
     """The machines of a run with what offloading needs to know. `computes` is as for `machines_of`."""
-    found = machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores(), computes=computes)
-    return with_tiers_here(run, found)
+    return with_tiers_here(run, machines_here(run, computes=computes))
 
 
 def check_paging_disk(run: RunFile, plan: Plan) -> None:

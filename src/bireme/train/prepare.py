@@ -14,7 +14,6 @@ import torch
 from bireme.capabilities import refuse_excluded, used_by
 from bireme.cluster.cluster_file import read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
-from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.capture import in_evaluation
 from bireme.model.graph import Graph
@@ -51,7 +50,7 @@ from bireme.train.link_codecs import (
     tell_changed_codecs,
     with_own_codecs,
 )
-from bireme.train.machines import Machines, check_paging_disk, machines_of, planning_machines
+from bireme.train.machines import Machines, check_paging_disk, machines_here, planning_machines
 from bireme.train.model import RunModel
 from bireme.train.plan_search import (
     PlannedRun,
@@ -298,7 +297,7 @@ def prepared_before(
     run: RunFile, folder: RunFolder, progress: Progress, *, is_alone: bool = True, begins: bool = False
 ) -> PreparedRun:
     """A run that was begun, as what its folder holds says it was prepared. `begins` is as for `prepare`."""
-    machines = _machines(run)
+    machines = machines_here(run)
     measured = load_profile(folder.profile) if folder.profile.is_file() else None
     graph, evaluation = load_graph(folder.graph), load_graph(folder.evaluation_graph)
     model, plan = RunModel.of(run, 1), load_plan(folder.plan)
@@ -347,9 +346,9 @@ def _has_same_devices(run: RunFile, before: RunFile, folder: RunFolder) -> bool:
     timeless = {"timeout_s": before.cluster.timeout_s}
     if run.cluster.model_copy(update=timeless) == before.cluster:
         return True
-    found, known = _machines(run), read_cluster(folder.cluster)
+    found, known = machines_here(run), read_cluster(folder.cluster)
     try:
-        old = _machines(before)
+        old = machines_here(before)
     except BiremeError:
         return False  # what it had is not there any more
     is_same = found.cluster == known
@@ -365,10 +364,6 @@ def _has_same_model(run: RunFile, before: RunFile, folder: RunFolder) -> bool:
     known = load_graph(folder.graph)
     found = RunModel.of(run, known.batch).training.graph(known.batch)
     return graph_hash(found) == graph_hash(known)
-
-
-def _machines(run: RunFile) -> Machines:
-    return machines_of(run, num_cuda=num_accelerators(), num_cores=num_cores())
 
 
 def write_prepared(prepared: PreparedRun, folder: RunFolder, checkpoint: Checkpoint | None = None) -> None:
