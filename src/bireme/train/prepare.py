@@ -54,6 +54,7 @@ from bireme.train.machines import Machines, check_paging_disk, machines_here, pl
 from bireme.train.model import RunModel
 from bireme.train.plan_search import (
     PlannedRun,
+    Progress,
     check_devices,
     chooses_batch,
     is_recorded,
@@ -175,9 +176,6 @@ def check_plan(run: RunFile, plan: Plan, graph: Graph) -> None:
     layout = layout_of(graph, units_of(graph), program, 0, program.num_ranks)
     used = used_by_plan(program.source, layout, offloads=plan.paging is not None)
     refuse_excluded(used_by(partial(value_of, run)) | used)
-
-
-Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
