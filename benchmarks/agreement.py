@@ -43,17 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.killing.goodput import Kills, goodput_row
+from benchmarks.replica_speeds.agreements import AsynchronousPairs, BoundedStaleness, QuorumRounds
 from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
-from bireme.simulate.agreements import (
-    AsynchronousPairs,
-    BoundedStaleness,
-    DilocoRounds,
-    Everyone,
-    GroupsAgreement,
-)
-from bireme.simulate.quorum_rounds import QuorumRounds
+from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
 from bireme.sync.coordinator.samples import SILENT_LEASES, GroupSettings
 

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.common.verdicts import Spread, Verdict, at_least
+from benchmarks.replica_speeds.balanced_run import Fixed, Following, Informed, ReplicaCost, balanced_run
 from benchmarks.replica_speeds.unequal import Trained, Trial, possible_s, train_unequal
 from bireme.balance import Policy, limits_of
 from bireme.plan.forecast import joules_per_sample, total_watts
-from bireme.simulate.balance import Fixed, Following, Informed, ReplicaCost, balanced_run
 
 LEAST_OF_SUM, LEAST_OF_POSSIBLE = 0.9, 0.9
 FAST_S = 0.003

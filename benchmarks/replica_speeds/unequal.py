@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.engine_bench.contenders import say
 from benchmarks.engine_bench.emulated import sharpen_sleeps, square_loss
+from benchmarks.replica_speeds.balanced_run import Informed, ReplicaCost
 from bireme.balance import Policy, ShareLimits, Shares, limits_of
 from bireme.model.chain import chain, chain_resolver
 from bireme.plan.plan import Plan
@@ -24,7 +25,6 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
-from bireme.simulate.balance import Informed, ReplicaCost
 
 __all__ = ["Trained", "Trial", "chances", "possible_s", "train_unequal"]
 

@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.replica_speeds.balanced_run import (
+    BalancedRun,
+    Fixed,
+    Following,
+    Informed,
+    ReplicaCost,
+    balanced_run,
+)
 from bireme.balance import Balance, Policy, ShareLimits, StageWatch, begun, limits_of, rebalance
 from bireme.errors import BiremeError
-from bireme.simulate.balance import BalancedRun, Fixed, Following, Informed, ReplicaCost, balanced_run
 from tests.support.extent import draws, examples
 
 LIMITS = ShareLimits((4,) * 4, (1000,) * 4)

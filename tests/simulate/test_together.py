@@ -5,19 +5,13 @@ from random import Random
 
 import pytest
 
+from benchmarks.replica_speeds.agreements import AsynchronousPairs, BoundedStaleness, QuorumRounds
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
-from bireme.simulate.agreements import (
-    AsynchronousPairs,
-    BoundedStaleness,
-    DilocoRounds,
-    Everyone,
-    GroupsAgreement,
-)
+from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.costs import Costs
-from bireme.simulate.quorum_rounds import QuorumRounds
 from bireme.simulate.simulator import simulate
 from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
 from bireme.sync.coordinator.samples import GroupSettings

@@ -1,10 +1,9 @@
-"""Who agrees with whom, as the simulator's replicas ask: the modes of Bireme and two published baselines.
+"""Who agrees with whom, as the simulator's replicas ask: modes of Bireme.
 
 Groups and rounds are made by the rules of the real coordinator, `bireme.sync.coordinator`, as event handlers.
 """
 
 from functools import partial
-from random import Random
 
 from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.groups import (
@@ -188,69 +187,3 @@ class DilocoRounds(Agreement):
             self.run.complete(stage, self.offers.pop(stage), at_s)
             line = line.after_commit()
         self.lines[stage] = line
-
-
-class AsynchronousPairs(Agreement):
-    """AD-PSGD as published: after each batch a replica averages with a random other, which does not wait.
-
-    The weights of the other are averaged while it computes; each replica has one exchange at a time.
-    """
-
-    average_lag = 0
-
-    def begin(self, run: Together) -> None:
-        """Nobody exchanges anything."""
-        super().begin(run)
-        self.free_s: dict[tuple[int, int], float] = {}
-        self.latest: dict[tuple[int, int], int] = {}
-        self.random = Random(run.seed)
-
-    def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
-        """It averages with another one as soon as both can."""
-        self.latest[replica, stage] = batch
-        others = [one for one in range(self.run.num_replicas) if one != replica and self.run.is_alive(one)]
-        if not others:
-            super().offered(replica, stage, batch, now_s)
-            return
-        other = self.random.choice(others)
-        ends = (replica, stage), (other, stage)
-        at_s = max(now_s, *(self.free_s.get(end, 0.0) for end in ends)) + self.run.exchange.seconds(2)
-        self.free_s |= dict.fromkeys(ends, at_s)
-        self.run.complete(stage, {replica: batch}, at_s)
-
-
-class BoundedStaleness(Agreement):
-    """HetPipe-like: each replica sends what a batch changed to a server and takes the newest weights.
-
-    Nobody begins a batch more than `most` batches before the slowest. The server of a stage has one link.
-    """
-
-    average_lag = 0
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def begin(self, run: Together) -> None:
-        """Nobody has sent anything."""
-        super().begin(run)
-        self.free_s: dict[int, float] = {}
-        self.done: dict[int, dict[int, int]] = {}
-        self.held: dict[int, list[tuple[int, int]]] = {}
-
-    def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
-        """What it sends and takes goes through the server's link, after what others do."""
-        exchange = self.run.exchange
-        begin_s = max(now_s, self.free_s.get(stage, 0.0))
-        self.free_s[stage] = begin_s + 2 * exchange.num_bytes / exchange.bytes_per_s
-        at_s = self.free_s[stage] + 2 * exchange.latency_s
-        self.run.at(at_s, partial(self._sent, replica, stage, batch))
-
-    def _sent(self, replica: int, stage: int, batch: int, now_s: float) -> None:
-        done = self.done.setdefault(stage, dict.fromkeys(range(self.run.num_replicas), -1))
-        done[replica] = batch
-        waiting = [*self.held.get(stage, ()), (replica, batch)]
-        slowest = min(done.values())
-        self.held[stage] = [one for one in waiting if one[1] - slowest > self.most]
-        for other, reached in waiting:
-            if reached - slowest <= self.most:
-                self.run.complete(stage, {other: reached}, now_s)

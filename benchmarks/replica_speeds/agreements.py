@@ -1,13 +1,14 @@
-"""`quorum` on the simulator's clock: rounds of those who are ready, samples by speed, replicas that die.
+"""`quorum` and two published baselines on the simulator's clock.
 
-The rounds and the samples are those of the real coordinator (`bireme.sync.coordinator`), as event handlers.
-What it learns from messages is put simply here: a replica is one, not a rank for each stage, and a death is
-known after `noticed_s`: its launcher says so, or its lease ends. Before that it may be silent.
+The rounds and the samples of `quorum` are those of the real coordinator (`bireme.sync.coordinator`), as event
+handlers. A replica is one here, not a rank for each stage. A death is known after `noticed_s`, when the
+launcher reports it or the lease ends. Before that the replica may be silent.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from random import Random
 
 from bireme.balance import ShareLimits
 from bireme.simulate.together import Agreement, Together, Trained
@@ -172,3 +173,69 @@ class QuorumRounds(Agreement):
         for replica in self.there.pop(batch, ()):
             self.run.update(replica, batch, now_s)
         self._grant(now_s)
+
+
+class AsynchronousPairs(Agreement):
+    """AD-PSGD as published: after each batch a replica averages with a random other, which does not wait.
+
+    The weights of the other are averaged while it computes; each replica has one exchange at a time.
+    """
+
+    average_lag = 0
+
+    def begin(self, run: Together) -> None:
+        """Nobody exchanges anything."""
+        super().begin(run)
+        self.free_s: dict[tuple[int, int], float] = {}
+        self.latest: dict[tuple[int, int], int] = {}
+        self.random = Random(run.seed)
+
+    def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
+        """It averages with another one as soon as both can."""
+        self.latest[replica, stage] = batch
+        others = [one for one in range(self.run.num_replicas) if one != replica and self.run.is_alive(one)]
+        if not others:
+            super().offered(replica, stage, batch, now_s)
+            return
+        other = self.random.choice(others)
+        ends = (replica, stage), (other, stage)
+        at_s = max(now_s, *(self.free_s.get(end, 0.0) for end in ends)) + self.run.exchange.seconds(2)
+        self.free_s |= dict.fromkeys(ends, at_s)
+        self.run.complete(stage, {replica: batch}, at_s)
+
+
+class BoundedStaleness(Agreement):
+    """HetPipe-like: each replica sends what a batch changed to a server and takes the newest weights.
+
+    Nobody begins a batch more than `most` batches before the slowest. The server of a stage has one link.
+    """
+
+    average_lag = 0
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def begin(self, run: Together) -> None:
+        """Nobody has sent anything."""
+        super().begin(run)
+        self.free_s: dict[int, float] = {}
+        self.done: dict[int, dict[int, int]] = {}
+        self.held: dict[int, list[tuple[int, int]]] = {}
+
+    def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
+        """What it sends and takes goes through the server's link, after what others do."""
+        exchange = self.run.exchange
+        begin_s = max(now_s, self.free_s.get(stage, 0.0))
+        self.free_s[stage] = begin_s + 2 * exchange.num_bytes / exchange.bytes_per_s
+        at_s = self.free_s[stage] + 2 * exchange.latency_s
+        self.run.at(at_s, partial(self._sent, replica, stage, batch))
+
+    def _sent(self, replica: int, stage: int, batch: int, now_s: float) -> None:
+        done = self.done.setdefault(stage, dict.fromkeys(range(self.run.num_replicas), -1))
+        done[replica] = batch
+        waiting = [*self.held.get(stage, ()), (replica, batch)]
+        slowest = min(done.values())
+        self.held[stage] = [one for one in waiting if one[1] - slowest > self.most]
+        for other, reached in waiting:
+            if reached - slowest <= self.most:
+                self.run.complete(stage, {other: reached}, now_s)
