@@ -107,97 +107,41 @@ class Costs:
     def per_stage(
         num_stages: int,
         *,
-        forward_s: _PerStage,
-        backward_s: _PerStage,
-        backward_input_s: _PerStage | None = None,
-        backward_weight_s: _PerStage | None = None,
-        half_forward_s: _PerStage | None = None,
-        recompute_s: _PerStage | None = None,
-        update_s: _PerStage = 0.0,
-        trial_s: _PerStage | None = None,
-        reduce_s: _PerStage = 0.0,
-        reduce_bytes: _PerStage = 0.0,
-        message_bytes: _PerStage = 0.0,
-        weight_bytes: _PerStage = 0.0,
-        gradient_bytes: _PerStage | None = None,
-        optimizer_bytes: _PerStage = 0.0,
-        stash_bytes: _PerStage = 0.0,
-        input_bytes: _PerStage | None = None,
         rank_speed: Sequence[float] = (),
         master_weights: bool = False,
-        reduce_busy_s: _PerStage = 0.0,
-        gradient_message_bytes: _PerStage | None = None,
         engine: EngineCost = NO_ENGINE,
-        workspace_bytes: _PerStage = 0.0,
-        buffer_bytes: _PerStage = 0.0,
-        frozen_bytes: Sequence[float] = (),
-        host_update_s: _PerStage | None = None,
-        waiting_bytes: Sequence[float] = (),
-        halves_bytes: Sequence[float] = (),
+        **per_stage: _PerStage | None,
     ) -> "Costs":
-        """Costs with what is left out filled in.
+        """Costs with what is left out, or None, filled in.
 
         Both parts of a split backward take half of it unless one is given; half a micro-batch takes half
         the forward, recomputing takes the forward, a trial step what an update takes; gradients are as
         large as weights, a stage's input as large as the message that brings it, and as much comes back.
         """
-
-        def spread(name: str, value: _PerStage) -> tuple[float, ...]:
-            values = (
-                (float(value),) * num_stages if isinstance(value, int | float) else tuple(map(float, value))
-            )
-            if len(values) != num_stages:
-                raise BiremeError(
-                    f"{name} has {len(values)} values for {num_stages} stages; give one each, or one for all."
-                )
-            return values
-
-        forward, backward = spread("forward_s", forward_s), spread("backward_s", backward_s)
-        if backward_input_s is None and backward_weight_s is None:
-            inputs = weights = tuple(b / 2 for b in backward)
-        elif backward_input_s is not None:
-            inputs = spread("backward_input_s", backward_input_s)
-            rest = tuple(max(b - i, 0.0) for b, i in zip(backward, inputs, strict=True))
-            weights = rest if backward_weight_s is None else spread("backward_weight_s", backward_weight_s)
-        else:
-            weights = spread("backward_weight_s", backward_weight_s if backward_weight_s is not None else 0.0)
-            inputs = tuple(max(b - w, 0.0) for b, w in zip(backward, weights, strict=True))
-        messages = spread("message_bytes", message_bytes)
-        update = spread("update_s", update_s)
-        weight = spread("weight_bytes", weight_bytes)
-        return Costs(
-            forward_s=forward,
-            backward_s=backward,
-            backward_input_s=inputs,
-            backward_weight_s=weights,
-            half_forward_s=tuple(f / 2 for f in forward)
-            if half_forward_s is None
-            else spread("half_forward_s", half_forward_s),
-            recompute_s=forward if recompute_s is None else spread("recompute_s", recompute_s),
-            update_s=update,
-            trial_s=update if trial_s is None else spread("trial_s", trial_s),
-            reduce_s=spread("reduce_s", reduce_s),
-            reduce_bytes=spread("reduce_bytes", reduce_bytes),
-            message_bytes=messages,
-            weight_bytes=weight,
-            gradient_bytes=weight if gradient_bytes is None else spread("gradient_bytes", gradient_bytes),
-            optimizer_bytes=spread("optimizer_bytes", optimizer_bytes),
-            stash_bytes=spread("stash_bytes", stash_bytes),
-            input_bytes=(0.0, *messages[:-1]) if input_bytes is None else spread("input_bytes", input_bytes),
-            rank_speed=tuple(map(float, rank_speed)),
-            master_weights=master_weights,
-            reduce_busy_s=spread("reduce_busy_s", reduce_busy_s),
-            gradient_message_bytes=messages
-            if gradient_message_bytes is None
-            else spread("gradient_message_bytes", gradient_message_bytes),
-            engine=engine,
-            workspace_bytes=spread("workspace_bytes", workspace_bytes),
-            buffer_bytes=spread("buffer_bytes", buffer_bytes),
-            frozen_bytes=spread("frozen_bytes", frozen_bytes) if any(frozen_bytes) else (),
-            host_update_s=() if host_update_s is None else spread("host_update_s", host_update_s),
-            waiting_bytes=spread("waiting_bytes", waiting_bytes) if any(waiting_bytes) else (),
-            halves_bytes=spread("halves_bytes", halves_bytes) if any(halves_bytes) else (),
-        )
+        found = dict.fromkeys(_ZERO_UNLESS_GIVEN, (0.0,) * num_stages)
+        for name, value in per_stage.items():
+            if value is not None:
+                found[name] = _spread(name, value, num_stages)
+        forward, backward = found["forward_s"], found["backward_s"]
+        inputs, weights = found.get("backward_input_s"), found.get("backward_weight_s")
+        if inputs is None:
+            inputs = tuple(s / 2 for s in backward) if weights is None else _less(backward, weights)
+        derived = {
+            "backward_input_s": inputs,
+            "backward_weight_s": _less(backward, inputs),
+            "half_forward_s": tuple(s / 2 for s in forward),
+            "recompute_s": forward,
+            "trial_s": found["update_s"],
+            "gradient_bytes": found["weight_bytes"],
+            "input_bytes": (0.0, *found["message_bytes"][:-1]),
+            "gradient_message_bytes": found["message_bytes"],
+        }
+        others: dict[str, Any] = {**derived, **found}
+        for name in _EMPTY_IF_ZERO:
+            if not any(others.get(name, ())):
+                others[name] = ()
+        speeds = tuple(map(float, rank_speed))
+        return Costs(rank_speed=speeds, master_weights=master_weights, engine=engine, **others)
 
     def in_halves(self) -> "Costs":
         """The costs where each backward runs in halves, which together may take longer than a whole one."""
@@ -324,6 +268,34 @@ class Costs:
 
 
 AS_IT_IS = CodecCost()
+
+_ZERO_UNLESS_GIVEN = (
+    "update_s",
+    "reduce_s",
+    "reduce_busy_s",
+    "reduce_bytes",
+    "message_bytes",
+    "weight_bytes",
+    "optimizer_bytes",
+    "stash_bytes",
+    "workspace_bytes",
+    "buffer_bytes",
+)
+
+_EMPTY_IF_ZERO = ("frozen_bytes", "waiting_bytes", "halves_bytes")
+
+
+def _spread(name: str, value: _PerStage, num_stages: int) -> tuple[float, ...]:
+    values = (float(value),) * num_stages if isinstance(value, int | float) else tuple(map(float, value))
+    if len(values) != num_stages:
+        raise BiremeError(
+            f"{name} has {len(values)} values for {num_stages} stages; give one each, or one for all."
+        )
+    return values
+
+
+def _less(whole: tuple[float, ...], part: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(max(one - other, 0.0) for one, other in zip(whole, part, strict=True))
 
 
 # `costs.json`: what each instruction costs, as a file. One number stands for all stages, a list for each.
