@@ -7,9 +7,10 @@ to each other is for who simulates or plans.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import combinations
 
 from bireme.cluster.device import Device
@@ -275,6 +276,15 @@ class Server:
         """All its links."""
         return (*self.meshes, *self.bridges, *self.cards)
 
+    def with_links(self, link: "Callable[[Bridge | Mesh | Card], Link]") -> "Server":
+        """The server with another link in each of its groups."""
+        return replace(
+            self,
+            bridges=tuple(replace(one, link=link(one)) for one in self.bridges),
+            meshes=tuple(replace(one, link=link(one)) for one in self.meshes),
+            cards=tuple(replace(one, link=link(one)) for one in self.cards),
+        )
+
     @property
     def device_names(self) -> tuple[str, ...]:
         """What its devices are called."""
@@ -359,88 +369,17 @@ class _Site:
     """By the mesh's place in the server: the device's port, None where it has a cable to every other one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Routes:
-    """All ways in a cluster."""
-
-    servers: Sequence[Server]
-    switch: Switch | None
-    switch_lane: tuple[Lane, ...]
-    sites: tuple[_Site, ...]
-    between: Mapping[tuple[int, int], _Ends]
-    """The routes of pairs of servers, as the first of the two sees them."""
-
-    @staticmethod
-    def over(servers: Sequence[Server], switch: Switch | None, routes: Sequence[Route]) -> "_Routes":
-        """The ways between all devices of some servers."""
-        sites: list[_Site] = []
-        for number, server in enumerate(servers):
-            names = server.device_names
-            bridge, card = _ends(server.name, server.bridges), _ends(server.name, server.cards)
-            for place, name in enumerate(names):
-                ports = {
-                    index: _Ends.of(f"{server.name}/{mesh.name} {name}", mesh.link) if mesh.switched else None
-                    for index, mesh in enumerate(server.meshes)
-                    if place in mesh.devices
-                }
-                sites.append(_Site(number, name, bridge.get(place), card.get(place), ports))
-        total = None if switch is None else switch.bytes_per_s
-        places = {server.name: place for place, server in enumerate(servers)}
-        between = {}
-        for route in routes:
-            one, other = (places[name] for name in route.servers)
-            ends = _Ends.of(route.name, route.link)
-            between[one, other], between[other, one] = ends, _Ends(ends.into, ends.out, ends.link)
-        switch_lane = () if total is None else (Lane("switch", total),)
-        return _Routes(tuple(servers), switch, switch_lane, tuple(sites), between)
-
-    def path(self, source: int, destination: int) -> tuple[Lane, ...]:
-        """The lanes from one device to another, in the order they are crossed."""
-        if source == destination:
-            return ()
-        a, b = self.sites[source], self.sites[destination]
-        if a.server == b.server and (common := a.meshes.keys() & b.meshes.keys()):
-            (index,) = common
-            out, into = a.meshes[index], b.meshes[index]
-            if out is not None and into is not None:
-                return (out.out, into.into)
-            return (self._cable(a, b, self.servers[a.server].meshes[index], forth=source < destination),)
-        lanes = [] if a.bridge is None else [a.bridge.out]
-        if a.server != b.server:
-            assert a.card is not None  # the cluster has seen to it
-            assert b.card is not None
-            route = self.between.get((a.server, b.server))
-            lanes += [a.card.out, *self.switch_lane, *([] if route is None else [route.out]), b.card.into]
-        if b.bridge is not None and b.bridge.into not in lanes:  # both ways of a half duplex one are one lane
-            lanes.append(b.bridge.into)
-        return tuple(lanes)
-
-    def links(self, source: int, destination: int) -> list[Link]:
-        """All links between two devices; one that is crossed up and down is there once."""
-        if source == destination:
-            return []
-        a, b = self.sites[source], self.sites[destination]
-        if a.server == b.server and (common := a.meshes.keys() & b.meshes.keys()):
-            (index,) = common
-            return [self.servers[a.server].meshes[index].link]
-        ends = [a.bridge, None if b.bridge is a.bridge else b.bridge]
-        if a.server != b.server:
-            ends += [a.card, self.between.get((a.server, b.server)), b.card]
-        return [end.link for end in ends if end is not None]
-
-    def latency(self, source: int, destination: int) -> float:
-        """The seconds of all links between two devices."""
-        total_s = sum(link.latency_s for link in self.links(source, destination))
-        if self.switch is not None and self.sites[source].server != self.sites[destination].server:
-            total_s += self.switch.latency_s
-        return total_s
-
-    def _cable(self, a: _Site, b: _Site, mesh: Mesh, *, forth: bool) -> Lane:
-        where = f"{self.servers[a.server].name}/{mesh.name}"
-        if mesh.link.full_duplex:
-            return Lane(f"{where} {a.name} → {b.name}", mesh.link.bytes_per_s)
-        one, other = (a, b) if forth else (b, a)
-        return Lane(f"{where} {one.name} ↔ {other.name}", mesh.link.bytes_per_s)
+def _sites(servers: Sequence[Server]) -> Iterator[_Site]:
+    """Where each device of some servers is."""
+    for number, server in enumerate(servers):
+        bridge, card = _ends(server.name, server.bridges), _ends(server.name, server.cards)
+        for place, name in enumerate(server.device_names):
+            ports = {
+                index: _Ends.of(f"{server.name}/{mesh.name} {name}", mesh.link) if mesh.switched else None
+                for index, mesh in enumerate(server.meshes)
+                if place in mesh.devices
+            }
+            yield _Site(number, name, bridge.get(place), card.get(place), ports)
 
 
 def _ends(server: str, groups: Sequence[Bridge] | Sequence[Card]) -> dict[int, _Ends]:
@@ -475,7 +414,9 @@ class Cluster:
     routes: tuple[Route, ...] = ()
     _devices: tuple[PlacedDevice, ...] = field(init=False, repr=False, compare=False)
     _numbers: dict[str, int] = field(init=False, repr=False, compare=False)
-    _routes: _Routes = field(init=False, repr=False, compare=False)
+    _sites: tuple[_Site, ...] = field(init=False, repr=False, compare=False)
+    _between: dict[tuple[int, int], _Ends] = field(init=False, repr=False, compare=False)
+    """The routes of pairs of servers, as the first of the two sees them."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -498,7 +439,14 @@ class Cluster:
         )
         object.__setattr__(self, "_devices", devices)
         object.__setattr__(self, "_numbers", {placed.name: n for n, placed in enumerate(devices)})
-        object.__setattr__(self, "_routes", _Routes.over(self.servers, self.switch, self.routes))
+        object.__setattr__(self, "_sites", tuple(_sites(self.servers)))
+        places = {server.name: place for place, server in enumerate(self.servers)}
+        between = {}
+        for route in self.routes:
+            one, other = (places[name] for name in route.servers)
+            ends = _Ends.of(route.name, route.link)
+            between[one, other], between[other, one] = ends, _Ends(ends.into, ends.out, ends.link)
+        object.__setattr__(self, "_between", between)
 
     def _check_routes(self, names: set[str]) -> None:
         pairs: set[frozenset[str]] = set()
@@ -521,6 +469,12 @@ class Cluster:
                     "it on a card."
                 )
 
+    def with_links(self, link: Callable[[Server | None, "Bridge | Mesh | Card | Route"], Link]) -> "Cluster":
+        """The cluster with other links: those of the groups of each server, and those of the routes."""
+        servers = tuple(server.with_links(partial(link, server)) for server in self.servers)
+        routes = tuple(replace(one, link=link(None, one)) for one in self.routes)
+        return replace(self, servers=servers, routes=routes)
+
     @property
     def num_devices(self) -> int:
         """How many devices all servers have."""
@@ -536,9 +490,41 @@ class Cluster:
             raise BiremeError(f"There is no device {name!r} in the cluster. {closest(name, self._numbers)}")
         return self._numbers[name]
 
+    def _mesh_of(self, a: _Site, b: _Site) -> int | None:
+        """The mesh of a server that two devices are in, by its place there."""
+        common = a.meshes.keys() & b.meshes.keys() if a.server == b.server else set()
+        return next(iter(common), None)
+
     def path(self, source: int, destination: int) -> tuple[Lane, ...]:
-        """The lanes that a flow between two devices crosses, none where nothing is in its way."""
-        return self._routes.path(source, destination)
+        """The lanes that a flow between two devices crosses in their order, none if nothing is in its way."""
+        if source == destination:
+            return ()
+        a, b = self._sites[source], self._sites[destination]
+        if (index := self._mesh_of(a, b)) is not None:
+            out, into = a.meshes[index], b.meshes[index]
+            if out is not None and into is not None:
+                return (out.out, into.into)
+            return (self._cable(a, b, self.servers[a.server].meshes[index], forth=source < destination),)
+        lanes = [] if a.bridge is None else [a.bridge.out]
+        if a.server != b.server:
+            assert a.card is not None  # checked in _check_reached
+            assert b.card is not None
+            rate = None if self.switch is None else self.switch.bytes_per_s
+            route = self._between.get((a.server, b.server))
+            lanes.append(a.card.out)
+            lanes += [] if rate is None else [Lane("switch", rate)]
+            lanes += [] if route is None else [route.out]
+            lanes.append(b.card.into)
+        if b.bridge is not None and b.bridge.into not in lanes:  # both ways of a half duplex one are one lane
+            lanes.append(b.bridge.into)
+        return tuple(lanes)
+
+    def _cable(self, a: _Site, b: _Site, mesh: Mesh, *, forth: bool) -> Lane:
+        where = f"{self.servers[a.server].name}/{mesh.name}"
+        if mesh.link.full_duplex:
+            return Lane(f"{where} {a.name} → {b.name}", mesh.link.bytes_per_s)
+        one, other = (a, b) if forth else (b, a)
+        return Lane(f"{where} {one.name} ↔ {other.name}", mesh.link.bytes_per_s)
 
     def bandwidth(self, source: int, destination: int) -> float:
         """Bytes a second of a flow that meets no other; infinite where nothing is in its way."""
@@ -546,11 +532,22 @@ class Cluster:
 
     def latency(self, source: int, destination: int) -> float:
         """The seconds a message is late whatever its size: those of all links it crosses, added up."""
-        return self._routes.latency(source, destination)
+        total_s = sum(link.latency_s for link in self.links(source, destination))
+        if self.switch is not None and self._sites[source].server != self._sites[destination].server:
+            total_s += self.switch.latency_s
+        return total_s
 
     def links(self, source: int, destination: int) -> tuple[Link, ...]:
-        """All links between two devices."""
-        return tuple(self._routes.links(source, destination))
+        """All links between two devices; one that is crossed up and down is there once."""
+        if source == destination:
+            return ()
+        a, b = self._sites[source], self._sites[destination]
+        if (index := self._mesh_of(a, b)) is not None:
+            return (self.servers[a.server].meshes[index].link,)
+        ends = [a.bridge, None if b.bridge is a.bridge else b.bridge]
+        if a.server != b.server:
+            ends += [a.card, self._between.get((a.server, b.server)), b.card]
+        return tuple(end.link for end in ends if end is not None)
 
     def curved(self, source: int, destination: int) -> tuple[Link, ...]:
         """The links between two devices on which the size of a message decides how fast it goes."""
@@ -564,7 +561,7 @@ class Cluster:
 
     def overlap(self, source: int, destination: int) -> Overlap:
         """Which end computes while a message is on its way: as on the link that lets the fewest."""
-        return Overlap.least(link.overlap for link in self._routes.links(source, destination))
+        return Overlap.least(link.overlap for link in self.links(source, destination))
 
 
 def link_notes(cluster: Cluster, servers: Collection[int] = ()) -> list[str]:

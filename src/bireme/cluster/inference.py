@@ -10,7 +10,7 @@ that is never the slowest on any way cannot be found.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from typing import TypeVar
@@ -58,49 +58,28 @@ def fair_rates(paths: Sequence[Sequence[_Lane]], capacity: Mapping[_Lane, float]
 
 def _with_latencies(shape: Cluster, latency_s: Mapping[tuple[int, int], float]) -> Cluster:
     """The latencies of the links, such that those of all ways come out as nearly as can be."""
-    links: list[tuple[int, str]] = []
-    for number, server in enumerate(shape.servers):
-        links += [(number, group.name) for group in server.groups]
-    links += [(_BETWEEN, route.name) for route in shape.routes]
+    links = [_key(server, group) for server in shape.servers for group in server.groups]
+    links += [_key(None, route) for route in shape.routes]
     if not links:
         return shape
     pairs = list(latency_s)
     crossed = np.zeros((len(pairs), len(links)))
-    for column, (number, name) in enumerate(links):
-        probe = _late(shape, {(number, name): 1.0})
+    for column, key in enumerate(links):
+        probe = _late(shape, {key: 1.0})
         crossed[:, column] = [probe.latency(*pair) for pair in pairs]
     seconds = _least_squares(crossed, np.array([latency_s[pair] for pair in pairs]))
     return _late(shape, dict(zip(links, seconds, strict=True)))
 
 
-_BETWEEN = -1
-"""The number that stands for a server in the key of a route."""
-
-
-def _late(shape: Cluster, latency_s: dict[tuple[int, str], float]) -> Cluster:
+def _late(shape: Cluster, latency_s: dict[tuple[str, str], float]) -> Cluster:
     """The structure with these latencies, and none elsewhere."""
-    servers = []
-    for number, server in enumerate(shape.servers):
-
-        def link(group: Bridge | Mesh | Card, number: int = number) -> Link:
-            return replace(group.link, latency_s=latency_s.get((number, group.name), 0.0))
-
-        servers.append(_linked(server, link))
-    routes = (
-        replace(one, link=replace(one.link, latency_s=latency_s.get((_BETWEEN, one.name), 0.0)))
-        for one in shape.routes
+    return shape.with_links(
+        lambda server, group: replace(group.link, latency_s=latency_s.get(_key(server, group), 0.0))
     )
-    return replace(shape, servers=tuple(servers), routes=tuple(routes))
 
 
-def _linked(server: Server, link: Callable[[Bridge | Mesh | Card], Link]) -> Server:
-    """The server with another link in each of its groups."""
-    return replace(
-        server,
-        bridges=tuple(replace(one, link=link(one)) for one in server.bridges),
-        meshes=tuple(replace(one, link=link(one)) for one in server.meshes),
-        cards=tuple(replace(one, link=link(one)) for one in server.cards),
-    )
+def _key(server: Server | None, group: Bridge | Mesh | Card | Route) -> tuple[str, str]:
+    return "" if server is None else server.name, group.name
 
 
 _SWEEPS = 4000
@@ -379,7 +358,7 @@ def _server_with(server: Server, most: dict[str, float]) -> Server:
     def named(group: Bridge | Card | Mesh) -> str:
         return f"{server.name}/{group.name}"
 
-    return _linked(server, link)
+    return server.with_links(link)
 
 
 def _simplest(shapes: Sequence[Cluster], experiments: Sequence[Experiment]) -> Cluster:
@@ -420,18 +399,18 @@ def _tidied(cluster: Cluster, same: float) -> Cluster:
         one: first.speed if even == of_first else even for one, even in speed[first.name].items()
     }
 
-    def link(group: Bridge | Mesh | Card | Route) -> Link:
+    def link(_server: Server | None, group: Bridge | Mesh | Card | Route) -> Link:
         one = group.link
         out, into = rate[one.bytes_per_s], rate[one.into_bytes_per_s]
         back = None if out == into or not one.full_duplex else into
         return Link(out, late[one.latency_s], one.full_duplex, back)
 
-    servers = []
-    for server in cluster.servers:
-        even = tuple(replace(one, speed=speed[one.name][one.speed]) for one in server.devices)
-        servers.append(_bundled(replace(_linked(server, link), devices=even)))
-    routes = tuple(replace(one, link=link(one)) for one in cluster.routes)
-    return replace(cluster, servers=tuple(servers), routes=routes)
+    even = cluster.with_links(link)
+    servers = tuple(
+        _bundled(replace(one, devices=tuple(replace(d, speed=speed[d.name][d.speed]) for d in one.devices)))
+        for one in even.servers
+    )
+    return replace(even, servers=servers)
 
 
 def _with_curves(cluster: Cluster, by_size: Mapping[tuple[int, int], Sequence[tuple[int, float]]]) -> Cluster:
@@ -447,12 +426,7 @@ def _with_curves(cluster: Cluster, by_size: Mapping[tuple[int, int], Sequence[tu
                 seen[slowest][num_bytes].append(seconds - cluster.latency(*ends) + slowest.latency_s)
     curves = {link: _curve(link, measured) for link, measured in seen.items()}
 
-    def link(group: Bridge | Mesh | Card | Route) -> Link:
-        return replace(group.link, curve=curves.get(group.link, ()))
-
-    servers = tuple(_linked(server, link) for server in cluster.servers)
-    routes = tuple(replace(one, link=link(one)) for one in cluster.routes)
-    return replace(cluster, servers=servers, routes=routes)
+    return cluster.with_links(lambda _, group: replace(group.link, curve=curves.get(group.link, ())))
 
 
 def _curve(link: Link, measured: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:

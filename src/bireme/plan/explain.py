@@ -30,7 +30,6 @@ much of each entry, however many there are.
 """
 
 _Thing = TypeVar("_Thing", bound=Hashable)
-_Group = TypeVar("_Group", Bridge, Mesh, Card)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +125,8 @@ def _faster(link: Link) -> Link:
 
 
 def _with_link(cluster: Cluster, kind: type[Bridge | Mesh | Card], link: Link, faster: Link) -> Cluster:
-    def change(groups: tuple[_Group, ...]) -> tuple[_Group, ...]:
-        return tuple(
-            replace(group, link=faster) if isinstance(group, kind) and group.link == link else group
-            for group in groups
-        )
-
-    return _changed(
-        cluster,
-        lambda server: replace(
-            server,
-            bridges=change(server.bridges),
-            meshes=change(server.meshes),
-            cards=change(server.cards),
-        ),
+    return cluster.with_links(
+        lambda _, group: faster if isinstance(group, kind) and group.link == link else group.link
     )
 
 

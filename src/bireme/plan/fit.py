@@ -6,12 +6,11 @@ the least share of their rates that devices and links were reported to attain, a
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
-from bireme.cluster.catalogue import CatalogueDevice
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.named_machines import NamedMachines
 from bireme.errors import BiremeError
@@ -167,7 +166,8 @@ class _Planner:
     def __init__(self, question: FitQuestion) -> None:
         self.question = question
         self.devices = {one.device.word: one.device for one in question.machines.machines}
-        self.profile, self.cluster = self._costs(_likely, math.sqrt(math.prod(LINK_SHARES)))
+        likely = {word: one.likely_attained for word, one in self.devices.items()}
+        self.profile, self.cluster = self._costs(likely, math.sqrt(math.prod(LINK_SHARES)))
         self.request = PlanRequest(
             question.batch_size,
             value_bytes=2,
@@ -256,19 +256,20 @@ class _Planner:
 
     def _range(self, best: Candidate) -> Range:
         low, high = (
-            forecast_of(best.plan, *self._costs(share, link_share), self.request).samples_per_s
-            for share, link_share in zip((_least, _most), LINK_SHARES, strict=True)
+            forecast_of(best.plan, *self._costs(attained, link_share), self.request).samples_per_s
+            for end, link_share in enumerate(LINK_SHARES)
+            for attained in [{word: one.attained[end] for word, one in self.devices.items()}]
         )
         length = self.question.length
         return Range(low * length, best.forecast.samples_per_s * length, high * length)
 
-    def _costs(self, share: Callable[[CatalogueDevice], float], link_share: float) -> tuple[Profile, Cluster]:
+    def _costs(self, attained: Mapping[str, float], link_share: float) -> tuple[Profile, Cluster]:
         """The profile for the first device, and the cluster with the speeds of all relative to it."""
         sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
         sizes = [size for size in sizes if self.question.batch_size % size == 0]
         asked = self.question
         profiles = {
-            word: profile_of_shape(asked.shape, device, share(device), asked.length, sizes, asked.trained)
+            word: profile_of_shape(asked.shape, device, attained[word], asked.length, sizes, asked.trained)
             for word, device in self.devices.items()
         }
         first = asked.machines.machines[0].device
@@ -281,18 +282,6 @@ class _Planner:
             for word, device in self.devices.items()
         }
         return own, asked.machines.cluster(speeds, link_share)
-
-
-def _least(device: CatalogueDevice) -> float:
-    return device.attained[0]
-
-
-def _most(device: CatalogueDevice) -> float:
-    return device.attained[1]
-
-
-def _likely(device: CatalogueDevice) -> float:
-    return device.likely_attained
 
 
 def _seconds(profile: Profile) -> float:

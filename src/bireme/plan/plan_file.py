@@ -217,20 +217,7 @@ def _window(plan: str, program: Program) -> dict[str, object]:
 
 
 def _plain(steps: Sequence[Instruction]) -> list[_Row]:
-    return [
-        _Row(
-            step.kind,
-            step.stage,
-            step.batch,
-            step.microbatch,
-            step.version,
-            step.half,
-            step.seen,
-            step.page,
-            step.is_apart,
-        )
-        for step in steps
-    ]
+    return [_Row(*(getattr(step, name) for name in _Row._fields)) for step in steps]
 
 
 def _track(rows: _Rows) -> Track:
@@ -278,31 +265,18 @@ def write_plan(
 def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
     """A plan in the words of JSON. What only plans that page or share have is left out of others."""
     plain = {"format": _PLAN_FORMAT, **asdict(saved)}
-    if saved.plan.sweep == 1:
-        del plain["plan"]["sweep"]
-    if saved.plan.paging is None:
-        del plain["plan"]["paging"]
-    else:
-        sizes = plain["plan"]["paging"]["sizes"]
-        for name in ("frozen", "tied_gradient", "waiting", "halves"):
-            if not sizes[name]:
-                del sizes[name]
-        if not saved.plan.paging.host_updates:
-            del plain["plan"]["paging"]["host_updates"]
-        if not saved.plan.paging.updates_apart:
-            del plain["plan"]["paging"]["updates_apart"]
-    if not saved.plan.updates_halfway:
-        del plain["plan"]["updates_halfway"]
-    if not saved.plan.whole_weights:
-        del plain["plan"]["whole_weights"]
-    if saved.plan.sites == 1:
-        del plain["plan"]["sites"]
-    if not saved.plan.shard:
-        del plain["plan"]["shard"]
-    if not saved.plan.stage_widths:
-        del plain["plan"]["stage_widths"], plain["plan"]["stage_shares"]
-    if saved.forecast is not None and not saved.forecast.tiers:
-        del plain["forecast"]["tiers"]
+    plan, paging = plain["plan"], plain["plan"]["paging"]
+    parts = [
+        (plan, ("paging", "updates_halfway", "whole_weights", "shard", "stage_widths")),
+        ((paging or {}).get("sizes", {}), ("frozen", "tied_gradient", "waiting", "halves")),
+        (paging or {}, ("host_updates", "updates_apart")),
+        (plain["forecast"] or {}, ("tiers",)),
+    ]
+    left_out = [(part, name) for part, names in parts for name in names if name in part and not part[name]]
+    left_out += [(plan, name) for name in ("sweep", "sites") if plan[name] == 1]
+    left_out += [(plan, "stage_shares")] if not plan["stage_widths"] else []
+    for part, name in left_out:
+        del part[name]
     return plain
 
 

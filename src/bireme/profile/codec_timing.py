@@ -6,7 +6,7 @@ the machine. A codec takes about as long for every value, so one size of tensor 
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from bireme.codec.codec import Codec, Masking
 from bireme.codec.description import CodecRate, parse_codec, sum_name
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.compiled import IS_COMPILED
-from bireme.profile.control import cache_path, cached_figures, device_here, keep_figures, versions_here
+from bireme.profile.control import cache_path, cached_figures, device_here, keep, versions_here
 from bireme.profile.profile import Profile
 from bireme.profile.timing import Clock
 from bireme.sync.coded import GradientSummation
@@ -84,7 +84,7 @@ def _kept(
     known = cached_figures(path, CodecRate) if use_cache else None
     if known is None:
         known = measure()
-        keep_figures(known, path)
+        keep(path, asdict(known))
     return known
 
 

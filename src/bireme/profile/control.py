@@ -11,8 +11,8 @@ import json
 import os
 import platform
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -21,13 +21,11 @@ from typing import TypeVar
 
 import torch
 
-from bireme.cluster.device import Device, EngineCost
+from bireme.cluster.device import Device
 from bireme.cluster.machine import memory_bytes, processor_name
-from bireme.codec.description import CodecRate
 from bireme.devices import KINDS, device_called, is_accelerator, properties_of
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.profile.timing import Clock, CoreTime, core_time
 
 # What this machine's devices are called and how much memory they have.
@@ -69,7 +67,7 @@ def versions_here() -> str:
 # They lie in `$BIREME_CACHE`, or in `bireme` under `$XDG_CACHE_HOME` or `~/.cache`. A cache that cannot be
 # read or written is as good as an empty one.
 
-Figures = TypeVar("Figures", EngineCost, CodecRate)
+_Figures = TypeVar("_Figures")
 
 
 def cache_folder() -> Path:
@@ -85,38 +83,24 @@ def cache_path(what: Sequence[object], kind: str = "profiles") -> Path:
     return cache_folder() / kind / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
 
 
-def cached_profile(path: Path) -> Profile | None:
-    """The profile in a file of the cache, None where there is none that can be used."""
+def cached(path: Path, read: Callable[[Path], _Figures]) -> _Figures | None:
+    """What a file of the cache holds; None if it cannot be used."""
     try:
-        return load_profile(path)
-    except BiremeError:
-        return None
-
-
-def keep_profile(profile: Profile, path: Path) -> None:
-    """Put a profile into the cache, if that is possible."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_profile(profile, path)
-    except (OSError, BiremeError):
-        return
-
-
-def cached_figures(path: Path, kind: Callable[..., Figures]) -> Figures | None:
-    """Figures of the engine or of a codec in a file of the cache; None where none can be used."""
-    try:
-        return kind(**json.loads(path.read_text(encoding="utf-8")))
+        return read(path)
     except (OSError, ValueError, TypeError, BiremeError):
         return None
 
 
-def keep_figures(figures: EngineCost | CodecRate, path: Path) -> None:
-    """Put them into the cache, if that is possible."""
-    try:
+def keep(path: Path, plain: Mapping[str, object]) -> None:
+    """Put a JSON object into the cache, if that is possible."""
+    with suppress(OSError, BiremeError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(asdict(figures)) + "\n")
-    except (OSError, BiremeError):
-        return
+        write_text_atomically(path, json.dumps(plain, allow_nan=False) + "\n")
+
+
+def cached_figures(path: Path, kind: Callable[..., _Figures]) -> _Figures | None:
+    """Figures of the engine or of a codec in a file of the cache; None if it cannot be used."""
+    return cached(path, lambda own: kind(**json.loads(own.read_text(encoding="utf-8"))))
 
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ made under the load that training will have; who does that is a `Measurer`.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bireme.cluster.device import EngineCost
 from bireme.devices import is_accelerator, process_bytes
-from bireme.model.graph import Graph, learned_values
+from bireme.model.graph import Graph, ModelState, learned_values
 from bireme.model.stage import Resolve, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
-from bireme.profile.optimizers import frozen_bytes, gradient_bytes
+from bireme.profile.optimizers import frozen_bytes, gradient_bytes, optimizer_bytes
 from bireme.profile.profile import KeptMemory, SharedState
 from bireme.profile.timing import Effort, Seconds, Workbench, time_benches, time_update
 
@@ -65,22 +65,24 @@ class ProfiledUnits:
         made = (value for operator in self.graph.operators for value in operator.outputs if value is not None)
         return sum(value.num_bytes(size) for value in made if value.name in sent & self.learned)
 
-    def tied(self, unit: Unit, optimizer_bytes: dict[str, int]) -> tuple[SharedState, ...]:
+    def tied(self, unit: Unit, optimizer: str) -> tuple[SharedState, ...]:
         """The parameters and buffers of a unit that others use too."""
         uses = Counter(name for other in self.units for name in (*other.parameters, *other.buffers))
         states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
-        return tuple(
-            SharedState(
-                name=name,
-                parameter_bytes=states[name].num_bytes if states[name].trainable else 0,
-                gradient_bytes=gradient_bytes(states[name]),
-                optimizer_bytes=optimizer_bytes.get(name, 0),
-                buffer_bytes=0 if states[name].trainable else states[name].num_bytes,
-                frozen_bytes=frozen_bytes(states[name]),
-            )
-            for name in (*unit.parameters, *unit.buffers)
-            if uses[name] > 1
-        )
+        names = [name for name in (*unit.parameters, *unit.buffers) if uses[name] > 1]
+        return tuple(state_bytes(name, [states[name]], optimizer) for name in names)
+
+
+def state_bytes(name: str, states: Sequence[ModelState], optimizer: str) -> SharedState:
+    """The bytes that parameters and buffers take from one micro-batch to the next, under one name."""
+    return SharedState(
+        name=name,
+        parameter_bytes=sum(state.num_bytes for state in states if state.trainable),
+        gradient_bytes=sum(map(gradient_bytes, states)),
+        optimizer_bytes=sum(optimizer_bytes(state, optimizer) for state in states),
+        buffer_bytes=sum(state.num_bytes for state in states if not state.trainable),
+        frozen_bytes=sum(map(frozen_bytes, states)),
+    )
 
 
 def pieces_of(graph: Graph) -> ProfiledUnits:

@@ -6,7 +6,7 @@ units of the same work once; for a device that is only described they are estima
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from bireme.model.stage import Resolve, torch_operator
 from bireme.model.torch_private import fake_tensors, storage_id
 from bireme.profile.control import (
     cache_path,
-    cached_profile,
+    cached,
     check_measurable,
     device_here,
-    keep_profile,
+    keep,
     versions_here,
 )
 from bireme.profile.estimate import estimate_unit, estimated_update_s, rates_of, unit_work
@@ -37,16 +37,22 @@ from bireme.profile.measuring import (
     Progress,
     bench_of,
     pieces_of,
+    state_bytes,
 )
 from bireme.profile.optimizers import (
     check_optimizer,
-    frozen_bytes,
-    gradient_bytes,
     has_masters,
-    optimizer_bytes,
     optimizer_flops,
 )
-from bireme.profile.profile import KeptMemory, Profile, UnitCost, UnitProfile
+from bireme.profile.profile import (
+    KeptMemory,
+    Profile,
+    SharedState,
+    UnitCost,
+    UnitProfile,
+    load_profile,
+    plain_profile,
+)
 from bireme.profile.timing import Effort, Seconds, Workbench
 from bireme.profile.trace import StorageTrace
 
@@ -95,7 +101,9 @@ class Saved:
 class _Residue:
     """What one micro-batch of a unit keeps for its backward and also needs. Names are those in the graph.
 
-    `kept_bytes` are what is saved, what came in and what goes out.
+    `kept_bytes` are what is saved, what came in and what goes out. Of a backward in halves, gradients of
+    `waiting_bytes` wait for the second half, and `halves_workspace_bytes` is what else is alive at the worst
+    moment of the first.
     """
 
     saved_bytes: int
@@ -103,17 +111,8 @@ class _Residue:
     boundary_bytes: int
     workspace_bytes: int
     shared: tuple[KeptMemory, ...]
-    halves: "_Halves | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Halves:
-    """What a backward in halves takes besides: gradients that wait for the second half, and what else is
-    alive at the worst moment of the first.
-    """
-
-    waiting_bytes: int
-    workspace_bytes: int
+    waiting_bytes: int | None = None
+    halves_workspace_bytes: int | None = None
 
 
 def _residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = False) -> _Residue:
@@ -137,17 +136,17 @@ def _residue_of(bench: Workbench, common: frozenset[str], *, halves: bool = Fals
     kept_bytes = saved.num_bytes + sum(
         kept.num_bytes for kept in shared if not kept.is_saved and ends.intersection(kept.names)
     )
-    return _Residue(
+    residue = _Residue(
         saved_bytes=saved.num_bytes,
         kept_bytes=kept_bytes,
         boundary_bytes=boundary_bytes,
         workspace_bytes=max(0, peak_bytes - fixed_bytes - kept_bytes),
         shared=shared,
-        halves=_halves_of(bench, kept_bytes) if halves else None,
     )
+    return _with_halves(bench, residue) if halves else residue
 
 
-def _halves_of(bench: Workbench, kept_bytes: int) -> _Halves:
+def _with_halves(bench: Workbench, residue: _Residue) -> _Residue:
     """Run it once more, with the first half of a backward."""
     fixed = {**bench.parameters, **bench.buffers}
     with StorageTrace() as trace:
@@ -165,8 +164,8 @@ def _halves_of(bench: Workbench, kept_bytes: int) -> _Halves:
             and not saved.keeps(tensor)
         }
         waiting_bytes = sum(waiting.values())
-        peak_bytes = trace.peak_bytes
-    return _Halves(waiting_bytes, max(0, peak_bytes - fixed_bytes - kept_bytes - waiting_bytes))
+        more_bytes = trace.peak_bytes - fixed_bytes - residue.kept_bytes - waiting_bytes
+    return replace(residue, waiting_bytes=waiting_bytes, halves_workspace_bytes=max(0, more_bytes))
 
 
 def _adopted(trace: StorageTrace, bench: Workbench) -> int:
@@ -253,7 +252,7 @@ def profile(
     path = cache_path([first.name, prints, sizes, *circumstances])
     # To estimate again is quick, and how it is done may have been changed.
     is_cacheable = is_measured and not any(operator.is_of_chain for operator in first.operators)
-    known = cached_profile(path) if is_cacheable and use_cache else None
+    known = cached(path, load_profile) if is_cacheable and use_cache else None
     if known is not None:
         return known
     pieces = {size: pieces_of(graph) for size, graph in captured.items()}
@@ -282,7 +281,7 @@ def profile(
         rates=rates_of(described, _main_dtype(first)),
     )
     if is_cacheable:
-        keep_profile(found, path)
+        keep(path, plain_profile(found))
     return found
 
 
@@ -304,22 +303,6 @@ def _graph_for(graphs: Graphs, size: int) -> Graph:
             "`Captures(...).graph`."
         )
     return graph
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What of a unit stays from one micro-batch to the next, and what the products of its update take."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    buffer_bytes: int
-    frozen_bytes: int
-    optimizer_flops: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
 class _Work:
@@ -345,9 +328,6 @@ class _Work:
                     f"{other.graph.name} is another chain of units at {size} samples than at "
                     f"{next(iter(pieces))}. Profile each size by itself."
                 )
-        self.state_bytes = {
-            state.name: optimizer_bytes(state, optimizer) for state in self.first.graph.parameters
-        }
         self.residues: dict[int, dict[int, _Residue]] = {size: {} for size in pieces}
         self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in pieces}
         self.ends: dict[int, BatchEndTimes] = {}
@@ -377,10 +357,13 @@ class _Work:
                     spread=0.0,
                 )
         for index in self.first.distinct:
-            state = self._state_of(index)
-            update_s = estimated_update_s(
-                state.gradient_bytes, state.optimizer_bytes, state.optimizer_flops, device
+            unit, state = self.first.units[index], self._state_of(index)
+            flops = sum(
+                optimizer_flops(one, self.optimizer)
+                for one in self.first.graph.parameters
+                if one.name in unit.parameters
             )
+            update_s = estimated_update_s(state.gradient_bytes, state.optimizer_bytes, flops, device)
             self.ends[index] = BatchEndTimes(0.0, update_s, update_s)
 
     def measure(
@@ -399,17 +382,8 @@ class _Work:
             for size, one in self.pieces.items()
         }
         message_bytes = max(one.boundary_bytes for own in self.residues.values() for one in own.values())
-        job = MeasuringJob(
-            self.pieces,
-            needed,
-            memory_bytes,
-            message_bytes,
-            device,
-            self.optimizer,
-            self.examples,
-            halves,
-            effort,
-        )
+        counted = self.pieces, needed, memory_bytes, message_bytes
+        job = MeasuringJob(*counted, device, self.optimizer, self.examples, halves, effort)
 
         def tell(done: float, what: str) -> None:
             self.progress(_COUNTING_FRACTION + (1 - _COUNTING_FRACTION) * done, what)
@@ -424,24 +398,16 @@ class _Work:
 
     def _unit(self, index: int) -> UnitProfile:
         unit, first = self.first.units[index], self.first.firsts[index]
-        state = self._state_of(index)
         return UnitProfile(
-            name=unit.name,
             structure=unit.structure,
             same_as=first if first != index else None,
             receives=unit.receives,
             sends=unit.sends,
             inputs=unit.inputs,
-            parameter_bytes=state.parameter_bytes,
-            gradient_bytes=state.gradient_bytes,
-            optimizer_bytes=state.optimizer_bytes,
-            buffer_bytes=state.buffer_bytes,
-            frozen_bytes=state.frozen_bytes,
-            reduce_s=self.ends[first].reduce_s,
-            update_s=self.ends[first].update_s,
-            trial_s=self.ends[first].trial_s,
-            tied=self.first.tied(unit, self.state_bytes),
+            **asdict(self.ends[first]),
+            tied=self.first.tied(unit, self.optimizer),
             costs=tuple(self._cost(size, index) for size in self.pieces),
+            **asdict(self._state_of(index)),
         )
 
     def _cost(self, size: int, index: int) -> UnitCost:
@@ -450,20 +416,15 @@ class _Work:
         residue, seconds = self.residues[size][first], self.seconds[size][first]
         return UnitCost(
             micro_batch=size,
-            forward_s=seconds.forward_s,
-            backward_s=seconds.backward_s,
-            recompute_backward_s=seconds.recompute_backward_s,
-            backward_input_s=seconds.backward_input_s,
-            backward_weight_s=seconds.backward_weight_s,
-            spread=seconds.spread,
             saved_bytes=residue.saved_bytes,
             boundary_bytes=residue.boundary_bytes,
             workspace_bytes=residue.workspace_bytes,
             shared=one.translated(residue.shared, index),
             returned_bytes=one.returned_bytes(index, size),
-            waiting_bytes=None if residue.halves is None else residue.halves.waiting_bytes,
-            halves_workspace_bytes=None if residue.halves is None else residue.halves.workspace_bytes,
+            waiting_bytes=residue.waiting_bytes,
+            halves_workspace_bytes=residue.halves_workspace_bytes,
             work=unit_work(one.graph, one.units[first], size),
+            **asdict(seconds),
         )
 
     def _residue(self, size: int, index: int, device: torch.device, *, halves: bool) -> _Residue:
@@ -473,23 +434,18 @@ class _Work:
             bench = bench_of(one, index, size, device, self.examples, self.resolve, also=common)
             return _residue_of(bench, frozenset(common), halves=halves)
 
-    def _state_of(self, index: int) -> _State:
+    def _state_of(self, index: int) -> SharedState:
+        """What of a unit stays from one micro-batch to the next."""
         graph, unit = self.first.graph, self.first.units[index]
         own = [state for state in graph.parameters if state.name in unit.parameters]
-        return _State(
-            parameter_bytes=sum(state.num_bytes for state in own if state.trainable),
-            gradient_bytes=sum(gradient_bytes(state) for state in own),
-            optimizer_bytes=sum(self.state_bytes[state.name] for state in own),
-            buffer_bytes=(frozen := sum(frozen_bytes(state) for state in own))
-            + sum(state.num_bytes for state in graph.buffers if state.name in unit.buffers),
-            frozen_bytes=frozen,
-            optimizer_flops=sum(optimizer_flops(state, self.optimizer) for state in own),
-        )
+        own += [state for state in graph.buffers if state.name in unit.buffers]
+        return state_bytes(unit.name, own, self.optimizer)
 
     def _needed_bytes(self, size: int, index: int) -> int:
         """What measuring a unit takes: it is there once, with gradients, optimizer and one micro-batch."""
-        residue = self.residues[size][index]
-        return self._state_of(index).num_bytes + residue.kept_bytes + residue.workspace_bytes
+        residue, state = self.residues[size][index], self._state_of(index)
+        own = state.parameter_bytes + state.gradient_bytes + state.optimizer_bytes + state.buffer_bytes
+        return own + residue.kept_bytes + residue.workspace_bytes
 
     def _check_memory(self, memory_bytes: int) -> None:
         for size, one in self.pieces.items():

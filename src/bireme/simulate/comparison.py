@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.schedule.budgets import Budgets, TierTooSmallError
@@ -246,35 +247,28 @@ def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
     if set(parts) == {1}:
         return costs
 
-    def share(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(values[rank] / part for rank, part in zip(rank_of_stage, parts, strict=True))
-
     sent = (*costs.message_bytes[:-1], costs.input_bytes[-1])
-    boundaries = tuple(sent[rank] for rank in rank_of_stage)
     back = (*(costs.gradient_message_bytes or costs.message_bytes)[:-1], costs.input_bytes[-1])
+    boundaries = tuple(sent[rank] for rank in rank_of_stage)
+    shared: dict[str, Any] = {
+        name: tuple(values[rank] / part for rank, part in zip(rank_of_stage, parts, strict=True))
+        for name in _SHARED
+        if (values := getattr(costs, name))
+    }
     return replace(
         costs,
-        forward_s=share(costs.forward_s),
-        backward_s=share(costs.backward_s),
-        backward_input_s=share(costs.backward_input_s),
-        backward_weight_s=share(costs.backward_weight_s),
-        half_forward_s=share(costs.half_forward_s),
-        recompute_s=share(costs.recompute_s),
-        update_s=share(costs.update_s),
-        trial_s=share(costs.trial_s),
-        reduce_s=share(costs.reduce_s),
-        reduce_busy_s=share(costs.reduce_busy_s),
-        reduce_bytes=share(costs.reduce_bytes),
         message_bytes=boundaries,
         gradient_message_bytes=tuple(back[rank] for rank in rank_of_stage),
-        weight_bytes=share(costs.weight_bytes),
-        gradient_bytes=share(costs.gradient_bytes),
-        optimizer_bytes=share(costs.optimizer_bytes),
-        buffer_bytes=share(costs.buffer_bytes),
-        frozen_bytes=share(costs.frozen_bytes) if costs.frozen_bytes else (),
-        stash_bytes=share(costs.stash_bytes),
         input_bytes=(costs.input_bytes[0], *boundaries[:-1]),
         workspace_bytes=tuple(costs.workspace_bytes[rank] for rank in rank_of_stage),
-        waiting_bytes=share(costs.waiting_bytes) if costs.waiting_bytes else (),
-        halves_bytes=share(costs.halves_bytes) if costs.halves_bytes else (),
+        **shared,
     )
+
+
+_SHARED = (
+    *("forward_s", "backward_s", "backward_input_s", "backward_weight_s", "half_forward_s", "recompute_s"),
+    *("update_s", "trial_s", "reduce_s", "reduce_busy_s", "reduce_bytes"),
+    *("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "frozen_bytes", "stash_bytes"),
+    *("waiting_bytes", "halves_bytes"),
+)
+"""What the parts of a stage have together."""

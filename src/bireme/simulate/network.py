@@ -107,8 +107,6 @@ class Network:
         server_of_rank: Sequence[int],
         pairs: Iterable[tuple[int, int]],
         *,
-        inside_bytes_per_s: float = math.inf,
-        inside_latency_s: float = 0.0,
         card_bytes_per_s: float = math.inf,
         card_latency_s: float = 0.0,
         full_duplex: bool = True,
@@ -116,13 +114,11 @@ class Network:
     ) -> "Network":
         """Servers with one network card each: ranks of a server share it to talk to other servers.
 
-        Inside a server every pair has a cable of its own.
+        Inside a server messages take no time.
         """
         pairs = sorted(set(pairs))
         inside = [(a, b) for a, b in pairs if server_of_rank[a] == server_of_rank[b]]
-        local = Network.dedicated(
-            inside, bytes_per_s=inside_bytes_per_s, latency_s=inside_latency_s, full_duplex=full_duplex
-        )
+        local = Network.dedicated(inside, full_duplex=full_duplex)
         wires, paths = list(local.wires), dict(local.paths)
         out, into = {}, {}
         for server in sorted(set(server_of_rank)):

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from bireme.profile.control import (
     cache_path,
     cached_figures,
     device_here,
-    keep_figures,
+    keep,
     versions_here,
 )
 from bireme.profile.measuring import BatchEndTimes, Measured, MeasuringJob, Progress, measure_units
@@ -93,7 +93,7 @@ class ParallelMeasurer:
         there = [one for one in found if one is not None]
         measured = mean_of([one.measured for one in there])
         if known is None and measured.engine is not None and all(one.was_quiet for one in there):
-            keep_figures(measured.engine, kept)
+            keep(kept, asdict(measured.engine))
         return measured
 
 
