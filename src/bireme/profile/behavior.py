@@ -8,7 +8,7 @@ A trace makes an iteration slower; its seconds are shrunk evenly to what one tak
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
@@ -286,68 +286,42 @@ def behavior_of(
     The spans of its phases, by the clock of the events, say when it begins and ends. `untraced_s` is what an
     iteration takes without the trace.
     """
-    traced_s = spans[-1].end_s - spans[0].start_s
-    clock = _Clock(spans[0].start_s, spans[-1].end_s, min(untraced_s / traced_s, 1.0))
-    lives: dict[int, _Life] = {}
+    begin_s, end_s = spans[0].start_s, spans[-1].end_s
+    pace = min(untraced_s / (end_s - begin_s), 1.0)
+
+    def at(traced_s: float) -> float:
+        # What another thread notices after the end happened at the end.
+        return (min(traced_s, end_s) - begin_s) * pace
+
+    lives: dict[int, list[tuple[int, Event]]] = {}
     for event in earlier:
         if event.kind is EventKind.BIRTH:
-            lives[event.block] = _Life()
+            lives[event.block] = []
         elif event.kind is EventKind.DEATH:
             del lives[event.block]
-    for index, event in enumerate(events):
-        match event.kind:
-            case EventKind.BIRTH:
-                lives[event.block] = _Life(index, event)
-            case EventKind.DEATH:
-                lives[event.block].death_event, lives[event.block].death = index, event
-            case _:
-                lives[event.block].accesses.append(_access(index, event, clock))
-    blocks = tuple(_block(storages[number], life, clock) for number, life in lives.items())
+    timed = [replace(event, start_s=at(event.start_s), end_s=at(event.end_s)) for event in events]
+    for index, event in enumerate(timed):
+        lives.setdefault(event.block, []).append((index, event))
+    blocks = tuple(_block(storages[number], life) for number, life in lives.items())
     return Behavior(
         device=device,
-        duration_s=clock.at(spans[-1].end_s),
-        traced_s=traced_s,
-        spans=tuple(Span(span.phase, clock.at(span.start_s), clock.at(span.end_s)) for span in spans),
+        duration_s=at(end_s),
+        traced_s=end_s - begin_s,
+        spans=tuple(Span(span.phase, at(span.start_s), at(span.end_s)) for span in spans),
         blocks=blocks,
         # Two threads of a device may notice deaths a little late, and their times are in no order then.
-        event_s=tuple(accumulate((max(clock.at(event.start_s), 0.0) for event in events), max)),
-        peak=_peak(blocks, events, clock),
+        event_s=tuple(accumulate((max(event.start_s, 0.0) for event in timed), max)),
+        peak=_peak(blocks, timed),
         repetition=repetition,
         allocator=allocator,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """From the seconds of the trace to those of the iteration. What another thread notices after the end
-    happened at the end.
-    """
-
-    origin_s: float
-    end_s: float
-    pace: float
-
-    def at(self, traced_s: float) -> float:
-        return (min(traced_s, self.end_s) - self.origin_s) * self.pace
-
-
-@dataclass(slots=True)
-class _Life:
-    """What happened to a block so far; a block without a birth was there before."""
-
-    birth_event: int = _BEFORE
-    birth: Event | None = None
-    death_event: int | None = None
-    death: Event | None = None
-    accesses: list[_BlockAccess] = field(default_factory=list)
-
-
-def _access(index: int, event: Event, clock: _Clock) -> _BlockAccess:
-    start_s, end_s = clock.at(event.start_s), clock.at(event.end_s)
-    return _BlockAccess(index, event.kind, event.operator, event.phase, start_s, end_s)
-
-
-def _block(storage: Storage, life: _Life, clock: _Clock) -> MemoryBlock:
+def _block(storage: Storage, life: Sequence[tuple[int, Event]]) -> MemoryBlock:
+    """The block of a storage, from its events and their numbers; without a birth it was there before."""
+    events = {event.kind: (index, event) for index, event in life}
+    birth_event, birth = events.get(EventKind.BIRTH, (_BEFORE, None))
+    death_event, death = events.get(EventKind.DEATH, (None, None))
     return MemoryBlock(
         id=storage.block,
         num_bytes=storage.num_bytes,
@@ -355,24 +329,28 @@ def _block(storage: Storage, life: _Life, clock: _Clock) -> MemoryBlock:
         name=storage.name,
         module=storage.module,
         address=storage.address,
-        birth_event=life.birth_event,
-        birth_s=0.0 if life.birth is None else clock.at(life.birth.start_s),
-        birth_operator="" if life.birth is None else life.birth.operator,
-        birth_phase=None if life.birth is None else life.birth.phase,
-        death_event=life.death_event,
-        death_s=None if life.death is None else clock.at(life.death.start_s),
-        accesses=tuple(life.accesses),
+        birth_event=birth_event,
+        birth_s=0.0 if birth is None else birth.start_s,
+        birth_operator="" if birth is None else birth.operator,
+        birth_phase=None if birth is None else birth.phase,
+        death_event=death_event,
+        death_s=None if death is None else death.start_s,
+        accesses=tuple(
+            _BlockAccess(index, one.kind, one.operator, one.phase, one.start_s, one.end_s)
+            for index, one in life
+            if one.kind in (EventKind.READ, EventKind.WRITE)
+        ),
     )
 
 
-def _peak(blocks: Sequence[MemoryBlock], events: Sequence[Event], clock: _Clock) -> Peak:
+def _peak(blocks: Sequence[MemoryBlock], events: Sequence[Event]) -> Peak:
     live = _live_bytes(blocks, len(events))
     most = max(live)
     event = live.index(most) - 1
     if event == _BEFORE:
         return Peak(most, event, 0.0, None, "")
     cause = events[event]
-    return Peak(most, event, clock.at(cause.start_s), cause.phase, cause.operator)
+    return Peak(most, event, cause.start_s, cause.phase, cause.operator)
 
 
 def _live_bytes(blocks: Sequence[MemoryBlock], num_events: int) -> list[int]:
