@@ -17,8 +17,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh, Route, Server, Switch
-from bireme.cluster.probed import Experiment, Measurements
+from bireme.cluster.cluster import (
+    MOST_BYTES_PER_S,
+    Bridge,
+    Card,
+    Cluster,
+    Lane,
+    Link,
+    Mesh,
+    Route,
+    Server,
+    Switch,
+)
+from bireme.cluster.probed import Experiment, Flow, Measurements
 
 # Flows that meet on lanes: how fast each of them goes when all want to go as fast as they can.
 #
@@ -320,11 +331,11 @@ def _card_groupings(own: Sequence[int], found: Measurements) -> list[_Grouping]:
 
 def _fitted(shape: Cluster, experiments: Sequence[Experiment]) -> Cluster:
     """The structure whose lanes carry the most that was seen to cross them."""
-    most: dict[str, float] = {}
+    ways, most = _ways(shape, experiments), dict[str, float]()
     for one in experiments:
         crossed: defaultdict[str, float] = defaultdict(float)
-        for (a, b), rate in zip(one.flows, one.bytes_per_s, strict=True):
-            for lane in shape.path(a, b):
+        for flow, rate in zip(one.flows, one.bytes_per_s, strict=True):
+            for lane in ways[flow]:
                 crossed[lane.name] += rate
         for lane_name, total in crossed.items():
             most[lane_name] = max(most.get(lane_name, 0.0), total)
@@ -373,13 +384,23 @@ def _simplest(shapes: Sequence[Cluster], experiments: Sequence[Experiment]) -> C
 
 def _error(shape: Cluster, experiments: Sequence[Experiment]) -> float:
     """The mean part by which it misses a flow, as the logarithm has it; experiments count alike."""
+    ways = _ways(shape, experiments)
+    number: dict[Lane, int] = {}  # numbers are quicker to look up
+    numbered = {
+        flow: [number.setdefault(lane, len(number)) for lane in lanes] for flow, lanes in ways.items()
+    }
+    capacity = {place: lane.bytes_per_s for lane, place in number.items()}
     missed = []
     for one in experiments:
-        paths = [shape.path(a, b) for a, b in one.flows]
-        rates = fair_rates(paths, {lane: lane.bytes_per_s for path in paths for lane in path})
+        rates = fair_rates([numbered[flow] for flow in one.flows], capacity)
         pairs = zip(rates, one.bytes_per_s, strict=True)
         missed.append(statistics.fmean(abs(math.log(rate / seen)) for rate, seen in pairs))
     return statistics.fmean(missed) if missed else 0.0
+
+
+def _ways(shape: Cluster, experiments: Sequence[Experiment]) -> dict[Flow, tuple[Lane, ...]]:
+    """The lanes of each flow that was measured."""
+    return {flow: shape.path(*flow) for flow in {flow for one in experiments for flow in one.flows}}
 
 
 def _tidied(cluster: Cluster, same: float) -> Cluster:
