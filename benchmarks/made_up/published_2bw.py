@@ -10,7 +10,7 @@ A layer of width h keeps 34·s·b·h bytes of activations and 5·a·s²·b for i
 "Reducing Activation Recomputation in Large Transformer Models", 2022, equation 1).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
@@ -62,14 +62,17 @@ def p3_16xlarge(count: int = 1) -> Cluster:
     )
 
 
-def profile_of_model(model: Model) -> Profile:
-    """A unit for each layer, with the embedding in the first and the head after the last."""
+def profile_of_model(model: Model, *, checkpointed: bool = False) -> Profile:
+    """A unit for each layer, with the embedding in the first and the head after the last. If layers are
+    `checkpointed`, each keeps its input and runs its forward again before its backward.
+    """
     h = model.width
     units = [_unit("embedding", WORDS * h, flops=0.0, kept_bytes=TOKENS * h, h=h, first=True)]
     layer_flops = TOKENS * (24 * h**2 + 4 * TOKENS * h)
     layer_bytes = 34 * TOKENS * h + 5 * model.heads * TOKENS**2
     for place in range(model.layers):
-        units.append(_unit(f"layers.{place}", 12 * h**2, flops=layer_flops, kept_bytes=layer_bytes, h=h))
+        layer = _unit(f"layers.{place}", 12 * h**2, flops=layer_flops, kept_bytes=layer_bytes, h=h)
+        units.append(_checkpointed(layer, 2 * TOKENS * h) if checkpointed else layer)
     head_flops = TOKENS * 2 * WORDS * h
     units.append(_unit("head", WORDS * h, flops=head_flops, kept_bytes=6 * TOKENS * WORDS, h=h))
     return Profile(
@@ -85,6 +88,20 @@ def profile_of_model(model: Model) -> Profile:
         4 * model.num_parameters,
         tuple(units),
     )
+
+
+def _checkpointed(layer: UnitProfile, input_bytes: int) -> UnitProfile:
+    costs = (
+        replace(
+            cost,
+            backward_s=cost.recompute_backward_s,
+            recompute_backward_s=cost.recompute_backward_s + cost.forward_s,
+            saved_bytes=cost.micro_batch * input_bytes,
+            workspace_bytes=cost.saved_bytes,
+        )
+        for cost in layer.costs
+    )
+    return replace(layer, costs=tuple(costs))
 
 
 def _unit(
