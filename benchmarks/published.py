@@ -5,16 +5,16 @@
 Each row gives the source of the measured figure. Nothing is fitted to a row: GPTs of PipeDream-2BW have the
 profile of `made_up/published_2bw.py` (a V100 attains at most 60 TFLOP/s, less in small micro-batches), all
 other models the profile of `bireme fit` on devices of the catalogue, which attain the geometric mean of the
-catalogue's range. Links attain the geometric mean of the range of `bireme fit`. Figures marked "read off" were
-read off a plot and are good to about 2 units.
+catalogue's range. Links attain the geometric mean of the range of `bireme fit`. Figures marked "read off"
+were read off a plot and are good to about 2 units.
 
-The authors of PipeDream-2BW ran their measurements with Megatron-LM: `scripts/driver_sweep.py` in
-msr-fiddle/pipedream on GitHub, commit 9fa62318. It gives each stage the same number of layers, recomputes layer
-by layer, and keeps Megatron-LM's order of ranks: the replicas of a stage are neighbors, on one server if there
-is room, and the messages of a pipeline cross servers. What the source does not give: the bandwidth that
-messages between servers attained, and the memory of a process beside tensors, for which the catalogue's figure
-counts. Gradients of `2bw` are summed beside work here, but Megatron-LM's own data parallelism sums them after
-the last backward; so forecasts for 64 V100 are high.
+The authors of PipeDream-2BW measured with Megatron-LM: `scripts/driver_sweep.py` in msr-fiddle/pipedream on
+GitHub, commit 9fa62318. It gives each stage the same number of layers, recomputes layer by layer, and keeps
+Megatron-LM's order of ranks: the replicas of a stage are neighbors, on one server if there is room, and the
+messages of a pipeline cross servers. The source does not give the bandwidth that messages between servers
+attained, nor the memory of a process beside tensors, for which the catalogue's figure counts. Sums of
+gradients run beside work here if the schedule allows it. Megatron-LM's own data parallelism makes them after
+the last backward, so forecasts for 64 V100 are high.
 """
 
 import math
@@ -330,10 +330,8 @@ def patrickstar() -> Iterator[Published]:
             "sequences/s",
             rate,
             PATRICKSTAR,
-            (
-                "1,024 tokens, all layers recompute; copies of chunks take no time, which the source does not "
-                "give; they are a large part of a batch of 8"
-            ),
+            "1,024 tokens, all layers recompute; copies of chunks take no time: the source does not give it, "
+            "and it is a large part of a batch of 8",
             partial(replicas, shape, "a100-40gb", 1024, size, 1, again=True),
         )
 

@@ -11,10 +11,12 @@ import pytest
 
 from bireme.cluster.catalogue import catalogue, device_named
 from bireme.errors import BiremeError
+from bireme.model.graph import Graph
 from bireme.model.shapes import built_in_shapes, shape_of
 from bireme.profile.profile import Profile
 from bireme.profile.shape_profile import QUANTIZED_BYTES, RANK, TrainedShare, profile_of_shape
 from bireme.profile.stages import stage_cost
+from tests.support.graphs import captured_once
 
 A100 = catalogue()["a100"]
 LENGTH, SIZES = 256, (1, 2)
@@ -63,11 +65,14 @@ def captured_profile(family: str, trained: TrainedShare) -> Profile:
     from bireme.model.sources import load_source
     from bireme.profile.profiler import profile
 
-    part = WHOLE if trained is TrainedShare.FULL else TrainedPart(lora=LoraPart(RANK))
-    with TemporaryDirectory() as folder:
-        text = f"hf:{folder_of(family, Path(folder))}"
-        source = load_source(text, batch=2, length=LENGTH, dtype="bfloat16", part=part)
-        graph = capture(source.model, source.example_inputs)
+    def graph_of() -> Graph:
+        part = WHOLE if trained is TrainedShare.FULL else TrainedPart(lora=LoraPart(RANK))
+        with TemporaryDirectory() as folder:
+            text = f"hf:{folder_of(family, Path(folder))}"
+            source = load_source(text, batch=2, length=LENGTH, dtype="bfloat16", part=part)
+            return capture(source.model, source.example_inputs)
+
+    graph = captured_once(f"{CONFIGS[family]} {LENGTH} {trained} {RANK}", graph_of, is_kept=True)
     return profile(graph, device_named("a100"), SIZES, halves=True)
 
 
