@@ -8,11 +8,11 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -237,6 +237,8 @@ _EXAMPLES = (Path(__file__).parent / "examples", Path(__file__).parents[3] / "ex
 """Where the ready files lie: in an installed package, and in the repository."""
 
 _MOST_BYTES = 2**60
+
+_Group = TypeVar("_Group", Bridge, Mesh, Card)
 
 
 def _list_of_tables(name: str) -> BeforeValidator:
@@ -482,30 +484,29 @@ def _server(table: ServerTable, name: str) -> Server:
         with _at(f"device[{index}]"):
             devices += [_device(one)] * one.count
     names = device_names(devices)
-    bridges, meshes, cards = [], [], []
-    for index, bridge in enumerate(table.bridge):
-        with _at(f"bridge[{index}]"):
-            title = f"bridge{index}" if bridge.name is None else bridge.name
-            bridges.append(Bridge(title, _places(bridge, names), _link(bridge)))
-    for index, mesh in enumerate(table.mesh):
-        with _at(f"mesh[{index}]"):
-            title = f"mesh{index}" if mesh.name is None else mesh.name
-            meshes.append(Mesh(title, _places(mesh, names), _link(mesh), mesh.switched))
-    for index, card in enumerate(table.card):
-        with _at(f"card[{index}]"):
-            title = f"card{index}" if card.name is None else card.name
-            cards.append(Card(title, _places(card, names), _link(card)))
     return Server(
         name,
         tuple(devices),
-        tuple(bridges),
-        tuple(meshes),
-        tuple(cards),
+        _groups("bridge", Bridge, table.bridge, names),
+        _groups("mesh", Mesh, table.mesh, names),
+        _groups("card", Card, table.card, names),
         table.num_cores or 0,
         table.host_memory_bytes or 0,
         table.disk_bytes or 0,
         table.disk_bytes_per_s or 0.0,
     )
+
+
+def _groups(
+    kind: str, make: Callable[..., _Group], tables: Sequence[_GroupTable], names: Sequence[str]
+) -> tuple[_Group, ...]:
+    found = []
+    for index, table in enumerate(tables):
+        with _at(f"{kind}[{index}]"):
+            title = f"{kind}{index}" if table.name is None else table.name
+            switched = (table.switched,) if isinstance(table, MeshTable) else ()
+            found.append(make(title, _places(table, names), _link(table), *switched))
+    return tuple(found)
 
 
 def _device(table: DeviceTable) -> Device:
