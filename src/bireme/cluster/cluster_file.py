@@ -351,20 +351,12 @@ class RouteTable(_LinkTable):
     )
 
 
-class _BridgeTable(_GroupTable):
-    """`[[server.bridge]]`: a PCIe host bridge."""
-
-
 class MeshTable(_GroupTable):
     """`[[server.mesh]]`: NVLink."""
 
     switched: bool = Field(
         default=False, description="each device has one port for all others, not a cable to each"
     )
-
-
-class _CardTable(_GroupTable):
-    """`[[server.card]]`: a network card."""
 
 
 class ServerTable(_Table):
@@ -379,13 +371,13 @@ class ServerTable(_Table):
     disk_bytes: Bytes | None = Field(None, description="disk space that its devices can offload to")
     disk_bytes_per_s: _Rate | None = Field(None, description="how fast that disk reads and writes")
     device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
-    bridge: Annotated[list[_BridgeTable], _list_of_tables("server.bridge")] = Field(
+    bridge: Annotated[list[_GroupTable], _list_of_tables("server.bridge")] = Field(
         default_factory=list, description="its PCIe host bridges"
     )
     mesh: Annotated[list[MeshTable], _list_of_tables("server.mesh")] = Field(
         default_factory=list, description="its NVLink meshes"
     )
-    card: Annotated[list[_CardTable], _list_of_tables("server.card")] = Field(
+    card: Annotated[list[_GroupTable], _list_of_tables("server.card")] = Field(
         default_factory=list, description="its network cards"
     )
 
