@@ -12,12 +12,12 @@ import torch
 from bireme.errors import BiremeError
 from bireme.train.data.encoding import tokenized
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.loader import WholeBatches
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
 from bireme.train.data.source import open_source
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import ByteTokenizer
 from tests.support.command import bireme
+from tests.support.whole_batches import WholeBatches
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.train.data.loader import WholeBatches
 from bireme.train.data.mixture import NUM_SLOTS, MixedOrder, MixedSamples, order_of
 from bireme.train.data.placing import Order
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
+from tests.support.whole_batches import WholeBatches
 
 SIZES = (40, 1000, 7)
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=3, max_size=3)

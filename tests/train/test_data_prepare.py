@@ -9,11 +9,11 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
-from bireme.train.data.loader import WholeBatches
 from bireme.train.data.placing import Order
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data, vocabulary_of
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.support.tiny_tokenizer import save_tokenizer
+from tests.support.whole_batches import WholeBatches
 
 
 def model_side(vocab: int = 257, folder: Path | None = None) -> ModelSide:

@@ -19,7 +19,7 @@ from bireme.runtime.microbatches import Rows
 from bireme.runtime.processes import start_process
 from bireme.runtime.world import World
 from bireme.train.data import workers
-from bireme.train.data.loader import RankBatches, WholeBatches
+from bireme.train.data.loader import RankBatches
 from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch
@@ -28,6 +28,7 @@ from tests.support.copies import Copy
 from tests.support.patience import patience_s
 from tests.support.ranks import until, wait_until_gone
 from tests.support.together import run_threads
+from tests.support.whole_batches import WholeBatches
 
 pytestmark = pytest.mark.slow
 
@@ -181,7 +182,7 @@ def test_every_rank_of_a_launch_gets_the_same_batches_from_workers_of_its_own() 
 
 PARENT = """
 import sys
-from bireme.train.data.loader import WholeBatches
+from tests.support.whole_batches import WholeBatches
 from bireme.train.data.placing import Order
 from bireme.train.data.own import own_samples
 

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Generic, Self, TypeVar
+from typing import Self
 from zlib import crc32
 
 import numpy as np
@@ -25,15 +25,31 @@ from bireme.train.data.readable import ELSEWHERE
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.workers import Made, Task, Workers, made
 
-_Given = TypeVar("_Given")
-"""What a loader gives for each batch."""
-
 _JOIN_S = 5.0
 SEED_FACTOR = 1_000_003
 SEED_LIMIT = 1 << 62
 
 
-class _Loader(Generic[_Given]):
+@dataclass(frozen=True, slots=True)
+class PartlyRead:
+    """A batch of which there is what the rank wants, and nothing else. Ranks that are given the same batches
+    have equal stamps, whatever they have read of them.
+    """
+
+    num_samples: int
+    stamp: int
+    parts: Mapping[Rows | None, Batch]
+
+    def rows(self, wanted: Rows) -> Batch:
+        """What was wanted in these words."""
+        if wanted not in self.parts:
+            raise RuntimeError(
+                f"{wanted} is asked for, and what was read is {', '.join(map(str, self.parts))}."
+            )
+        return self.parts[wanted]
+
+
+class RankBatches:
     """The batches `first_batch` up to but without `first_batch + num_batches`; without end if that is None.
 
     A background thread keeps up to `prefetch` of them ready; with 0, and no workers, each is made when it is
@@ -90,13 +106,13 @@ class _Loader(Generic[_Given]):
         self._num_workers = num_workers if self._has_workers and self._wanted(first_batch) != () else 0
         self._data = data
         self._workers = Workers(samples, self._num_workers, data, timeout_s)
-        self._ahead: _Ahead[_Given] | None = None
+        self._ahead: _Ahead | None = None
 
     def state(self) -> int:
         """The number of the next batch that is given."""
         return self._next
 
-    def __iter__(self) -> Iterator[_Given]:
+    def __iter__(self) -> Iterator[PartlyRead]:
         self._end_ahead()
         if not self._num_workers and not self._prefetch:
             return self._counted(self._source(lambda: True))
@@ -123,22 +139,41 @@ class _Loader(Generic[_Given]):
         """What is read of a batch; None is all of it."""
         return None if self._wants is None else self._wants(number, self._batch_size)
 
-    def _given(self, done: Made) -> _Given:
-        """What to give for a batch that was made."""
-        raise NotImplementedError
+    def _given(self, done: Made) -> PartlyRead:
+        """A batch that was made, with its stamp."""
+        # Private samples count alike: a rank knows the numbers of its own server's alone.
+        numbers = np.maximum(np.asarray(done.task.numbers, np.int64), ELSEWHERE)
+        return PartlyRead(len(numbers), crc32(numbers.tobytes(), self._identity), done.parts)
 
-    def _until_closed(self, ahead: "_Ahead[_Given]") -> Iterator[_Given]:
+    @cached_property
+    def _identity(self) -> int:
+        """What ranks would have differently whose samples are others, or in another order.
+
+        Not with workers: what samples draw is the same on all ranks in them alone. Computed once, for a
+        stream goes back for it.
+        """
+        identity = crc32(f"{self._order} {self._batch_size}".encode())
+        if self._has_workers:
+            return identity
+        for place in self._order.probes:
+            with suppress(BiremeError):  # which is raised where a batch needs the sample, if one does
+                for name, tensor in self._samples.take([place]).items():
+                    plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                    identity = crc32(plain.data, crc32(name.encode(), identity))
+        return identity
+
+    def _until_closed(self, ahead: "_Ahead") -> Iterator[PartlyRead]:
         try:
             yield from self._counted(ahead)
         finally:
             ahead.close()
 
-    def _counted(self, batches: Iterator[_Given]) -> Iterator[_Given]:
+    def _counted(self, batches: Iterator[PartlyRead]) -> Iterator[PartlyRead]:
         for batch in batches:
             self._next += 1
             yield batch
 
-    def _source(self, is_wanted: Callable[[], bool]) -> Iterator[_Given]:
+    def _source(self, is_wanted: Callable[[], bool]) -> Iterator[PartlyRead]:
         if not self._num_workers:
             yield from (self._given(made(self._samples, task, self._data)) for task in self._tasks())
             return
@@ -157,20 +192,13 @@ class _Loader(Generic[_Given]):
             yield Task(number, chosen, seed, self._wanted(number))
 
 
-class WholeBatches(_Loader[Batch]):
-    """Whole batches: dicts of tensors."""
-
-    def _given(self, done: Made) -> Batch:
-        return done.parts[None]
-
-
-class _Ahead(Generic[_Given]):
+class _Ahead:
     """A thread that runs ahead of who iterates. Its errors are raised where its result was due."""
 
-    def __init__(self, source: Callable[[Callable[[], bool]], Iterator[_Given]], most_ready: int) -> None:
+    def __init__(self, source: Callable[[Callable[[], bool]], Iterator[PartlyRead]], most_ready: int) -> None:
         self._source = source
         self._most_ready = most_ready
-        self._ready: deque[_Given] = deque()
+        self._ready: deque[PartlyRead] = deque()
         self._error: BaseException | None = None
         self._has_ended = False
         self._is_closed = False
@@ -180,10 +208,10 @@ class _Ahead(Generic[_Given]):
         atexit.register(self.close)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[_Given]:
+    def __iter__(self) -> Iterator[PartlyRead]:
         return self
 
-    def __next__(self) -> _Given:
+    def __next__(self) -> PartlyRead:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._has_ended or self._is_closed)
             if self._ready and not self._is_closed:
@@ -207,7 +235,7 @@ class _Ahead(Generic[_Given]):
         return not self._is_closed
 
     def _run(self) -> None:
-        batches: Iterator[_Given] | None = None
+        batches: Iterator[PartlyRead] | None = None
         try:
             batches = self._source(self._is_wanted)
             for batch in batches:
@@ -223,58 +251,9 @@ class _Ahead(Generic[_Given]):
                 self._has_ended = True
                 self._changed.notify_all()
 
-    def _keep(self, batch: _Given) -> bool:
+    def _keep(self, batch: PartlyRead) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._most_ready or self._is_closed)
             self._ready.append(batch)
             self._changed.notify_all()
             return not self._is_closed
-
-
-# The batches of a run as far as one rank needs them: what its stages do not take is not read.
-#
-# The ranks of a run are given the same batches, and none of them has a whole one. That they are the same
-# shows in a stamp, which is made from what each batch is, and not from what was read of it.
-
-
-@dataclass(frozen=True, slots=True)
-class PartlyRead:
-    """A batch of which there is what the rank wants, and nothing else."""
-
-    num_samples: int
-    stamp: int
-    parts: Mapping[Rows | None, Batch]
-
-    def rows(self, wanted: Rows) -> Batch:
-        """What was wanted in these words."""
-        if wanted not in self.parts:
-            raise RuntimeError(
-                f"{wanted} is asked for, and what was read is {', '.join(map(str, self.parts))}."
-            )
-        return self.parts[wanted]
-
-
-class RankBatches(_Loader[PartlyRead]):
-    """Like `Batches`, of which there is what is wanted and no more."""
-
-    def _given(self, done: Made) -> PartlyRead:
-        # Private samples count alike: a rank knows the numbers of its own server's alone.
-        numbers = np.maximum(np.asarray(done.task.numbers, np.int64), ELSEWHERE)
-        return PartlyRead(len(numbers), crc32(numbers.tobytes(), self._identity), done.parts)
-
-    @cached_property
-    def _identity(self) -> int:
-        """What ranks would have differently whose samples are others, or in another order.
-
-        Not with workers: what samples draw is the same on all ranks in them alone. Computed once, for a
-        stream goes back for it.
-        """
-        identity = crc32(f"{self._order} {self._batch_size}".encode())
-        if self._has_workers:
-            return identity
-        for place in self._order.probes:
-            with suppress(BiremeError):  # which is raised where a batch needs the sample, if one does
-                for name, tensor in self._samples.take([place]).items():
-                    plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                    identity = crc32(plain.data, crc32(name.encode(), identity))
-        return identity
