@@ -165,11 +165,11 @@ def test_names_that_newcomers_type_get_the_right_key(tmp_path: Path) -> None:
 
 
 def test_every_synonym_is_listed_once_and_leads_to_keys_that_exist() -> None:
-    names = [name for words, _, _ in SYNONYMS for name in words.split()]
+    names = [name for one in SYNONYMS for name in one.names]
     assert len(names) == len(set(names))
-    for words, keys, more in SYNONYMS:
-        assert set(keys.split()) <= set(NAMES), words
-        assert keys or more, words
+    for one in SYNONYMS:
+        assert set(one.keys) <= set(NAMES), one
+        assert one.keys or one.more, one
 
 
 @pytest.mark.parametrize(

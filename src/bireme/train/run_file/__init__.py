@@ -1,34 +1,25 @@
 """`run.toml`: what `bireme train` is to do, as a file that people write."""
 
-from bireme.train.run_file.paths import settings_within, with_absolute_paths, with_paths_within
-from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Penalties, Planning
-from bireme.train.run_file.run import RunFile, load_run_file, with_model_defaults
-from bireme.train.run_file.tables import LOSSES, Checkpoints, ClusterTable, ExportTable, Log, Lora, Model
-from bireme.train.run_file.text import commented_toml, reference_markdown, to_toml
-from bireme.train.run_file.training import Data, Training
-
-__all__ = [
-    "LOSSES",
-    "Balancing",
-    "Checkpoints",
-    "ClusterTable",
-    "Data",
-    "ExportTable",
-    "LinksTable",
-    "Log",
-    "Lora",
-    "Memory",
-    "Model",
-    "Penalties",
-    "Planning",
-    "RunFile",
-    "Training",
-    "commented_toml",
-    "load_run_file",
-    "reference_markdown",
-    "settings_within",
-    "to_toml",
-    "with_absolute_paths",
-    "with_model_defaults",
-    "with_paths_within",
-]
+from bireme.train.run_file.paths import settings_within as settings_within
+from bireme.train.run_file.paths import with_absolute_paths as with_absolute_paths
+from bireme.train.run_file.paths import with_paths_within as with_paths_within
+from bireme.train.run_file.planning import Balancing as Balancing
+from bireme.train.run_file.planning import LinksTable as LinksTable
+from bireme.train.run_file.planning import Memory as Memory
+from bireme.train.run_file.planning import Penalties as Penalties
+from bireme.train.run_file.planning import Planning as Planning
+from bireme.train.run_file.run import RunFile as RunFile
+from bireme.train.run_file.run import load_run_file as load_run_file
+from bireme.train.run_file.run import with_model_defaults as with_model_defaults
+from bireme.train.run_file.tables import LOSSES as LOSSES
+from bireme.train.run_file.tables import Checkpoints as Checkpoints
+from bireme.train.run_file.tables import ClusterTable as ClusterTable
+from bireme.train.run_file.tables import ExportTable as ExportTable
+from bireme.train.run_file.tables import Log as Log
+from bireme.train.run_file.tables import Lora as Lora
+from bireme.train.run_file.tables import Model as Model
+from bireme.train.run_file.text import commented_toml as commented_toml
+from bireme.train.run_file.text import reference_markdown as reference_markdown
+from bireme.train.run_file.text import to_toml as to_toml
+from bireme.train.run_file.training import Data as Data
+from bireme.train.run_file.training import Training as Training

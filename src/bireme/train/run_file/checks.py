@@ -11,7 +11,9 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
-from bireme.train.run_file.tables import ClusterTable, Lora, Model, Sync, Tables
+from bireme.train.run_file.table import given
+from bireme.train.run_file.tables import ClusterTable, Model, Sync, Tables
+from bireme.train.run_file.text import toml_value
 from bireme.train.run_file.training import Training
 
 
@@ -45,19 +47,17 @@ def check_memory(tables: Tables) -> None:
 
 def check_paging(memory: Memory, plan: Planning) -> None:
     """Refuse keys of paging that contradict each other or the plan's file."""
-    usual = Memory()
-    paging = [name for name in Memory.model_fields if name not in ("shard", "copies", "copy_rate")]
-    given = [name for name in paging if getattr(memory, name) != getattr(usual, name)]
+    asked = [name for name in given(memory) if name not in ("shard", "copies", "copy_rate")]
     if plan.file is not None:
-        more = [name for name in given if name != "disk"]
+        more = [name for name in asked if name != "disk"]
         if more:
             raise BiremeError(
                 f'plan.file is "{plan.file}", which says what is offloaded, but memory.{more[0]} asks for '
                 "a new plan. Leave out one of the two."
             )
-    elif given and not memory.is_on:
+    elif asked and not memory.is_on:
         raise BiremeError(
-            f"memory.{given[0]} is set, but memory.device is not, so nothing is offloaded. Set "
+            f"memory.{asked[0]} is set, but memory.device is not, so nothing is offloaded. Set "
             'memory.device, to "auto" or to bytes such as "6GB".'
         )
     if memory.device_bytes == 0:
@@ -65,7 +65,7 @@ def check_paging(memory: Memory, plan: Planning) -> None:
             'memory.device is 0, so there is no room for any stage. Set it to "auto", or to bytes such as '
             '"6GB".'
         )
-    if memory.disk is None and memory.disk_bytes != usual.disk_bytes:
+    if memory.disk is None and "disk_bytes" in asked:
         raise BiremeError(
             f"memory.disk_bytes is {memory.disk_bytes}, but memory.disk names no folder. Set memory.disk too."
         )
@@ -180,20 +180,14 @@ def _check_model_and_data(tables: Tables) -> None:
 def _check_balance_of_mode(tables: Tables) -> None:
     """The coordinator assigns samples by speed, so that keys of another way to do it have no effect."""
     sync, balance = tables.sync, tables.balance
-    usual = Balancing()
-    idle = {
-        "mode": balance.mode if balance.mode == "start" else usual.mode,
-        "batch": balance.batch,
-        "replan": balance.replan,
-    }
-    for name, value in idle.items():
-        if sync.is_coordinated and value != getattr(usual, name):
-            text = f'"{value}"' if isinstance(value, str) else str(value).lower()
-            raise BiremeError(
-                f'balance.{name} is {text}, but sync.mode is "{sync.mode}", in which the coordinator assigns '
-                f"samples by the speed of the replicas. Leave balance.{name} out, or use sync.mode = "
-                '"allreduce".'
-            )
+    idle = {"mode": balance.mode == "start", "batch": balance.batch == "grow", "replan": balance.replan}
+    name = next((name for name, is_set in idle.items() if is_set), None)
+    if sync.is_coordinated and name is not None:
+        raise BiremeError(
+            f"balance.{name} is {toml_value(getattr(balance, name))}, but sync.mode is "
+            f'"{sync.mode}", in which the coordinator assigns samples by the speed of the replicas. Leave '
+            f'balance.{name} out, or use sync.mode = "allreduce".'
+        )
 
 
 def check_sites(sites: int, width: int) -> None:
@@ -208,10 +202,9 @@ def check_sites(sites: int, width: int) -> None:
 
 def _check_modes(sync: Sync) -> None:
     """Keys of one way to agree have no effect in another one."""
-    usual = Sync()
-    for name in Sync.model_fields:
+    for name in given(sync):
         modes = OF_MODES.get(name, ("diloco",) if name.startswith("diloco_") else (sync.mode,))
-        if sync.mode not in modes and getattr(sync, name) != getattr(usual, name):
+        if sync.mode not in modes:
             others = " or ".join(f'"{mode}"' for mode in modes)
             raise BiremeError(
                 f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}", which does not use '
@@ -234,13 +227,11 @@ def _check_part(model: Model) -> None:
             "model.train names what learns and model.freeze what does not. Leave out one of the two."
         )
     if lora.rank is None:
-        usual = Lora()
-        for name in Lora.model_fields:
-            if getattr(lora, name) != getattr(usual, name):
-                raise BiremeError(
-                    f"model.lora.{name} is set, but model.lora.rank is not, so there is no adapter. Set "
-                    "model.lora.rank, such as 8."
-                )
+        if asked := given(lora):
+            raise BiremeError(
+                f"model.lora.{asked[0]} is set, but model.lora.rank is not, so there is no adapter. Set "
+                "model.lora.rank, such as 8."
+            )
         return
     key = next((name for name in ("train", "freeze") if getattr(model, name) is not None), None)
     if key is not None:
@@ -308,13 +299,12 @@ def _check_rates(training: Training) -> None:
 def _check_plan_file(plan: Planning) -> None:
     if plan.file is None:
         return
-    usual = Planning()
-    for name in Planning.model_fields:
-        if name not in ("file", *DELAY_WARMUP) and getattr(plan, name) != getattr(usual, name):
-            raise BiremeError(
-                f'plan.file is "{plan.file}", which is a whole plan, but plan.{name} asks for a new one. '
-                "Leave out one of the two."
-            )
+    asked = [name for name in given(plan) if name not in ("file", *DELAY_WARMUP)]
+    if asked:
+        raise BiremeError(
+            f'plan.file is "{plan.file}", which is a whole plan, but plan.{asked[0]} asks for a new one. '
+            "Leave out one of the two."
+        )
 
 
 def _check_batch(plan: Planning, batch_size: int) -> None:
@@ -417,19 +407,19 @@ def _check_machines(cluster: ClusterTable, plan: Planning) -> None:
 
 
 def _check_balance(balance: Balancing, plan: Planning) -> None:
-    if balance.mode == "off" and (balance.batch == "grow" or balance.replan):
-        key, value = ("batch", '"grow"') if balance.batch == "grow" else ("replan", "true")
+    grows = balance.batch == "grow"
+    if balance.mode == "off" and (grows or balance.replan):
+        asked = 'batch is "grow"' if grows else "replan is true"
         raise BiremeError(
-            f'balance.{key} is {value}, but balance.mode is "off", which measures nothing. Leave out one of '
-            "the two."
+            f'balance.{asked}, but balance.mode is "off", which measures nothing. Leave out one of the two.'
         )
-    if plan.width == 1 and (balance.mode == "start" or balance.batch == "grow"):
-        key, value = ("mode", "start") if balance.mode == "start" else ("batch", "grow")
+    if plan.width == 1 and (balance.mode == "start" or grows):
+        asked = 'mode is "start"' if balance.mode == "start" else 'batch is "grow"'
         raise BiremeError(
-            f'balance.{key} is "{value}", but plan.width is 1: with one replica it has no effect. Leave it '
-            "out, or plan for more replicas."
+            f"balance.{asked}, but plan.width is 1: with one replica it has no effect. Leave it out, or plan "
+            "for more replicas."
         )
-    if balance.batch == "grow" and plan.largest_batch is not None:
+    if grows and plan.largest_batch is not None:
         raise BiremeError(
             f'balance.batch is "grow" and plan.largest_batch is {plan.largest_batch}: both choose the size '
             "of the batch. Leave out one of the two."

@@ -81,23 +81,25 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
         found = _plainest(base.absolute() / Path(text).expanduser())
         return str(found) if key == MADE or found.exists() else None
 
-    if run.data.mixture is not None:
-        mixture = tuple(
-            one.model_copy(update={"source": _placed(DATA_SOURCE, one.source, placed) or one.source})
-            for one in run.data.mixture
-        )
-        run = run.model_copy(update={"data": run.data.model_copy(update={"mixture": mixture})})
-    if run.data.private is not None:
-        private = {
-            server: _placed(DATA_SOURCE, source, placed) or source
-            for server, source in run.data.private.items()
-        }
-        run = run.model_copy(update={"data": run.data.model_copy(update={"private": private})})
-    if run.plan.profiles is not None:
-        named = (text.partition("=") for text in run.plan.profiles)
-        profiles = tuple(f"{name}={placed(PROFILES, file) or file}" for name, _, file in named)
-        run = run.model_copy(update={"plan": run.plan.model_copy(update={"profiles": profiles})})
+    def source(text: str) -> str:
+        return _placed(DATA_SOURCE, text, placed) or text
+
+    data, profiles = run.data, run.plan.profiles
+    if data.mixture is not None:
+        mixture = (one.model_copy(update={"source": source(one.source)}) for one in data.mixture)
+        run = _with(run, "data", mixture=tuple(mixture))
+    if data.private is not None:
+        run = _with(run, "data", private={server: source(one) for server, one in data.private.items()})
+    if profiles is not None:
+        named = (text.partition("=") for text in profiles)
+        found = tuple(f"{name}={placed(PROFILES, file) or file}" for name, _, file in named)
+        run = _with(run, "plan", profiles=found)
     return _with_paths(run, placed)
+
+
+def _with(run: RunFile, table: str, **values: object) -> RunFile:
+    """The run with other values of some keys of a table."""
+    return run.model_copy(update={table: getattr(run, table).model_copy(update=values)})
 
 
 def _plainest(path: Path) -> Path:
@@ -136,11 +138,10 @@ def settings_within(run: RunFile, folder: Path) -> list[str]:
 def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | None]) -> RunFile:
     """The run with each path as `placed` has it, or as it was where that is None."""
     for name, key in KEYS:
-        table = getattr(run, name)
-        text = getattr(table, key)
+        text = getattr(getattr(run, name), key)
         found = None if text is None else _placed((name, key), text, placed)
         if found is not None:
-            run = run.model_copy(update={name: table.model_copy(update={key: found})})
+            run = _with(run, name, **{key: found})
     return run
 
 

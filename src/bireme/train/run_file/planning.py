@@ -19,6 +19,7 @@ from bireme.train.run_file.table import (
     Table,
     Text,
     Texts,
+    listed,
     parsed,
 )
 
@@ -205,12 +206,6 @@ def _boundary(value: str) -> str:
     return f"{int(first)}-{int(second)}"
 
 
-def _boundaries(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError('one table or more, such as [{boundary = "0-1", forward = "int8"}]')
-    return tuple(value)
-
-
 Codec = Annotated[str, AfterValidator(_codec)]
 CodecOrAuto = Annotated[str, AfterValidator(_codec_or_auto)]
 
@@ -267,7 +262,12 @@ class LinksTable(Table):
         examples=["int8"],
     )
     boundaries: (
-        Annotated[tuple[BoundaryLinks, ...], Field(max_length=4096), BeforeValidator(_boundaries)] | None
+        Annotated[
+            tuple[BoundaryLinks, ...],
+            Field(max_length=4096),
+            listed('one table or more, such as [{boundary = "0-1", forward = "int8"}]'),
+        ]
+        | None
     ) = Field(
         default=None,
         description="Codecs of single boundaries, each named by the stages on both sides; the gradient has "

@@ -10,6 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -36,7 +37,7 @@ def with_settings(
     A value is read as TOML has it, and is taken as a string where it is none. An empty one takes the key
     out of the document, so that its default holds. `advise` is asked about keys that are not known.
     """
-    merged: dict[str, Any] = {key: _copied(value) for key, value in data.items()}
+    merged = deepcopy(dict(data))
     for text in texts:
         setting = _parsed(text, model, advise)
         if setting.is_removal:
@@ -119,10 +120,6 @@ def _walk(model: type[BaseModel], beginning: str) -> Iterator[str]:
             yield from _walk(inner, f"{beginning}{name}.")
         else:
             yield f"{beginning}{name}"
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _put(document: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

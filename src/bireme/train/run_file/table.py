@@ -42,17 +42,24 @@ def _filled(value: str) -> str:
     return value
 
 
-def _several(value: Any) -> Any:
+def listed(what: str) -> BeforeValidator:
+    """Takes a list with something in it; pydantic tells of any other value that it must be `what`."""
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(what)
+        return tuple(value)
+
+    return BeforeValidator(taken)
+
+
+def _alone(value: Any) -> Any:
     """One text stands for a list of one."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError('one text or more, such as ["*.bias"]')
-    return tuple(value)
+    return (value,) if isinstance(value, str) else value
 
 
 Text = Annotated[str, AfterValidator(_filled)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_several)]
+Texts = Annotated[tuple[Text, ...], listed('one text or more, such as ["*.bias"]'), BeforeValidator(_alone)]
 Devices = Annotated[int, Field(ge=1, le=4096)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
@@ -87,6 +94,12 @@ def _our_word(annotation: Any, value: Any) -> Any:
     plain = value.strip().lower().replace("_", "-")
     word = OTHER_WORDS.get(plain, plain)
     return next((known for known in get_args(annotation) if word == str(known).replace("_", "-")), value)
+
+
+def given(table: Table) -> list[str]:
+    """The keys of a table that have another value than their default."""
+    usual = type(table)()
+    return [name for name in type(table).model_fields if getattr(table, name) != getattr(usual, name)]
 
 
 def giving_way(data: Any, key: str, other: str) -> Any:

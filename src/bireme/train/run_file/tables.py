@@ -11,29 +11,9 @@ from pydantic import AfterValidator, Field, field_validator
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import called_now
 from bireme.model.part import ALL_LINEAR, LoraPart, TrainedPart
-from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Penalties, Planning
+from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
-from bireme.train.run_file.training import Data, Mixed, Training
-
-__all__ = [
-    "LOSSES",
-    "Balancing",
-    "Checkpoints",
-    "ClusterTable",
-    "Data",
-    "ExportTable",
-    "LinksTable",
-    "Log",
-    "Lora",
-    "Memory",
-    "Mixed",
-    "Model",
-    "Penalties",
-    "Planning",
-    "Sync",
-    "Tables",
-    "Training",
-]
+from bireme.train.run_file.training import Data, Training
 
 LOSSES = ("cross_entropy", "l1", "mse")
 """The losses with a name, for models that have none of their own."""

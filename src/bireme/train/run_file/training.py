@@ -16,16 +16,11 @@ from bireme.train.run_file.table import (
     Text,
     Texts,
     giving_way,
+    listed,
     parsed,
 )
 
 # `[data]` of a run file: what a model learns from.
-
-
-def _list(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError('one table or more, such as [{source = "texts/", weight = 3.0}]')
-    return tuple(value)
 
 
 def _by_server(value: Any) -> Any:
@@ -50,7 +45,14 @@ class Data(Table):
         "the datasets library, a .npy or .bin file of tokens, module:function or file.py:function of your "
         "own, or stdlib, the sources of Python's standard library. Not used if mixture is set",
     )
-    mixture: Annotated[tuple[Mixed, ...], Field(max_length=1000), BeforeValidator(_list)] | None = Field(
+    mixture: (
+        Annotated[
+            tuple[Mixed, ...],
+            Field(max_length=1000),
+            listed('one table or more, such as [{source = "texts/", weight = 3.0}]'),
+        ]
+        | None
+    ) = Field(
         default=None,
         description="Several sources to learn from, each with a weight: its share of the samples, relative "
         "to the other weights",
