@@ -27,13 +27,14 @@ from bireme.runtime.microbatches import apportioned
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.sync.coordinator.messages import RankId, SamplePlaces
+from bireme.train.data.documents import Cut
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.loader import RankBatches
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of
 from bireme.train.data.placing import SampleOrder, Stock
 from bireme.train.data.readable import ELSEWHERE, ReadableSamples
 from bireme.train.data.samples import PackedSamples, Samples, Tokens
-from bireme.train.data.stream import StreamCut, StreamSamples
+from bireme.train.data.stream import StreamSamples
 from bireme.train.private_census import ReadableData
 from bireme.train.replica import DealtBatches
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
@@ -138,8 +139,8 @@ def _tokens(count: int, seed: int) -> PackedSamples:
 
 def _stream() -> StreamSamples:
     rows = [{"input_ids": ids} for ids in _tokens(50, 6).take(range(50))["input_ids"].tolist()]
-    saved = SavedRows("rows", lambda: rows, None, ("input_ids",), Content.IDS, False, "rows")
-    return StreamSamples(saved, None, StreamCut(CONTEXT, "stream", 0), seed=SEED, shuffle_buffer=8)
+    saved = SavedRows("rows", lambda: rows, None, ("input_ids",), Content.IDS, "rows")
+    return StreamSamples(saved, None, Cut(CONTEXT, "stream", 0), seed=SEED, shuffle_buffer=8)
 
 
 PRIVATE = (_tokens(9, 2), _tokens(12, 3))

@@ -58,7 +58,7 @@ def test_logits_of_a_packed_document_are_those_of_it_alone(kind: str, tmp_path: 
     torch.manual_seed(0)
     model = load_source(text, length=16, device="cpu", training=False).model.double()
     extra = {} if kind == "gpt" else {"use_cache": False}  # as it is captured
-    batch = Cut(16, 0, is_shared=True).samples(corpus([7, 9, 5, 8])).take([0, 1])
+    batch = Cut(16, "documents", 0).samples(corpus([7, 9, 5, 8])).take([0, 1])
     with torch.no_grad():
         given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         packed = model(**given, **extra)["logits"]
@@ -71,7 +71,7 @@ def test_logits_of_a_packed_document_are_those_of_it_alone(kind: str, tmp_path: 
 
 
 def test_what_is_left_of_a_sample_does_not_count() -> None:
-    batch = Cut(16, 63, is_shared=True).samples(corpus([9, 10])).take([0, 1])
+    batch = Cut(16, "documents", 63).samples(corpus([9, 10])).take([0, 1])
     for row, size in enumerate((10, 9)):
         assert batch["input_ids"][row, size:].tolist() == [63] * (16 - size)
         assert (batch["labels"][row] == -100).tolist() == [True, *[False] * (size - 1), *[True] * (16 - size)]
@@ -99,4 +99,4 @@ def test_models_that_keep_documents_apart_are_told_from_those_that_do_not(tmp_pa
 
 def test_bare_tokens_have_no_documents_to_keep_apart() -> None:
     with pytest.raises(BiremeError, match="nothing says where documents end"):
-        Cut(16, 0, is_shared=True).samples(Tokens("bare.npy", np.arange(100, dtype=np.uint16)))
+        Cut(16, "documents", 0).samples(Tokens("bare.npy", np.arange(100, dtype=np.uint16)))

@@ -108,7 +108,8 @@ def _check_no_nan(text: str, state: ModelState, tensor: Tensor) -> None:
 def _called(text: str, function: Callable[[], Any], seed: int) -> tuple[nn.Module, Any]:
     """The module and the example inputs that the function returns; None if it returns no inputs."""
     try:
-        with _random_from(seed):
+        with generators_restored():
+            seed_generators(seed)
             made = function()
     except BiremeError:
         raise
@@ -121,14 +122,18 @@ def _called(text: str, function: Callable[[], Any], seed: int) -> tuple[nn.Modul
     return model, inputs
 
 
+def seed_generators(seed: int) -> None:
+    """Let torch, numpy and Python draw from this seed on."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
 @contextmanager
-def _random_from(seed: int) -> Iterator[None]:
-    """Inside, the generators of torch, numpy and Python begin from the seed; afterwards they are restored."""
+def generators_restored() -> Iterator[None]:
+    """Leave the generators of torch, numpy and Python as they were."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
         try:
             yield
         finally:

@@ -5,9 +5,9 @@ by these the model keeps attention within it. The first token of a document is n
 before it belongs to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ Packing = Literal["stream", "documents", "none"]
 """How documents become samples: one after the other without a gap, several in each, one in each."""
 
 Places = NDArray[np.int64]
+
+Pieces = Sequence[Ids]
+"""The pieces of a sample, as signed ids (see `Tokens`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,9 @@ class DocumentSamples:
     A sample has `input_ids` and `labels`, and `position_ids` where `is_shared`.
     """
 
+    is_quick: ClassVar = True
+    is_columnar: ClassVar = True
+
     tokens: Tokens
     length: int
     pieces: _DocumentPieces
@@ -148,16 +154,6 @@ class DocumentSamples:
     vocabulary: int | None = None
     num_tokens_given: int = 0
     """The tokens of the documents, with those that are cut off."""
-
-    @property
-    def is_quick(self) -> bool:
-        """Tokens are only read."""
-        return True
-
-    @property
-    def is_columnar(self) -> bool:
-        """Ids are read for the rest too, and not kept."""
-        return True
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -206,7 +202,7 @@ class DocumentSamples:
         return np.asarray(self.tokens.ids[begin:end]).astype(np.int64)
 
 
-def stacked(rows: Sequence[Sequence[Ids]], length: int, padding: int, *, is_shared: bool) -> Batch:
+def stacked(rows: Sequence[Pieces], length: int, padding: int, *, is_shared: bool) -> Batch:
     """Samples from the signed ids of their pieces (see `Tokens`)."""
     signed = np.full((len(rows), length), -1 - padding, np.int64)
     positions = np.zeros((len(rows), length), np.int64)
@@ -229,13 +225,60 @@ def stacked(rows: Sequence[Sequence[Ids]], length: int, padding: int, *, is_shar
 class Cut:
     """How documents become samples of `length` tokens, filled up with `padding`.
 
-    With `is_shared` several share a sample, else each has its own and loses what is longer.
+    Those of a corpus, which are all there, stay apart: with the packing `documents` several share a sample,
+    else each has its own and loses what is longer.
     """
 
     length: int
+    packing: Packing
     padding: int
-    is_shared: bool
     vocabulary: int | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several documents share a sample and do not see each other."""
+        return self.packing == "documents"
+
+    def of_stream(self, documents: Iterable[Ids]) -> Iterator[Pieces]:
+        """Samples of documents as they come."""
+        match self.packing:
+            case "none":
+                yield from ([document[: self.length]] for document in documents)
+            case "documents":
+                yield from self._next_fit(documents)
+            case "stream":
+                yield from self._without_gaps(documents)
+
+    def stacked(self, samples: Sequence[Pieces]) -> Batch:
+        """Samples as tensors."""
+        return stacked(samples, self.length, self.padding, is_shared=self.is_shared)
+
+    def _without_gaps(self, documents: Iterable[Ids]) -> Iterator[Pieces]:
+        waiting: list[Ids] = []
+        size = 0
+        for document in documents:
+            waiting.append(document)
+            size += len(document)
+            if size >= self.length:
+                joined = np.concatenate(waiting)
+                whole = size // self.length * self.length
+                yield from ([piece] for piece in joined[:whole].reshape(-1, self.length))
+                waiting, size = [joined[whole:]], size - whole
+
+    def _next_fit(self, documents: Iterable[Ids]) -> Iterator[Pieces]:
+        """Documents in their order; one that does not fit begins a sample."""
+        sample: list[Ids] = []
+        size = 0
+        for document in documents:
+            for begin in range(0, len(document), self.length):
+                piece = document[begin : begin + self.length]
+                if size + len(piece) > self.length:
+                    yield sample
+                    sample, size = [], 0
+                sample.append(piece)
+                size += len(piece)
+        if sample:
+            yield sample
 
     def samples(self, tokens: Tokens) -> DocumentSamples:
         """All documents of a corpus as samples."""

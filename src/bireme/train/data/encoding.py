@@ -401,7 +401,7 @@ def tokenized(
         _wait_for(lock)
         kept = _kept(folder, source)
         if kept is None:
-            _write(folder, source, tokenizer, progress or _quietly)
+            _write(folder, source, tokenizer, progress)
             kept = _kept(folder, source)
     if kept is None:
         raise BiremeError(
@@ -409,10 +409,6 @@ def tokenized(
             "nothing else empty the cache meanwhile."
         )
     return kept
-
-
-def _quietly(done: float, what: str) -> None:
-    """Nobody watches."""
 
 
 def _folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
@@ -458,56 +454,42 @@ def _wait_for(lock: TextIO) -> None:
 
 
 def _write(
-    folder: Path, source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress
+    folder: Path, source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress | None
 ) -> None:
     skipped: list[str] = []
     replaced: list[str] = []
     dtype = _dtype_of(source, tokenizer)
-    writer = _Writer(source, dtype, progress)
-    documents = encoded(source, tokenizer, skipped.append, replaced.append)
-    write_chunks_atomically(folder / _TOKENS, writer.chunks(documents, skipped))
-    write_bytes_atomically(folder / _ENDS, writer.ends.tobytes())
+    ends: array[Any] = array("q")
+    num_tokens = 0
+
+    def chunks() -> Iterator[bytes]:
+        """The ids as bytes; counts what it lets through."""
+        nonlocal num_tokens
+        done = 0
+        for part in encoded(source, tokenizer, skipped.append, replaced.append):
+            num_tokens += len(part.ids)
+            if part.ends_document and num_tokens > (ends[-1] if ends else 0):
+                ends.append(num_tokens)
+            done += part.size
+            yield part.ids.astype(dtype).tobytes()
+            if progress is not None:
+                progress(min(done / max(source.size or 1, 1), 1.0), f"tokenizing {source.origin}")
+        if not num_tokens:
+            named = ""
+            if skipped:
+                named = f" Skipped because they are not text: {len(skipped)}, such as {skipped[0]}."
+            raise BiremeError(f"{source.origin} has no text in it, so there is nothing to train on.{named}")
+
+    write_chunks_atomically(folder / _TOKENS, chunks())
+    write_bytes_atomically(folder / _ENDS, ends.tobytes())
     record = _Record(
         format=_CORPUS_FORMAT,
         dtype=dtype,
-        num_tokens=writer.num_tokens,
-        num_documents=len(writer.ends),
+        num_tokens=num_tokens,
+        num_documents=len(ends),
         num_skipped=len(skipped),
         skipped=tuple(skipped[:_MOST_NAMED]),
         num_replaced=len(replaced),
         replaced=tuple(replaced[:_MOST_NAMED]),
     )
     write_text_atomically(folder / _RECORD, record.model_dump_json(indent=2) + "\n")
-
-
-class _Writer:
-    """Counts what it lets through."""
-
-    def __init__(self, source: TextFiles | SavedRows, dtype: str, progress: Progress) -> None:
-        self._source = source
-        self._dtype = np.dtype(dtype)
-        self._progress = progress
-        self.num_tokens = 0
-        self.ends: array[Any] = array("q")
-
-    def chunks(self, documents: Iterator[_Encoded], skipped: list[str]) -> Iterator[bytes]:
-        """The ids as bytes. Raises where there are none at all."""
-        done = 0
-        for part in documents:
-            self.num_tokens += len(part.ids)
-            if part.ends_document and self.num_tokens > (self.ends[-1] if self.ends else 0):
-                self.ends.append(self.num_tokens)
-            done += part.size
-            yield part.ids.astype(self._dtype).tobytes()
-            self._progress(
-                min(done / max(self._source.size or 1, 1), 1.0), f"tokenizing {self._source.origin}"
-            )
-        if not self.num_tokens:
-            named = (
-                f" Skipped because they are not text: {len(skipped)}, such as {skipped[0]}."
-                if skipped
-                else ""
-            )
-            raise BiremeError(
-                f"{self._source.origin} has no text in it, so there is nothing to train on.{named}"
-            )

@@ -70,8 +70,8 @@ class SavedRows:
     """A dataset, one document a row, in these columns; text and ids are in the first.
 
     `rows` gives all rows from the first on, each time that it is called. `size` is how many there are, None
-    for a stream, whose end nobody knows. Where `has_labels` is set, ids count in the loss if the labels
-    beside them are not -100. `num_files` is None if the library does not say which files it reads.
+    for a stream, whose end nobody knows. `num_files` is None if the library does not say which files it
+    reads.
     """
 
     origin: str
@@ -79,7 +79,6 @@ class SavedRows:
     size: int | None
     columns: tuple[str, ...]
     content: Content
-    has_labels: bool
     identity: str
     num_files: int | None = None
 
@@ -89,9 +88,9 @@ class SavedRows:
         return self.columns[0]
 
     @property
-    def holds_ids(self) -> bool:
-        """Whether there are token ids, so that no tokenizer is needed."""
-        return self.content is Content.IDS
+    def has_labels(self) -> bool:
+        """Whether ids count in the loss only if the labels beside them are not -100."""
+        return self.content is Content.IDS and _LABELS in self.columns[1:]
 
     def passages(self, skip: Callable[[str], None]) -> Iterator[Passage]:
         """The text of all rows; `skip` is told of rows without any."""
@@ -152,16 +151,15 @@ def _rows_of_dataset(
     columns = list(dataset.column_names or first or ())
     features = dataset.features
     types = None if features is None else {name: getattr(features[name], "dtype", None) for name in columns}
-    found = _layout(origin, columns, column, first, types)
-    dataset = dataset.select_columns(list(found.columns))
+    names, content = _layout(origin, columns, column, first, types)
+    dataset = dataset.select_columns(list(names))
     return SavedRows(
         origin,
         (lambda: dataset) if is_stream else partial(_sliced, dataset),
         None if is_stream else len(dataset),
-        found.columns,
-        found.content,
-        found.has_labels,
-        f"rows {' '.join(found.columns)} {identity}",
+        names,
+        content,
+        f"rows {' '.join(names)} {identity}",
     )
 
 
@@ -174,17 +172,16 @@ def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
             size = sum(1 for line in file if line.strip())
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
-    found = _layout(str(path), list(first or ()), column, first, None)
-    # Of the columns that a row may lack the first row says nothing.
-    columns = ALPACA if found.columns[: len(ALPACA[:2])] == ALPACA[:2] else found.columns
+    columns, content = _layout(str(path), list(first or ()), column, first, None)
+    if columns[:2] == ALPACA[:2]:
+        columns = ALPACA  # of those that a row may lack the first row says nothing
     identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
     return SavedRows(
         str(path),
         partial(_json_lines, path, columns),
         size,
         columns,
-        found.content,
-        found.has_labels,
+        content,
         f"lines {' '.join(columns)} {identity}",
         num_files=1,
     )
@@ -222,23 +219,17 @@ def _json_lines(path: Path, columns: Iterable[str] | None = None) -> Iterator[Ro
             yield found if columns is None else {name: found.get(name) for name in columns}
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The columns of a dataset that are learned, and what they hold."""
-
-    columns: tuple[str, ...]
-    content: Content
-    has_labels: bool
-
-
 def _layout(
     origin: str,
     columns: list[str],
     asked: str | None,
     first: Row | None,
     types: Mapping[str, str | None] | None,
-) -> _Layout:
-    """`types` are those that a dataset has for its columns; without them the first row shows it."""
+) -> tuple[tuple[str, ...], Content]:
+    """The columns of a dataset that are learned, and what they hold.
+
+    `types` are those that a dataset has for its columns; without them the first row shows it.
+    """
 
     def is_text(name: str) -> bool:
         return isinstance(first and first.get(name), str) if types is None else types[name] in _STRINGS
@@ -251,14 +242,14 @@ def _layout(
         raise BiremeError(f"The dataset in {origin} has no rows, so there is nothing to train on.")
     if pair is not None and is_text(pair[0]):
         further = [name for name in ALPACA[2:] if name in columns and pair[0] == ALPACA[0]]
-        return _Layout((*pair, *further), Content.PAIRS, has_labels=False)
+        return (*pair, *further), Content.PAIRS
     cell = first[chosen]
     if isinstance(cell, list) and cell and isinstance(cell[0], Mapping):
-        return _Layout(pair or (chosen,), Content.CHATS, has_labels=False)
+        return pair or (chosen,), Content.CHATS
     if is_text(chosen):
-        return _Layout((chosen,), Content.TEXT, has_labels=False)
+        return (chosen,), Content.TEXT
     has_labels = chosen == IDS and _LABELS in columns
-    return _Layout((chosen, _LABELS) if has_labels else (chosen,), Content.IDS, has_labels)
+    return (chosen, _LABELS) if has_labels else (chosen,), Content.IDS
 
 
 def _sliced(dataset: Any, most: int | None = None) -> Iterator[Row]:
@@ -352,11 +343,11 @@ class _Asked:
 
     text: str
     name: str
-    split: str | None
-    config: str | None
-    column: str | None
-    revision: str | None
     streaming: bool
+    split: str | None = None
+    config: str | None = None
+    column: str | None = None
+    revision: str | None = None
 
 
 def _asked(text: str) -> _Asked:
@@ -378,15 +369,7 @@ def _asked(text: str) -> _Asked:
         raise BiremeError(f"{text} has streaming={streaming}; streaming must be true or false.")
     if not name.strip():
         raise BiremeError(f"{text} names no dataset. Write it like hf:owner/name,split=train.")
-    return _Asked(
-        text,
-        name.strip(),
-        given.get("split"),
-        given.get("config"),
-        given.get("column"),
-        given.get("revision"),
-        streaming == "true",
-    )
+    return _Asked(text, name.strip(), streaming == "true", **given)
 
 
 def _is_name(text: str) -> bool:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from bireme.errors import BiremeError
 from bireme.runtime.microbatches import apportioned
 from bireme.train.data.placing import Numbers, Order, SampleOrder, hashed
-from bireme.train.data.samples import Batch, Samples
+from bireme.train.data.samples import Batch, Samples, chosen, gathered
 from bireme.train.data.stream import StreamSamples
 
 NUM_SLOTS = 1 << 14
@@ -59,19 +58,16 @@ class MixedSamples:
     ) -> Batch:
         """The samples of these numbers, stacked."""
         asked = np.asarray(numbers, np.int64)
-        found: list[Batch] = []
-        places: list[Numbers] = []
+        parts: list[tuple[Numbers, Batch]] = []
         first = 0
         for one in self.sources:
             own = np.flatnonzero((asked >= first) & (asked < first + len(one.samples)))
             if len(own):
-                drawn = None if seeds is None else [seeds[place] for place in own.tolist()]
-                found.append(one.samples.take([int(number) for number in asked[own] - first], names, drawn))
-                places.append(own)
+                wanted = [int(number) for number in asked[own] - first]
+                parts.append((own, one.samples.take(wanted, names, chosen(seeds, own))))
             first += len(one.samples)
-        self._check_alike(found)
-        back = torch.from_numpy(np.argsort(np.concatenate(places)))
-        return {name: torch.cat([batch[name] for batch in found])[back] for name in found[0]}
+        self._check_alike([batch for _, batch in parts])
+        return gathered(parts)
 
     def _check_alike(self, found: Sequence[Batch]) -> None:
         """Sources that are mixed must make samples of the same tensors."""

@@ -5,7 +5,6 @@ tensors by the names of the model's inputs; or one dict of tensors whose first a
 process calls it for itself, so it must make the same dataset each time.
 """
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.model.own_model import seed_generators
 from bireme.train.data.samples import Batch, only
 from bireme.user_code import reason_of, user_function
 
@@ -73,7 +73,7 @@ class OwnSamples:
         samples = []
         for place, number in enumerate(numbers):
             if seeds is not None:
-                _seed(seeds[place])
+                seed_generators(seeds[place])
             samples.append(self._sample(int(number)))
         first = _kinds(samples[0])
         for number, sample in zip(numbers, samples, strict=True):
@@ -151,12 +151,6 @@ def _length_of(origin: str, dataset: Any) -> int:
     if not length:
         raise BiremeError(f"The dataset of {origin} has no samples, so there is nothing to train on.")
     return length
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
 
 
 def _kinds(sample: Batch) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -4,26 +4,24 @@ It is called once before the run, where it may take long and shows its progress,
 which then finds the tokens in the cache.
 """
 
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.model.graph import Value, evaluate
+from bireme.model.own_model import generators_restored
 from bireme.train.data.documents import Cut, DocumentSamples, Packing
 from bireme.train.data.encoding import AnswerRows, Progress, tokenized
-from bireme.train.data.hub import SavedRows
+from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
 from bireme.train.data.own import OwnSamples
 from bireme.train.data.placing import SampleOrder
@@ -37,7 +35,7 @@ from bireme.train.data.samples import (
     split_tokens,
 )
 from bireme.train.data.source import Source, open_source
-from bireme.train.data.stream import HeldRows, StreamCut, StreamSamples, held_apart
+from bireme.train.data.stream import HeldRows, StreamSamples, held_apart
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
@@ -167,7 +165,7 @@ def samples_digest(samples: Samples) -> str:
             return sha256(f"{samples.order}".encode() + first).hexdigest()
     words = sha256(str(len(samples)).encode())
     most = _NUM_READ if samples.is_quick or samples.is_columnar else _NUM_MADE
-    with _draws_put_back():
+    with generators_restored():
         for number in _spread(len(samples), most):
             # A draw begins with the sample's seed, as it does in training.
             for name, tensor in sorted(samples.take([number], seeds=[number]).items()):
@@ -187,16 +185,6 @@ def _spread(count: int, most: int) -> Iterator[int]:
         yield from range(count)
         return
     yield from (place * (count - 1) // (most - 1) for place in range(most))
-
-
-@contextmanager
-def _draws_put_back() -> Iterator[None]:
-    """Leave the generators of this process as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +379,9 @@ def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) ->
 
 
 def _holds_text(source: Source) -> bool:
-    return isinstance(source, TextFiles) or (isinstance(source, SavedRows) and not source.holds_ids)
+    return isinstance(source, TextFiles) or (
+        isinstance(source, SavedRows) and source.content is not Content.IDS
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,23 +437,20 @@ class _Maker:
         return self.split(made, 0.0, least=0).training
 
     def _held(self, rows: SavedRows, packing: Packing) -> HeldRows:
-        return held_apart(rows, self.tokenizer, self._stream_cut(packing), self.request.evaluation_samples)
+        return held_apart(rows, self.tokenizer, self._cut(packing), self.request.evaluation_samples)
 
     def _stream(self, rows: SavedRows, packing: Packing, num_apart: int) -> StreamSamples:
         return StreamSamples(
             rows,
             self.tokenizer,
-            self._stream_cut(packing),
+            self._cut(packing),
             seed=self.request.seed,
             shuffle_buffer=self.request.shuffle_buffer,
             num_apart=num_apart,
         )
 
-    def _stream_cut(self, packing: Packing) -> StreamCut:
-        return StreamCut(self.request.length, packing, self._padding, self.model.vocabulary)
-
     def _cut(self, packing: Packing) -> Cut:
-        return Cut(self.request.length, self._padding, packing == "documents", self.model.vocabulary)
+        return Cut(self.request.length, packing, self._padding, self.model.vocabulary)
 
     @property
     def _padding(self) -> int:

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from bireme.errors import BiremeError
 from bireme.train.data.placing import Numbers, Order, Placing, SampleOrder, Stock
-from bireme.train.data.samples import Batch, Samples
+from bireme.train.data.samples import Batch, Samples, chosen, gathered
 
 ELSEWHERE = -1
 """The number of a private sample of another server. Those of the own server come below it."""
@@ -49,29 +48,22 @@ class ReadableSamples:
         asked = np.asarray(numbers, np.int64)
         if (asked == ELSEWHERE).any():
             raise RuntimeError(f"a private sample of another server was asked for on {self._server}")
-        found: list[Batch] = []
-        places: list[Numbers] = []
-        for samples, is_here in ((self._public, asked >= 0), (self._own, asked < ELSEWHERE)):
-            here = np.flatnonzero(is_here)
-            if len(here) and samples is not None:
-                own = asked[here] if samples is self._public else ELSEWHERE - 1 - asked[here]
-                drawn = None if seeds is None else [seeds[place] for place in here.tolist()]
-                found.append(self._taken(samples, [int(one) for one in own], names, drawn))
-                places.append(here)
-        if len(found) == 1:
-            return found[0]
-        back = torch.from_numpy(np.argsort(np.concatenate(places)))
-        return {name: torch.cat([batch[name] for batch in found])[back] for name in found[0]}
+        public, own = np.flatnonzero(asked >= 0), np.flatnonzero(asked < ELSEWHERE)
+        parts: list[tuple[Numbers, Batch]] = []
+        if len(public):
+            parts.append((public, self._public.take(asked[public].tolist(), names, chosen(seeds, public))))
+        if len(own) and self._own is not None:
+            numbers = (ELSEWHERE - 1 - asked[own]).tolist()
+            parts.append((own, self._private(self._own, numbers, names, chosen(seeds, own))))
+        return parts[0][1] if len(parts) == 1 else gathered(parts)
 
-    def _taken(
+    def _private(
         self,
         samples: Samples,
         numbers: Sequence[int],
         names: Sequence[str] | None,
         seeds: Sequence[int] | None,
     ) -> Batch:
-        if samples is self._public:
-            return samples.take(numbers, names, seeds)
         try:
             return samples.take(numbers, names, seeds)
         except Exception as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -174,6 +174,9 @@ class PackedSamples:
     tokens left over at the end are a sample too, filled up with it; without, they are left out.
     """
 
+    is_quick: ClassVar = True
+    is_columnar: ClassVar = True
+
     tokens: Tokens
     length: int
     begin: int
@@ -186,16 +189,6 @@ class PackedSamples:
             raise BiremeError(
                 f"data.length is {self.length}; a model that predicts the next token needs at least 2 tokens."
             )
-
-    @property
-    def is_quick(self) -> bool:
-        """Tokens are only read."""
-        return True
-
-    @property
-    def is_columnar(self) -> bool:
-        """Ids are read for labels too, and not kept."""
-        return True
 
     def __len__(self) -> int:
         num_tokens, length = self.num_tokens_given, self.length
@@ -280,6 +273,17 @@ class Split:
 
     training: Samples
     evaluation: Samples | None
+
+
+def gathered(parts: Sequence[tuple[NDArray[np.int64], Batch]]) -> Batch:
+    """One batch of several, each with the places that its samples have in it."""
+    back = torch.from_numpy(np.argsort(np.concatenate([places for places, _ in parts])))
+    return {name: torch.cat([batch[name] for _, batch in parts])[back] for name in parts[0][1]}
+
+
+def chosen(values: Sequence[int] | None, places: NDArray[np.int64]) -> list[int] | None:
+    """The values at these places, such as seeds, if there are any."""
+    return None if values is None else [values[place] for place in places.tolist()]
 
 
 def only(batch: Batch, names: Sequence[str] | None) -> Batch:

@@ -6,7 +6,7 @@ before, which takes time that grows with the place; `seek` does it, and tells ho
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.train.data.documents import Packing, stacked
+from bireme.train.data.documents import Cut, Pieces
 from bireme.train.data.encoding import encoded
 from bireme.train.data.hub import Row, SavedRows
 from bireme.train.data.placing import StreamOrder
@@ -33,60 +33,6 @@ _TOLD_EVERY = 1 << 10
 _KEPT_TOKENS = 1 << 21
 """Tokens of the last samples, which are kept."""
 
-Sample = list[Ids]
-"""The pieces of a sample, as signed ids (see `Tokens`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamCut:
-    """How the documents of a stream become samples, filled up with `padding`."""
-
-    length: int
-    packing: Packing
-    padding: int
-    vocabulary: int | None = None
-
-    def samples(self, documents: Iterable[Ids]) -> Iterator[Sample]:
-        """Samples of documents as they come."""
-        match self.packing:
-            case "none":
-                yield from ([document[: self.length]] for document in documents)
-            case "documents":
-                yield from self._next_fit(documents)
-            case "stream":
-                yield from self._without_gaps(documents)
-
-    def stacked(self, samples: Sequence[Sample]) -> Batch:
-        """Samples as tensors."""
-        return stacked(samples, self.length, self.padding, is_shared=self.packing == "documents")
-
-    def _without_gaps(self, documents: Iterable[Ids]) -> Iterator[Sample]:
-        waiting: list[Ids] = []
-        size = 0
-        for document in documents:
-            waiting.append(document)
-            size += len(document)
-            if size >= self.length:
-                joined = np.concatenate(waiting)
-                whole = size // self.length * self.length
-                yield from ([piece] for piece in joined[:whole].reshape(-1, self.length))
-                waiting, size = [joined[whole:]], size - whole
-
-    def _next_fit(self, documents: Iterable[Ids]) -> Iterator[Sample]:
-        """Documents in their order; one that does not fit begins a sample."""
-        sample: Sample = []
-        size = 0
-        for document in documents:
-            for begin in range(0, len(document), self.length):
-                piece = document[begin : begin + self.length]
-                if size + len(piece) > self.length:
-                    yield sample
-                    sample, size = [], 0
-                sample.append(piece)
-                size += len(piece)
-        if sample:
-            yield sample
-
 
 class StreamSamples:
     """Samples of a stream, by the number that they have in a run of `seed`.
@@ -103,7 +49,7 @@ class StreamSamples:
         self,
         rows: SavedRows,
         tokenizer: Tokenizer | None,
-        cut: StreamCut,
+        cut: Cut,
         *,
         seed: int,
         shuffle_buffer: int,
@@ -115,8 +61,8 @@ class StreamSamples:
         self._num_apart = num_apart
         self._next = 0
         self._samples = self._from_the_beginning()
-        self._first: Sample | None = None
-        self._last = deque[Sample](maxlen=max(_KEPT_TOKENS // cut.length, 1))
+        self._first: Pieces | None = None
+        self._last = deque[Pieces](maxlen=max(_KEPT_TOKENS // cut.length, 1))
 
     def __len__(self) -> int:
         return _NUM_SAMPLES
@@ -139,7 +85,7 @@ class StreamSamples:
             if tell is not None and self._next % _TOLD_EVERY == 0:
                 tell(self._next)
 
-    def _sample(self, number: int) -> Sample:
+    def _sample(self, number: int) -> Pieces:
         if number == 0 and self._first is not None:
             return self._first  # it is looked at before the run begins
         if 0 < self._next - number <= len(self._last):
@@ -150,14 +96,14 @@ class StreamSamples:
             self._first = sample
         return sample
 
-    def _read(self) -> Sample:
+    def _read(self) -> Pieces:
         sample = next(self._samples)
         self._next += 1
         self._last.append(sample)
         return sample
 
-    def _from_the_beginning(self) -> Iterator[Sample]:
-        return self._cut.samples(self._documents())
+    def _from_the_beginning(self) -> Iterator[Pieces]:
+        return self._cut.of_stream(self._documents())
 
     def _documents(self) -> Iterator[Ids]:
         """The documents of one epoch after the other."""
@@ -204,14 +150,14 @@ class HeldRows:
     num_rows: int
 
 
-def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: StreamCut, num_samples: int) -> HeldRows:
+def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: Cut, num_samples: int) -> HeldRows:
     """The first rows of a stream that make so many samples, to evaluate with."""
     stream = iter(rows.rows())
     held: list[Row] = []
     apart = replace(rows, rows=lambda: held)
     while chunk := list(islice(stream, max(_HELD_AT_ONCE, len(held)))):
         held += chunk
-        samples = list(cut.samples(_documents_of(apart, tokenizer)))
+        samples = list(cut.of_stream(_documents_of(apart, tokenizer)))
         if len(samples) >= num_samples:
             return HeldRows(cut.stacked(samples), len(held))
     raise BiremeError(
