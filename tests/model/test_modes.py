@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.model.capture import Modes, capture, in_evaluation, modes_of
+from bireme.model.capture import capture, dropouts_of, in_evaluation
 from bireme.model.gpt import GPT, GPTConfig
 
 INPUTS = {"x": torch.zeros(3, 4)}
@@ -53,11 +53,11 @@ def test_the_graph_for_evaluation_is_the_one_that_would_be_captured() -> None:
         gpt = GPT(GPTConfig(1, 8, 2, 16, 4))
         layers = Layers(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.1))
     for model, inputs in ((gpt, {"input_ids": ids, "labels": ids}), (layers, INPUTS)):
-        modes = modes_of(model, inputs)
+        modes = dropouts_of(model, inputs)
         assert modes is not None
         found = in_evaluation(capture(model, inputs), modes)
         assert found == capture(model, inputs, training=False)
-    assert in_evaluation(capture(gpt, {"input_ids": ids, "labels": ids}), Modes(1)) is None
+    assert in_evaluation(capture(gpt, {"input_ids": ids, "labels": ids}), 1) is None
 
 
 @pytest.mark.parametrize(
@@ -73,26 +73,26 @@ def test_the_graph_for_evaluation_is_the_one_that_would_be_captured() -> None:
 )
 def test_what_the_mode_changes_makes_two_programs(kind: str) -> None:
     with torch.device("meta"):
-        assert modes_of(Asks(kind), INPUTS) is None
+        assert dropouts_of(Asks(kind), INPUTS) is None
 
 
 def test_modules_that_are_others_in_evaluation_are_two_programs() -> None:
     with torch.device("meta"):
         drops = GPT(GPTConfig(1, 8, 2, 16, 4, dropout=0.1))
-        assert modes_of(Layers(nn.Linear(4, 4), nn.BatchNorm1d(4)), INPUTS) is None
+        assert dropouts_of(Layers(nn.Linear(4, 4), nn.BatchNorm1d(4)), INPUTS) is None
     ids = torch.zeros(2, 4, dtype=torch.int64)
-    assert modes_of(drops, {"input_ids": ids, "labels": ids}) is None
+    assert dropouts_of(drops, {"input_ids": ids, "labels": ids}) is None
 
 
 def test_a_model_that_asks_in_vain_is_one_program_and_is_left_as_it_was() -> None:
     with torch.device("meta"):
         model = Asks("in vain")
-    assert modes_of(model.eval(), INPUTS) is not None
+    assert dropouts_of(model.eval(), INPUTS) is not None
     assert not model.training
     assert not model.num_calls
 
 
 def test_a_model_with_numbers_is_not_run() -> None:
     model = Asks("in vain")
-    assert modes_of(model, INPUTS) is None
+    assert dropouts_of(model, INPUTS) is None
     assert not model.num_calls

@@ -329,18 +329,10 @@ _DROPOUT, _TRAIN = "aten.dropout.default", 2
 """The operator of dropout, and the place among its arguments that says whether anything is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """How many dropouts of a model drop something in training; none of them does in evaluation, and all else
-    is the same.
-    """
-
-    num_dropouts: int
-
-
-def modes_of(model: torch.nn.Module, example_inputs: Inputs, loss: Loss | None = None) -> Modes | None:
-    """What the modes of a model on the meta device have in common; None where they are two programs, or that
-    cannot be told. The model is left as it was.
+def dropouts_of(model: torch.nn.Module, example_inputs: Inputs, loss: Loss | None = None) -> int | None:
+    """How many dropouts of a model on the meta device drop something in training, if in evaluation none of
+    them does and all else is the same; None if the modes are two programs, or if that cannot be told. The
+    model is left as it was.
     """
     if any(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return None
@@ -350,16 +342,16 @@ def modes_of(model: torch.nn.Module, example_inputs: Inputs, loss: Loss | None =
     except Exception:  # whatever it is, a capture tells of it better
         return None
     is_same = in_training.told == in_evaluation.told and not in_evaluation.num_dropouts
-    return Modes(in_training.num_dropouts) if is_same else None
+    return in_training.num_dropouts if is_same else None
 
 
-def in_evaluation(graph: Graph, modes: Modes) -> Graph | None:
-    """The graph in evaluation mode of such a model, made from the one in training mode.
+def in_evaluation(graph: Graph, num_dropouts: int) -> Graph | None:
+    """The graph in evaluation mode of a model with so many such dropouts, from the one in training mode.
 
     None where dropouts have come to be other operators.
     """
     dropping = [place for place, one in enumerate(graph.operators) if _drops(one)]
-    if len(dropping) != modes.num_dropouts:
+    if len(dropping) != num_dropouts:
         return None
     operators = list(graph.operators)
     for place in dropping:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss, batch_size, resized
-from bireme.model.convert import dtype_name
+from bireme.model.convert import aliases_of, dtype_name, first_names, named_tensors
 from bireme.model.graph import Argument, Graph, Length, ModelState, Operator, Output, Reference, Value
 from bireme.model.stage import Resolve
 from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters, version_of
@@ -55,16 +55,13 @@ def _links_of(modules: Modules) -> dict[str, _ChainLink]:
         if not isinstance(module, nn.Module):
             raise BiremeError(f"Link {key} of the chain is a {type(module).__name__}. It must be a module.")
     tensors = {
-        f"{key}.{local}": tensor for key, module in whole.items() for local, tensor in _tensors(module)
+        f"{key}.{local}": tensor for key, module in whole.items() for local, tensor in named_tensors(module)
     }
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    for name, tensor in tensors.items():
-        if first.setdefault(id(tensor), name) != name:
-            aliases.setdefault(first[id(tensor)], []).append(name)
+    first = first_names(tensors.items())
+    aliases = aliases_of(first)
     links = {}
     for key, module in whole.items():
-        names = {local: first[id(tensor)] for local, tensor in _tensors(module)}
+        names = {local: first[f"{key}.{local}"] for local, _ in named_tensors(module)}
         persistent = set(module.state_dict(keep_vars=True))
         states = tuple(
             ModelState(
@@ -74,7 +71,7 @@ def _links_of(modules: Modules) -> dict[str, _ChainLink]:
                 is_parameter=isinstance(tensors[name], nn.Parameter),
                 trainable=isinstance(tensors[name], nn.Parameter) and tensors[name].requires_grad,
                 persistent=local in persistent,
-                aliases=tuple(aliases.get(name, ())),
+                aliases=tuple(aliases[name]),
             )
             for local, name in names.items()
             if name == f"{key}.{local}"
@@ -83,15 +80,10 @@ def _links_of(modules: Modules) -> dict[str, _ChainLink]:
     return links
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    parameters = module.named_parameters(remove_duplicate=False)
-    return [*parameters, *module.named_buffers(remove_duplicate=False)]
-
-
 def _target(module: nn.Module) -> str:
     """The same for modules of the same class that show themselves alike and hold tensors alike."""
     kind = type(module)
-    held = [(local, tuple(t.shape), t.dtype, t.requires_grad) for local, t in _tensors(module)]
+    held = [(local, tuple(t.shape), t.dtype, t.requires_grad) for local, t in named_tensors(module)]
     told = repr((kind.__module__, kind.__qualname__, repr(module), held))
     return f"chain.{kind.__name__}.{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
@@ -255,10 +247,6 @@ def chain_resolver(graph: Graph, modules: Modules, *, loss: Loss | None = None) 
     return caller.function_of
 
 
-def _made_by(operator: Operator) -> tuple[str, ...]:
-    return tuple(value.name for value in operator.outputs if value is not None)
-
-
 def _by_name(example_inputs: Inputs, links: Mapping[str, _ChainLink]) -> dict[str, Tensor]:
     """The tensors among the inputs, on the modules' device."""
     if isinstance(example_inputs, Mapping):
@@ -306,7 +294,7 @@ def _traced(
             states = tuple(Reference(name) for name in link.names.values())
             bare = Operator(link.target, arguments=(given, states), keywords=(), outputs=(), module=key)
             operators.append(_run(bare, f"chain_{key}", caller, values))
-            made = tuple(Reference(name) for name in _made_by(operators[-1]))
+            made = tuple(Reference(value.name) for value in operators[-1].made)
             given = (made if operators[-1].is_tuple else made[0],)
         if loss is not None:
             everything = given[0], tuple(Reference(name) for name in inputs)
@@ -357,9 +345,7 @@ def _filled(argument: Argument, values: _Tensors) -> Any:
 def _for_any_batch(operator: Operator, larger: Operator, batch: int) -> Operator:
     """The operator with lengths in b, from what it makes for `batch` samples and for one more."""
     outputs = []
-    for one, more in zip(operator.outputs, larger.outputs, strict=True):
-        assert one is not None
-        assert more is not None
+    for one, more in zip(operator.made, larger.made, strict=True):
         lengths = tuple(_length(*pair, batch) for pair in zip(one.shape, more.shape, strict=True))
         outputs.append(replace(one, shape=lengths))
     return replace(operator, outputs=tuple(outputs))
@@ -378,10 +364,9 @@ def _length(one: Length, more: Length, batch: int) -> Length:
 def _outputs(operators: tuple[Operator, ...], *, has_loss: bool) -> tuple[Output, ...]:
     """The results of the last module by name, the loss ahead of them."""
     *_, last = (operator for operator in operators if operator.target != _LOSS)
-    made = _made_by(last)
     if last.is_tuple:
-        results = [Output(str(place), Reference(name)) for place, name in enumerate(made)]
+        results = [Output(str(place), Reference(value.name)) for place, value in enumerate(last.made)]
     else:
-        is_scalar = last.outputs[0] is not None and last.outputs[0].shape == ()
-        results = [Output("loss" if is_scalar and not has_loss else "output", Reference(made[0]))]
+        is_loss = last.made[0].shape == () and not has_loss
+        results = [Output("loss" if is_loss else "output", Reference(last.made[0].name))]
     return (*((Output("loss", Reference("chain_loss")),) if has_loss else ()), *results)

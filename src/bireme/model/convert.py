@@ -2,13 +2,14 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import sympy
 import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -138,8 +139,8 @@ class _States:
         self.kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
         self.names: dict[str, str] = {}
         self.found: dict[InputKind, dict[str, ModelState]] = {}
-        first = _first_names(model)
-        aliases = _aliases(first)
+        first = first_names(named_tensors(model))
+        aliases = aliases_of(first)
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT or spec.target is None:
                 continue
@@ -167,22 +168,27 @@ class _States:
         return tuple(self.found.get(kind, {}).values())
 
 
-def _first_names(model: torch.nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters of a module and then its buffers, tied ones under all their names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
     ]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def _aliases(first: dict[str, str]) -> dict[str, list[str]]:
-    aliases: dict[str, list[str]] = {}
+def first_names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """For every name of a tensor the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def aliases_of(first: Mapping[str, str]) -> dict[str, list[str]]:
+    """The other names of each tensor that has several, by its first one."""
+    found: dict[str, list[str]] = {original: [] for original in first.values()}
     for name, original in first.items():
         if name != original:
-            aliases.setdefault(original, []).append(name)
-    return aliases
+            found[original].append(name)
+    return found
 
 
 def _data(tensor: torch.Tensor) -> bytes:

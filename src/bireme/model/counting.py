@@ -5,13 +5,13 @@ mean weighted by these counts; only then is a pipeline's loss that of one proces
 graph: what its loss is the mean of.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bireme.model.graph import Argument, Graph, Operator, Reference, Value
+from bireme.model.graph import Argument, Graph, Operator, Reference
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
 
@@ -50,7 +50,7 @@ def count_of(graph: Graph) -> Count:
         return Count((), _num_samples)
     _, target, _, _, ignored = _arguments(found)
     assert isinstance(target, Reference)
-    if target.name in {value.name for value in graph.inputs}:
+    if any(value.name == target.name for value in graph.inputs):
         return Count((target.name,), lambda inputs: _num_counted(inputs[target.name], ignored))
     places = _makers(graph, target.name)
     if places is None:
@@ -88,18 +88,14 @@ def _num_samples(inputs: Mapping[str, Tensor]) -> float:
 def _mean_loss(graph: Graph) -> Operator | None:
     """The operator that makes the loss, if it is a mean over targets of which some may be left out."""
     loss = next((output.value for output in graph.outputs if output.name == LOSS), None)
-    makes = {v.name: op for op in graph.operators for v in op.outputs if v is not None}
-    operator = makes.get(loss.name) if isinstance(loss, Reference) else None
-    if operator is None or operator.target not in _MEANS:
+    place = graph.made_by.get(loss.name) if isinstance(loss, Reference) else None
+    if place is None or graph.operators[place].target not in _MEANS:
         return None
+    operator = graph.operators[place]
     _, target, weights, reduction, _ = _arguments(operator)
-    types = {value.name: value.dtype for value in (*graph.inputs, *_values(graph))}
-    is_plain = isinstance(target, Reference) and types.get(target.name) == "int64"
+    value = graph.values.get(target.name) if isinstance(target, Reference) else None
+    is_plain = value is not None and value.dtype == "int64"
     return operator if is_plain and weights is None and reduction == _MEAN else None
-
-
-def _values(graph: Graph) -> Iterator[Value]:
-    return (value for op in graph.operators for value in op.outputs if value is not None)
 
 
 def _arguments(operator: Operator) -> tuple[Argument, ...]:
@@ -112,7 +108,7 @@ def _arguments(operator: Operator) -> tuple[Argument, ...]:
 
 def _makers(graph: Graph, name: str) -> tuple[int, ...] | None:
     """The operators that make a value of inputs and constants alone; None where it takes more than these."""
-    made_by = {v.name: place for place, op in enumerate(graph.operators) for v in op.outputs if v is not None}
+    made_by = graph.made_by
     known = {value.name for value in graph.inputs} | {constant.name for constant in graph.constants}
     needed: set[int] = set()
     todo = [name]

@@ -204,6 +204,11 @@ class Operator:
         """Whether it is a whole module, or the loss, of a chain: then it runs with these at hand only."""
         return self.target.startswith("chain.")
 
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """The results that are used."""
+        return tuple(value for value in self.outputs if value is not None)
+
     def reads(self) -> Iterator[str]:
         """The names of what it is given."""
         yield from references(self.arguments)
@@ -242,6 +247,17 @@ class Graph:
         return tuple(state.shape for state in self.parameters if state.trainable)
 
     @property
+    def values(self) -> dict[str, Value]:
+        """The inputs and the results of all operators, by name."""
+        made = (value for operator in self.operators for value in operator.made)
+        return {value.name: value for value in (*self.inputs, *made)}
+
+    @property
+    def made_by(self) -> dict[str, int]:
+        """For every result the place of its operator."""
+        return {value.name: place for place, one in enumerate(self.operators) for value in one.made}
+
+    @property
     def parameter_bytes(self) -> int:
         """The bytes of all parameters, tied ones once."""
         return sum(parameter.num_bytes for parameter in self.parameters)
@@ -261,11 +277,11 @@ def learned_values(graph: Graph) -> frozenset[str]:
     found: set[str] = set()
     values: set[str] = set()
     for operator in graph.operators:
-        values |= {v.name for v in operator.outputs if v is not None and v.dtype in _FLOATING}
+        values |= {value.name for value in operator.made if value.dtype in _FLOATING}
         if operator.no_grad or operator.target.startswith(_STOPS):
             continue
         if any(name in learned for name in operator.reads()):
-            made = {v.name for v in operator.outputs if v is not None} | set(operator.mutates)
+            made = {value.name for value in operator.made} | set(operator.mutates)
             made &= values  # a buffer that is written to, such as a running mean, gets no gradient
             learned |= made
             found |= made

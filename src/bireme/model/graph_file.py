@@ -106,7 +106,7 @@ def _check(graph: Graph) -> None:
         for name in (*operator.reads(), *operator.mutates):
             if name not in known:
                 raise ValueError(f"{operator.target} uses {name}, which nothing before it makes")
-        define(value.name for value in operator.outputs if value is not None)
+        define(value.name for value in operator.made)
     for output in graph.outputs:
         if isinstance(output.value, Reference) and output.value.name not in known:
             raise ValueError(f"the output {output.name} is {output.value.name}, which nothing makes")

@@ -16,7 +16,7 @@ inputs, C those that lead to parameters only; an N with an edge to a C is a junc
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,21 +70,20 @@ def _fed(
 ) -> Callable[..., Any]:
     place = operator.arguments.index(Reference(one.name))
     has_bias_first = one.kind is MapKind.PRODUCT and place == 2
-    use: _Use = _USES[one.kind](one)
 
     def call(*given: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*given)
         if has_bias_first:
             bias, rows, weight = given
-            return _Fed.apply(use, gradient_hook, lambda x, w, b: plain(b, x, w), rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            return _Fed.apply(_Use(one), gradient_hook, lambda x, w, b: plain(b, x, w), rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         rows, weight, *rest = given
         bias, settings = (rest[0], tuple(rest[1:])) if rest else (None, ())
 
         def run(x: Tensor, w: Tensor, b: Tensor | None) -> Any:
             return plain(x, w, b, *settings) if rest else plain(x, w)
 
-        return _Fed.apply(use.with_settings(settings), gradient_hook, run, rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return _Fed.apply(_Use(one, settings), gradient_hook, run, rows, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     return call
 
@@ -109,96 +108,65 @@ class _Fed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (given, weight), back, use = ctx.saved_tensors, gradients[0], ctx.use
-        ctx.gradient_hook(use.name, *use.pairs(given, back, weight))
+        ctx.gradient_hook(use.map.name, *use.pairs(given, back, weight))
         of_given = use.into_given(given, back, weight) if ctx.needs_input_grad[3] else None
         of_bias = use.into_bias(back, ctx.bias_shape) if ctx.needs_input_grad[5] else None
         return None, None, None, of_given, None, of_bias
 
 
+@dataclass(frozen=True, slots=True)
 class _Use:
-    """How a weight is used: y = x WT, rows of x and y in their last axes."""
+    """How a weight is used in a call: y = x WT, rows of x and y in their last axes; y = x W; or a convolution.
+    Rows of the input of a convolution are its patches, which are unfolded for the backward alone.
 
-    def __init__(self, one: LinearMap) -> None:
-        self.name = one.name
+    `settings` of a convolution are its stride, padding and dilation.
+    """
 
-    def with_settings(self, _settings: Sequence[Any]) -> "_Use":
-        """The same for one call's further arguments."""
-        return self
-
-    def pairs(self, given: Tensor, back: Tensor, _weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows whose products add up to the gradient of the weight."""
-        return _rows(back), _rows(given)
-
-    def into_given(self, _given: Tensor, back: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of the input."""
-        return back @ weight
-
-    def into_bias(self, back: Tensor, shape: Sequence[int]) -> Tensor:
-        """The gradient of the bias, which may have fewer axes than the output."""
-        return back.sum_to_size(tuple(shape))
-
-
-class _Product(_Use):
-    """y = x W."""
-
-    def pairs(self, given: Tensor, back: Tensor, _weight: Tensor) -> tuple[Tensor, Tensor]:
-        return _rows(given), _rows(back)
-
-    def into_given(self, _given: Tensor, back: Tensor, weight: Tensor) -> Tensor:
-        return back @ weight.T
-
-
-class _Convolution(_Use):
-    """Rows of the input are its patches, which are unfolded for the backward alone."""
-
-    def __init__(self, one: LinearMap, settings: Sequence[Any] = ()) -> None:
-        super().__init__(one)
-        self._map = one
-        self._num_axes = len(one.shape) - 2
-        every = (*settings, *(1, 0, 1)[len(settings) :])
-        self._stride, self._padding, self._dilation = (self._each(value) for value in every[:3])
-
-    def with_settings(self, settings: Sequence[Any]) -> "_Use":
-        return _Convolution(self._map, settings[:3])
+    map: LinearMap
+    settings: tuple[Any, ...] = ()
 
     def pairs(self, given: Tensor, back: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows whose products add up to the gradient of the weight."""
+        match self.map.kind:
+            case MapKind.LINEAR:
+                return _rows(back), _rows(given)
+            case MapKind.PRODUCT:
+                return _rows(given), _rows(back)
         images, kernel = given, tuple(weight.shape[2:])
-        dilation, padding, stride = (tuple(one) for one in (self._dilation, self._padding, self._stride))
-        if self._num_axes == 1:
+        stride, padding, dilation = (tuple(one) for one in self._each())
+        if len(kernel) == 1:
             images, kernel = given.unsqueeze(-2), (1, *kernel)
             dilation, padding, stride = (1, *dilation), (0, *padding), (1, *stride)
         patches = functional.unfold(images, kernel, dilation, padding, stride).transpose(1, 2)
         return _rows(back.flatten(2).transpose(1, 2)), _rows(patches)
 
     def into_given(self, given: Tensor, back: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the input."""
+        match self.map.kind:
+            case MapKind.LINEAR:
+                return back @ weight
+            case MapKind.PRODUCT:
+                return back @ weight.T
+        stride, padding, dilation = self._each()
+        output_padding = [0] * len(stride)
+        wanted = [True, False, False]
         found: Tensor = torch.ops.aten.convolution_backward(
-            back,
-            given,
-            weight,
-            None,
-            self._stride,
-            self._padding,
-            self._dilation,
-            False,
-            [0] * self._num_axes,
-            1,
-            [True, False, False],
+            back, given, weight, None, stride, padding, dilation, False, output_padding, 1, wanted
         )[0]
         return found
 
     def into_bias(self, back: Tensor, shape: Sequence[int]) -> Tensor:
-        return back.sum([axis for axis in range(back.ndim) if axis != 1])
+        """The gradient of the bias, which may have fewer axes than the output."""
+        if self.map.kind is MapKind.CONVOLUTION:
+            return back.sum([axis for axis in range(back.ndim) if axis != 1])
+        return back.sum_to_size(tuple(shape))
 
-    def _each(self, value: Any) -> list[int]:
-        given = list(value) if isinstance(value, list | tuple) else [value]
-        return given * self._num_axes if len(given) == 1 else given
-
-
-_USES: dict[MapKind, type[_Use]] = {
-    MapKind.LINEAR: _Use,
-    MapKind.PRODUCT: _Product,
-    MapKind.CONVOLUTION: _Convolution,
-}
+    def _each(self) -> Iterator[list[int]]:
+        """Stride, padding and dilation of a convolution, for each of its axes."""
+        num_axes = len(self.map.shape) - 2
+        for value in (*self.settings[:3], *(1, 0, 1)[len(self.settings) :]):
+            given = list(value) if isinstance(value, list | tuple) else [value]
+            yield given * num_axes if len(given) == 1 else given
 
 
 def _rows(tensor: Tensor) -> Tensor:

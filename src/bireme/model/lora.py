@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError, closest
+from bireme.model.convert import named_tensors
 from bireme.model.graph import Graph, ModelState
 from bireme.model.part import ALL_LINEAR, LoraPart
 
@@ -197,16 +198,9 @@ def _check_targets(modules: Sequence[str], targets: Iterable[str]) -> None:
             )
 
 
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
 def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
-    for name, tensor in _named(model):
+    for name, tensor in named_tensors(model):
         found.setdefault(id(tensor), []).append(name)
     return found
 
@@ -214,7 +208,7 @@ def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
 def _base_names(model: nn.Module, before: Mapping[int, list[str]]) -> dict[str, str]:
     """The earlier name of each tensor that was there before; tied ones keep theirs apart."""
     found = {}
-    for name, tensor in _named(model):
+    for name, tensor in named_tensors(model):
         names = before.get(id(tensor))
         if names is not None:
             bare = name.replace(_WRAPPED, ".")

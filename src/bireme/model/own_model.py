@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError
 from bireme.model.capture import resized
+from bireme.model.convert import named_tensors
 from bireme.model.examples import example_inputs
 from bireme.model.graph import ModelState
 from bireme.model.torch_private import own_buffers, own_parameters
@@ -69,8 +70,7 @@ def made_states(text: str, states: Sequence[ModelState], seed: int) -> dict[str,
             f"{error} It is called on the CPU once, for the initial weights. If it cannot run there, save "
             "the weights as safetensors in a folder and name it in model.weights."
         ) from error
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    own: dict[str, Tensor] = dict(named)
+    own = dict(named_tensors(model))
     found = {}
     for state in states:
         tensor = own.get(state.name)

@@ -140,7 +140,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _HEAD_WIDTHS = {"gemma2": 256, "qwen3": 128}
 """Of a family whose heads do not divide the width, unless a configuration gives another."""
 
-# Built-in shapes by family: layers, width, inner width, heads of queries, heads of keys, tokens, context.
+_SIZES = ("layers", "width", "inner_width", "heads", "shared_heads", "vocab", "context")
+"""What the numbers of a built-in shape are."""
 
 _BUILT_IN: dict[str, dict[str, tuple[int, int, int, int, int, int, int]]] = {
     "llama": {
@@ -214,17 +215,8 @@ def shape_of(text: str) -> TransformerShape:
     """The built-in shape of that name, or the shape of the model in a folder with a `config.json`."""
     for family, shapes in _BUILT_IN.items():
         if text.lower() in shapes:
-            layers, width, inner, heads, shared, vocab, context = shapes[text.lower()]
-            given = {
-                "layers": layers,
-                "width": width,
-                "inner_width": inner,
-                "heads": heads,
-                "shared_heads": shared,
-                "head_width": _HEAD_WIDTHS.get(family, width // heads),
-                "vocab": vocab,
-                "context": context,
-            }
+            given: dict[str, Any] = dict(zip(_SIZES, shapes[text.lower()], strict=True))
+            given["head_width"] = _HEAD_WIDTHS.get(family, given["width"] // given["heads"])
             return _shape(text.lower(), family, given | _UNUSUAL.get(text.lower(), {}))
     folder = Path(text.removeprefix("hf:"))
     if folder.is_dir():

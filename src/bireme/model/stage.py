@@ -95,11 +95,10 @@ class StageFunction:
         self._built: dict[torch.device, Callable[..., tuple[Any, ...]]] = {}
         self._held: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         self._graph = graph
-        self._values = {v.name: v for op in graph.operators for v in op.outputs if v is not None}
-        self._values |= {value.name: value for value in graph.inputs}
+        self._values = graph.values
         places = sorted({place for unit in units for place in unit.operators})
         self._calls = [(place, graph.operators[place], resolve(graph.operators[place])) for place in places]
-        made = {v.name for _, operator, _ in self._calls for v in operator.outputs if v is not None}
+        made = {value.name for _, operator, _ in self._calls for value in operator.made}
         self.outputs = tuple(
             output.name
             for output in graph.outputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _set_grad_enabled
 from torch._export.utils import _compiling_state_context
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,25 +22,6 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "EXPORT",
-    "NUMBERS_NEEDED",
-    "DispatchMode",
-    "OpOverload",
-    "as_in_capture",
-    "compiler_errors",
-    "cpp_compiler",
-    "fake_tensors",
-    "masks_as_given",
-    "own_buffers",
-    "own_parameters",
-    "schema_of",
-    "set_grad_enabled",
-    "storage_id",
-    "storage_watch",
-    "version_of",
-]
 
 EXPORT = RLock()
 """For one thread at a time: torch's export changes what holds for the whole process, such as the answer to

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from bireme.codec.sum_description import GradientForm
 from bireme.errors import BiremeError
-from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, Token, Value, references
+from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, Token, references
 
 # The weights of a graph that are linear maps: what their gradients are made of is pairs of rows.
 #
@@ -204,15 +204,8 @@ class _Flow:
         self.graph = graph
         self.states = {s.name: s for s in (*graph.parameters, *graph.buffers, *graph.constants)}
         self.parameters = {parameter.name for parameter in graph.parameters}
-        self.made_by = {
-            value.name: place
-            for place, operator in enumerate(graph.operators)
-            for value in operator.outputs
-            if value is not None
-        }
-        self.values: dict[str, Value] = {
-            value.name: value for op in graph.operators for value in op.outputs if value is not None
-        }
+        self.made_by = graph.made_by
+        self.values = graph.values
         self.is_free = self._free()
         self.last_use = self._last_uses()
         self.layer = [_layer(operator.module) for operator in graph.operators]
@@ -229,7 +222,7 @@ class _Flow:
                 or (name in self.made_by and not free[self.made_by[name]])
                 for name in operator.reads()
             )
-            made = {value.name for value in operator.outputs if value is not None}
+            made = {value.name for value in operator.made}
             is_written = bool(operator.mutates or made & touched)
             can_repeat = not operator.is_random and not is_written and not operator.is_of_chain
             free.append(not depends and can_repeat)
@@ -270,7 +263,7 @@ class _Flow:
             if self.last_use.get(name) == place - 1:
                 live.pop(name, None)
         if not self.is_free[place - 1]:
-            live.update((v.name, None) for v in operator.outputs if v is not None and v.name in self.last_use)
+            live.update((value.name, None) for value in operator.made if value.name in self.last_use)
 
     def _multiplying(self) -> set[int]:
         """The operators that work with a matrix of weights; of look-ups in a row only the last.
@@ -391,10 +384,9 @@ class _Flow:
             given = (operator.arguments, tuple(value for _, value in operator.keywords))
             keys = [key for key, _ in operator.keywords]
             lines.append(f"{operator.target} {_canonical(given, number)} {keys} {operator.no_grad}")
-            for value in operator.outputs:
-                if value is not None:
-                    number[value.name] = f"v{len(number)}"
-                    lines.append(f"{number[value.name]} {value.shape} {value.dtype}")
+            for value in operator.made:
+                number[value.name] = f"v{len(number)}"
+                lines.append(f"{number[value.name]} {value.shape} {value.dtype}")
         lines.append(" ".join(number.get(name, "passes") for name in sends))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -402,7 +394,7 @@ class _Flow:
         state = self.states.get(name)
         if state is not None:
             return f"{state.shape} {state.dtype} {state.is_parameter} {state.trainable} {state.data!r}"
-        value = self.values.get(name) or next((v for v in self.graph.inputs if v.name == name), None)
+        value = self.values.get(name)
         return f"{value.shape} {value.dtype}" if value is not None else "outside"
 
 

@@ -38,11 +38,10 @@ def load_weights(
     names: Iterable[str],
     folder: Path,
     *,
-    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     model: nn.Module | None = None,
 ) -> dict[str, Tensor]:
-    """The graph's parameters and buffers of these names as a folder holds them.
+    """The graph's parameters and buffers of these names as a folder holds them, on the CPU.
 
     Buffers that belong into no checkpoint (they are not persistent) are left out of the result. `dtype` is
     for parameters; without it, and for buffers, the graph's own holds. `model`, on the meta device or not, is
@@ -53,7 +52,7 @@ def load_weights(
     unknown = next((name for name in wanted if name not in states), None)
     if unknown is not None:
         raise BiremeError(f"The graph has no parameter or buffer {unknown}. {closest(unknown, states)}")
-    with open_weights(graph, folder, device=device, dtype=dtype, model=model) as read:
+    with open_weights(graph, folder, dtype=dtype, model=model) as read:
         return {name: read(name) for name in wanted if states[name].persistent}
 
 
@@ -62,7 +61,6 @@ def open_weights(
     graph: Graph,
     folder: Path,
     *,
-    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     model: nn.Module | None = None,
 ) -> Iterator[Callable[[str], Tensor]]:
@@ -79,7 +77,7 @@ def open_weights(
             tensor = sources.read(state)
             converts = dtype is not None and state.is_parameter and tensor.is_floating_point()
             kept = dtype if converts else getattr(torch, state.dtype)
-            return tensor.to(device, kept, copy=True)
+            return tensor.to("cpu", kept, copy=True)
 
         yield read
 
@@ -207,11 +205,9 @@ class _Sources:
             self.shorter.setdefault(name.partition(".")[2], []).append(name)
 
     def _apply_rules(self, model: Any) -> None:
-        try:
-            from transformers import conversion_mapping
-            from transformers import core_model_loading as loading
-        except ImportError:  # an older one, whose models are as their checkpoints
-            return
+        from transformers import conversion_mapping
+        from transformers import core_model_loading as loading
+
         steps = conversion_mapping.get_model_conversion_mapping(model)
         renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
         converters = [step for step in steps if isinstance(step, loading.WeightConverter)]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bireme.cluster.machine import available_bytes
 from bireme.errors import BiremeError
-from bireme.model.capture import Captures, Inputs, Loss, Modes, batch_size, modes_of, resized
+from bireme.model.capture import Captures, Inputs, Loss, batch_size, dropouts_of, resized
 from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, evaluate, learned_values
 from bireme.model.own_model import made_states
 from bireme.model.sources import ModelSource, load_source
@@ -166,9 +166,9 @@ class RunModel:
             Captures(source.model, source.example_inputs, loss=loss, training=False, name=name),
         )
 
-    def modes(self) -> Modes | None:
-        """What it has in common in training and in evaluation; None where these are two programs."""
-        return modes_of(self.source.model, self.source.example_inputs, _loss(self.run))
+    def dropouts(self) -> int | None:
+        """How many dropouts its modes differ by; None if they are two programs."""
+        return dropouts_of(self.source.model, self.source.example_inputs, _loss(self.run))
 
     @property
     def reads_weights(self) -> bool:

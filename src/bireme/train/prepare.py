@@ -117,9 +117,9 @@ def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Cal
     Gives the way to have that graph from the one in training mode. `largest` are the samples of its example
     inputs. What goes wrong in the copy is tried here once more, so that errors are the model's own.
     """
-    modes = model.modes()
-    if modes is not None:
-        yield lambda graph: in_evaluation(graph, modes) or model.evaluation.graph(batch)
+    dropouts = model.dropouts()
+    if dropouts is not None:
+        yield lambda graph: in_evaluation(graph, dropouts) or model.evaluation.graph(batch)
         return
     if next(_earlier) or not has_server() or num_cores() < _LEAST_CORES:
         yield lambda graph: model.evaluation.graph(batch)
