@@ -105,9 +105,13 @@ def _folder_of_graphs(config: pytest.Config) -> Path:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of cycles look at what tests make, and at nothing else."""
+    """Let the collector of cycles look at what tests make, and at nothing else.
+
+    And seldom: a capture makes so many objects that to look at them took a tenth of its processor seconds.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
 
 

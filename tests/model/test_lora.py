@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.model.capture import capture
+from bireme.model.capture import Captures, capture
 from bireme.model.part import LoraPart, TrainedPart
 from bireme.model.sources import ModelSource, load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.train.model import RunModel
 from bireme.train.run_file import load_run_file
-from tests.support.graphs import captured_once
+from tests.support.graphs import captured_once, remember_captures
 from tests.support.tiny_llama import save_config, save_llama
 
 pytestmark = [
@@ -28,6 +28,14 @@ pytestmark = [
 ]
 
 GPT = "gpt:layers=1,width=8,heads=1,vocab=32,context=8"
+
+
+@pytest.fixture(autouse=True)
+def _models_of_runs_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Captures.__init__.__kwdefaults__
+    assert settings is not None
+    monkeypatch.setitem(settings, "front_end", settings["front_end"])
+    remember_captures()
 
 
 @pytest.fixture(scope="module")

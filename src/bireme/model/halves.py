@@ -116,8 +116,8 @@ class _Fed(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """How a weight is used in a call: y = x WT, rows of x and y in their last axes; y = x W; or a convolution.
-    Rows of the input of a convolution are its patches, which are unfolded for the backward alone.
+    """How a weight is used in a call: y = x WT, with rows of x and y in their last axes; y = x W; or a
+    convolution, whose rows are patches of the input, which are unfolded for the backward alone.
 
     `settings` of a convolution are its stride, padding and dilation.
     """

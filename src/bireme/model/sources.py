@@ -254,7 +254,7 @@ def _from_folder(folder: Path, batch: int, length: int | None, device: torch.dev
         raise BiremeError(f"{folder}/config.json has {named if kind else 'no model_type'}. {remedy}")
     load = transformers.AutoConfig.from_pretrained
     try:
-        with _offline(), device:
+        with offline(), device:  # some models would fetch a part of theirs when they are made
             config = load(str(folder), local_files_only=True, trust_remote_code=False)
             model = _model_class(transformers, config)(config)
     except Exception as error:  # a configuration's mistakes come as whatever the model stumbles over
@@ -298,15 +298,17 @@ def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
-    """Some models would fetch a part of theirs when they are made."""
-    constants: Any = importlib.import_module("huggingface_hub.constants")
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
+def offline(*also: Any) -> Iterator[None]:
+    """Keep the Hugging Face libraries from the network: the Hub's, and others by their configurations."""
+    kept = [importlib.import_module("huggingface_hub.constants"), *also]
+    before = [one.HF_HUB_OFFLINE for one in kept]
+    for one in kept:
+        one.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = before
+        for one, was in zip(kept, before, strict=True):
+            one.HF_HUB_OFFLINE = was
 
 
 def _has_weights(folder: Path) -> bool:

@@ -18,7 +18,6 @@ from bireme.documents import validated
 from bireme.errors import BiremeError
 from bireme.train.checkpoint import disk
 
-FORMAT = 1
 SHARES = "shares"
 """Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
 

@@ -158,18 +158,12 @@ def _manifest(draft: _CheckpointDraft, files: list[FileEntry]) -> Manifest:
         record = RecordEntry(num_bytes=len(draft.record), sha256=hashlib.sha256(draft.record).hexdigest())
     return Manifest(
         step=draft.step,
-        next_batch=draft.meta.next_batch,
         clip_scale=draft.clip_scale,
-        seed=draft.meta.seed,
-        schedule=draft.meta.schedule,
-        num_stages=draft.meta.num_stages,
-        width=draft.meta.width,
-        graph_hash=draft.meta.graph_hash,
         torch_version=str(torch.__version__),
         bireme_version=bireme.__version__,
-        extra=draft.meta.extra,
         files=files,
         record=record,
+        **{one.name: getattr(draft.meta, one.name) for one in dataclasses.fields(draft.meta)},
     )
 
 

@@ -10,7 +10,7 @@ import importlib
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError, closest
+from bireme.model.sources import offline
 from bireme.train.data.samples import IGNORED
 from bireme.train.data.text_files import PIECE_BYTES, Passage
 
@@ -434,20 +435,13 @@ def _opened(
     return _rows_of_dataset(dataset, asked.name, f"{asked.split} {len(dataset)} {_identity(kept)}", column)
 
 
-@contextmanager
-def _as_the_network_is(datasets: Any) -> Iterator[None]:
+def _as_the_network_is(datasets: Any) -> AbstractContextManager[None]:
     """Where the Hub has no address here, have the library look at what it keeps: it would try for long."""
     hub: Any = importlib.import_module("huggingface_hub.constants")
     is_reached = bool(getproxies())  # which then finds the address
     with suppress(OSError):
         is_reached = is_reached or bool(socket.getaddrinfo(urlsplit(hub.ENDPOINT).hostname, 443))
-    before = hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    try:
-        if not is_reached:
-            hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+    return nullcontext() if is_reached else offline(datasets.config)
 
 
 def _one_of(found: dict[str, Any], origin: str, split: str | None) -> Any:
