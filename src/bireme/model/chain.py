@@ -88,72 +88,69 @@ def _target(module: nn.Module) -> str:
     return f"chain.{kind.__name__}.{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
-class _Caller:
+def _resolver(
+    links: Mapping[str, _ChainLink], inputs: tuple[str, ...], loss: Loss | None, training: bool
+) -> Resolve:
     """Makes functions of the operators of a chain: a module called with the weights it is given, or the loss.
 
-    They take the operator's two arguments, what is given and the module's states.
+    They take the operator's two arguments, what is given and the module's states. An operator is refused if
+    the modules are not those that it was made of.
     """
 
-    def __init__(
-        self, links: Mapping[str, _ChainLink], inputs: tuple[str, ...], loss: Loss | None, training: bool
-    ) -> None:
-        self.links = links
-        self.inputs = inputs
-        self.loss = loss
-        self.training = training
-
-    def function_of(self, operator: Operator) -> Callable[..., Any]:
-        """What runs for an operator, if the modules are those that it was made of."""
+    def resolved(operator: Operator) -> Callable[..., Any]:
         if operator.target == _LOSS:
-            if self.loss is None:
+            if loss is None:
                 raise BiremeError("The chain's graph ends in a loss. Give the loss that it was made with.")
-            return self._function_of_loss(self.loss)
-        link = self.links.get(operator.module)
+            return _function_of_loss(loss, inputs)
+        link = links.get(operator.module)
         if link is None or link.target != operator.target:
             found = f"{type(link.module).__name__} of another kind" if link is not None else "nothing"
             raise BiremeError(
                 f"The graph has {operator.target} as link {operator.module} of its chain, and the modules "
                 f"have {found} there. Give the modules that the graph was made of."
             )
-        return self._function_of_link(link)
+        return _function_of_link(link, training)
 
-    def _function_of_loss(self, loss: Loss) -> Callable[..., Any]:
-        names = self.inputs
-        are_named = names != tuple(str(place) for place in range(len(names)))
+    return resolved
 
-        def call_loss(given: tuple[Any, tuple[Tensor, ...]], _states: tuple[()]) -> Any:
-            returned, inputs = given
-            return loss(returned, dict(zip(names, inputs, strict=True)) if are_named else inputs)
 
-        return call_loss
+def _function_of_loss(loss: Loss, names: tuple[str, ...]) -> Callable[..., Any]:
+    are_named = names != tuple(str(place) for place in range(len(names)))
 
-    def _function_of_link(self, link: _ChainLink) -> Callable[..., Any]:
-        training, module = self.training, link.module
-        places = _places(module, link.names)
-        inside = list(module.modules())
+    def call_loss(given: tuple[Any, tuple[Tensor, ...]], _states: tuple[()]) -> Any:
+        returned, inputs = given
+        return loss(returned, dict(zip(names, inputs, strict=True)) if are_named else inputs)
 
-        def call_link(given: tuple[Any, ...], states: tuple[Tensor, ...]) -> Any:
-            others = [inner for inner in inside if inner.training is not training]
-            own = [table[name] for table, name in places]
-            try:
-                for inner in others:
-                    inner.training = training
-                for (table, name), state in zip(places, states, strict=True):
-                    table[name] = state
-                returned = module(*given)
-                made = [table[name] for table, name in places]
-            finally:
-                for (table, name), tensor in zip(places, own, strict=True):
-                    table[name] = tensor
-                for inner in others:
-                    inner.training = not training
-            for now, state in zip(made, states, strict=True):
-                if now is not state:  # the module has replaced its buffer with another tensor
-                    with torch.no_grad():
-                        state.copy_(now)
-            return returned
+    return call_loss
 
-        return call_link
+
+def _function_of_link(link: _ChainLink, training: bool) -> Callable[..., Any]:
+    module = link.module
+    places = _places(module, link.names)
+    inside = list(module.modules())
+
+    def call_link(given: tuple[Any, ...], states: tuple[Tensor, ...]) -> Any:
+        others = [inner for inner in inside if inner.training is not training]
+        own = [table[name] for table, name in places]
+        try:
+            for inner in others:
+                inner.training = training
+            for (table, name), state in zip(places, states, strict=True):
+                table[name] = state
+            returned = module(*given)
+            made = [table[name] for table, name in places]
+        finally:
+            for (table, name), tensor in zip(places, own, strict=True):
+                table[name] = tensor
+            for inner in others:
+                inner.training = not training
+        for now, state in zip(made, states, strict=True):
+            if now is not state:  # the module has replaced its buffer with another tensor
+                with torch.no_grad():
+                    state.copy_(now)
+        return returned
+
+    return call_link
 
 
 def _places(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str]]:
@@ -243,8 +240,7 @@ def chain(
 
 def chain_resolver(graph: Graph, modules: Modules, *, loss: Loss | None = None) -> Resolve:
     """What `stage_function` needs to run a chain's graph: the modules and the loss that it was made of."""
-    caller = _Caller(_links_of(modules), tuple(value.name for value in graph.inputs), loss, graph.training)
-    return caller.function_of
+    return _resolver(_links_of(modules), tuple(value.name for value in graph.inputs), loss, graph.training)
 
 
 def _by_name(example_inputs: Inputs, links: Mapping[str, _ChainLink]) -> dict[str, Tensor]:
@@ -281,7 +277,7 @@ def _traced(
     training: bool,
 ) -> tuple[Operator, ...]:
     """The operators with the shapes they have for these inputs."""
-    caller = _Caller(links, tuple(inputs), loss, training)
+    resolve = _resolver(links, tuple(inputs), loss, training)
     values = dict(inputs)
     for link in links.values():
         values |= {link.names[local]: tensor for local, tensor in link.module.named_parameters()}
@@ -293,21 +289,21 @@ def _traced(
         for key, link in links.items():
             states = tuple(Reference(name) for name in link.names.values())
             bare = Operator(link.target, arguments=(given, states), keywords=(), outputs=(), module=key)
-            operators.append(_run(bare, f"chain_{key}", caller, values))
+            operators.append(_run(bare, f"chain_{key}", resolve, values))
             made = tuple(Reference(value.name) for value in operators[-1].made)
             given = (made if operators[-1].is_tuple else made[0],)
         if loss is not None:
             everything = given[0], tuple(Reference(name) for name in inputs)
             bare = Operator(_LOSS, arguments=(everything, ()), keywords=(), outputs=())
-            operators.append(_run(bare, "chain_loss", caller, values))
+            operators.append(_run(bare, "chain_loss", resolve, values))
     return tuple(operators)
 
 
-def _run(bare: Operator, name: str, caller: _Caller, values: dict[str, Tensor]) -> Operator:
+def _run(bare: Operator, name: str, resolve: Resolve, values: dict[str, Tensor]) -> Operator:
     """The operator with what running it tells; what it makes is put among the values."""
     held = {one: version_of(values[one]) for one in bare.reads()}
     with FlopCounterMode(display=False) as counter, _Watch() as watch:
-        returned = caller.function_of(bare)(*_filled(bare.arguments, values))
+        returned = resolve(bare)(*_filled(bare.arguments, values))
     is_tuple = isinstance(returned, tuple | list)
     outputs = []
     for place, part in enumerate(returned if is_tuple else (returned,)):

@@ -146,6 +146,17 @@ def _why_not(graph: Graph, own: list[ModelState], maps: Mapping[str, LinearMap])
     return f"but {one.name}, of shape {list(one.shape)}, is not the weight of a linear map. Leave it out."
 
 
+_KINDS = {
+    "linear": (1, MapKind.LINEAR),
+    "mm": (1, MapKind.PRODUCT),
+    "matmul": (1, MapKind.PRODUCT),
+    "addmm": (2, MapKind.PRODUCT),
+    "conv1d": (1, MapKind.CONVOLUTION),
+    "conv2d": (1, MapKind.CONVOLUTION),
+}
+"""For each operator the place of its weight, and how it uses it."""
+
+
 def _kind(operator: Operator, state: ModelState) -> MapKind | None:
     """How an operator uses a weight, None if not as a linear map."""
     space, _, rest = operator.target.partition(".")
@@ -153,21 +164,14 @@ def _kind(operator: Operator, state: ModelState) -> MapKind | None:
     given = operator.arguments
     if space != "aten" or operator.no_grad or operator.keywords or state.dtype.startswith("complex"):
         return None
-    if name == "linear" and _is(given, 1, state) and len(state.shape) == 2:
-        return MapKind.LINEAR
-    if name in ("mm", "matmul") and _is(given, 1, state) and len(state.shape) == 2:
-        return MapKind.PRODUCT
-    if name == "addmm" and _is(given, 2, state) and len(state.shape) == 2:
-        return MapKind.PRODUCT
-    if name in ("conv1d", "conv2d") and _is(given, 1, state):
-        has_one_group = len(given) < 7 or given[6] == 1
-        padding = given[4] if len(given) > 4 else 0
-        return MapKind.CONVOLUTION if has_one_group and not isinstance(padding, str) else None
-    return None
-
-
-def _is(given: tuple[Argument, ...], place: int, state: ModelState) -> bool:
-    return len(given) > place and given[place] == Reference(state.name)
+    place, kind = _KINDS.get(name, (0, None))
+    if kind is None or len(given) <= place or given[place] != Reference(state.name):
+        return None
+    if kind is not MapKind.CONVOLUTION:
+        return kind if len(state.shape) == 2 else None
+    has_one_group = len(given) < 7 or given[6] == 1
+    padding = given[4] if len(given) > 4 else 0
+    return kind if has_one_group and not isinstance(padding, str) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def text_folder(folder: Path, pattern: str = "*") -> TextFiles:
     if not folder.is_dir():
         raise BiremeError(f"There is no folder {folder} to read text from.")
     skipped: list[str] = []
-    found = {_below(path, folder): path for path in _walked(folder, skipped, frozenset())}
+    found = _walked(folder, skipped, frozenset())
     files = [_listed(found[name], skipped) for name in sorted(found) if _matches(name, pattern)]
     listed = tuple(file for file in files if file is not None)
     if not listed:
@@ -136,7 +136,7 @@ def python_sources(most_bytes: int = _STDLIB_BYTES) -> TextFiles:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped: list[str] = []
-    found = {_below(path, folder): path for path in _walked(folder, skipped, _NO_SOURCES)}
+    found = _walked(folder, skipped, _NO_SOURCES)
     mixed = sorted(
         (name for name in found if name.endswith(".py")), key=lambda name: (crc32(name.encode()), name)
     )
@@ -154,18 +154,15 @@ def python_sources(most_bytes: int = _STDLIB_BYTES) -> TextFiles:
     return TextFiles("stdlib", tuple(files), tuple(skipped))
 
 
-def _below(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
-
-
 def _matches(name: str, pattern: str) -> bool:
     if "/" not in pattern:
         return fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.removeprefix("**/"))
 
 
-def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Iterator[Path]:
-    """All files below a folder; what is passed over is added to `skipped`."""
+def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> dict[str, Path]:
+    """All files below a folder, by their paths within it; what is passed over is added to `skipped`."""
+    found: dict[str, Path] = {}
 
     def failed(error: OSError) -> None:
         skipped.append(str(error.filename))
@@ -176,10 +173,12 @@ def _walked(folder: Path, skipped: list[str], left_out: frozenset[str]) -> Itera
             skipped.append(str(Path(root, name)))
         folders[:] = sorted(name for name in folders if name not in left_out)
         for name in names:
+            path = Path(root, name)
             if name.startswith("."):
-                skipped.append(str(Path(root, name)))
+                skipped.append(str(path))
             else:
-                yield Path(root, name)
+                found[path.relative_to(folder).as_posix()] = path
+    return found
 
 
 def _listed(path: Path, skipped: list[str]) -> _TextFile | None:

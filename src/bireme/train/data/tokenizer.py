@@ -7,7 +7,7 @@ is downloaded, and code that lies in a folder is never run.
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +35,8 @@ def byte_lengths(description: Mapping[str, Any], num_tokens: int) -> NDArray[np.
 
     `description` is what `tokenizer.json` holds. Tokens that stand for no text, such as marks, have none.
     """
-    kinds = {one.get("type") for one in _parts(description.get("decoder"))}
+    decoder = description.get("decoder") or {}
+    kinds = {one.get("type") for one in decoder.get("decoders", (decoder,))}
     if "ByteLevel" in kinds:
         is_bytes = True
     elif kinds & {"ByteFallback", "Metaspace"}:
@@ -43,25 +44,14 @@ def byte_lengths(description: Mapping[str, Any], num_tokens: int) -> NDArray[np.
     else:
         return None
     lengths = np.zeros(num_tokens, np.int64)
-    for token, number in _vocabulary(description["model"]["vocab"]):
+    vocabulary = description["model"]["vocab"]  # a table, or a list of tokens with their scores
+    if not isinstance(vocabulary, Mapping):
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    for token, number in vocabulary.items():
         lengths[number] = len(token) if is_bytes else _length(token)
     for added in description.get("added_tokens") or ():
         lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return lengths
-
-
-def _parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A decoder, or those that it is a sequence of."""
-    if decoder is not None:
-        yield from decoder.get("decoders", (decoder,))
-
-
-def _vocabulary(vocabulary: Any) -> Iterator[tuple[str, int]]:
-    """Tokens with their ids: a table, or a list of tokens with their scores."""
-    if isinstance(vocabulary, Mapping):
-        yield from vocabulary.items()
-    else:
-        yield from ((token, number) for number, (token, _) in enumerate(vocabulary))
 
 
 def _length(token: str) -> int:
@@ -143,27 +133,19 @@ class FolderTokenizer:
     """The tokenizer in a folder that transformers reads."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = _loaded(folder)
+        self.backend = _loaded(folder)
+        """The tokenizer itself, as transformers has it."""
         self._folder = folder
-        vocabulary = self._tokenizer.get_vocab()
+        vocabulary = self.backend.get_vocab()
         if not vocabulary:
             raise BiremeError(f"The tokenizer in {folder} has no tokens. Name another folder.")
-        self._num_tokens = int(max(vocabulary.values())) + 1
-
-    @property
-    def backend(self) -> Any:
-        """The tokenizer itself, as transformers has it."""
-        return self._tokenizer
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = int(max(vocabulary.values())) + 1
         """Ids are below this: the vocabulary with what was added to it."""
-        return self._num_tokens
 
     @property
     def end_of_text(self) -> int | None:
         """Its end of sequence, or what separates texts where it knows no end."""
-        for number in (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id):
+        for number in (self.backend.eos_token_id, self.backend.sep_token_id):
             if number is not None:
                 return int(number)
         return None
@@ -171,10 +153,10 @@ class FolderTokenizer:
     @property
     def identity(self) -> str:
         """From what the tokenizer is, wherever it lies; from its files where it does not tell."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        words = sha256(f"{type(self._tokenizer).__name__} {self.end_of_text}".encode())
-        if backend is not None:
-            words.update(backend.to_str().encode())
+        own = getattr(self.backend, "backend_tokenizer", None)
+        words = sha256(f"{type(self.backend).__name__} {self.end_of_text}".encode())
+        if own is not None:
+            words.update(own.to_str().encode())
         else:
             for path in sorted(path for path in self._folder.iterdir() if _may_tell(path)):
                 words.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -191,15 +173,15 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text; ids beyond the vocabulary, which a model with a larger one can write, are left out."""
         known = [int(number) for number in ids if 0 <= number < self.num_tokens]
-        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+        return str(self.backend.decode(known, skip_special_tokens=True))
 
     def byte_lengths(self) -> Ids | None:
         """From the tokenizer's description of itself, if it has one."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return None if backend is None else byte_lengths(json.loads(backend.to_str()), self.num_tokens)
+        own = getattr(self.backend, "backend_tokenizer", None)
+        return None if own is None else byte_lengths(json.loads(own.to_str()), self.num_tokens)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._tokenizer(
+        encoded = self.backend(
             texts,
             add_special_tokens=False,
             return_attention_mask=False,

@@ -11,7 +11,6 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -39,27 +38,19 @@ def with_settings(
     """
     merged = deepcopy(dict(data))
     for text in texts:
-        setting = _parsed(text, model, advise)
-        if setting.is_removal:
-            _remove(merged, setting.path)
+        path, value = _parsed(text, model, advise)
+        if value is None:
+            _remove(merged, path)
             continue
         alone: dict[str, Any] = {}
-        _put(alone, setting.path, setting.value)
+        _put(alone, path, value)
         validated(alone, model, source=f"--set {text}", advise=advise)
-        _put(merged, setting.path, setting.value)
+        _put(merged, path, value)
     return merged
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """The keys that lead to a value, and the value; with `is_removal` there is none."""
-
-    path: tuple[str, ...]
-    value: Any
-    is_removal: bool
-
-
-def _parsed(text: str, model: type[BaseModel], advise: Advise) -> _Setting:
+def _parsed(text: str, model: type[BaseModel], advise: Advise) -> tuple[tuple[str, ...], Any]:
+    """The keys that lead to a value, and the value; None takes the key out."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text, which no file could hold
@@ -74,7 +65,7 @@ def _parsed(text: str, model: type[BaseModel], advise: Advise) -> _Setting:
         )
     path = tuple(name.split("."))
     _check_known(path, model, text, advise)
-    return _Setting(path, _value(value), is_removal=not value.strip())
+    return path, _value(value) if value.strip() else None
 
 
 def _value(text: str) -> Any:
