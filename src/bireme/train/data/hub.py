@@ -298,8 +298,7 @@ _UNREACHED = (
     "OfflineModeIsEnabled",
     "LocalEntryNotFoundError",
 )
-"""Errors, by name, that tell of a Hub that was not reached: the library and what it rests on have their "
-"own."""
+"""Errors, by name, of a Hub that was not reached: the library and those beneath it have their own."""
 
 
 def is_hub(text: str) -> bool:

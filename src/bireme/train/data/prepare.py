@@ -389,7 +389,7 @@ class _Made:
     """A source on its way to samples: as tokens, as a stream of rows, or as samples of the user's own."""
 
     data: Tokens | SavedRows | OwnSamples
-    packing: Packing
+    cut: Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,52 +405,46 @@ class _Maker:
         """A source with its tokens, if they can be had at once."""
         has_answers = isinstance(source, SavedRows) and source.has_answers
         packing = self.request.packing or ("none" if has_answers else "stream")
+        cut = Cut(self.request.length, packing, self._padding, self.model.vocabulary)
         if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
-            return _Made(source, packing)
+            return _Made(source, cut)
         tokens = source if isinstance(source, Tokens) else tokenized(source, self.tokenizer, self.progress)
         if not _holds_text(source):
             _check_token_ids(tokens, self.model.vocabulary)
-        return _Made(tokens, packing)
+        return _Made(tokens, cut)
 
     def split(self, made: _Made, fraction: float, *, least: int) -> Split:
-        """Samples to train on and others to evaluate with: `least` at least, and none if the fraction is "
-        "0."""
+        """Samples to train on and at least `least` others to evaluate with, none if the fraction is 0."""
         match made.data:
             case OwnSamples():
                 return split_samples(made.data, fraction, least=least)
             case SavedRows():
-                held = self._held(made.data, made.packing) if fraction else None
-                stream = self._stream(made.data, made.packing, 0 if held is None else held.num_rows)
+                held = self._held(made.data, made.cut) if fraction else None
+                stream = StreamSamples(
+                    made.data,
+                    self.tokenizer,
+                    made.cut,
+                    seed=self.request.seed,
+                    shuffle_buffer=self.request.shuffle_buffer,
+                    num_apart=0 if held is None else held.num_rows,
+                )
                 return Split(stream, None if held is None else OwnSamples(made.data.origin, held.samples))
-        if made.packing == "stream":
+        if made.cut.packing == "stream":
             padding = self._padding if self.request.keeps_rest else None
             vocabulary, length = self.model.vocabulary, self.request.length
             return split_tokens(
                 made.data, length, fraction, least=least, vocabulary=vocabulary, padding=padding
             )
-        return self._cut(made.packing).split(made.data, fraction, least=least)
+        return made.cut.split(made.data, fraction, least=least)
 
     def all_to_evaluate(self, made: _Made) -> Samples:
         """Samples to evaluate with, of all that there is, or of the beginning of a stream."""
         if isinstance(made.data, SavedRows):
-            return OwnSamples(made.data.origin, self._held(made.data, made.packing).samples)
+            return OwnSamples(made.data.origin, self._held(made.data, made.cut).samples)
         return self.split(made, 0.0, least=0).training
 
-    def _held(self, rows: SavedRows, packing: Packing) -> HeldRows:
-        return held_apart(rows, self.tokenizer, self._cut(packing), self.request.evaluation_samples)
-
-    def _stream(self, rows: SavedRows, packing: Packing, num_apart: int) -> StreamSamples:
-        return StreamSamples(
-            rows,
-            self.tokenizer,
-            self._cut(packing),
-            seed=self.request.seed,
-            shuffle_buffer=self.request.shuffle_buffer,
-            num_apart=num_apart,
-        )
-
-    def _cut(self, packing: Packing) -> Cut:
-        return Cut(self.request.length, packing, self._padding, self.model.vocabulary)
+    def _held(self, rows: SavedRows, cut: Cut) -> HeldRows:
+        return held_apart(rows, self.tokenizer, cut, self.request.evaluation_samples)
 
     @property
     def _padding(self) -> int:

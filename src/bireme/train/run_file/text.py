@@ -45,17 +45,13 @@ class TableOfKeys:
     keys: tuple[Key, ...]
 
 
-def tables_of_keys() -> tuple[TableOfKeys, ...]:
+def tables_of_keys(model: type[BaseModel] = Tables, beginning: str = "") -> Iterator[TableOfKeys]:
     """All tables, each nested table after its parent."""
-    return tuple(_tables(Tables, ""))
-
-
-def _tables(model: type[BaseModel], beginning: str) -> Iterator[TableOfKeys]:
     for name, field in model.model_fields.items():
         inner = _table_class(field.annotation)
         if inner is not None:
             yield TableOfKeys(f"{beginning}{name}", field.description or "", _keys(inner))
-            yield from _tables(inner, f"{beginning}{name}.")
+            yield from tables_of_keys(inner, f"{beginning}{name}.")
 
 
 def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
