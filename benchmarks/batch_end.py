@@ -37,6 +37,7 @@ from bireme.profile.behavior import Owner
 from bireme.profile.trace import StorageTrace
 from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.schedule.instruction import Instruction, Kind
 
 RULES = ("2bw", "2bw-fresh", "1f1b")
@@ -88,8 +89,7 @@ class Model:
             Plan((), 1, rule),
             weights=lambda names: materialize(self.module, names, seed=0),
             optimizer="adamw",
-            clip_norm=CLIP_NORM if clip else None,
-            on_instruction=tell,
+            settings=PipelineSettings(clip_norm=CLIP_NORM if clip else None, on_instruction=tell),
         )
 
 

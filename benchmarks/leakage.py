@@ -38,6 +38,7 @@ from bireme.model.units import units_of
 from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 
 MODEL, LENGTH, VOCABULARY = "gpt:layers=4,width=64,heads=4,vocab=257,context=128", 128, 257
 HALF_LAYERS = (1, 2, 4)
@@ -98,7 +99,7 @@ def trained(ids: Tensor, steps: int) -> tuple[Graph, Mapping[str, Tensor], Mappi
         Plan((), 1, "sequential"),
         weights=lambda names: materialize(source.model, names, seed=0),
         optimizer="adamw",
-        clip_norm=1.0,
+        settings=PipelineSettings(clip_norm=1.0),
     )
     loss = 0.0
     for result in pipeline.train(batches(ids, steps, BATCH_SIZE, seed=1)):

@@ -38,6 +38,7 @@ from bireme.model.units import linear_maps
 from bireme.plan.plan import Plan
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 
 NUM_PAIRS = 512
 PASSES = (1, 6)
@@ -203,7 +204,7 @@ def _trained(
         Plan((), 1, "1f1b"),
         weights=lambda names: {name: own[name].detach().clone() for name in names},
         optimizer=named_optimizer("sgd", lr=rate, momentum=0.0, weight_decay=0.0),
-        gradient=form,
+        settings=PipelineSettings(gradient=form),
     )
     draw = torch.Generator().manual_seed(1)
     orders = [torch.randperm(len(images) - HELD_OUT, generator=draw) + HELD_OUT for _ in range(epochs)]

@@ -28,6 +28,7 @@ from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import Fabric
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 
 NUM_TABLES, NUM_ROWS, NUM_MEASURED, WIDTH = 6, 500, 8, 16
@@ -151,8 +152,7 @@ def train(
         world,
         weights=lambda names: {name: held[name].detach().clone() for name in names},
         optimizer=lambda named: torch.optim.Adagrad([one for _, one in named], lr=RATE),
-        sum_codec=sums,
-        codecs=boundary_codecs(boundary, steps),
+        settings=PipelineSettings(sum_codec=sums, codecs=boundary_codecs(boundary, steps)),
     )
     try:
         for _ in pipeline.train(_batches(clicks, steps)):

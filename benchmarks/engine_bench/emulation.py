@@ -42,6 +42,7 @@ from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.schedule.instruction import BACKWARDS, RECEIVES, SENDS, Kind
 from bireme.simulate.costs import Costs
@@ -274,7 +275,7 @@ def _measure(world: World, shapes: Sequence[BenchShape], effort: BenchEffort) ->
                 fabric,
                 weights=model.weights,
                 optimizer="sgd",
-                resolve=model.resolve,
+                settings=PipelineSettings(resolve=model.resolve),
             )
             contenders.append(Ours(schedule, pipeline, model.batch(m)))
         for peer in dict.fromkeys(peer for peers in _PEERS.values() for peer in peers):

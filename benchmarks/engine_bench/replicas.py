@@ -26,6 +26,7 @@ from benchmarks.engine_bench.emulated import StagePace, emulated_model
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -157,7 +158,7 @@ def _measure(world: World) -> _Times:
                 fabric,
                 weights=model.weights,
                 optimizer="sgd",
-                resolve=model.resolve,
+                settings=PipelineSettings(resolve=model.resolve),
             )
             batch = model.batch(WIDTH * NUM_MICROBATCHES)
             contenders.append(Ours(_name(schedule, is_heavy=is_heavy), pipeline, batch))

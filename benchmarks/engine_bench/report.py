@@ -42,6 +42,7 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.parameter_groups import BankMemory
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.schedule.residency import resident
 
@@ -256,7 +257,12 @@ def _measure_footprint() -> list[_Footprint]:
 
 def _trained(model: EmulatedModel, plan: Plan, fabric: DistFabric) -> Pipeline:
     pipeline = Pipeline(
-        model.graph, plan, fabric, weights=model.weights, optimizer="adamw", resolve=model.resolve
+        model.graph,
+        plan,
+        fabric,
+        weights=model.weights,
+        optimizer="adamw",
+        settings=PipelineSettings(resolve=model.resolve),
     )
     for _ in pipeline.train([model.batch(plan.num_microbatches)] * 3):
         pass

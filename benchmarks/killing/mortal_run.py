@@ -25,6 +25,7 @@ from bireme.files import write_text_atomically
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.rates import rate_factor
@@ -359,9 +360,9 @@ def losses_of_one_process(path: Path) -> list[float]:
         alone,
         weights=model.weights(graph),
         optimizer=optimizer_of(training),
-        clip_norm=training.clip_norm or None,
-        lr=rate_factor(training),
-        seed=training.seed,
+        settings=PipelineSettings(
+            clip_norm=training.clip_norm or None, lr=rate_factor(training), seed=training.seed
+        ),
     )
     counted = {one["batch"]: one for one in records if one["kind"] == "round"}
     return [result.loss for result in pipeline.train(batch(counted[number]) for number in sorted(counted))]

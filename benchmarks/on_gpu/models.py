@@ -20,6 +20,7 @@ from bireme.profile.control import torch_device
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.timeline.timeline import Timeline
 from bireme.train.outcome import MemoryUsed
@@ -107,7 +108,13 @@ def train(world: World, gpt: Gpt, plan: Plan) -> Measured:
     """One rank's part of a training of some batches."""
     graph = gpt.graph()
     memory = MemoryUsed(world.device)
-    pipeline = Pipeline(graph, plan, world, weights=Weights(graph, world.device), device=world.device)
+    pipeline = Pipeline(
+        graph,
+        plan,
+        world,
+        weights=Weights(graph, world.device),
+        settings=PipelineSettings(device=world.device),
+    )
     results = list(pipeline.train(gpt.batches(WARM + COUNTED)))
     peak = memory.peak_bytes()
     list(pipeline.train(gpt.batches(RECORDED), record=True))

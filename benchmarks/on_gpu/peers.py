@@ -22,6 +22,7 @@ from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 
 __all__ = ["loop", "peer"]
@@ -109,7 +110,12 @@ def _and_torch(world: World, quick: bool) -> list[dict[str, Any]]:
 
 def _ours(graph: Graph, gpt: Gpt, plan: Plan, world: World) -> _Ours:
     weights = Weights(graph, world.device)
-    return _Ours(Pipeline(graph, plan, DistFabric(world), weights=weights, device=world.device), gpt)
+    return _Ours(
+        Pipeline(
+            graph, plan, DistFabric(world), weights=weights, settings=PipelineSettings(device=world.device)
+        ),
+        gpt,
+    )
 
 
 class _Stage(nn.Module):

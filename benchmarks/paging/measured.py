@@ -32,6 +32,7 @@ from bireme.plan.plan import Paging, Plan
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, ThreadMover, Wire
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.instruction import PAGING, Kind
@@ -162,8 +163,7 @@ def _trained(
         plan,
         weights=lambda names: materialize(made.base, names, seed=1),
         optimizer=named_optimizer("adamw", lr=1e-3),
-        clip_norm=clip_norm,
-        paging=paging,
+        settings=PipelineSettings(clip_norm=clip_norm, paging=paging),
     )
     worked_s = time.process_time()
     results = list(pipeline.train(case.batches(), record=True))

@@ -23,6 +23,7 @@ from bireme.profile.profile import Profile
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
 
@@ -147,7 +148,7 @@ def _run(
             fabric,
             weights=model.weights,
             optimizer=sleeping_sgd(one, world.rank),
-            resolve=model.resolve,
+            settings=PipelineSettings(resolve=model.resolve),
         )
         contenders.append(Ours(one.plan.schedule, pipeline, model.batch(one.batch_size)))
     with closing(contenders):

@@ -27,6 +27,7 @@ from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder, launch_replicas
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
@@ -205,6 +206,5 @@ def _pipeline(
         fabric,
         weights=model.weights,
         optimizer="sgd",
-        resolve=model.resolve,
-        averaging=averaging,
+        settings=PipelineSettings(resolve=model.resolve, averaging=averaging),
     )

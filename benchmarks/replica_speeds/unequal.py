@@ -24,6 +24,7 @@ from bireme.runtime.balancer import Sharing
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 
 __all__ = ["Trained", "Trial", "chances", "possible_s", "train_unequal"]
@@ -126,8 +127,10 @@ def _train(world: World, trial: Trial) -> Trained:
         DistFabric(world),
         weights=lambda names: {name: held[name].detach().clone() for name in names},
         optimizer="sgd",
-        resolve=chain_resolver(graph, modules, loss=square_loss),
-        sharing=Sharing(trial.equal, trial.limits, trial.policy),
+        settings=PipelineSettings(
+            resolve=chain_resolver(graph, modules, loss=square_loss),
+            sharing=Sharing(trial.equal, trial.limits, trial.policy),
+        ),
     )
     end_s, shares = [], []
     for result in pipeline.train(_batches(trial)):

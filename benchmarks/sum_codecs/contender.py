@@ -26,6 +26,7 @@ from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 
 __all__ = ["REPLICAS", "TORCH_DENSE", "TORCH_POWER_SGD", "Outcome", "train"]
@@ -74,9 +75,7 @@ def _with_engine(world: World, codec: str, seed: int, steps: int) -> Outcome:
         world,
         weights=lambda names: materialize(source.model, names, seed=seed),
         optimizer=_optimizer(),
-        clip_norm=CLIP_NORM,
-        lr=lambda step: _rate(step, steps),
-        sum_codec=codec,
+        settings=PipelineSettings(clip_norm=CLIP_NORM, lr=lambda step: _rate(step, steps), sum_codec=codec),
     )
     clock, losses = _Clock(), []
     try:

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from bireme.runtime.launch import launch
     from bireme.runtime.optimizers import named_optimizer
     from bireme.runtime.pipeline import Pipeline
+    from bireme.runtime.settings import PipelineSettings
     from bireme.runtime.world import World
     from bireme.schedule.source import source_of
 
 __all__ = [
     "BiremeError",
     "Pipeline",
+    "PipelineSettings",
     "Plan",
     "ProgramPlan",
     "World",
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 
 PLACES = {
     "Pipeline": "bireme.runtime.pipeline",
+    "PipelineSettings": "bireme.runtime.settings",
     "Plan": "bireme.plan.plan",
     "ProgramPlan": "bireme.plan.program_plan",
     "World": "bireme.runtime.world",

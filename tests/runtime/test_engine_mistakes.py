@@ -16,7 +16,9 @@ from bireme.plan.forecast import Origin
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, write_plan
 from bireme.runtime.launch import launch
+from bireme.runtime.layout import Weights
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.regression import Regression, regression
@@ -120,9 +122,16 @@ def test_a_batch_of_another_size_in_another_stage_is_never_read_as_if_it_were_ri
 # --- one rank alone
 
 
-def alone(model: Model, plan: Plan | None = None, **more: Any) -> Pipeline:
-    more = {"weights": model.given, "evaluation": model.evaluation, **more}
-    return Pipeline(model.graph, plan or Plan((), 4, "1f1b"), **more)
+def alone(
+    model: Model, plan: Plan | None = None, weights: Weights | None = None, **settings: Any
+) -> Pipeline:
+    settings = {"evaluation": model.evaluation, **settings}
+    return Pipeline(
+        model.graph,
+        plan or Plan((), 4, "1f1b"),
+        weights=weights or model.given,
+        settings=PipelineSettings(**settings),
+    )
 
 
 def small() -> Model:

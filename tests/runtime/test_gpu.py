@@ -11,6 +11,7 @@ from bireme import devices
 from bireme.runtime.gathering import Recorder
 from bireme.runtime.launch import launch
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Kind
 from bireme.train.outcome import MemoryUsed
@@ -45,9 +46,9 @@ def trained(world: World, setting: Setting) -> Seen:
         world,
         weights=model.given,
         optimizer=setting.factory,
-        evaluation=model.evaluation,
-        clip_norm=setting.clip_norm,
-        device=world.device,
+        settings=PipelineSettings(
+            evaluation=model.evaluation, clip_norm=setting.clip_norm, device=world.device
+        ),
     )
     data = token_batches(8, 4)
     losses = [result.loss for result in pipeline.train(data)]
@@ -83,7 +84,13 @@ def test_two_gpus_over_nccl_train_as_on_the_cpu(setting: Setting) -> None:
 
 def test_a_timeline_has_the_work_of_the_device_one_after_the_other() -> None:
     model, setting = gpt(MODEL), Setting(plan_for("1f1b", 1))
-    pipeline = Pipeline(model.graph, setting.plan, weights=model.given, optimizer=setting.factory, device=GPU)
+    pipeline = Pipeline(
+        model.graph,
+        setting.plan,
+        weights=model.given,
+        optimizer=setting.factory,
+        settings=PipelineSettings(device=GPU),
+    )
     list(pipeline.train(token_batches(8, 2)))
     list(pipeline.train(token_batches(8, 3), record=True))
     (rank,) = pipeline.timeline().ranks

@@ -33,6 +33,7 @@ from bireme.runtime.microbatches import LazyBatch, micro_batch_seed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
 from tests.support.coded_oracle import CodedOracle
@@ -135,25 +136,27 @@ def pipeline_of(
         world,
         weights=model.given,
         optimizer=setting.factory,
-        evaluation=model.evaluation,
-        resolve=model.resolve(),
-        clip_norm=setting.clip_norm,
-        lr=setting.lr_factor,
-        seed=SEED,
-        bank_dtype=setting.bank_dtype,
-        on_instruction=on_instruction,
-        device=device,
-        sharing=sharing,
-        reads_apart=setting.reads_apart,
-        sum_codec=setting.sum_codec,
-        codecs=setting.codecs,
-        gradient=setting.gradient,
-        gradient_of=setting.gradient_of,
-        paging=setting.paging,
-        shard=setting.shard,
-        compile=setting.compiles,
-        agreement=agreement,
-        averaging=averaging,
+        settings=PipelineSettings(
+            evaluation=model.evaluation,
+            resolve=model.resolve(),
+            clip_norm=setting.clip_norm,
+            lr=setting.lr_factor,
+            seed=SEED,
+            bank_dtype=setting.bank_dtype,
+            on_instruction=on_instruction,
+            device=device,
+            sharing=sharing,
+            reads_apart=setting.reads_apart,
+            sum_codec=setting.sum_codec,
+            codecs=setting.codecs,
+            gradient=setting.gradient,
+            gradient_of=setting.gradient_of,
+            paging=setting.paging or PagingSettings(),
+            shard=setting.shard,
+            compile=setting.compiles,
+            agreement=agreement,
+            averaging=averaging,
+        ),
     )
 
 

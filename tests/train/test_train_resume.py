@@ -16,6 +16,7 @@ from bireme.plan.plan import Plan
 from bireme.runtime.board import RankFailed
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.train.data.placing import NUM_PROBES, Order
 from bireme.train.model import RunModel
 from bireme.train.rank_part import RunStart
@@ -210,7 +211,7 @@ def _in_two_phases(folder: Path) -> list[float]:
             phase,
             weights=model.weights(graph),
             optimizer=named_optimizer("adamw", lr=run.training.learning_rate, betas=run.training.betas),
-            clip_norm=run.training.clip_norm,
+            settings=PipelineSettings(clip_norm=run.training.clip_norm),
         )
         if saved is not None:
             pipeline.restore(saved)

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from bireme.codec.lowrank import Product
-from bireme.codec.sum_description import GradientForm
 from bireme.memory.arena import Slots
-from bireme.model.units import LinearMap
 from bireme.runtime.gradients import GradientPool
 from bireme.runtime.optimizers import OptimizerFactory, StageMemory
 from bireme.runtime.parameter_groups import (
@@ -31,7 +29,7 @@ from bireme.runtime.parameter_groups import (
     part_of,
     step_dtype_of,
 )
-from bireme.runtime.principal import most_piece_elements, principal_of, step_all
+from bireme.runtime.principal import PrincipalGradients, most_piece_elements, step_all
 from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, frozen_parts
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.stepper import Stepper
@@ -211,7 +209,7 @@ class WeightBanks(_BankContents):
     Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
     master weights are stepped in its place. The parameters in `summed_apart` lie on parameter groups of their
     own, because their gradients are summed with other ranks than those of the rest. The gradients of the
-    weights in `maps` are kept in a `form` of few numbers. Where replicas are `sharers` of the optimizer, this
+    weights in `principal` are kept as components. Where replicas are `sharers` of the optimizer, this
     one steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
     gathered. The replicas in `averagers` have whole optimizers, but average a part of the weights each.
     """
@@ -227,8 +225,7 @@ class WeightBanks(_BankContents):
         bank_dtype: torch.dtype | None = None,
         summed_apart: Collection[str] = (),
         stage: int = 0,
-        maps: Mapping[str, LinearMap] | None = None,
-        form: GradientForm | None = None,
+        principal: PrincipalGradients | None = None,
         memory: StageMemory | None = None,
         sharers: Sharers | None = None,
         averagers: Sharers | None = None,
@@ -303,7 +300,6 @@ class WeightBanks(_BankContents):
         self._held = [0] * num_banks
         self._newest_version = 0
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        principal = principal_of(maps or {}, form, given, rule, device)
         source = memory.gradients if memory.is_paged else None
         self.gradients = GradientPool(
             self._stepper.parameter_groups,

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from bireme.codec.description import NO_CODECS, LinkCodecs
-from bireme.codec.sum_description import GradientForm
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph, ModelState
 from bireme.model.halves import GradientHook, feeding
-from bireme.model.stage import Resolve, SegmentedFunction, StageFunction, stage_function, torch_operator
+from bireme.model.stage import SegmentedFunction, StageFunction, stage_function, torch_operator
 from bireme.model.units import LinearMap, Unit, chosen_maps, units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan, even_cuts
@@ -28,6 +27,9 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
 from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.paging.rank_paging import RankPaging
+from bireme.runtime.parameter_groups import bank_dtype_of, step_dtype_of
+from bireme.runtime.principal import principal_of
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.stage import LOSS, AnyStageFunction, Batches, Place, Stage
 from bireme.runtime.stage_messages import StageMessages
@@ -312,32 +314,22 @@ class Assembly:
     plan: ProgramPlan
     layout: Layout
     boundaries: Boundaries
-    device: torch.device
-    resolve: Resolve
-    compiles: bool
+    settings: PipelineSettings
     batches: Batches
-    form: GradientForm | None = None
     paging: RankPaging | None = None
     sharers: Sharers | None = None
     averagers: Sharers | None = None
 
-    def stages(
-        self, weights: Weights, factory: OptimizerFactory, bank_dtype: torch.dtype | None
-    ) -> dict[int, Stage]:
+    def stages(self, weights: Weights, factory: OptimizerFactory) -> dict[int, Stage]:
         """The rank's stages, each with its weights."""
-        maps = self._maps()
+        form = self.settings.form
+        maps = {} if form is None else chosen_maps(self.graph, form)
         found = {}
         for stage, own in self.layout.units.items():
             gradient_hook = GradientHook() if maps else None
             function = self._function(own, maps, gradient_hook)
-            found[stage] = self._stage(stage, function, weights, factory, bank_dtype, maps, gradient_hook)
+            found[stage] = self._stage(stage, function, weights, factory, maps, gradient_hook)
         return found
-
-    def _maps(self) -> Mapping[str, LinearMap]:
-        """The weights whose gradients are kept as components."""
-        if self.form is None:
-            return {}
-        return chosen_maps(self.graph, self.form)
 
     def evaluation_stages(self, evaluation: Graph, stages: dict[int, Stage]) -> dict[int, _EvaluationStage]:
         """The same in evaluation mode, on the same weights. They must be cut where those in training are."""
@@ -352,26 +344,27 @@ class Assembly:
         found = {}
         for stage, training in stages.items():
             own = [units[unit.index] for unit in self.layout.units[stage]]
-            function = stage_function(evaluation, own, resolve=self.resolve, outputs=(LOSS,))
-            found[stage] = _EvaluationStage(function, training.banks, training.buffers, self.device)
+            function = stage_function(evaluation, own, resolve=self.settings.resolve, outputs=(LOSS,))
+            device = torch.device(self.settings.device)
+            found[stage] = _EvaluationStage(function, training.banks, training.buffers, device)
         return found
 
     def _function(
         self, units: tuple[Unit, ...], maps: Mapping[str, LinearMap], gradient_hook: GradientHook | None
     ) -> AnyStageFunction:
         """What runs some units in training."""
-        resolve = self.resolve if gradient_hook is None else feeding(self.resolve, maps, gradient_hook)
+        resolve, compiles = self.settings.resolve, self.settings.compile
+        if gradient_hook is not None:
+            resolve = feeding(resolve, maps, gradient_hook)
         again = set(self.plan.recompute_units) & {unit.index for unit in units}
         if not again:
-            return stage_function(self.graph, units, resolve=resolve, compile=self.compiles, outputs=(LOSS,))
+            return stage_function(self.graph, units, resolve=resolve, compile=compiles, outputs=(LOSS,))
         if self.plan.source.splits_backward:
             raise BiremeError(
                 f"{self.plan.source.name} runs backwards in two halves, and units that recompute would do so "
                 "in each. Recompute whole stages, or use a schedule whose backwards are whole."
             )
-        return SegmentedFunction(
-            self.graph, units, again, resolve=resolve, compile=self.compiles, outputs=(LOSS,)
-        )
+        return SegmentedFunction(self.graph, units, again, resolve=resolve, compile=compiles, outputs=(LOSS,))
 
     def _stage(
         self,
@@ -379,13 +372,13 @@ class Assembly:
         function: AnyStageFunction,
         weights: Weights,
         factory: OptimizerFactory,
-        bank_dtype: torch.dtype | None,
         maps: Mapping[str, LinearMap],
         gradient_hook: GradientHook | None,
     ) -> Stage:
+        device, bank_dtype = torch.device(self.settings.device), self.settings.bank_dtype
         states = {state.name: state for state in (*self.graph.parameters, *self.graph.buffers)}
         names = (*function.parameters, *function.buffers)
-        given = {name: tensor.to(self.device) for name, tensor in weights(names).items()}
+        given = {name: tensor.to(device) for name, tensor in weights(names).items()}
         for name in names:
             found = tuple(given[name].shape) if name in given else None
             if found != states[name].shape:
@@ -403,6 +396,7 @@ class Assembly:
                     "of real numbers only. Split the parameter into real ones, or train with one replica."
                 )
         source = self.plan.source
+        dtypes = {name: step_dtype_of(bank_dtype_of(given[name], bank_dtype)) for name in trainable}
         memory = None if self.paging is None else self.paging.stage(stage)
         banks = WeightBanks(
             {name: given[name] for name in function.parameters},
@@ -413,8 +407,7 @@ class Assembly:
             bank_dtype=bank_dtype,
             summed_apart=self.layout.tied.keys() | (self.layout.repeated if self.sharers else ()),
             stage=stage,
-            maps={name: one for name, one in maps.items() if name in trainable},
-            form=self.form,
+            principal=principal_of(maps, self.settings.form, dtypes, source.rule, device),
             memory=memory,
             sharers=self.sharers,
             averagers=self.averagers,
@@ -426,7 +419,7 @@ class Assembly:
             {name: given[name].clone() for name in function.buffers},
             self.boundaries,
             self.batches,
-            device=self.device,
+            device=device,
             recomputes=stage in source.recomputed,
             gradient_hook=gradient_hook,
             memory=memory,

@@ -102,35 +102,28 @@ def _own_weights(model: nn.Module, seed: int) -> Weights:
 AnyPlan = Plan | SavedPlan | ProgramPlan | Program
 
 
+def named_plan(plan: AnyPlan) -> Plan | None:
+    """The plan that names a schedule; None of a program."""
+    named = plan.plan if isinstance(plan, SavedPlan) else plan
+    return named if isinstance(named, Plan) else None
+
+
 def on_pages(plan: AnyPlan, device: torch.device) -> AnyPlan:
     """The plan with chunks that can be mapped on the device that it runs on."""
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if not isinstance(named, Plan) or named.paging is None:
+    named = named_plan(plan)
+    if named is None or named.paging is None:
         return plan
     fitting = named.on_pages(page_bytes(device))
     return replace(plan, plan=fitting) if isinstance(plan, SavedPlan) else fitting
 
 
-def does_offload(plan: AnyPlan) -> bool:
-    """Whether a plan offloads anything."""
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if isinstance(named, Plan):
-        return named.paging is not None
-    program = named if isinstance(named, Program) else named.source.settled()
-    return any(program.tiers)
-
-
 def runnable(plan: AnyPlan) -> ProgramPlan:
     """What a plan asks for. Refuses a program that is wrong, or right and yet nothing for the engine."""
-    match plan:
-        case SavedPlan():
-            asked = plan.plan.by_program
-        case Plan():
-            asked = plan.by_program
-        case Program():
-            asked = ProgramPlan(source_of(plan))
-        case ProgramPlan():
-            asked = plan
+    if (named := named_plan(plan)) is not None:
+        asked = named.by_program
+    else:
+        assert not isinstance(plan, Plan | SavedPlan), "these name a schedule"
+        asked = ProgramPlan(source_of(plan)) if isinstance(plan, Program) else plan
     if asked.source.rule is Rule.STASHED:
         raise BiremeError(
             f"The engine does not run {asked.source.name}, whose stages step after every micro-batch and so "
@@ -160,64 +153,50 @@ def _check_updates(source: ProgramSource) -> None:
                 )
 
 
-def unhurried(
-    plan: AnyPlan, by_program: ProgramPlan, programs: Callable[[AnyPlan], ProgramPlan]
-) -> ProgramPlan:
-    """The plan where ranks share parameters: updates are early only where the plan asks for it, because sums
-    of tied gradients take long. `programs` gives the programs of a plan.
-    """
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if isinstance(named, Plan) and named.updates_early is None:
-        return programs(replace(named, updates_early=False))
-    return by_program
-
-
-def _halfway(
-    plan: AnyPlan, by_program: ProgramPlan, programs: Callable[[AnyPlan], ProgramPlan]
-) -> ProgramPlan:
-    """The plan where replicas share an optimizer: updates leave time for the weights to travel."""
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if isinstance(named, Plan) and not named.updates_halfway:
-        return programs(replace(named, updates_halfway=True))
-    return by_program
-
-
 _WHOLE_WEIGHTS = 2
-"""Of a plan that does not say it: those of the pass that runs, and those of the next on their way."""
+"""Whole weights of a plan that gives no number: those of the running pass, and those of the next pass."""
 
 
-def for_sharers(
-    plan: AnyPlan, by_program: ProgramPlan, shard: str, programs: Callable[[AnyPlan], ProgramPlan]
+def for_replicas(
+    plan: AnyPlan,
+    by_program: ProgramPlan,
+    shard: str,
+    programs: Callable[[AnyPlan], ProgramPlan],
+    *,
+    is_tied: bool,
 ) -> ProgramPlan:
-    """The plan for replicas that share this: with time for weights to travel, or gathers of them. Refuses a
-    plan whose replicas are to share weights where they do not. `programs` gives the programs of a plan.
+    """The plan for what its ranks share. Refuses a plan whose replicas are to share weights if they do not.
+
+    With tied parameters, updates are early only if the plan asks for it: tied gradients take long to sum. If
+    replicas share an optimizer, updates leave time for the weights to travel; if they share weights, these
+    are gathered before use. `programs` gives the programs of a plan.
     """
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if isinstance(named, Plan) and named.whole_weights and shard != "weights":
+    named = named_plan(plan)
+    if named is not None and named.whole_weights and shard != "weights":
         raise BiremeError(
             f"In the plan replicas share weights (whole_weights = {named.whole_weights}), but shard is "
             f'"{shard}". Set shard = "weights", or make a new plan.'
         )
-    if shard == "none" or by_program.width == 1:
+    shared = shard if by_program.width > 1 else "none"
+    if named is None:
+        if shared == "weights":
+            raise BiremeError(
+                "Replicas share the weights, which are gathered where a schedule uses them, but "
+                f"{by_program.source.name} "
+                'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
+            )
         return by_program
-    change = _halfway if shard == "optimizer" else _gathering
-    return change(plan, by_program, programs)
-
-
-def _gathering(
-    plan: AnyPlan, by_program: ProgramPlan, programs: Callable[[AnyPlan], ProgramPlan]
-) -> ProgramPlan:
-    """The plan where replicas share weights: they are gathered where they are used."""
-    named = plan.plan if isinstance(plan, SavedPlan) else plan
-    if not isinstance(named, Plan):
-        raise BiremeError(
-            "Replicas share the weights, which are gathered where a schedule uses them, but "
-            f"{by_program.source.name} "
-            'is a program and not a plan with a schedule. Name a schedule, or use shard = "optimizer".'
-        )
-    if not named.whole_weights:
-        by_program = programs(replace(named, whole_weights=_WHOLE_WEIGHTS))
-    by_program.source.settled()  # refuses schedules that need gradients whole
+    asked = named
+    if is_tied and asked.updates_early is None:
+        asked = replace(asked, updates_early=False)
+    if shared == "optimizer":
+        asked = replace(asked, updates_halfway=True)
+    if shared == "weights" and not asked.whole_weights:
+        asked = replace(asked, whole_weights=_WHOLE_WEIGHTS)
+    if asked != named:
+        by_program = programs(asked)
+    if shared == "weights":
+        by_program.source.settled()  # refuses schedules that need gradients whole
     return by_program
 
 

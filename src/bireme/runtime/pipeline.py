@@ -13,38 +13,36 @@ from torch import nn
 
 from bireme.balance import Shares
 from bireme.capabilities import refuse_excluded
-from bireme.codec.description import NO_CODECS, LinkCodecs
-from bireme.codec.sum_description import DENSE, GradientForm, SumCodec, parse_gradient, parse_sum_codec
+from bireme.codec.description import NO_CODECS
+from bireme.codec.sum_description import DENSE
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph
-from bireme.model.stage import Resolve, torch_operator
 from bireme.model.units import units_of
 from bireme.plan.plan_file import SavedPlan, check_plan_fits
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.balancer import Balancer, Sharing, Stopwatch
+from bireme.runtime.balancer import Balancer, Stopwatch
 from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
-from bireme.runtime.exchange.averages import Averages, Averaging, Met
-from bireme.runtime.exchange.joining import Donations, QuorumAgreement, join
+from bireme.runtime.exchange.averages import Averages, Met
+from bireme.runtime.exchange.joining import Donations, join
 from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.gathering import Recorder, Recording, gather_times, timeline_of
 from bireme.runtime.held_state import HeldState
-from bireme.runtime.interpreter import Interpreter, OnInstruction
+from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import (
     AnyPlan,
     Layout,
     Weights,
-    does_offload,
-    for_sharers,
+    for_replicas,
     layout_of,
+    named_plan,
     on_pages,
     prepared,
     refuse_with_widths,
     runnable,
-    unhurried,
     used_by_plan,
     work_of,
 )
@@ -52,8 +50,8 @@ from bireme.runtime.message_format import Boundaries, TensorSpec, checked, recei
 from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.checks import paging_of
-from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.sharers import Sharers, sharers_of
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Batches, Stage
@@ -75,13 +73,11 @@ def _cutter_of(
     plan: ProgramPlan,
     layout: Layout,
     stages: Mapping[int, Stage],
-    seed: int,
-    device: torch.device,
+    settings: PipelineSettings,
     balancer: Balancer | None,
-    agreement: QuorumAgreement | None,
 ) -> Cutter:
     """The cutter of a rank. With an agreement its batches are parts of whole ones."""
-    num_microbatches = plan.source.num_microbatches
+    num_microbatches, agreement = plan.source.num_microbatches, settings.agreement
     return Cutter(
         width=plan.width,
         replica=layout.replica,
@@ -90,43 +86,14 @@ def _cutter_of(
         count=count_of(graph),
         required=graph.inputs,
         needed=tuple(dict.fromkeys(name for stage in stages.values() for name in stage.function.inputs)),
-        device=device,
-        seed=seed,
+        device=torch.device(settings.device),
+        seed=settings.seed,
         sizes=plan.micro_batch_sizes,
         shares=None if balancer is None else balancer.shares,
         num_samples=0 if agreement is None else agreement.num_samples,
         own=plan.source.routes.microbatches_of(layout.pipeline_rank, num_microbatches),
         first_piece=0 if agreement is None else agreement.agent.own.replica * plan.width * num_microbatches,
     )
-
-
-# The capabilities that a pipeline uses.
-
-
-def _used(
-    shard: str,
-    form: GradientForm | None,
-    codec: SumCodec,
-    optimizer: OptimizerFactory | str,
-    agreement: QuorumAgreement | None,
-    averaging: Averaging | None,
-    *,
-    compiles: bool,
-) -> dict[str, str]:
-    """Those that arguments ask for, each with words that name it."""
-    diloco = None if averaging is None else averaging.diloco
-    every = {
-        "shard-optimizer": (shard == "optimizer", 'shard is "optimizer"'),
-        "shard-weights": (shard == "weights", 'shard is "weights"'),
-        "principal": (form is not None, f'gradient is "{form}"'),
-        "sum-codec": (codec != DENSE, f'sum_codec is "{codec}"'),
-        "muon": (optimizer == "muon", 'optimizer is "muon"'),
-        "compile": (compiles, "compile is True"),
-        "quorum": (agreement is not None, "there is an agreement"),
-        "groups": (averaging is not None and diloco is None, "replicas average weights in groups"),
-        "diloco": (diloco is not None, "replicas average what they learned"),
-    }
-    return {name: words for name, (is_used, words) in every.items() if is_used}
 
 
 # Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks.
@@ -136,17 +103,16 @@ def _reducer_of(
     fabric: Fabric,
     layout: Layout,
     transport: Transport,
-    device: torch.device,
-    codec: SumCodec = DENSE,
-    agreement: QuorumAgreement | None = None,
-    sharers: Sharers | None = None,
+    settings: PipelineSettings,
+    sharers: Sharers | None,
 ) -> Reducer:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.
 
-    Sums over replicas go through `codec`. Where these are `sharers` of the optimizer, they are joined, and
-    each replica gets the sums of its own parts. With an `agreement` they are a site, whose sums with others
-    go through the codec.
+    Sums over replicas go through the codec of the settings. Where these are `sharers` of the optimizer, they
+    are joined, and each replica gets the sums of its own parts. With an agreement they are a site, whose sums
+    with others go through the codec.
     """
+    device, codec, agreement = torch.device(settings.device), settings.codec, settings.agreement
     quick = fabric.sums(transport) if not layout.is_summed and (agreement or not layout.tied) else None
     if quick is not None and agreement is None:
         return GroupReducer(quick, counted=layout.counted, in_background=False)
@@ -202,17 +168,7 @@ class Pipeline(HeldState):
     program, alone or in a `ProgramPlan` that says how the model is cut for it.
     `model` is a module, captured with `example_inputs` and `loss`, or a graph captured before. `weights`
     gives the parameters and buffers of this rank's stages; a module's own are the default. `optimizer` is a
-    name, which takes its own learning rate, or makes optimizers from named parameters; `lr` gives the factor
-    on the learning rate by batch. `evaluation` is the graph of the model in evaluation mode. `bank_dtype`, if
-    it is shorter than what the weights come in, keeps float32 master weights. `codecs` are those of the
-    boundaries; the plan's own are the default. `sum_codec` is what sums over replicas go through, as "int8".
-    `paging` says where a plan that pages keeps what is not on the device.
-    `sharing` lets the replicas' shares of each batch follow their speed. With `reads_apart` no rank reads
-    rows of another replica to train on them: what they count goes around as numbers. `gradient` says how the
-    gradients of linear maps are kept, as "principal:8", and `gradient_of` of which, by patterns. With `shard`
-    as "optimizer" each replica steps a part of the weights, and the others get it from there. With an
-    `agreement` this is one replica of several, the ranks of `world` are its own alone, and so are its
-    batches' samples. So it is with an `averaging`, where each trains batches of its own.
+    name, which takes its own learning rate, or makes optimizers from named parameters.
     """
 
     def __init__(
@@ -225,41 +181,25 @@ class Pipeline(HeldState):
         loss: Loss | None = None,
         weights: Weights | None = None,
         optimizer: OptimizerFactory | str = "adamw",
-        evaluation: Graph | None = None,
-        resolve: Resolve = torch_operator,
-        clip_norm: float | None = None,
-        lr: Callable[[int], float] = lambda _batch: 1.0,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        bank_dtype: torch.dtype | None = None,
-        compile: bool = False,  # noqa: A002 (torch's word for it)
-        sum_codec: str = "none",
-        on_instruction: OnInstruction | None = None,
-        sharing: Sharing | None = None,
-        reads_apart: bool = False,
-        codecs: LinkCodecs | None = None,
-        gradient: str = "whole",
-        gradient_of: Sequence[str] | None = None,
-        paging: PagingSettings | None = None,
-        shard: str = "none",
-        agreement: QuorumAgreement | None = None,
-        averaging: Averaging | None = None,
+        settings: PipelineSettings | None = None,
     ) -> None:
-        self._device = torch.device(device)
+        settings = settings or PipelineSettings()
+        agreement, averaging, sharing = settings.agreement, settings.averaging, settings.sharing
+        self._device = torch.device(settings.device)
         check_supported(self._device)
         plan = on_pages(plan, self._device)
+        named = named_plan(plan)
         programs = runnable if averaging is None else averaging.programs
         asked = runnable(programs(plan))
-        codec = parse_sum_codec(sum_codec)
-        form = parse_gradient(gradient, None if gradient_of is None else tuple(gradient_of))
+        used = settings.used(has_muon=optimizer == "muon")
         fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
         made_of = prepared(
             model,
-            evaluation=evaluation,
+            evaluation=settings.evaluation,
             weights=weights,
             example_inputs=example_inputs,
             loss=loss,
-            seed=seed,
+            seed=settings.seed,
         )
         graph = made_of.graph
         if isinstance(plan, SavedPlan) and plan.origin is not None:
@@ -268,85 +208,71 @@ class Pipeline(HeldState):
         units = units_of(graph)
         self.plan = asked.cut([work_of(graph, unit) for unit in units])
         self.layout = layout_of(graph, units, self.plan, fabric.rank, fabric.size)
-        used = used_by_plan(self.plan.source, self.layout, offloads=does_offload(plan))
-        used |= _used(shard, form, codec, optimizer, agreement, averaging, compiles=compile)
+        source = self.plan.source
+        offloads = any(source.settled().tiers) if named is None else named.paging is not None
+        used |= used_by_plan(source, self.layout, offloads=offloads)
         refuse_excluded(used)
         refuse_with_widths(self.layout.routes, used)
-        if agreement is not None and self.layout.width > 1 and shard == "none":
+        if agreement is not None and self.layout.width > 1 and settings.shard == "none":
             raise BiremeError(
                 f"The plan has {self.layout.width} replicas that live and die together, but they share "
                 'nothing. Set shard to "optimizer" or "weights", or make each a pipeline of its own.'
             )
-        if self.layout.tied:
-            self.plan = unhurried(plan, self.plan, programs)
-        sharers = sharers_of(shard, self.layout)
+        sharers = sharers_of(settings.shard, self.layout)
         averagers = None
         if averaging is not None and sharers is None:
             averagers = averaging.averagers(self.layout)
-        self.plan = for_sharers(plan, self.plan, shard, programs)
+        self.plan = for_replicas(plan, self.plan, settings.shard, programs, is_tied=bool(self.layout.tied))
         self._boundaries = Boundaries(graph, received_by(units, self.plan))
         if self.plan.source.num_sliced:
             self._boundaries.check_halves(self.plan.source.name)
-        self._paging = paging_of(
-            graph,
-            self.plan.source,
-            self.layout,
-            self._device,
-            paging or PagingSettings(),
-            compiles=compile,
-            agrees=agreement is not None,
-            merges=form is not None,
-        )
+        self._paging = paging_of(graph, self.plan.source, self.layout, settings)
         batches = Batches()
         assembly = Assembly(
             graph,
             self.plan,
             self.layout,
             self._boundaries,
-            self._device,
-            resolve,
-            compile,
+            settings,
             batches,
-            form,
             self._paging,
             sharers,
             averagers,
         )
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
-        self.stages = assembly.stages(made_of.weights, factory, bank_dtype)
+        self.stages = assembly.stages(made_of.weights, factory)
         is_timed = sharing is not None or (agreement is not None and agreement.balances)
         stopwatch = Stopwatch(self._device) if is_timed else None
         self.balancer: Balancer | None = None
         """What decides about shares, if anything does."""
         if sharing is not None and stopwatch is not None:
             self.balancer = Balancer(sharing, self.layout, stopwatch, read_ahead=self.read_ahead)
-        self.cutter = _cutter_of(
-            graph, self.plan, self.layout, self.stages, seed, self._device, self.balancer, agreement
-        )
+        self.cutter = _cutter_of(graph, self.plan, self.layout, self.stages, settings, self.balancer)
         """What this rank takes of each batch."""
         evaluation = made_of.evaluation
         forwards = assembly.evaluation_stages(evaluation, self.stages) if evaluation is not None else None
         routes = self.layout.routes
-        own_codecs = self.plan.codecs if codecs is None else codecs
+        own_codecs = self.plan.codecs if settings.codecs is None else settings.codecs
         self.codecs = checked(own_codecs.between(routes.rank_of_stage))
         # Nothing is open yet, so whatever was refused so far has left nothing open.
         transport = fabric.transport(self.layout.pipeline, routes)
         self._fabric = fabric
         self._sharers = sharers or averagers
-        self._reducer = _reducer_of(fabric, self.layout, transport, self._device, codec, agreement, sharers)
+        self._reducer = _reducer_of(fabric, self.layout, transport, settings, sharers)
         if averagers is not None:
             averagers.join(_replicas(fabric, self.layout), None, self._device)
         self._spare = fabric.everyone()
-        if reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
+        if settings.reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         norms_of, is_apart = None, self.plan.source.settled().updates_apart
         if is_apart or (self._paging is not None and not self._paging.keeps_gradients):
             assert isinstance(self._reducer, GroupReducer), "an agreement keeps gradients until the update"
             norms_of = self._reducer.norms_of
+        clip_norm = settings.clip_norm
         limits = own_limits(clip_norm, units, graph.parameters, self.layout) if is_apart else {}
-        settings = UpdateSettings(lr, clip_norm, limits)
-        self._updates = Updates(self.stages, batches, self._reducer, settings, norms_of=norms_of)
+        rules = UpdateSettings(settings.lr, clip_norm, limits)
+        self._updates = Updates(self.stages, batches, self._reducer, rules, norms_of=norms_of)
         self._updates.more = None if self.balancer is None else self.balancer.own_seconds
         if isinstance(self._reducer, RoundReducer):
             assert agreement is not None, "its reducer is there"
@@ -367,13 +293,13 @@ class Pipeline(HeldState):
                 replica=self.layout.replica,
             )
             self._updates.before_update = donations.before_update
-        tell = on_instruction or teller(world)
+        tell = settings.on_instruction or teller(world)
         self._interpreter = Interpreter(
             self.stages, self._stage_messages, self._updates, tell, stopwatch, self._paging, self._averages
         )
         together = self.layout, self._interpreter, self._spare, self.cutter
         self._evaluator = (
-            None if forwards is None else Evaluator(forwards, *together, gathers=shard == "weights")
+            None if forwards is None else Evaluator(forwards, *together, gathers=settings.shard == "weights")
         )
         self.recording: Recording | None = None
         """When this rank's instructions of the last `train` ran, if it was asked to record them."""
@@ -447,7 +373,7 @@ class Pipeline(HeldState):
         if self._evaluator is None:
             raise BiremeError(
                 "The pipeline was made without a graph of the model in evaluation mode. Capture one with "
-                "training=False and give it as evaluation=."
+                "training=False and give it as PipelineSettings(evaluation=…)."
             )
         self._check_drained()
         self._make_whole()  # with the others, though this replica may have no sample to evaluate

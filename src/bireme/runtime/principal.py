@@ -160,7 +160,7 @@ class PrincipalGradients:
     ) -> None:
         self._form = form
         self._delay = int(is_delayed)
-        self._dtypes, self._device = dict(dtypes), device
+        self._dtypes, self._device = {name: dtypes[name] for name in maps}, device
         self.shapes = {name: one.shape for name, one in maps.items()}
         """The weights, by name."""
         self._settled: dict[int, _Settled] = {
@@ -243,12 +243,14 @@ class PrincipalGradients:
 def principal_of(
     maps: Mapping[str, LinearMap],
     form: GradientForm | None,
-    weights: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
     rule: Rule,
     device: torch.device,
 ) -> PrincipalGradients | None:
-    """The components of the weights in `maps`; None if no gradients are kept so."""
-    if form is None or not maps:
+    """The components of those in `maps` among a stage's weights, which have these types; None if no gradients
+    are kept so.
+    """
+    own = {name: one for name, one in maps.items() if name in dtypes}
+    if form is None or not own:
         return None
-    dtypes = {name: weights[name].dtype for name in maps}
-    return PrincipalGradients(maps, form, dtypes, is_delayed=rule is not Rule.SYNCHRONOUS, device=device)
+    return PrincipalGradients(own, form, dtypes, is_delayed=rule is not Rule.SYNCHRONOUS, device=device)

@@ -27,6 +27,7 @@ from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
@@ -98,23 +99,25 @@ def _pipeline(part: RankPart, plan: SavedPlan) -> Pipeline:
         world,
         weights=_weights(part, graph),
         optimizer=optimizer_of(run.training),
-        evaluation=load_graph(part.folder.evaluation_graph),
-        clip_norm=run.training.clip_norm or None,
-        lr=lr,
-        seed=run.training.seed,
-        device=world.device,
-        bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
-        compile=run.model.compile,
-        sharing=_sharing(part, plan),
-        reads_apart=bool(part.start.census),
-        sum_codec=run.sync.codec,
-        gradient=run.training.gradient,
-        gradient_of=run.training.gradient_of,
-        codecs=link_codecs(run, plan.plan),
-        shard=run.memory.shard,
-        paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
-        agreement=None if part.member is None else part.member.agreement,
-        averaging=averaging,
+        settings=PipelineSettings(
+            evaluation=load_graph(part.folder.evaluation_graph),
+            clip_norm=run.training.clip_norm or None,
+            lr=lr,
+            seed=run.training.seed,
+            device=world.device,
+            bank_dtype=torch.bfloat16 if run.model.dtype == "bfloat16" else None,
+            compile=run.model.compile,
+            sharing=_sharing(part, plan),
+            reads_apart=bool(part.start.census),
+            sum_codec=run.sync.codec,
+            gradient=run.training.gradient,
+            gradient_of=run.training.gradient_of,
+            codecs=link_codecs(run, plan.plan),
+            shard=run.memory.shard,
+            paging=PagingSettings(None if run.memory.disk is None else Path(run.memory.disk)),
+            agreement=None if part.member is None else part.member.agreement,
+            averaging=averaging,
+        ),
     )
 
 

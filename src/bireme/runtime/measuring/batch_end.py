@@ -29,6 +29,7 @@ from bireme.profile.timing import waited_s
 from bireme.runtime.fabric import DistFabric, Fabric, PipelineFabric
 from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.sharers import Sharers
 from bireme.runtime.stage import LOSS, Stage
 from bireme.runtime.world import World
@@ -373,9 +374,11 @@ def _batch_end_of(
             if one.name in names
         },
         optimizer=named_optimizer(optimizer, lr=RATE),
-        clip_norm=1.0,
-        on_instruction=laps,
-        bank_dtype=shortest if shortest.itemsize < torch.float32.itemsize else None,
+        settings=PipelineSettings(
+            clip_norm=1.0,
+            on_instruction=laps,
+            bank_dtype=shortest if shortest.itemsize < torch.float32.itemsize else None,
+        ),
     )
     other = torch.zeros(_OTHER_BYTES // 4)
 

@@ -10,8 +10,8 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import Unit
 from bireme.runtime.layout import Layout
-from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.paging.rank_paging import RankPaging
+from bireme.runtime.settings import PipelineSettings
 from bireme.schedule.accesses import chunks_of, uses
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
@@ -24,17 +24,10 @@ def paging_of(
     graph: Graph,
     source: ProgramSource,
     layout: Layout,
-    device: torch.device,
-    settings: PagingSettings,
-    *,
-    compiles: bool,
-    agrees: bool,
-    merges: bool,
+    settings: PipelineSettings,
 ) -> RankPaging | None:
-    """The paging of this rank; None if its memory is not cut. With `agrees` its gradients are summed with
-    those of replicas that are no part of its layout. With `merges` some become principal components.
-    """
-    rank, program = layout.pipeline_rank, source.settled()
+    """The paging of this rank; None if its memory is not cut."""
+    rank, program, device = layout.pipeline_rank, source.settled(), torch.device(settings.device)
     tiers = program.tiers_of(rank)
     if tiers is None:
         return None
@@ -43,7 +36,7 @@ def paging_of(
             f"The plan has the optimizer step on the host, which Bireme's engine does only where the device "
             f'is a processor, and rank {layout.rank} has {device}. Plan with memory.optimizer = "device".'
         )
-    if compiles and any(item is Item.STASH for item, _ in tiers.chunks):
+    if settings.compile and any(item is Item.STASH for item, _ in tiers.chunks):
         raise BiremeError(
             "A stage that torch compiles keeps its activations itself, and the plan offloads them. Leave "
             "compile out, or plan with memory.stashes = false."
@@ -61,8 +54,8 @@ def paging_of(
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_tied = layout.tied or any(count > 1 for count in names.values())
     # Replicas that share weights sum their parts before a batch ends.
-    is_summed = is_tied or agrees or (layout.is_summed and program.num_sharers == 1)
-    if is_apart and (is_tied or merges or layout.is_summed):
+    is_summed = is_tied or settings.agreement is not None or (layout.is_summed and program.num_sharers == 1)
+    if is_apart and (is_tied or settings.form is not None or layout.is_summed):
         raise BiremeError(
             "The plan updates stages before the others have their gradients, so gradients cannot be summed "
             "over replicas or stages, and principal components cannot be found. Plan with memory.updates = "
@@ -73,7 +66,7 @@ def paging_of(
             f"Gradients of rank {layout.rank} are summed up with others, and {source.name} takes them off "
             "the device before. Page the program with is_summed = True, so that they stay until the UPDATE."
         )
-    return RankPaging(program, rank, device, settings, keeps_gradients=keeps)
+    return RankPaging(program, rank, device, settings.paging, keeps_gradients=keeps)
 
 
 def _frozen_bytes(graph: Graph, layout: Layout, tiers: RankTiers) -> int:
