@@ -31,7 +31,7 @@ At the end it says what each section took.
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -46,7 +46,9 @@ from benchmarks.killing.goodput import Kills, goodput_row
 from benchmarks.replica_speeds.agreements import AsynchronousPairs, BoundedStaleness, QuorumRounds
 from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
 from bireme.schedule.catalogue import generate
-from bireme.schedule.program import Program
+from bireme.schedule.instruction import RECEIVES, SENDS
+from bireme.schedule.program import Program, Track
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
 from bireme.sync.coordinator.samples import SILENT_LEASES, GroupSettings
@@ -120,16 +122,22 @@ MODES: dict[str, Callable[[Shape], Agreement]] = {
 
 @cache
 def program_of(shape: Shape, average_lag: int | None, num_batches: int, first_batch: int) -> Program:
-    return generate(
+    program = generate(
         shape.schedule,
         num_stages=shape.stages,
         num_microbatches=shape.microbatches,
         num_batches=num_batches,
         first_batch=first_batch,
-        updates_early=True,
-        average_lag=average_lag,
-        lowered=False,
+        timing=UpdateTiming(early=True, average_lag=average_lag),
     )
+    return replace(program, tracks=tuple(map(_computing, program.tracks)))
+
+
+def _computing(track: Track) -> Track:
+    """The track without sends and receives: messages take no time here."""
+    parts = (track.head, track.body, track.tail)
+    head, body, tail = (tuple(one for one in part if one.kind not in SENDS | RECEIVES) for part in parts)
+    return replace(track, head=head, body=body, tail=tail)
 
 
 def ran(

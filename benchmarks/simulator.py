@@ -88,7 +88,7 @@ def compared_with_torch(repeats: int) -> Section:
     rows = []
     for name, m in (("1f1b", 64), ("gpipe", 64), ("interleaved", 64), ("zb-h1", 64)):
         ours, theirs = [], []
-        dry_run = torch_dry_run(generate(name, num_stages=8, num_microbatches=m, lowered=False))
+        dry_run = torch_dry_run(generate(name, num_stages=8, num_microbatches=m))
         for _ in range(repeats):
             ours.append(made_and_simulated_s(name, m))
             theirs.append(seconds(dry_run))

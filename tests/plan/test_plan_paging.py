@@ -38,6 +38,7 @@ from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.source import LONG
+from bireme.schedule.weave import UpdateTiming
 from tests.support.command import bireme, with_sets
 from tests.support.hand_plans import tiny_profile
 
@@ -119,7 +120,7 @@ def test_any_window_of_a_plan_is_what_it_would_be_if_it_were_planned_alone(sched
             num_batches=num_batches,
             stages_per_rank=2,
             first_batch=first_batch,
-            updates_early=plan.is_early,
+            timing=UpdateTiming(early=plan.is_early),
         )
         cut = plan.paging.cut(replace(plan, paging=None).program(4))
         assert plan.program(num_batches, first_batch) == plan.paging.paged(alone, cut)

@@ -24,6 +24,7 @@ from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import COMPUTE, Kind
 from bireme.schedule.program import Program
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network
 from bireme.simulate.simulator import pairs_that_talk, simulate
@@ -370,7 +371,9 @@ def test_a_trace_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "2bw-fresh"])
 def test_averages_with_replicas_are_flags_a_line_of_their_own_and_a_thread(name: str, tmp_path: Path) -> None:
-    program = generate(name, num_stages=2, num_microbatches=4, num_batches=3, average_lag=0)
+    program = generate(
+        name, num_stages=2, num_microbatches=4, num_batches=3, timing=UpdateTiming(average_lag=0)
+    )
     timeline = timeline_of(program)
     shapes = laid_out(timeline).shapes
     texts = {shape.text for shape in shapes if isinstance(shape, Text)}

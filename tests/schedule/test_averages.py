@@ -13,6 +13,7 @@ from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import AVERAGES, Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from tests.support.averaging_replicas import in_a_loop, interpreted
@@ -38,8 +39,7 @@ def program_of(
         num_batches=batches,
         stages_per_rank=per_rank,
         first_batch=first_batch,
-        updates_early=True,
-        average_lag=lag,
+        timing=UpdateTiming(early=True, average_lag=lag),
     )
 
 
@@ -70,7 +70,13 @@ def test_what_the_generators_make_is_proved_right_and_repeats_itself() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_without_averages_they_are_the_programs_of_before(name: str) -> None:
     averaged, plain = (
-        generate(name, num_stages=3, num_microbatches=4, num_batches=3, updates_early=True, average_lag=lag)
+        generate(
+            name,
+            num_stages=3,
+            num_microbatches=4,
+            num_batches=3,
+            timing=UpdateTiming(early=True, average_lag=lag),
+        )
         for lag in (0, None)
     )
     for one, other in zip(averaged.tracks, plain.tracks, strict=True):

@@ -8,6 +8,7 @@ from bireme.plan.plan import Plan
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.residency import gradient_sets
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from tests.support.engine_parity import Setting, pipeline_of
@@ -31,7 +32,7 @@ def test_the_first_rank_keeps_one_set_of_gradients_where_it_kept_two(name: str) 
                 num_microbatches=depth + more,
                 num_batches=num_batches,
                 stages_per_rank=per_rank,
-                updates_early=early,
+                timing=UpdateTiming(early=early),
             )
             on_first, on_others = (1 if early else 2,) * per_rank, (2,) * (depth - 1) * per_rank
             assert gradient_sets(program) == on_first + on_others
@@ -52,7 +53,7 @@ def test_an_early_update_costs_no_time_where_a_sum_is_as_short_as_a_forward(name
                     num_stages=depth,
                     num_microbatches=depth * times,
                     num_batches=8,
-                    updates_early=early,
+                    timing=UpdateTiming(early=early),
                 ),
                 costs,
                 agree=agree,
@@ -65,7 +66,7 @@ def test_an_early_update_costs_no_time_where_a_sum_is_as_short_as_a_forward(name
 def test_schedules_that_drain_know_no_earlier_update() -> None:
     for name in ("1f1b", "zb-h1", "pipedream"):
         late, early = (
-            generate(name, num_stages=3, num_microbatches=4, num_batches=2, updates_early=one)
+            generate(name, num_stages=3, num_microbatches=4, num_batches=2, timing=UpdateTiming(early=one))
             for one in (False, True)
         )
         assert late == early

@@ -9,6 +9,7 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program
+from bireme.schedule.weave import UpdateTiming
 from tests.support.symbolic import expected, outcome
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def test_as_many_forwards_hide_the_sum_as_hide_what_the_update_makes() -> None:
                 num_batches=num_batches,
                 stages_per_rank=per_rank,
                 lookahead=lookahead,
-                updates_halfway=True,
+                timing=UpdateTiming(halfway=True),
             )
             assert check(program).ok
             assert outcome(program) == expected(program)
@@ -61,7 +62,7 @@ def test_long_programs_are_loops_and_others_than_2bw_stay_as_they_are() -> None:
     assert plan.source.read_ahead <= Plan((1,), 4, "2bw", width=2).source.read_ahead
     for name in ("1f1b", "2bw-fresh", "zb-h1"):
         late, halfway = (
-            generate(name, num_stages=3, num_microbatches=4, num_batches=3, updates_halfway=one)
+            generate(name, num_stages=3, num_microbatches=4, num_batches=3, timing=UpdateTiming(halfway=one))
             for one in (False, True)
         )
         assert late == halfway

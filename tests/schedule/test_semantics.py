@@ -19,7 +19,7 @@ from bireme.schedule.generators.shape import Shape
 from bireme.schedule.generators.two_buffer import never_drain
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.routes import Routes
-from bireme.schedule.weave import lower, weave
+from bireme.schedule.weave import UpdateTiming, lower, weave
 from tests.support.extent import examples, several
 from tests.support.symbolic import expected, outcome
 
@@ -51,7 +51,7 @@ class Request:
             num_sliced=self.num_sliced,
             recompute=self.recompute,
             first_batch=self.first_batch,
-            updates_early=self.updates_early,
+            timing=UpdateTiming(early=self.updates_early),
         )
 
 

@@ -13,6 +13,7 @@ from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.torch_csv import to_csv
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, Wire
 from bireme.simulate.simulator import pairs_that_talk, simulate
@@ -126,9 +127,9 @@ def test_other_schedules_refuse(name: str) -> None:
     [
         ({"sweep": 2}, "one micro-batch at a time"),
         ({"stages_per_rank": 2}, "one micro-batch at a time"),
-        ({"updates_early": True}, "cannot update early"),
-        ({"updates_halfway": True}, "cannot update early"),
-        ({"average_lag": 1}, "average weights"),
+        ({"timing": UpdateTiming(early=True)}, "cannot update early"),
+        ({"timing": UpdateTiming(halfway=True)}, "cannot update early"),
+        ({"timing": UpdateTiming(average_lag=1)}, "average weights"),
         ({"shares": ((2, 2),)}, "shares for the ranks of 1 stages, and 2 stages"),
         ({"num_microbatches": 2, "shares": ((1, 1), (2,))}, "2 for 3 ranks"),
     ],

@@ -10,6 +10,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
@@ -37,8 +38,7 @@ def program_of(schedule: str, lag: int | None, num_batches: int, first_batch: in
         num_microbatches=4,
         num_batches=num_batches,
         first_batch=first_batch,
-        updates_early=True,
-        average_lag=lag,
+        timing=UpdateTiming(early=True, average_lag=lag),
     )
 
 

@@ -222,6 +222,7 @@ def build_program(
     """The program that the options ask for, by schedule name or from a file."""
     from bireme.schedule.catalogue import generate
     from bireme.schedule.torch_csv import load
+    from bireme.schedule.weave import UpdateTiming
 
     if (name is None) == (source is None):
         raise BiremeError(
@@ -241,7 +242,7 @@ def build_program(
         lookahead=lookahead,
         sweep=sweep,
         recompute=range(stages) if recompute else (),
-        average_lag=average,
+        timing=UpdateTiming(average_lag=average),
     )
 
 

@@ -28,6 +28,7 @@ from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.routes import shares_of_stages
 from bireme.schedule.source import LONG, SETTLED, WRITTEN_OUT, ProgramSource, source_like
 from bireme.schedule.tiers import Chunk
+from bireme.schedule.weave import UpdateTiming
 
 # Many devices in few words: server0/gpu0…3, or server0…127/gpu0, 2 for two of each of many equal servers.
 
@@ -410,9 +411,7 @@ def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int |
         shares=plan.shares,
         recompute=plan.recompute,
         first_batch=first_batch,
-        updates_early=plan.is_early,
-        updates_halfway=plan.updates_halfway,
-        average_lag=average_lag,
+        timing=UpdateTiming(early=plan.is_early, halfway=plan.updates_halfway, average_lag=average_lag),
     )
     return gathered(program, plan.width // plan.sites, plan.whole_weights)
 

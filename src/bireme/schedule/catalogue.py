@@ -10,7 +10,7 @@ from bireme.schedule.generators.two_buffer import PIPEDREAM, TWO_BUFFER, TWO_BUF
 from bireme.schedule.generators.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
 from bireme.schedule.program import Program
 from bireme.schedule.source import fold
-from bireme.schedule.weave import lower, weave
+from bireme.schedule.weave import LATE_UPDATES, UpdateTiming, lower, weave
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
@@ -50,10 +50,7 @@ def generate(
     shares: Sequence[Sequence[int]] = (),
     recompute: Iterable[int] = (),
     first_batch: int = 0,
-    updates_early: bool = False,
-    updates_halfway: bool = False,
-    average_lag: int | None = None,
-    lowered: bool = True,
+    timing: UpdateTiming = LATE_UPDATES,
 ) -> Program:
     """A program of the schedule `name`; long windows come as loops.
 
@@ -63,8 +60,8 @@ def generate(
     2bw-fresh run further ahead where links are slow; it counts sweeps of `sweep` micro-batches, which go
     through a stage one after the other. With `shares` each stage is on several ranks, one for each of its
     shares, which is how many micro-batches of a batch the rank takes. `recompute` names the stages that keep
-    only their inputs. `updates_early` is for pipelines that sum no gradients over ranks, `updates_halfway`
-    for replicas that share an optimizer, and `average_lag` for replicas that average weights: see `weave.py`.
+    only their inputs. `timing` is for pipelines that sum no gradients over ranks, or whose replicas share an
+    optimizer or average weights.
     """
     schedule = schedule_named(name)
     name = schedule.name
@@ -104,11 +101,9 @@ def generate(
             num_batches=batches,
             first_batch=first_batch,
             recompute=stages,
-            updates_early=updates_early,
-            updates_halfway=updates_halfway,
-            average_lag=average_lag,
+            timing=timing,
         )
-        return lower(program) if lowered else program
+        return lower(program)
 
     return fold(make, num_batches)
 

@@ -5,14 +5,14 @@ is the same for all generators and is added here: the version each instruction r
 backward, REDUCE as soon as a batch's last gradient is there, and TRIAL and UPDATE as late as the first use
 of what they make allows. Late, because the time between hides the all-reduce of a slow network.
 
-Where no gradients are summed over ranks, a sum is a few numbers, and `updates_early` gives back memory for
+Where no gradients are summed over ranks, a sum is a few numbers, and an `early` update gives back memory for
 nothing. The first stage has the last backward of every micro-batch, so when it comes to a batch's REDUCE all
 others have. It updates before the first backward of the next batch, and so keeps one set of gradients where
 it kept two. The other stages cannot without waiting for it: they update before the first micro-batch that
 the first stage sends after its update. So the delay that an update is goes down the pipeline once, and no
 stage waits for the sum.
 
-Where replicas share an optimizer (`updates_halfway`), what an update makes travels too. Under the DELAYED
+Where replicas share an optimizer (`halfway`), what an update makes travels too. Under the DELAYED
 rule an update comes when half of the forwards between its REDUCE and the first use of its result have run:
 sums hide before it, and the weights after it.
 
@@ -126,6 +126,20 @@ def _previous_compute(track: Sequence[Instruction], index: int) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateTiming:
+    """When updates come, if not as late as the first use of their result allows: `early` or `halfway`. With
+    `average_lag` replicas average their weights after each update, and the mean may come so many updates
+    late.
+    """
+
+    early: bool = False
+    halfway: bool = False
+    average_lag: int | None = None
+
+
+LATE_UPDATES = UpdateTiming()
+
 Orders = list[list[Instruction]]
 """For each rank its forwards and backwards, without versions."""
 
@@ -148,18 +162,16 @@ def weave(
     num_batches: int,
     first_batch: int = 0,
     recompute: Iterable[int] = (),
-    updates_early: bool = False,
-    updates_halfway: bool = False,
-    average_lag: int | None = None,
+    timing: UpdateTiming = LATE_UPDATES,
 ) -> Program:
     """A program from compute orders whose batches count from 0; communication is still missing.
 
-    Orders may already hold sends and receives (a file's may); they stay where they are. With `average_lag`
-    replicas average their weights after each update, and the mean may come so many updates late.
+    Orders may already hold sends and receives (a file's may); they stay where they are.
     """
+    average_lag = timing.average_lag
     if average_lag is not None:
         _check_average(name, rule, average_lag)
-    if routes.shares and (updates_early or updates_halfway or average_lag is not None):
+    if routes.shares and (timing.early or timing.halfway or average_lag is not None):
         raise BiremeError(
             f"In {name} stages are on several ranks, which sum their gradients. They cannot update early or "
             "halfway, or average weights with replicas. Leave out updates_early, updates_halfway and the "
@@ -179,9 +191,9 @@ def weave(
         recomputed=recomputed,
         average_lag=average_lag,
     )
-    is_early = updates_early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
+    is_early = timing.early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
     markers = _markers(orders[routes.rank_of_stage[0]]) if is_early else None
-    is_halfway = updates_halfway and rule is Rule.DELAYED and not is_early
+    is_halfway = timing.halfway and rule is Rule.DELAYED and not is_early
     tracks = []
     for rank, order in enumerate(orders):
         early = _Early(first_batch, markers, is_halfway=is_halfway)

@@ -27,6 +27,7 @@ from bireme.schedule.catalogue import generate
 from bireme.schedule.grid import providers
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
 from bireme.schedule.program import Program
+from bireme.schedule.weave import UpdateTiming
 
 # What several replicas on one clock are like, and what comes of their run: the nouns of `together.py`.
 
@@ -169,7 +170,7 @@ def one_stage(average_lag: int | None) -> Callable[[int, int], Program]:
             num_microbatches=1,
             num_batches=num_batches,
             first_batch=first_batch,
-            average_lag=average_lag,
+            timing=UpdateTiming(average_lag=average_lag),
         )
 
     return make

@@ -23,6 +23,7 @@ from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import resident
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.network import busy_bytes
 
 # How many of each thing a stage's device holds at its worst moments, for a schedule.
@@ -163,7 +164,7 @@ def _counted(
         num_microbatches=num_microbatches,
         num_batches=_DRAINING if drains else _FLOWING,
         recompute=range(num_stages) if recompute else (),
-        updates_early=updates_early,
+        timing=UpdateTiming(early=updates_early),
     )
     found: list[tuple[_Moment, ...]] = []
     for rank in range(num_stages):

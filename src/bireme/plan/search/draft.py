@@ -18,6 +18,7 @@ from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.gathering import gathered
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.source import WRITTEN_OUT
+from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 
 Grid = tuple[tuple[int, ...], ...]
@@ -247,9 +248,8 @@ def _program(
         lookahead=lookahead,
         sweep=sweep,
         recompute=recompute,
-        updates_early=updates_early,
-        updates_halfway=updates_halfway,
         shares=shares,
+        timing=UpdateTiming(early=updates_early, halfway=updates_halfway),
     )
 
 
