@@ -23,7 +23,7 @@ TOGETHER = [
     for one, other in pairs(CAPABILITIES.values())
     if exclusion(one.name, other.name) is None
 ]
-MOST_TOGETHER = 4
+MOST_TOGETHER = 6
 
 
 def held_by(names: Sequence[str]) -> set[tuple[str, str]]:
