@@ -106,7 +106,6 @@ def test_every_chunk_comes_to_its_place_with_its_content_though_all_tiers_are_fu
         for pool, capacity in zip(store.pools, one.capacities, strict=True):
             assert pool.num_slots <= capacity
         store.close()
-        store.lower[-1].close()
 
 
 def test_a_chunk_that_windows_forget_again_and_again_takes_one_slot_of_the_disk(tmp_path: Path) -> None:

@@ -36,9 +36,6 @@ class LowerTier(Protocol):
     def read(self, slot: int, into: Tensor) -> None:
         """Copy a slot to a chunk's bytes."""
 
-    def close(self) -> None:
-        """Give all back."""
-
 
 class HostTier:
     """Slots in the host's memory; pinned where an accelerator copies to them.
@@ -86,15 +83,25 @@ class HostTier:
         """As `LowerTier` says."""
         copy_bytes(into, self._slots[slot])
 
-    def close(self) -> None:
-        """The memory goes with its last tensor."""
-        self._slots = []
-
 
 PREFIX = ".bireme-paging-"
 """Begins the names that files have for the moment between being made and losing the name."""
 
 _NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+def make_direct(file: int) -> bool:
+    """Ask for copies past the system's cache. Returns whether the file system makes them."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    import fcntl  # there is none on Windows
+
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
 
 
 class DiskTier:
@@ -114,7 +121,7 @@ class DiskTier:
                 "disk that can be written to."
             ) from error
         path.unlink(missing_ok=True)
-        self._is_direct = self._read_directly()
+        self._is_direct = make_direct(self._file)
 
     def grow(self, num_slots: int) -> None:
         """As `LowerTier` says."""
@@ -164,19 +171,6 @@ class DiskTier:
             if error.errno not in _NO_RESERVING:
                 raise
             os.ftruncate(self._file, begin + more)
-
-    def _read_directly(self) -> bool:
-        """Ask for copies past the system's cache. Returns whether the file system makes them."""
-        if not hasattr(os, "O_DIRECT"):
-            return False
-        import fcntl  # there is none on Windows
-
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except OSError:
-            return False
-        return True
 
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], what: str, memory: Tensor, begin: int

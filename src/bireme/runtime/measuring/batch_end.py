@@ -443,7 +443,6 @@ class _Laps:
         self._began_s = self._waited_s = 0.0
 
     def __call__(self, step: Instruction) -> None:
-        """The next instruction begins."""
         self.pause()
         self._kind, self._waited_s, self._began_s = step.kind, waited_s(), perf_counter()
 

@@ -28,6 +28,7 @@ from bireme.errors import BiremeError
 from bireme.profile.control import device_here
 from bireme.runtime.launch import launch
 from bireme.runtime.measuring.tier_speeds import (
+    HostSpeed,
     check_disk_folder,
     free_disk_bytes,
     measured_disk_bytes_per_s,
@@ -77,7 +78,6 @@ class _ProbeMember:
         dist.barrier(group=self.agreeing)
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Memory on this rank's device."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.world.device)
 
     def settle(self) -> None:
@@ -391,9 +391,7 @@ def _devices(
 class _Tiers:
     """What a server's devices can page to, and how fast."""
 
-    host_bytes_per_s: float
-    copy_s: float
-    chunk_s: float
+    host: HostSpeed
     host_memory_bytes: int
     disk_bytes: int
     disk_bytes_per_s: float
@@ -403,11 +401,8 @@ def _tiers(world: World, line: _ProbeMember, hosts: tuple[str, ...], folder: Pat
     """Of each server, measured by its first rank while the others of it wait."""
     place = hosts.index(hosts[world.rank])
     if place == world.rank:
-        host = measured_host_speed(world.device)
         found = _Tiers(
-            host.bytes_per_s,
-            host.copy_s,
-            host.chunk_s,
+            measured_host_speed(world.device),
             memory_bytes() if world.device.type != "cpu" else 0,
             free_disk_bytes(folder),
             measured_disk_bytes_per_s(folder),
@@ -415,9 +410,8 @@ def _tiers(world: World, line: _ProbeMember, hosts: tuple[str, ...], folder: Pat
         world.store.set(f"probe/tiers/{world.rank}", json.dumps(asdict(found)))
     line.together()
     first = {host: hosts.index(host) for host in hosts}
-    return {
-        host: _Tiers(**json.loads(world.store.get(f"probe/tiers/{rank}"))) for host, rank in first.items()
-    }
+    told = {host: json.loads(world.store.get(f"probe/tiers/{rank}")) for host, rank in first.items()}
+    return {host: _Tiers(**one | {"host": HostSpeed(**one["host"])}) for host, one in told.items()}
 
 
 def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
@@ -431,9 +425,9 @@ def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
             devices=tuple(
                 replace(
                     device,
-                    host_bytes_per_s=_rounded(own.host_bytes_per_s),
-                    copy_s=_rounded(own.copy_s),
-                    chunk_s=_rounded(own.chunk_s),
+                    host_bytes_per_s=_rounded(own.host.bytes_per_s),
+                    copy_s=_rounded(own.host.copy_s),
+                    chunk_s=_rounded(own.host.chunk_s),
                 )
                 for device in server.devices
             ),

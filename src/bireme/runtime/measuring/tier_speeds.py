@@ -13,7 +13,7 @@ import torch
 
 from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
-from bireme.memory.disk_tier import HostTier
+from bireme.memory.disk_tier import HostTier, make_direct
 from bireme.memory.system_memory import chunk_memory
 from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 
@@ -30,7 +30,7 @@ _USABLE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class _HostSpeed:
+class HostSpeed:
     """How fast chunks go between a device and its host, the slower way. On a processor, `copy_s` is what each
     copy takes besides its bytes, and `chunk_s` what mapping a slot beneath a chunk takes, or unmapping it.
     """
@@ -40,7 +40,7 @@ class _HostSpeed:
     chunk_s: float = 0.0
 
 
-def measured_host_speed(device: torch.device) -> _HostSpeed:
+def measured_host_speed(device: torch.device) -> HostSpeed:
     """An accelerator copies from and to pinned memory. In a processor's memory a slot is mapped before the
     copy, or unmapped after it, as chunks are.
     """
@@ -48,14 +48,12 @@ def measured_host_speed(device: torch.device) -> _HostSpeed:
         below = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         above = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
         rates = (_copied_bytes_per_s(*both, device) for both in ((above, below), (below, above)))
-        return _HostSpeed(min(rates))
+        return HostSpeed(min(rates))
     large = _Laps(device, _COPY_BYTES, _NUM_COPIES)
     bytes_per_s = _COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
     small = _Laps(device, _CHUNK_BYTES, _NUM_SMALL)
     copied_s = max(median(small.up_s), median(small.down_s))
-    return _HostSpeed(
-        bytes_per_s, max(copied_s - _CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2
-    )
+    return HostSpeed(bytes_per_s, max(copied_s - _CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2)
 
 
 class _Laps:
@@ -128,7 +126,7 @@ def measured_disk_bytes_per_s(folder: Path) -> float:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             number = file.fileno()
-            _make_direct(number)
+            make_direct(number)
             begin_s = perf_counter()
             count = 0
             while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
@@ -145,11 +143,3 @@ def measured_disk_bytes_per_s(folder: Path) -> float:
     except OSError as error:
         raise BiremeError(f"The disk of {folder} cannot be measured: {error.strerror or error}.") from error
     return count * _BLOCK_BYTES / max(written_s, read_s)
-
-
-def _make_direct(number: int) -> None:
-    """Let a file go past the cache, where its file system can."""
-    import fcntl
-
-    with suppress(OSError, AttributeError):
-        fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_DIRECT)

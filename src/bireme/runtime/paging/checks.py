@@ -12,7 +12,6 @@ from bireme.model.units import Unit
 from bireme.runtime.layout import Layout
 from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.settings import PipelineSettings
-from bireme.schedule.accesses import chunks_of, uses
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.residency import Holding
@@ -49,7 +48,7 @@ def paging_of(
             "new plan for the part of the model that learns."
         )
     is_apart = program.updates_apart
-    keeps = not is_apart and _keeps_gradients(program, rank, tiers)
+    keeps = not is_apart and _keeps_gradients(program, rank)
     trained = {state.name for state in graph.parameters if state.trainable}
     names = Counter(name for units in layout.units.values() for name in _parameters(units) & trained)
     is_tied = layout.tied or any(count > 1 for count in names.values())
@@ -83,7 +82,7 @@ def _parameters(units: tuple[Unit, ...]) -> set[str]:
     return {name for unit in units for name in unit.parameters}
 
 
-def _keeps_gradients(program: Program, rank: int, tiers: RankTiers) -> bool:
+def _keeps_gradients(program: Program, rank: int) -> bool:
     """Whether every batch's gradients of all stages are on the device from the rank's last REDUCE of it to
     the UPDATE of each.
     """
@@ -94,10 +93,7 @@ def _keeps_gradients(program: Program, rank: int, tiers: RankTiers) -> bool:
         for _ in holding.start(step):
             pass
         own = {
-            chunk
-            for use in uses(program, step, master=tiers.master, host_updates=tiers.host_updates)
-            if use.item is Item.GRADIENT
-            for chunk in chunks_of(tiers, use)
+            chunk for use, chunks in holding.uses.of(step) if use.item is Item.GRADIENT for chunk in chunks
         }
         if step.kind is Kind.REDUCE:
             reduced[step.batch] += 1

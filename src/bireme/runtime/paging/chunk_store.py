@@ -70,7 +70,6 @@ class _Ranges:
         return found
 
     def place(self, chunk: Chunk) -> Tensor:
-        """The bytes of a chunk."""
         return self.of((chunk.item, chunk.stage, chunk.number)).chunk(chunk.chunk)
 
     def end(self, item: Item, stage: int, number: int) -> None:
@@ -423,14 +422,9 @@ class ChunkStore:
         others = [one for one in held.where if one != tier]
         if tier not in held.where:
             source = min(held.where, default=None)
-            if tier == 0:
-                self.map_new(chunk, held)
-            else:
-                slot, after = self.take(tier)
-                self.wait(after)
-                held.where[tier] = slot
+            self._make_place(chunk, held, tier)
             if source is not None:
-                self._copy(chunk, held, source, tier)
+                self._copy(chunk, source, tier)
         self.drop(chunk, held, others)
         synchronize(self.device)
 
@@ -441,7 +435,7 @@ class ChunkStore:
         held.arrival = self.last_read = None
         source = min(held.where)
         self.map_new(chunk, held)
-        self._copy(chunk, held, source, 0)
+        self._copy(chunk, source, 0)
         synchronize(self.device)
 
     @torch.no_grad()
@@ -450,15 +444,13 @@ class ChunkStore:
         held = self.chunks[chunk]
         self.wait(held.last)
         self.last_read = None
-        for tier, slot in held.where.items():
-            if tier == 0:
-                self.ranges.place(chunk)[place].copy_(content)
-            elif isinstance(lower := self.lower[tier - 1], HostTier):
-                lower.bytes_of(slot)[place].copy_(content)
-            else:
-                lower.read(slot, self.scratch)
-                self.scratch[place].copy_(content)
-                lower.write(slot, self.scratch)
+        for tier in held.where:
+            there = self.bytes_in(chunk, tier)
+            if there is None:
+                self._read(chunk, tier, self.scratch)
+            (self.scratch if there is None else there)[place].copy_(content)
+            if there is None:
+                self._write(chunk, tier, self.scratch)
         synchronize(self.device)
 
     def end(self, item: Item, stage: int, number: int) -> None:
@@ -476,37 +468,63 @@ class ChunkStore:
         self.wait(held.last)
         held.arrival = self.last_read = None
         (tier,) = held.where
-        if tier == 0:
-            copy_bytes(self.scratch, self.ranges.place(chunk))
-        else:
-            self.lower[tier - 1].read(held.where[tier], self.scratch)
+        self._read(chunk, tier, self.scratch)
         synchronize(self.device)
         self.drop(chunk, held, (tier,))
 
     def put_down(self, chunk: Chunk, tier: int) -> None:
         """Put a chunk that was lifted on a tier that has room."""
-        held = self.held(chunk)
-        if tier == 0:
-            self.map_new(chunk, held)
-            copy_bytes(self.ranges.place(chunk), self.scratch)
-        else:
-            slot, after = self.take(tier)
-            self.wait(after)
-            held.where[tier] = slot
-            self.lower[tier - 1].write(slot, self.scratch)
+        self._make_place(chunk, self.held(chunk), tier)
+        self._write(chunk, tier, self.scratch)
         synchronize(self.device)
 
-    def _copy(self, chunk: Chunk, held: HeldChunk, source: int, target: int) -> None:
-        if target == 0:
-            self.lower[source - 1].read(held.where[source], self.ranges.place(chunk))
-        elif source == 0:
-            self.lower[target - 1].write(held.where[target], self.ranges.place(chunk))
+    def bytes_in(self, chunk: Chunk, tier: int) -> Tensor | None:
+        """The bytes of a chunk's copy in a tier; None on a disk."""
+        if tier == 0:
+            return self.ranges.place(chunk)
+        lower = self.lower[tier - 1]
+        return lower.bytes_of(self.chunks[chunk].where[tier]) if isinstance(lower, HostTier) else None
+
+    def content(self, chunk: Chunk) -> Tensor:
+        """The bytes of a chunk, wherever they are, to be read until the next call."""
+        held = self.chunks[chunk]
+        self.wait(held.last)
+        tier = min(held.where)
+        there = self.bytes_in(chunk, tier)
+        if there is None and self.last_read != chunk:
+            self._read(chunk, tier, self.scratch)
+            self.last_read = chunk
+        return self.scratch if there is None else there
+
+    def _make_place(self, chunk: Chunk, held: HeldChunk, tier: int) -> None:
+        """Give a chunk a slot on a tier, whose content is to be made."""
+        if tier == 0:
+            self.map_new(chunk, held)
+            return
+        slot, after = self.take(tier)
+        self.wait(after)
+        held.where[tier] = slot
+
+    def _copy(self, chunk: Chunk, source: int, target: int) -> None:
+        into = self.bytes_in(chunk, target)
+        if into is not None:
+            self._read(chunk, source, into)
+            return
+        data = self.bytes_in(chunk, source)
+        assert data is not None, "a rank has one disk"
+        self._write(chunk, target, data)
+
+    def _read(self, chunk: Chunk, tier: int, into: Tensor) -> None:
+        if tier == 0:
+            copy_bytes(into, self.ranges.place(chunk))
         else:
-            host, disk = self.host, self.lower[-1]
-            if target == 1:
-                disk.read(held.where[source], host.bytes_of(held.where[target]))
-            else:
-                disk.write(held.where[target], host.bytes_of(held.where[source]))
+            self.lower[tier - 1].read(self.chunks[chunk].where[tier], into)
+
+    def _write(self, chunk: Chunk, tier: int, data: Tensor) -> None:
+        if tier == 0:
+            copy_bytes(self.ranges.place(chunk), data)
+        else:
+            self.lower[tier - 1].write(self.chunks[chunk].where[tier], data)
 
     @property
     def host(self) -> HostTier:

@@ -12,7 +12,6 @@ from torch import Tensor
 from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, ArenaAllocator
-from bireme.memory.disk_tier import HostTier
 from bireme.memory.system_memory import ALIGNED, give_back_large_blocks
 from bireme.runtime.optimizers import StageMemory, Stash
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
@@ -184,7 +183,7 @@ def read(store: ChunkStore, tensor: Tensor) -> Tensor:
         return tensor
     copy = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
     for piece in _pieces(store, tensor):
-        whole = piece.beyond if piece.chunk is None else _content(store, piece.chunk)
+        whole = piece.beyond if piece.chunk is None else store.content(piece.chunk)
         copy[piece.of_tensor].copy_(whole[piece.of_chunk])
     return copy.view(tensor.dtype).view(tensor.shape)
 
@@ -229,22 +228,6 @@ def _pieces(store: ChunkStore, tensor: Tensor) -> Iterator[_ByteRange]:
         beyond = own.bytes[paged_bytes:]
         yield _ByteRange(chunk, beyond, slice(at - first, until - first), slice(at - begin, until - begin))
         at = until
-
-
-def _content(store: ChunkStore, chunk: Chunk) -> Tensor:
-    """The bytes of a chunk, wherever they are."""
-    held = store.chunks[chunk]
-    store.wait(held.last)
-    tier = min(held.where)
-    if tier == 0:
-        return store.ranges.place(chunk)
-    lower, slot = store.lower[tier - 1], held.where[tier]
-    if isinstance(lower, HostTier):
-        return lower.bytes_of(slot)
-    if store.last_read != chunk:
-        lower.read(slot, store.scratch)
-        store.last_read = chunk
-    return store.scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,15 +370,12 @@ class _PagedStage(StageMemory):
         self.has_master = store.tiers.master
 
     def allocator(self, item: Item, number: int = 0) -> ArenaAllocator:
-        """As `StageMemory` says."""
         return self._store.ranges.allocator(item, self._stage, number)
 
     def gradients(self) -> ArenaAllocator:
-        """As `StageMemory` says."""
         return self._store.ranges.more(Item.GRADIENT, self._stage)
 
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """As `StageMemory` says."""
         allocator = self.allocator(Item.FROZEN)
         if allocator is PLAIN:
             return weights
@@ -411,11 +391,9 @@ class _PagedStage(StageMemory):
         return {name: flat[name].view(weights[name].shape) for name in weights}
 
     def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
-        """As `StageMemory` says."""
         self._store.ranges.reserve_gradients[self._stage] = reserve
 
     def stash(self, batch: int, microbatch: int) -> Stash:
-        """As `StageMemory` says."""
         ranges = self._store.ranges
         if not ranges.has(Item.STASH, self._stage):
             return super().stash(batch, microbatch)
@@ -428,21 +406,16 @@ class _PagedStage(StageMemory):
         return tensor.clone() if self._store.ranges.holds(tensor) else tensor
 
     def opened(self, item: Item, number: int = 0) -> AbstractContextManager[None]:
-        """As `StageMemory` says."""
         return opened(self._store, item, self._stage, number)
 
     def lent(self, items: Sequence[tuple[Item, int]]) -> AbstractContextManager[bool]:
-        """As `StageMemory` says."""
         return lent(self._store, [(item, self._stage, number) for item, number in items])
 
     def read(self, tensor: Tensor) -> Tensor:
-        """As `StageMemory` says."""
         return read(self._store, tensor)
 
     def put_back(self, tensor: Tensor, changed: Tensor) -> None:
-        """As `StageMemory` says."""
         put_back(self._store, tensor, changed)
 
     def end(self, item: Item, number: int) -> None:
-        """As `StageMemory` says."""
         self._store.end(item, self._stage, number)
