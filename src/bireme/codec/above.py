@@ -20,7 +20,7 @@ from bireme.codec.blocks import BlockCodec
 from bireme.codec.codec import check_given, check_length, pack_mask, unpack_mask
 from bireme.codec.description import BLOCK, DENSITY_SLACK, blocks_bytes, mask_bytes, most_above
 from bireme.codec.sum_description import SUM_DENSITY_SLACK
-from bireme.codec.topk import as_magnitudes, largest_of_rows, places_first, selected, spread
+from bireme.codec.topk import OfMask, as_magnitudes, largest_of_rows, places_first, selected, spread
 
 # The largest entries of a tensor, by a threshold that is found once and kept for some steps.
 #
@@ -39,7 +39,6 @@ _NOT_FINITE = -1
 """Where the count of the first block would be."""
 
 _COUNT_BYTES = 4
-_BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def new_memory() -> Tensor:
@@ -164,18 +163,18 @@ def _packed(places: Tensor, num_entries: int) -> Tensor:
     """Places as bytes: each within its block, or one bit for each entry of the tensor."""
     if 2 * places.numel() <= _mask_bytes(num_entries):
         return (places & (_BLOCK_ENTRIES - 1)).to(torch.uint16).view(torch.uint8)
-    bits = torch.zeros(8 * _mask_bytes(num_entries), dtype=torch.uint8, device=places.device)
-    bits[places] = 1
-    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=places.device)
-    return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    mask = torch.zeros(num_entries, dtype=torch.bool, device=places.device)
+    mask[places] = True
+    packed = torch.empty(_mask_bytes(num_entries), dtype=torch.uint8, device=places.device)
+    pack_mask(mask, packed)
+    return packed
 
 
 def _unpacked(packed: Tensor, counts: Tensor, num_sent: int, num_entries: int) -> Tensor:
     if 2 * num_sent <= _mask_bytes(num_entries):
         blocks = torch.arange(counts.numel(), device=packed.device).repeat_interleave(counts)
         return (blocks << _BLOCK_BITS) + _as(packed, torch.uint16).long()
-    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=packed.device)
-    return (packed.view(-1, 1) & weights).view(-1).nonzero().view(-1)
+    return unpack_mask(packed, (num_entries,)).nonzero().view(-1)
 
 
 _MOST_SPANS = 16
@@ -256,23 +255,15 @@ class TopKAbove:
         return torch.from_numpy(chosen)
 
 
-class _KeptAbove:
-    """Sends the entries of a mask that both ends know; the others arrive as zeros.
+class _KeptAbove(OfMask):
+    """Sends the entries of a mask of `TopKAbove`."""
 
-    `mask` is of bools, or of bits as in the message of `TopKAbove`; the numbers are those of `TopKAbove`.
-    """
-
-    def __init__(self, mask: Tensor, share: float, bits: int) -> None:
-        self._mask = mask
-        self._share = share
-        self._bits = bits
+    _bits: int
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The most that the gradient of a tensor of that shape takes."""
         return blocks_bytes(most_above(prod(shape), self._share), self._bits)
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
-        """Write the values of the entries."""
         flat = tensor.detach().reshape(-1)
         mask = self._as_bools((flat.numel(),))
         if flat.is_cpu:
@@ -283,7 +274,6 @@ class _KeptAbove:
         return BlockCodec(self._bits).encode(values, out, seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor, with zeros outside the mask."""
         mask = self._as_bools(shape)
         # How many blocks there are follows from the bytes: a scale and the codes of each, and a little to
         # align the codes.
@@ -298,9 +288,6 @@ class _KeptAbove:
         whole = torch.zeros(shape, dtype=dtype, device=message.device)
         whole.view(-1).put_(places, torch.where(mask.take(places), values, 0))
         return whole
-
-    def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
-        return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
 
 
 class Thresholds:

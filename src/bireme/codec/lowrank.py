@@ -9,7 +9,6 @@ of single numbers, sums in halves, roots, quotients. A product of matrices may d
 processor to processor, and replicas would drift apart.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,38 +21,6 @@ _LEAST_LEFT = 1e-5
 
 PART_VALUES = 1 << 17
 """Values of a product that are made at a time on a CPU, for they fit into a cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """One tensor by itself: `rank` columns P and Q. The engine sums the factors of all replicas instead."""
-
-    rank: int
-
-    def most_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """The bytes of every message of such a tensor."""
-        return self.rank * (shape[0] + math.prod(shape[1:])) * dtype.itemsize
-
-    def encode(self, tensor: Tensor, out: Tensor, basis: Tensor | None = None) -> int:
-        """Write P and Q of a tensor with at least two axes into `out`; gives how many bytes they are.
-
-        `basis` is the Q of the tensor before, which becomes this one's.
-        """
-        matrix = as_matrix(tensor)
-        known = first_basis(matrix.shape[1], self.rank, seed=0).to(matrix) if basis is None else basis
-        left = orthonormal(matrix @ known)
-        right = matrix.T @ left
-        if basis is not None:
-            basis.copy_(next_basis(right, seed=0))
-        both = torch.cat([left.reshape(-1), right.reshape(-1)]).view(torch.uint8)
-        out[: both.numel()].copy_(both)
-        return both.numel()
-
-    def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor of a message."""
-        both = message[: self.most_bytes(shape, dtype)].clone().view(dtype)
-        left, right = torch.split(both, [self.rank * shape[0], self.rank * math.prod(shape[1:])])
-        return product(left.view(-1, self.rank), right.view(-1, self.rank)).view(tuple(shape))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

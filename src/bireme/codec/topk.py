@@ -120,7 +120,6 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _bits(mask: Tensor) -> np.ndarray:
-    """A mask as one bit an entry."""
     return np.packbits(mask.view(-1).numpy(), bitorder="little")
 
 
@@ -303,16 +302,23 @@ class TopK:
         return KeptEntries(mask, self._share, self._bits)
 
 
-class KeptEntries:
-    """Sends the entries of a mask that both ends know; the others arrive as zeros.
+class OfMask:
+    """A codec of the entries of a mask that both ends know; the others arrive as zeros.
 
-    `mask` is of bools, or of bits as in the message of `TopK`; `share` and `bits` are those of `TopK`.
+    `mask` is of bools, or of bits as in a message; `share` and `bits` are those of the codec that made it.
     """
 
     def __init__(self, mask: Tensor, share: float, bits: int | None = None) -> None:
         self._mask = mask
         self._share = share
         self._bits = bits
+
+    def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
+        return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
+
+
+class KeptEntries(OfMask):
+    """Sends the entries of a mask of `TopK`."""
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what the gradient of a tensor of that shape takes."""
@@ -332,9 +338,6 @@ class KeptEntries:
         values = self._codec(shape).decode(message, (self._num_kept(shape),), dtype)
         return spread(values, mask)
 
-    def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
-        return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
-
     def _num_kept(self, shape: tuple[int, ...]) -> int:
         return num_kept(prod(shape), _width(shape), self._share)
 
@@ -348,7 +351,6 @@ def _codec(bits: int | None, kept: int) -> Codec:
 
 
 def _width(shape: tuple[int, ...]) -> int:
-    """The entries of a row."""
     return shape[-1] if shape else 1
 
 
