@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from bireme.schedule.accesses import ChunkAccess
-from bireme.schedule.eviction import HELD_LAST, Choice, Gap, OverfullError
+from bireme.schedule.eviction import HELD_LAST, Gap, OverfullError
 
 __all__ = ["plain_decide"]
 
@@ -19,7 +19,7 @@ Rule = Callable[["PlainPlan", Gap], float]
 
 def plain_decide(
     accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
-) -> dict[Hashable, Choice]:
+) -> dict[Hashable, int]:
     """What `decide` gives."""
     while True:
         try:
@@ -112,9 +112,9 @@ class PlainPlan:
             else:
                 self.add(spans, -1)
 
-    def choices(self) -> dict[Hashable, Choice]:
+    def choices(self) -> dict[Hashable, int]:
         """What becomes of every evicted group."""
-        found: dict[Hashable, Choice] = {}
+        found: dict[Hashable, int] = {}
         posted = np.full(self.num_steps + 1, -1, dtype=np.int64)
         for group in sorted(self.freed, key=lambda group: self.groups[group][0].end(self.num_steps)):
             gaps, lead = [gap for gap in self.groups[group] if gap.is_evicted], self.ahead
@@ -129,7 +129,7 @@ class PlainPlan:
                     self.add([(end - lead, end - lead + 1) for end in ends], 1)
                 for end in ends:
                     posted[end] = max(posted[end], end - lead)
-            found[group] = Choice(lead)
+            found[group] = lead
         return found
 
     def absence(self, gap: Gap) -> tuple[int, int]:

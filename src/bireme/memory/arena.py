@@ -40,7 +40,6 @@ class Slots:
         """How many elements all slots have."""
 
     def __getitem__(self, name: str) -> _Slot:
-        """The slot of a name."""
         return self._slots[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -48,7 +47,6 @@ class Slots:
         return iter(self._slots)
 
     def __len__(self) -> int:
-        """How many slots there are."""
         return len(self._slots)
 
     def items(self) -> Iterator[tuple[str, _Slot]]:
@@ -68,7 +66,6 @@ class ArenaAllocator(Protocol):
 
 class _Plain:
     def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of torch's allocator."""
         return torch.empty(num_elements, dtype=dtype, device=device)
 
 
@@ -146,7 +143,6 @@ class _Pages:
         self._mapped: mmap.mmap | None = None
 
     def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for so many elements."""
         if not num_elements:
             return torch.empty(0, dtype=dtype, device=device)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -60,25 +60,139 @@ class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
         super().__init__(f"Stage {stage} must run on version {version}, but has version {has}.")
 
 
-# What the banks of a stage hold, to be read: by forwards, checkpoints, exports and evaluations.
+Gradients = Mapping[str, Tensor | Product | None]
 
 
-class _BankContents:
-    """The weight versions of one stage, and what the optimizer remembers; whoever steps them sets these."""
+class WeightBanks:
+    """Starts with copies of `parameters` as version 0; those in `trainable` get versions, the others do not.
 
-    shared: SharedWeights | None
-    """What there is of the optimizer here, where replicas share it."""
-    _memory: StageMemory
-    _is_fresh: bool
-    _stage: int
-    _dtypes: dict[str, torch.dtype]
-    _frozen: Tensors
-    _stepper: Stepper
-    _banks: list[dict[str, Tensor]]
-    _stepped: list[dict[str, Tensor]]
-    _leaves: list[dict[str, Tensor]]
-    _lives: list[int | None]
-    _newest_version: int
+    Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
+    master weights are stepped in its place. The parameters in `summed_apart` lie on parameter groups of their
+    own, because their gradients are summed with other ranks than those of the rest. The gradients of the
+    weights in `principal` are kept as components. Where replicas are `sharers` of the optimizer, this
+    one steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
+    gathered. The replicas in `averagers` have whole optimizers, but average a part of the weights each.
+    """
+
+    def __init__(
+        self,
+        parameters: Tensors,
+        trainable: Collection[str],
+        *,
+        rule: Rule,
+        num_banks: int,
+        factory: OptimizerFactory,
+        bank_dtype: torch.dtype | None = None,
+        summed_apart: Collection[str] = (),
+        stage: int = 0,
+        principal: PrincipalGradients | None = None,
+        memory: StageMemory | None = None,
+        sharers: Sharers | None = None,
+        averagers: Sharers | None = None,
+    ) -> None:
+        self._averagers = averagers
+        self._memory = memory = memory or StageMemory()
+        self._is_fresh = rule is Rule.FRESH
+        self._stage = stage
+        self._dtypes = {name: bank_dtype_of(tensor, bank_dtype) for name, tensor in parameters.items()}
+        given = {
+            name: tensor.detach().to(step_dtype_of(self._dtypes[name]))
+            for name, tensor in parameters.items()
+            if name in trainable
+        }
+        frozen = {
+            name: tensor.detach().to(self._dtypes[name])
+            for name, tensor in parameters.items()
+            if name not in given
+        }
+        gathers = sharers is not None and sharers.gathers
+        self._stepper = Stepper(
+            given,
+            factory,
+            {name: (self._dtypes[name], name in summed_apart) for name in given},
+            memory.allocator(Item.OPTIMIZER),
+            None if sharers is None else sharers.membership,
+        )
+        self._trials = Trials(self._stepper)
+        parts = self._stepper.parts or (None,) * len(self._stepper.parameter_groups)
+        self._stores = [
+            ParameterGroupWeights(
+                parameter_group,
+                given,
+                self._dtypes,
+                num_banks,
+                memory,
+                is_apart=self._is_fresh,
+                part=part,
+                keeps_part=gathers,
+                averaged=None
+                if averagers is None
+                else part_of(parameter_group, averagers.member, averagers.num_members),
+            )
+            for parameter_group, part in zip(self._stepper.parameter_groups, parts, strict=True)
+        ]
+        store_of = {name: store for store in self._stores for name in store.leaves[0]}
+        self._trainable = tuple(given)
+        self._banks = [
+            {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
+        ]
+        views = [dict(chain(*(s.stepped(bank).items() for s in self._stores))) for bank in range(num_banks)]
+        self._stepped = [{name: own[name] for name in given if name in own} for own in views]
+        self._apart = {
+            name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
+        }
+        self.shared: SharedWeights | None = None
+        """This replica's side of what replicas share."""
+        if sharers is not None and gathers:
+            parts_of_frozen = frozen_parts(sharers, frozen, memory)
+            self._frozen = {name: view for one in parts_of_frozen for name, view in one.leaves[0].items()}
+            self.shared = GatheredWeights(
+                sharers, self._stepper, self._trials, self._stores, num_banks, parts_of_frozen
+            )
+        else:
+            self._frozen = memory.frozen(frozen)
+        if sharers is not None and not gathers:
+            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
+        self._leaves = [
+            {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
+            for bank in self._banks
+        ]
+        self._lives: list[int | None] = [0, *[None] * (num_banks - 1)]
+        self._held = [0] * num_banks
+        self._newest_version = 0
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        source = memory.gradients if memory.is_paged else None
+        self.gradients = GradientPool(
+            self._stepper.parameter_groups,
+            self._trainable,
+            device,
+            principal,
+            source,
+            self._stepper.parts,
+            summed_apart=summed_apart if gathers else None,
+        )
+        memory.before_gradients(self.gradients.reserve)
+        """Where the sums of the gradients lie."""
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The parameters that there are versions of."""
+        return self._trainable
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters, whether they learn or not."""
+        return tuple(self._dtypes)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether banks hold trial versions."""
+        return self._is_fresh
+
+    @property
+    def newest_version(self) -> int:
+        """How many updates have been made."""
+        return self._newest_version
 
     @property
     def gathered(self) -> GatheredWeights | None:
@@ -198,140 +312,6 @@ class _BankContents:
         if self._lives[bank] != version:
             raise DeadVersion(self._stage, version, self.living)
         return bank
-
-
-Gradients = Mapping[str, Tensor | Product | None]
-
-
-class WeightBanks(_BankContents):
-    """Starts with copies of `parameters` as version 0; those in `trainable` get versions, the others do not.
-
-    Banks are of `bank_dtype`, or of each parameter's own dtype. Where that has fewer than 32 bits, float32
-    master weights are stepped in its place. The parameters in `summed_apart` lie on parameter groups of their
-    own, because their gradients are summed with other ranks than those of the rest. The gradients of the
-    weights in `principal` are kept as components. Where replicas are `sharers` of the optimizer, this
-    one steps and remembers its parts of the weights, and gets the others' as they are made, or when they are
-    gathered. The replicas in `averagers` have whole optimizers, but average a part of the weights each.
-    """
-
-    def __init__(
-        self,
-        parameters: Tensors,
-        trainable: Collection[str],
-        *,
-        rule: Rule,
-        num_banks: int,
-        factory: OptimizerFactory,
-        bank_dtype: torch.dtype | None = None,
-        summed_apart: Collection[str] = (),
-        stage: int = 0,
-        principal: PrincipalGradients | None = None,
-        memory: StageMemory | None = None,
-        sharers: Sharers | None = None,
-        averagers: Sharers | None = None,
-    ) -> None:
-        self._averagers = averagers
-        self._memory = memory = memory or StageMemory()
-        self._is_fresh = rule is Rule.FRESH
-        self._stage = stage
-        self._dtypes = {name: bank_dtype_of(tensor, bank_dtype) for name, tensor in parameters.items()}
-        given = {
-            name: tensor.detach().to(step_dtype_of(self._dtypes[name]))
-            for name, tensor in parameters.items()
-            if name in trainable
-        }
-        frozen = {
-            name: tensor.detach().to(self._dtypes[name])
-            for name, tensor in parameters.items()
-            if name not in given
-        }
-        gathers = sharers is not None and sharers.gathers
-        self._stepper = Stepper(
-            given,
-            factory,
-            {name: (self._dtypes[name], name in summed_apart) for name in given},
-            memory.allocator(Item.OPTIMIZER),
-            None if sharers is None else sharers.membership,
-        )
-        self._trials = Trials(self._stepper)
-        parts = self._stepper.parts or (None,) * len(self._stepper.parameter_groups)
-        self._stores = [
-            ParameterGroupWeights(
-                parameter_group,
-                given,
-                self._dtypes,
-                num_banks,
-                memory,
-                is_apart=self._is_fresh,
-                part=part,
-                keeps_part=gathers,
-                averaged=None
-                if averagers is None
-                else part_of(parameter_group, averagers.member, averagers.num_members),
-            )
-            for parameter_group, part in zip(self._stepper.parameter_groups, parts, strict=True)
-        ]
-        store_of = {name: store for store in self._stores for name in store.leaves[0]}
-        self._trainable = tuple(given)
-        self._banks = [
-            {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
-        ]
-        views = [dict(chain(*(s.stepped(bank).items() for s in self._stores))) for bank in range(num_banks)]
-        self._stepped = [{name: own[name] for name in given if name in own} for own in views]
-        self._apart = {
-            name: view for one in self._stores if one.apart for name, view in one.apart.views.items()
-        }
-        self.shared = None
-        if sharers is not None and gathers:
-            parts_of_frozen = frozen_parts(sharers, frozen, memory)
-            self._frozen = {name: view for one in parts_of_frozen for name, view in one.leaves[0].items()}
-            self.shared = GatheredWeights(
-                sharers, self._stepper, self._trials, self._stores, num_banks, parts_of_frozen
-            )
-        else:
-            self._frozen = memory.frozen(frozen)
-        if sharers is not None and not gathers:
-            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
-        self._leaves = [
-            {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
-            for bank in self._banks
-        ]
-        self._lives: list[int | None] = [0, *[None] * (num_banks - 1)]
-        self._held = [0] * num_banks
-        self._newest_version = 0
-        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        source = memory.gradients if memory.is_paged else None
-        self.gradients = GradientPool(
-            self._stepper.parameter_groups,
-            self._trainable,
-            device,
-            principal,
-            source,
-            self._stepper.parts,
-            summed_apart=summed_apart if gathers else None,
-        )
-        memory.before_gradients(self.gradients.reserve)
-        """Where the sums of the gradients lie."""
-
-    @property
-    def trainable(self) -> tuple[str, ...]:
-        """The parameters that there are versions of."""
-        return self._trainable
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All parameters, whether they learn or not."""
-        return tuple(self._dtypes)
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether banks hold trial versions."""
-        return self._is_fresh
-
-    @property
-    def newest_version(self) -> int:
-        """How many updates have been made."""
-        return self._newest_version
 
     def bank_of(self, version: int) -> int:
         """The number of the bank that a version lies in, or is to be made in."""

@@ -137,7 +137,6 @@ class _Lending:
         self._lent: list[tuple[_HoldsWeights, ExitStack, Mapping[str, Tensor]]] = []
 
     def of(self, banks: _HoldsWeights) -> Mapping[str, Tensor]:
-        """The weights of a stage."""
         for owner, _, weights in self._lent:
             if owner is banks:
                 return weights
@@ -153,7 +152,6 @@ class _Lending:
             return weights
 
     def close(self) -> None:
-        """Let go of all."""
         while self._lent:
             self._lent.pop()[1].close()
 

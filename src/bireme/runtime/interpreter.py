@@ -205,7 +205,6 @@ def _nobody_asks() -> Moment:
 
 
 def _place_of(step: Instruction) -> Place:
-    """The micro-batch that an instruction is about."""
     assert step.microbatch is not None
     return Place(step.batch, step.microbatch)
 

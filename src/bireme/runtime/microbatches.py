@@ -119,7 +119,6 @@ class _Whole:
         return stamp
 
     def rows(self, wanted: Rows) -> Mapping[str, Tensor]:
-        """Views of the tensors."""
         return {name: _rows_of(self._tensors[name], wanted.begin, wanted.end) for name in wanted.names}
 
 
@@ -279,7 +278,6 @@ class _Cut:
 
     @property
     def num_samples(self) -> int:
-        """Of the whole batch."""
         return self.bounds[-1]
 
     def shares(self, width: int) -> tuple[int, ...]:
@@ -289,7 +287,6 @@ class _Cut:
 
     @property
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """The bounds of each micro-batch."""
         return pairwise(self.bounds)
 
     def own_runs(self) -> Iterator[tuple[int, int]]:
@@ -460,11 +457,9 @@ class _Column:
     of: Rows
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether it has these samples of the batch."""
         return self.of.begin <= begin and end <= self.of.end
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Those of some samples of the batch."""
         return _rows_of(self.tensor, begin - self.of.begin, end - self.of.begin)
 
 

@@ -127,10 +127,8 @@ def sections_of(
         return _shared_sections(stage, banks.shared, wanted, {*pieces_of}, replica=replica, alone=alone)
     found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
     found |= _to_run_on(stage, wanted, replica)
-    for name, state in banks.optimizer_state().items():
-        for key, value in state.items() if name in wanted else ():
-            if value is not None:
-                found[f"{OPTIMIZER}/{name}/{key}"] = _as_tensor(value)
+    for name, state in _optimizer_sections(banks):
+        found |= state if name in wanted else {}
     found |= _buffers(stage, wanted)
     principal = banks.gradients.principal
     if principal is not None:
@@ -153,11 +151,8 @@ def _shared_sections(
     for section, before in ((_WEIGHTS, False), (BEFORE, True)) if not alone else ():
         for name, one in banks.own_pieces(before=before).items():
             pieces.setdefault(name, {})[f"{section}/{name}"] = one
-    for name, state in banks.optimizer_state().items():
-        known = {
-            f"{OPTIMIZER}/{name}/{key}": _as_tensor(one) for key, one in state.items() if one is not None
-        }
-        pieces.setdefault(name, {}).update(known)
+    for name, state in _optimizer_sections(banks):
+        pieces.setdefault(name, {}).update(state)
     for name, own in pieces.items():
         if alone and name in wanted:
             found |= own
@@ -179,11 +174,22 @@ def own_sections(stage: Stage, names: Collection[str], *, replica: int) -> dict[
         for name, piece in banks.own_pieces(before=before).items():
             if name in names:
                 found.setdefault(f"{section}/{name}", piece)
-    for name, state in banks.optimizer_state().items():
-        for key, value in state.items() if name in names else ():
-            if value is not None:
-                found[f"{OPTIMIZER}/{name}/{key}"] = _as_tensor(value)
+    for name, state in _optimizer_sections(banks):
+        found |= state if name in names else {}
     return _copied(found)
+
+
+def _optimizer_sections(banks: WeightBanks) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each parameter with what the optimizer remembers of it. A number becomes a tensor without axes."""
+    for name, state in banks.optimizer_state().items():
+        yield (
+            name,
+            {
+                f"{OPTIMIZER}/{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+                for key, value in state.items()
+                if value is not None
+            },
+        )
 
 
 def _named_pieces(shared: SharedWeights, name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -270,11 +276,6 @@ def _optimizer_state(banks: WeightBanks, saved: Mapping[str, Tensor]) -> dict[st
 def _name_in(key: str) -> str:
     """The parameter that a part of its components is saved for, as AGE/NAME/PART."""
     return key.partition("/")[2].rpartition("/")[0]
-
-
-def _as_tensor(value: object) -> Tensor:
-    """A number of an optimizer's state as a tensor without axes."""
-    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 # What a codec of sums keeps, as sections of a snapshot: `feedback/REPLICA-of-WIDTH/NAME/KEY`, by the

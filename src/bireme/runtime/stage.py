@@ -232,14 +232,6 @@ class _Kept:
     rest: list[Rest] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Begin:
-    """The results that a backward starts from, and their gradients."""
-
-    roots: list[Tensor]
-    gradients: list[Tensor]
-
-
 class Stage:
     """Runs one stage. `recomputes` says that a forward keeps only what comes in. What `function` feeds to the
     gradient hook belongs to the batch whose backward runs.
@@ -318,9 +310,9 @@ class Stage:
             self._gradient_hook.feed = sums.streams.feed
         with sums.into(leaves):
             for one, own in zip(kept.passes, given, strict=True):
-                begin = self._begin(one, own)
-                if begin.roots:
-                    torch.autograd.backward(begin.roots, begin.gradients)
+                roots, begin = self._begin(one, own)
+                if roots:
+                    torch.autograd.backward(roots, begin)
         self._has_seen(place, kept)
         self.banks.release(kept.version)
         return self._gradients_back(kept, lambda one, name: one.received[name].grad)
@@ -332,9 +324,9 @@ class Stage:
         parameters = [leaves[name] for name in self.banks.trainable]
         found: list[dict[str, Tensor | None]] = []
         for one, own in zip(kept.passes, self._split(kept, gradients), strict=True):
-            begin = self._begin(one, own)
+            roots, begin = self._begin(one, own)
             inputs = [one.received[name] for name in self._sends_gradients]
-            rest = backward_input(begin.roots, begin.gradients, inputs, parameters)
+            rest = backward_input(roots, begin, inputs, parameters)
             kept.rest.append(rest)
             found.append(dict(zip(self._sends_gradients, rest.input_gradients, strict=True)))
             rest.input_gradients = ()  # they are sent, and wait for nothing here
@@ -440,16 +432,18 @@ class Stage:
         """The results that a backward starts from."""
         return {name: results[name] for name in (*self._gets_gradients, LOSS) if name in results}
 
-    def _begin(self, one: _Pass, gradients: Mapping[str, Tensor]) -> "_Begin":
-        begin = _Begin([], [])
+    def _begin(self, one: _Pass, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that a backward starts from, and their gradients."""
+        roots: list[Tensor] = []
+        begin: list[Tensor] = []
         for name, root in one.roots.items():
             if root.requires_grad and name in gradients:
-                begin.roots.append(root)
-                begin.gradients.append(gradients[name])
+                roots.append(root)
+                begin.append(gradients[name])
             elif root.requires_grad and name == LOSS and one.micro_batch.share:
-                begin.roots.append(root)
-                begin.gradients.append(self._loss_gradient(root, one.micro_batch.share))
-        return begin
+                roots.append(root)
+                begin.append(self._loss_gradient(root, one.micro_batch.share))
+        return roots, begin
 
     def _loss_gradient(self, loss: Tensor, share: float) -> Tensor:
         found = self._loss_gradients.get(share)

@@ -51,7 +51,6 @@ class _StateArenas:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arenas."""
         return sum(arena.num_bytes for arenas in self._arenas.values() for arena in arenas)
 
     def hold(self, name: str, key: str) -> bool:

@@ -21,7 +21,7 @@ from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.sync.coordinator.state import HealTimes, healed_in
 from bireme.sync.exchange import PieceNorms, piece_norms, squared_norm_of
-from bireme.sync.reducer import OwnPart, Reducer, Reduction
+from bireme.sync.reducer import OwnPart, Reduced, Reducer, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,11 @@ def own_limits(
 
 @dataclass(frozen=True, slots=True)
 class FinishedBatch:
-    """What came of a batch, the same on all ranks. `is_skipped` says that there was no step, for its gradient
-    was not finite or nothing in it counts; in the latter case the loss is NaN and the norm 0.
-    """
+    """A batch that is done on this rank, with what all ranks have summed of it."""
 
     batch: int
-    loss: float
-    grad_norm: float
     lr_factor: float
-    is_skipped: bool
-    votes: float
-    more: tuple[float, ...] = ()
+    reduced: Reduced
 
 
 class Updates:
@@ -191,17 +185,7 @@ class Updates:
         if end.num_updated == len(self._stages):
             assert reduced is not None, "the last update of a rank is not apart"
             self._batches.forget(step.batch)
-            self.finished.append(
-                FinishedBatch(
-                    batch=step.batch,
-                    loss=reduced.loss,
-                    grad_norm=reduced.grad_norm,
-                    lr_factor=self.settings.lr_factor(step.batch),
-                    is_skipped=not reduced.is_finite,
-                    votes=reduced.votes,
-                    more=reduced.more,
-                )
-            )
+            self.finished.append(FinishedBatch(step.batch, self.settings.lr_factor(step.batch), reduced))
 
     def follow(self, batch: int) -> None:
         """Make the next updates of all stages from the sum that others made of a batch, when nothing is under
@@ -292,11 +276,12 @@ def result_of(
     of the whole batch, the samples of each replica in it, the first batch of each, and how long each took to
     heal.
     """
-    weight, shares, busy_s = portion.weight, portion.shares, finished.more
+    reduced = finished.reduced
+    weight, shares, busy_s = portion.weight, portion.shares, reduced.more
     order: tuple[int, ...] = (0,)
     healed: Mapping[int, HealTimes] = {}
     if is_agreed:
-        weight, *rest = finished.more
+        weight, *rest = reduced.more
         num = len(rest) // 4
         shares, firsts, busy_s = tuple(map(round, rest[:num])), rest[num : 2 * num], ()
         healed = healed_in(rest[2 * num :])
@@ -304,13 +289,13 @@ def result_of(
         order = tuple(sorted(parts, key=lambda one: (firsts[one], one)))
     return BatchResult(
         batch=finished.batch,
-        loss=finished.loss,
-        grad_norm=finished.grad_norm,
+        loss=reduced.loss,
+        grad_norm=reduced.grad_norm,
         lr_factor=finished.lr_factor,
-        is_skipped=finished.is_skipped,
+        is_skipped=not reduced.is_finite,
         num_samples=sum(shares) if is_agreed else portion.num_samples,
         seconds=seconds,
-        votes=finished.votes,
+        votes=reduced.votes,
         weight=weight,
         shares=shares,
         busy_s=busy_s,

@@ -85,11 +85,8 @@ class Gap:
         return num_steps if self.after is None else self.after.at
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What becomes of a group that is evicted: `lead` as in its gaps."""
-
-    lead: int
+Leads = Mapping[Hashable, int]
+"""The groups of gaps that are evicted, each with its lead as in `Gap`."""
 
 
 def gaps_of(accesses: Iterable[ChunkAccess]) -> list[Gap]:
@@ -135,18 +132,18 @@ def num_copies(gaps: Iterable[Gap]) -> int:
     return sum(gap.is_fetched + gap.is_copied for gap in gaps if gap.is_evicted)
 
 
-def settle(gaps: Sequence[Gap], choices: Mapping[Hashable, Choice], num_steps: int) -> None:
+def settle(gaps: Sequence[Gap], leads: Leads, num_steps: int) -> None:
     """Write down in each gap what becomes of it.
 
     Frozen weights that are ever evicted begin below: there is a valid copy from then on.
     """
-    below = {gap.chunk for gap in gaps if gap.chunk.item is Item.FROZEN and gap.group in choices}
+    below = {gap.chunk for gap in gaps if gap.chunk.item is Item.FROZEN and gap.group in leads}
     clean: set[int] = set()
     for gap in gaps:
-        choice = choices.get(gap.group)
-        gap.lead = choice.lead if choice is not None and gap.is_fetched else 0
+        lead = leads.get(gap.group)
+        gap.lead = lead if lead is not None and gap.is_fetched else 0
         is_away = gap.end(num_steps) - gap.start - 1 > gap.lead
-        gap.is_evicted = choice is not None and (is_away or gap.must_be_below)
+        gap.is_evicted = lead is not None and (is_away or gap.must_be_below)
         if gap.before is None and gap.chunk in below and not gap.is_evicted:
             gap.is_evicted, gap.lead = True, gap.end(num_steps)
         gap.is_copied = gap.is_evicted and gap.may_be_copied and gap.chain not in clean
@@ -164,14 +161,10 @@ _Spans = list[tuple[int, int]]
 class OverfullError(Exception):
     """A moment needs more chunks than fit."""
 
-    def __init__(self, needed: int) -> None:
-        super().__init__(needed)
-        self.needed = needed
-
 
 def decide(
     accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
-) -> dict[Hashable, Choice]:
+) -> Leads:
     """The groups to evict and how far ahead to fetch them again.
 
     A chunk that comes back has its slot `ahead` steps before it is used, or half as far ahead where that
@@ -181,10 +174,10 @@ def decide(
     table = _Table(accesses, gaps, num_steps)
     while ahead:
         try:
-            return _best(table, capacity, ahead).choices()
+            return _best(table, capacity, ahead).leads()
         except OverfullError:
             ahead //= 2
-    return _best(table, capacity, 0).choices()
+    return _best(table, capacity, 0).leads()
 
 
 def _best(table: "_Table", capacity: int, ahead: int) -> "_Plan":
@@ -254,7 +247,6 @@ class _Plan:
         return self.table.is_fetched[gap] + self.is_copied(gap)
 
     def num_copies(self) -> int:
-        """The copies that the plan costs."""
         return sum(self.copies(gap) for gap, is_evicted in enumerate(self.is_evicted) if is_evicted)
 
     def _sweep(self, rule: "Rule") -> None:
@@ -273,7 +265,7 @@ class _Plan:
                     heappush(candidates, (rule(table, gap, is_fetched + is_copied), gap, last))
             while held[now] > self.capacity:
                 if not candidates:
-                    raise OverfullError(int(held[now]))
+                    raise OverfullError(f"{held[now]} chunks")
                 _, gap, last = heappop(candidates)
                 if last > now and not is_evicted[gap]:
                     self._evict(table.groups[gap])
@@ -292,13 +284,13 @@ class _Plan:
             else:
                 self._add(spans, -1)
 
-    def choices(self) -> dict[Hashable, Choice]:
+    def leads(self) -> Leads:
         """What becomes of every evicted group, with fetches as early as there is room for them.
 
         A chunk that is needed later is not fetched before one that is needed sooner, which would have to wait
         for it.
         """
-        table, found = self.table, dict[Hashable, Choice]()
+        table, found = self.table, dict[Hashable, int]()
         posted = np.full(table.num_steps + 1, -1, dtype=np.int64)
         groups = dict.fromkeys([*self.freed, *(table.groups[gap] for gap in table.must_be_below)])
         for group in sorted(groups, key=lambda group: table.ends[table.members[group][0]]):
@@ -313,7 +305,7 @@ class _Plan:
                 lead = self._lead(ends, least, most)
                 for end in ends:
                     posted[end] = max(posted[end], end - lead)
-            found[table.names[group]] = Choice(lead)
+            found[table.names[group]] = lead
         return found
 
     def _lead(self, ends: Sequence[int], least: int, most: int) -> int:

@@ -94,7 +94,6 @@ class _Run:
 
     @property
     def first(self) -> int:
-        """The place of the first."""
         return self.places[0]
 
     @property
@@ -104,7 +103,6 @@ class _Run:
 
     @property
     def last(self) -> int:
-        """The place of the last."""
         return self.places[-1]
 
 

@@ -13,7 +13,7 @@ chunk is decided once for all batches of the steady state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from bireme.schedule.budgets import (
     cut_memory,
     most_at_once,
 )
-from bireme.schedule.eviction import Choice, Gap, decide, gaps_of, settle
+from bireme.schedule.eviction import Gap, Leads, decide, gaps_of, settle
 from bireme.schedule.instruction import SENDS, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.proofs.stages import stage_problems
@@ -38,8 +38,6 @@ __all__ = ["Budgets", "page", "page_cut"]
 
 _STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
-
-_Choices = Mapping[Hashable, Choice]
 
 
 def page(
@@ -227,7 +225,7 @@ class _Planner:
                 if (own := host_accesses_of(uses, step, 0))
             }
 
-    def decided(self) -> list[_Choices]:
+    def decided(self) -> list[Leads]:
         """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
         gaps = self.gaps
         choices = [self._decide(0, self.accesses, gaps, self.num_steps, self.ahead)]
@@ -238,7 +236,7 @@ class _Planner:
             choices.append(self._decide(1, below, gaps_of(below), num_steps, ahead))
         return choices
 
-    def written(self, plan: Sequence[_Choices]) -> tuple[Track, RankTiers]:
+    def written(self, plan: Sequence[Leads]) -> tuple[Track, RankTiers]:
         """The track with its copies, and where the chunks begin."""
         gaps = self.gaps
         settle(gaps, plan[0], self.num_steps)
@@ -351,7 +349,7 @@ class _Planner:
 
     def _decide(
         self, number: int, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, ahead: int
-    ) -> _Choices:
+    ) -> Leads:
         capacity = self.tiers.tiers[number].capacity
         assert capacity is not None, "a tier without a limit needs no plan"
         needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})

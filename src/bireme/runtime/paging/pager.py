@@ -41,7 +41,6 @@ class _Copied:
     offset: int
 
     def tensor(self) -> Tensor:
-        """The tensor as it was saved."""
         memory = self.flat.view(self.dtype)
         return memory.as_strided(self.shape, self.stride, memory.storage_offset() + self.offset)
 

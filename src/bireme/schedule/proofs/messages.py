@@ -45,7 +45,6 @@ class _PartSums:
         """The stage and batch whose gradients are being summed."""
 
     def step(self, step: Instruction) -> Iterator[str]:
-        """Take one instruction in; say what is wrong with it."""
         gradients = step.stage, step.batch
         match step.kind:
             case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
@@ -183,7 +182,6 @@ class _Walk:
             )
 
     def finish(self) -> Iterator[str]:
-        """What is left over at the end of the window."""
         for message in sorted(self.posted, key=str):
             yield f"Rank {self.rank} receives the {message} but does not use it afterwards."
         for message in self.unsent.left():

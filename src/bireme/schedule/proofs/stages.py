@@ -45,7 +45,6 @@ class _StageAverages:
             yield f"{step} comes before the mean of batch {begin + self.num_ended} is part of its weights."
 
     def finish(self) -> Iterator[str]:
-        """What is missing at the end of the window."""
         if self.program.average_lag is not None:
             begin, num_batches = self.program.first_batch, self.program.num_batches
             for what, num in (("offers", self.num_started), ("completes", self.num_ended)):
@@ -92,7 +91,6 @@ class _RankAverages:
         self.num_done = 0
 
     def step(self, step: Instruction) -> Iterator[str]:
-        """Take one instruction in; say what is wrong with it."""
         if self.num_stages <= 1:
             return
         if step.kind is Kind.AVERAGE_START:
@@ -155,7 +153,6 @@ class _StageProof:
         self.averages = _StageAverages(program, stage)
 
     def step(self, instruction: Instruction) -> Iterator[str]:
-        """Take one instruction in; say what is wrong with it."""
         match instruction.kind:
             case Kind.FORWARD:
                 yield from self._forward(instruction)
@@ -175,7 +172,6 @@ class _StageProof:
                 yield from self.averages.step(instruction, self.newest)
 
     def finish(self) -> Iterator[str]:
-        """What is missing at the end of the window."""
         stashed = self.program.rule is Rule.STASHED
         for batch in self.program.batches:
             for k in self.own if stashed else (None,):
