@@ -145,7 +145,9 @@ class WeightBanks:
         """This replica's side of what replicas share."""
         if sharers is not None and gathers:
             parts_of_frozen = frozen_parts(sharers, frozen, memory)
-            self._frozen = {name: view for one in parts_of_frozen for name, view in one.leaves[0].items()}
+            self._frozen: Tensors = {
+                name: view for one in parts_of_frozen for name, view in one.leaves[0].items()
+            }
             self.shared = GatheredWeights(
                 sharers, self._stepper, self._trials, self._stores, num_banks, parts_of_frozen
             )

@@ -241,7 +241,8 @@ def fabric_of(world: "World | Fabric | None", num_ranks: int, device: torch.devi
         if world.backend == "nccl" and device.type != "cuda":
             raise BiremeError(
                 f"The world has the backend nccl, which carries messages between CUDA devices, and the "
-                f"pipeline is on {device}. Give it device=world.device, or open the world with backend gloo."
+                f"pipeline is on {device}. Give its settings device=world.device, or open the world with "
+                "backend gloo."
             )
         return DistFabric(world)
     if world is not None:

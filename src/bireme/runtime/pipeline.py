@@ -49,8 +49,8 @@ from bireme.runtime.layout import (
 from bireme.runtime.message_format import Boundaries, TensorSpec, checked, received_by
 from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
-from bireme.runtime.paging.checks import paging_of
 from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.paging_checks import paging_of
 from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.sharers import Sharers, sharers_of
 from bireme.runtime.snapshot import Snapshot
