@@ -66,7 +66,7 @@ class Interpreter:
         self._actions: dict[Kind, Callable[[Instruction], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.RECOMPUTE: self._recompute,
             Kind.SEND_FORWARD: stage_messages.send,
@@ -175,12 +175,9 @@ class Interpreter:
     def _backward(self, step: Instruction) -> None:
         gradients = self._stage_messages.take(step)
         self._began = self._now()
-        self._stage_messages.put(step, self._stages[step.stage].backward(_place_of(step), gradients))
-
-    def _backward_input(self, step: Instruction) -> None:
-        gradients = self._stage_messages.take(step)
-        self._began = self._now()
-        self._stage_messages.put(step, self._stages[step.stage].backward_input(_place_of(step), gradients))
+        stage = self._stages[step.stage]
+        run = stage.backward if step.kind is Kind.BACKWARD else stage.backward_input
+        self._stage_messages.put(step, run(_place_of(step), gradients))
 
     def _backward_weight(self, step: Instruction) -> None:
         self._stages[step.stage].backward_weight(_place_of(step))

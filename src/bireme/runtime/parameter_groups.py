@@ -285,17 +285,11 @@ class ParameterGroupWeights:
                 given = weights[name]
                 (view if given.shape == view.shape else pieces[name]).copy_(given)
 
-    def take(self, bank: int) -> None:
-        """Have memory for all of a bank."""
+    def lent(self, bank: int) -> LentArena:
+        """All of a bank of which only a part is kept: there is memory for the rest from its `take` on."""
         arena = self.banks[bank]
         assert isinstance(arena, LentArena), "only what is not kept is taken"
-        arena.take()
-
-    def let_go(self, bank: int) -> None:
-        """Give back the memory of a bank, but for the part that is kept."""
-        arena = self.banks[bank]
-        assert isinstance(arena, LentArena), "only what is not kept is let go"
-        arena.let_go()
+        return arena
 
     def to_gather(self, bank: int, *, trains: bool) -> Tensor:
         """All of a bank, to be filled with the others' parts, with this replica's part in it, which is on the

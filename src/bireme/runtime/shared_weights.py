@@ -337,11 +337,11 @@ class GatheredWeights(SharedWeights):
         bank = version % len(self._arriving)
         if not self._num_taken:
             for store in self._frozen:
-                store.take(0)
+                store.lent(0).take()
             self._frozen_arriving = self._gathered(self._frozen, 0, trains=trains)
         self._num_taken += 1
         for store in self._stores:
-            store.take(bank)
+            store.lent(bank).take()
         self.gather(bank, trains=trains)
 
     def arrive(self, version: int) -> None:
@@ -355,9 +355,9 @@ class GatheredWeights(SharedWeights):
         self.arrive(version)
         self._num_taken -= 1
         for store in self._stores:
-            store.let_go(version % len(self._arriving))
+            store.lent(version % len(self._arriving)).let_go()
         for store in () if self._num_taken else self._frozen:
-            store.let_go(0)
+            store.lent(0).let_go()
 
     @contextmanager
     def lent(self, version: int) -> Iterator[bool]:

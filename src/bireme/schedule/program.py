@@ -37,31 +37,6 @@ class Rule(StrEnum):
     window's first version."""
 
 
-def _version_used(
-    rule: Rule,
-    *,
-    stage: int,
-    num_stages: int,
-    batch: int,
-    microbatch: int,
-    num_microbatches: int,
-    first_batch: int,
-) -> int:
-    """The version that both passes of a micro-batch run on.
-
-    A window that starts at `first_batch` starts drained: W(first_batch) is made, and under DELAYED the
-    version before it is still there.
-    """
-    match rule:
-        case Rule.SYNCHRONOUS | Rule.FRESH:
-            return batch
-        case Rule.DELAYED:
-            return max(batch - 1, 0)
-        case Rule.STASHED:
-            newest = first_batch * num_microbatches
-            return max(batch * num_microbatches + microbatch - (num_stages - 1 - stage), newest)
-
-
 def banks_needed(rule: Rule, stage: int, num_stages: int) -> int:
     """How many versions to compute with a stage must be able to hold at once.
 
@@ -267,16 +242,20 @@ class Program:
         )
 
     def version_of(self, step: Instruction) -> int:
-        """The version that the rule asks for where a compute instruction of a micro-batch runs."""
-        return _version_used(
-            self.rule,
-            stage=step.stage,
-            num_stages=self.num_stages,
-            batch=step.batch,
-            microbatch=step.microbatch or 0,
-            num_microbatches=self.num_microbatches,
-            first_batch=self.first_batch,
-        )
+        """The version that the rule asks for where a compute instruction of a micro-batch runs.
+
+        A window starts drained: W(first_batch) is made, and under DELAYED the version before it is still
+        there.
+        """
+        match self.rule:
+            case Rule.SYNCHRONOUS | Rule.FRESH:
+                return step.batch
+            case Rule.DELAYED:
+                return max(step.batch - 1, 0)
+            case Rule.STASHED:
+                newest = self.first_batch * self.num_microbatches
+                k = step.batch * self.num_microbatches + (step.microbatch or 0)
+                return max(k - (self.num_stages - 1 - step.stage), newest)
 
     def completed_by(self, batch: int) -> int:
         """The version that the mean after a batch's update becomes a part of; not past the window's last."""

@@ -13,12 +13,12 @@ warm-up forwards, with which all ranks are busy if stages are as wide as they ar
 """
 
 import itertools
+from functools import partial
 
 from bireme.errors import BiremeError
-from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
+from bireme.schedule.generators.shape import Schedule, Shape, backward, draining, forward
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Rule
-from bireme.schedule.weave import Orders, every_batch
 
 # GPipe: all forwards of a batch, then all its backwards.
 #
@@ -34,13 +34,9 @@ F forward   B backward   . idle   | update
 """4 stages, 4 micro-batches, 1 batch."""
 
 
-def _gpipe_orders(shape: Shape) -> Orders:
+def _gpipe_order(shape: Shape, stage: int) -> list[Instruction]:
     microbatches = range(shape.num_microbatches)
-    one_batch = [
-        [forward(stage, k) for k in microbatches] + [backward(stage, k) for k in microbatches]
-        for stage in range(shape.num_stages)
-    ]
-    return every_batch(one_batch, shape.num_batches)
+    return [forward(stage, k) for k in microbatches] + [backward(stage, k) for k in microbatches]
 
 
 GPIPE = Schedule(
@@ -48,7 +44,7 @@ GPIPE = Schedule(
     summary="all forwards, then all backwards; stashes every micro-batch",
     rule=Rule.SYNCHRONOUS,
     picture=_GPIPE_PICTURE,
-    orders=_gpipe_orders,
+    orders=partial(draining, _gpipe_order),
     widens=True,
 )
 
@@ -67,12 +63,8 @@ F forward   B backward   . idle   | update
 """4 stages, 4 micro-batches, 1 batch."""
 
 
-def _sequential_orders(shape: Shape) -> Orders:
-    one_batch = [
-        [step for k in range(shape.num_microbatches) for step in (forward(stage, k), backward(stage, k))]
-        for stage in range(shape.num_stages)
-    ]
-    return every_batch(one_batch, shape.num_batches)
+def _sequential_order(shape: Shape, stage: int) -> list[Instruction]:
+    return [step for k in range(shape.num_microbatches) for step in (forward(stage, k), backward(stage, k))]
 
 
 SEQUENTIAL = Schedule(
@@ -80,7 +72,7 @@ SEQUENTIAL = Schedule(
     summary="no pipelining: one micro-batch at a time",
     rule=Rule.SYNCHRONOUS,
     picture=_SEQUENTIAL_PICTURE,
-    orders=_sequential_orders,
+    orders=partial(draining, _sequential_order),
 )
 
 
@@ -126,12 +118,6 @@ def _interleaved_order(shape: Shape, rank: int) -> list[Instruction]:
     return order
 
 
-def _interleaved_orders(shape: Shape) -> Orders:
-    return every_batch(
-        [_interleaved_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches
-    )
-
-
 def _placement(shape: Shape) -> tuple[int, ...]:
     return tuple(stage % shape.num_ranks for stage in range(shape.num_stages))
 
@@ -141,7 +127,7 @@ INTERLEAVED = Schedule(
     summary="1F1B with several stages per rank: a smaller bubble for more messages",
     rule=Rule.SYNCHRONOUS,
     picture=_INTERLEAVED_PICTURE,
-    orders=_interleaved_orders,
+    orders=partial(draining, _interleaved_order),
     placement=_placement,
     stages_per_rank=2,
 )
@@ -186,9 +172,8 @@ def alternate(shape: Shape, stage: int, num_microbatches: int) -> list[Instructi
     return order
 
 
-def _one_f_one_b_orders(shape: Shape) -> Orders:
-    one_batch = [alternate(shape, stage, shape.num_microbatches) for stage in range(shape.num_stages)]
-    return every_batch(one_batch, shape.num_batches)
+def _one_f_one_b_order(shape: Shape, stage: int) -> list[Instruction]:
+    return alternate(shape, stage, shape.num_microbatches)
 
 
 ONE_F_ONE_B = Schedule(
@@ -196,7 +181,7 @@ ONE_F_ONE_B = Schedule(
     summary="PipeDream-Flush: one forward, one backward; drains before each update",
     rule=Rule.SYNCHRONOUS,
     picture=_ONE_F_ONE_B_PICTURE,
-    orders=_one_f_one_b_orders,
+    orders=partial(draining, _one_f_one_b_order),
     most_lookahead=within_a_batch,
     widens=True,
 )
@@ -234,10 +219,6 @@ def _sliced_order(shape: Shape, stage: int) -> list[Instruction]:
     return order
 
 
-def _sliced_orders(shape: Shape) -> Orders:
-    return every_batch([_sliced_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
-
-
 def _check(shape: Shape) -> None:
     most = min(shape.num_stages, shape.num_microbatches)
     if not 0 <= shape.num_sliced <= most:
@@ -252,7 +233,7 @@ SLICED = Schedule(
     summary="AutoPipe's 1F1B: slices the first micro-batches, which halves the start-up",
     rule=Rule.SYNCHRONOUS,
     picture=_SLICED_PICTURE,
-    orders=_sliced_orders,
+    orders=partial(draining, _sliced_order),
     check=_check,
     slices=True,
 )

@@ -8,7 +8,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.routes import Routes, shares_of_stages
-from bireme.schedule.weave import Orders, lower
+from bireme.schedule.weave import Orders, every_batch, lower
 
 _MOST_PASSES = 1_000_000
 """Forwards in a batch, over all stages; more is a slip of the pen."""
@@ -192,6 +192,11 @@ def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:
         parts = range(step.stage * num, (step.stage + 1) * num)
         for part in parts if step.kind is Kind.FORWARD else reversed(parts):
             yield replace(step, stage=part)
+
+
+def draining(order: Callable[[Shape, int], list[Instruction]], shape: Shape) -> Orders:
+    """The orders of a schedule that drains between batches, from the order of each rank in one batch."""
+    return every_batch([order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches)
 
 
 def forward(stage: int, microbatch: int, batch: int = 0, half: int | None = None) -> Instruction:

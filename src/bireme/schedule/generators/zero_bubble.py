@@ -7,11 +7,12 @@ is a third of 1F1B's, and no stage keeps more than d micro-batches.
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
 
+from functools import partial
+
 from bireme.errors import BiremeError
-from bireme.schedule.generators.shape import Schedule, Shape, backward, forward
+from bireme.schedule.generators.shape import Schedule, Shape, backward, draining, forward
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Rule
-from bireme.schedule.weave import Orders, every_batch
 
 # ZB-V: two stages per rank laid out as a V, backwards in two parts, and no bubble at f = i = w.
 #
@@ -85,10 +86,6 @@ def _zbv_order(shape: Shape, rank: int) -> list[Instruction]:
     return me.order
 
 
-def _zbv_orders(shape: Shape) -> Orders:
-    return every_batch([_zbv_order(shape, rank) for rank in range(shape.num_ranks)], shape.num_batches)
-
-
 def _placement(shape: Shape) -> tuple[int, ...]:
     return tuple(min(stage, shape.num_stages - 1 - stage) for stage in range(shape.num_stages))
 
@@ -106,7 +103,7 @@ ZERO_BUBBLE_V = Schedule(
     summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
     rule=Rule.SYNCHRONOUS,
     picture=_ZBV_PICTURE,
-    orders=_zbv_orders,
+    orders=partial(draining, _zbv_order),
     splits_backward=True,
     placement=_placement,
     check=_check,
@@ -138,15 +135,11 @@ def _zb_h1_order(shape: Shape, stage: int) -> list[Instruction]:
     return order
 
 
-def _zb_h1_orders(shape: Shape) -> Orders:
-    return every_batch([_zb_h1_order(shape, stage) for stage in range(shape.num_stages)], shape.num_batches)
-
-
 ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
     rule=Rule.SYNCHRONOUS,
     picture=_ZB_H1_PICTURE,
-    orders=_zb_h1_orders,
+    orders=partial(draining, _zb_h1_order),
     splits_backward=True,
 )

@@ -10,7 +10,7 @@ trial steps see just the micro-batches they claim to see.
 from collections.abc import Iterator
 
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.schedule.program import Program, Rule
+from bireme.schedule.program import Program, Rule, updates_per_batch
 
 # Proof that a stage averages its weights once a batch, in order, and before anybody uses them.
 #
@@ -135,8 +135,7 @@ class _StageProof:
         """The micro-batches of a batch that the rank takes through the stage."""
         self.recompute = stage in program.recomputed
         self.banks = program.banks[stage]
-        per_batch = program.num_microbatches if program.rule is Rule.STASHED else 1
-        self.newest = program.first_batch * per_batch
+        self.newest = program.first_batch * updates_per_batch(program.rule, program.num_microbatches)
         self.newest_trial = program.first_batch
         self.oldest = max(self.newest - self.banks + 1, 0)
         self.halves: dict[tuple[int, int], frozenset[int]] = {}
