@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Value
 from bireme.model.graph_file import load_graph, save_graph
-from bireme.placement.workload_file import load_workload, read_split, read_workload
+from bireme.placement.workload_file import read_split, read_workload
 from bireme.plan import plan as plans
 from bireme.plan.plan_file import load_plan, read_windows, write_windows
 from bireme.profile.profile import load_profile, save_profile
@@ -66,7 +66,7 @@ def _sample_files(folder: Path) -> dict[Path, Callable[[Path], object]]:
     schedule = folder / "schedule.csv"
     schedule.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     split = folder / "split.json"
-    placed = load_workload(workload)
+    placed = read_workload(workload).workload
     split.write_text(json.dumps({"fpgas": [{"nodes": [node.id for node in placed.nodes]}], "cpus": []}))
     graph = folder / "graph.json"
     save_graph(_graph(), graph)

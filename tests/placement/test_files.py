@@ -12,8 +12,6 @@ from bireme.errors import BiremeError
 from bireme.placement.workload import Edge, Node, Objective, Placement, Workload
 from bireme.placement.workload_file import (
     DeviceCounts,
-    load_split,
-    load_workload,
     read_split,
     read_workload,
     write_split,
@@ -52,7 +50,7 @@ def path(tmp_path: Path) -> Path:
 
 def read(path: Path, plain: object) -> Workload:
     path.write_text(json.dumps(plain))
-    return load_workload(path)
+    return read_workload(path).workload
 
 
 def complaint(path: Path, plain: object) -> str:
@@ -92,7 +90,7 @@ def test_what_is_read_equals_what_was_written(path: Path) -> None:
     for _ in range(40):
         workload = random_workload(random)
         write_workload(path, workload)
-        assert load_workload(path) == workload
+        assert read_workload(path).workload == workload
 
 
 @pytest.mark.parametrize("name", ["branches", "training"])
@@ -179,7 +177,7 @@ def test_a_wrong_workload_is_one_sentence_that_says_where(path: Path, plain: obj
 def test_a_key_that_stands_there_twice_is_refused(path: Path) -> None:
     path.write_text('{"maxCPUs": 1, "maxCPUs": 2}')
     with pytest.raises(BiremeError, match="The key 'maxCPUs' is there twice"):
-        load_workload(path)
+        read_workload(path)
 
 
 def test_unknown_keys_become_one_warning_each_that_names_the_nearest(path: Path) -> None:
@@ -238,7 +236,7 @@ def test_a_split_of_either_shape_is_read(path: Path) -> None:
     ]
     for plain in shapes:
         path.write_text(json.dumps(plain))
-        assert load_split(path, TRAINING) == (0, 2, 2, 0)
+        assert read_split(path, TRAINING).devices == (0, 2, 2, 0)
 
 
 def test_a_split_keeps_what_its_file_claims(path: Path) -> None:
@@ -253,7 +251,7 @@ def test_a_split_keeps_what_its_file_claims(path: Path) -> None:
 def test_the_published_shape_says_the_same_when_read_again(path: Path) -> None:
     placement = Placement(Objective.TRAINING, "dp", True, (1, 2, 2, 1), 20.0, 20.0, (0.0, 3.0, 20.0))
     write_split(path, TRAINING, placement)
-    assert load_split(path, TRAINING) == placement.devices
+    assert read_split(path, TRAINING).devices == placement.devices
     plain = json.loads(path.read_text())
     assert plain["fpgas"] == [{"load": 0.0, "nodes": []}, {"load": 3.0, "nodes": [0, 3]}]
     assert plain["maxLoad"] == 20.0
@@ -288,7 +286,7 @@ def test_the_published_shape_says_the_same_when_read_again(path: Path) -> None:
 def test_a_wrong_split_is_one_sentence(path: Path, plain: object, sentence: str) -> None:
     path.write_text(json.dumps(plain))
     with pytest.raises(BiremeError) as caught:
-        load_split(path, TRAINING)
+        read_split(path, TRAINING)
     assert str(caught.value).startswith(f"{path}: {sentence}")
 
 
@@ -298,7 +296,7 @@ def test_a_backward_node_without_a_forward_one_cannot_be_inferred(path: Path) ->
     with pytest.raises(
         BiremeError, match="No node of its colour is placed, so its device cannot be inferred"
     ):
-        load_split(path, lone)
+        read_split(path, lone)
 
 
 def test_pieces_are_numbered_on_each_device_without_gaps(path: Path) -> None:
@@ -312,7 +310,7 @@ def test_pieces_are_numbered_on_each_device_without_gaps(path: Path) -> None:
 def test_an_id_of_nineteen_digits_is_read_as_it_was_written(path: Path) -> None:
     workload = Workload((Node(1234567890123456789, 1.0, 1.0),), (), 1, 0, 1e9)
     path.write_text('{"1234567890123456789": "acc0"}')
-    assert load_split(path, workload) == (0,)
+    assert read_split(path, workload).devices == (0,)
 
 
 @pytest.mark.parametrize(

@@ -195,15 +195,6 @@ def test_too_little_memory_for_all_is_said(solve: Solver) -> None:
 
 
 @both
-def test_a_gap_ends_the_search_as_soon_as_it_is_reached(solve: Solver) -> None:
-    items = items_for(solve, chain([3.0, 3.0, 2.0, 2.0, 2.0]))
-    start = (0, 0, 0, 1, 1)
-    found = solve(items, Objective.THROUGHPUT, time_limit_s=LONG_S, start=start, gap=0.5)
-    assert found.where == start
-    assert found.lower_bound >= 0.5 * found.value
-
-
-@both
 def test_work_that_takes_no_time_needs_no_search(solve: Solver) -> None:
     items = items_for(solve, chain([0.0, 0.0, 0.0]))
     found = solve(items, Objective.FLUSH, time_limit_s=LONG_S, start=(0, 0, 1))

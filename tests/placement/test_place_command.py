@@ -16,7 +16,7 @@ from bireme.placement.check import check
 from bireme.placement.pages import picture
 from bireme.placement.pages.picture import cells_of, placement_dot
 from bireme.placement.workload import Edge, Node, Objective, Placement, Workload
-from bireme.placement.workload_file import load_workload, write_workload
+from bireme.placement.workload_file import read_workload, write_workload
 from tests.support.command import Result, bireme
 from tests.support.placement_oracles import random_workload
 
@@ -61,7 +61,7 @@ def test_the_document_says_who_runs_what(capsys: Capture, name: str) -> None:
     found = place(capsys, f"{name} --method dp --json").document
     for field, kind in FIELDS.items():
         assert isinstance(found[field], kind), field
-    workload = load_workload(Path(name))
+    workload = read_workload(Path(name)).workload
     assert set(found["assignment"]) == {str(node.id) for node in workload.nodes}
     assert set(found["assignment"].values()) <= set(found["loads"])
     assert found["value"] == pytest.approx(max(found["loads"].values()))
@@ -208,7 +208,7 @@ def test_what_is_not_contiguous_is_valid_only_where_any_placement_is(capsys: Cap
 def test_an_expert_s_split_is_counted_as_it_is(capsys: Capture) -> None:
     place(capsys, "training.json --method greedy --split split.json")
     plain = json.loads(Path("split.json").read_text())
-    nodes = load_workload(Path("training.json")).nodes
+    nodes = read_workload(Path("training.json")).workload.nodes
     for row in (*plain["fpgas"], *plain["cpus"]):
         row["nodes"] = [number for number in row["nodes"] if not nodes[number].is_backward]
     Path("split.json").write_text(json.dumps(plain))

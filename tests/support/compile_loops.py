@@ -14,7 +14,7 @@ from bireme.placement.anywhere.search import improve
 from bireme.placement.contraction import Weightless, items_of
 from bireme.placement.solve import solve
 from bireme.placement.workload import Method, Objective, Request
-from bireme.placement.workload_file import load_workload
+from bireme.placement.workload_file import read_workload
 
 __all__ = ["compile_codecs", "compile_placement"]
 
@@ -29,7 +29,7 @@ SHAPE = (8, 8, 768)
 
 def compile_placement() -> None:
     """The loops of every search for a placement."""
-    workload = load_workload(WORKLOAD)
+    workload = read_workload(WORKLOAD).workload
     for request in (
         Request(Objective.FLUSH, Method.DP),
         Request(Objective.LATENCY, Method.ANNEAL, time_limit_s=LIMIT_S),

@@ -4,17 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from bireme.cli.options import Force, Json, check_writable, refuse
 from bireme.errors import BiremeError, closest
 from bireme.placement.workload import Granularity, Method, Objective
-
-if TYPE_CHECKING:
-    from bireme.placement.workload_file import DeviceCounts, ReadWorkload
-
 
 devices_option = partial(typer.Option, rich_help_panel="Devices, instead of the file's")
 search_option = partial(typer.Option, rich_help_panel="What to look for")
@@ -213,8 +209,8 @@ def place(
 
     [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --to plan.json[/dim]
     """
-    from bireme.cli.place_run import Measuring, ModelPlacing, OfModel
-    from bireme.placement.workload_file import DeviceCounts, ReadWorkload
+    from bireme.cli.place_run import OutputFiles, PlacedModel, check_split, place_and_show, request_of
+    from bireme.placement.workload_file import DeviceCounts, ReadWorkload, read_workload
 
     if expert is not None and method is Method.AUTO:
         method = Method.EXPERT
@@ -225,61 +221,46 @@ def place(
     if plan is not None:
         raise BiremeError(f"place writes a plan and reads none: for --plan {plan}, say --to {plan}.")
     _check_files(picture, output, split, workload_file, to, force=force)
-    placing = None
+    placed = None
     if model is None:
         refuse(context, "there is no --model", *OF_A_MODEL)
-        found = _read(workload, DeviceCounts(accelerators, cpus, memory))
+        if workload is None:
+            raise BiremeError(
+                "Name a workload file, or a model with --model. docs/placement.md explains workload files."
+            )
+        found = read_workload(workload, DeviceCounts(accelerators, cpus, memory))
     else:
         if workload is not None:
             raise BiremeError(f"{workload} and --model {model} both name a workload. Leave out one of them.")
         refuse(context, "--cluster already names the devices", "accelerators", "cpus", "memory")
         if measure_on != "meta":
             refuse(context, f"--measure-on {measure_on} measures and does not estimate", "like")
-        placing = ModelPlacing.of(
-            Measuring(
-                model,
-                micro_batch,
-                length=length,
-                device=measure_on,
-                like=like,
-                dtype=dtype,
-                optimizer=optimizer,
-                fresh=fresh,
-            ),
+        placed = PlacedModel.of(
+            model,
             cluster,
+            micro_batch=micro_batch,
+            length=length,
+            device=measure_on,
+            like=like,
+            dtype=dtype,
+            optimizer=optimizer,
+            fresh=fresh,
             training=training,
             granularity=granularity,
-            copies_tied=copy_tied,
+            copy_tied=copy_tied,
         )
-        found = ReadWorkload(placing.made.workload, ())
+        found = ReadWorkload(placed.made.workload, ())
+    for warning in found.warnings:
+        typer.echo(f"bireme: {warning}", err=True)
+    rules = {"contiguous": contiguous, "num_pieces": pieces}
     if check is not None:
-        from bireme.cli.place_run import check_split
-
-        is_kept = check_split(
-            found, check, objective, contiguous=contiguous, num_pieces=pieces, as_json=as_json
-        )
-        if not is_kept:
+        if not check_split(found.workload, check, objective, **rules, as_json=as_json):
             raise typer.Exit(2)
         return
-    from bireme.cli.place_run import Files, PlaceRun
-
-    run = PlaceRun(found, objective, method, contiguous=contiguous, num_pieces=pieces, expert=expert)
-    run.search(time_limit, seed)
-    files = Files(output, split, picture, workload_file)
-    if placing is None:
-        run.show(files, as_json=as_json)
-    else:
-        run.show(files, as_json=as_json, of_model=OfModel(placing, to, schedule, microbatches))
-
-
-def _read(path: Path | None, counts: "DeviceCounts") -> "ReadWorkload":
-    from bireme.placement.workload_file import read_workload
-
-    if path is None:
-        raise BiremeError(
-            "Name a workload file, or a model with --model. docs/placement.md explains workload files."
-        )
-    return read_workload(path, counts)
+    asked = {**rules, "method": method, "time_limit_s": time_limit, "seed": seed}
+    request = request_of(found.workload, objective, expert, **asked)
+    files = OutputFiles(output, split, picture, workload_file, to, schedule, microbatches)
+    place_and_show(found, request, files, placed, as_json=as_json)
 
 
 def _check_files(picture: Path | None, *documents: Path | None, force: bool) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,70 +12,18 @@ import typer
 from bireme.cli.options import print_json
 from bireme.errors import BiremeError
 from bireme.placement.check import PlacementVerdict, check
-from bireme.placement.workload import Method, Objective, Request, Workload, device_names
+from bireme.placement.workload import Objective, Request, Workload, device_names
 
 if TYPE_CHECKING:
-    from bireme.model.capture import Captures
-    from bireme.model.sources import ModelSource
     from bireme.placement.of_model.from_model import ModelWorkload
     from bireme.placement.workload import Granularity, Placement
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
     from bireme.profile.profile import Profile
 
 
-# `bireme place --model`: make a workload from a model, and a plan from its placement.
-
-
 @dataclass(frozen=True, slots=True)
-class Measuring:
-    """What to measure: the model, the micro-batch size and the device."""
-
-    model: str
-    micro_batch: int
-    length: int | None
-    device: str
-    like: str | None
-    dtype: str
-    optimizer: str
-    fresh: bool
-
-    def __post_init__(self) -> None:
-        if self.micro_batch < 1:
-            raise BiremeError(f"The batch is {self.micro_batch}; it must be at least 1.")
-
-    def source(self) -> "ModelSource":
-        """The model and its example inputs."""
-        from bireme.model.sources import load_source
-
-        return load_source(self.model, batch=self.micro_batch, length=self.length, dtype=self.dtype)
-
-
-def _measured(asked: Measuring, source: "ModelSource", captures: "Captures", progress: Any) -> "Profile":
-    """The profile of a model: measured here, or estimated for a device elsewhere."""
-    from bireme.cluster.catalogue import device_named
-    from bireme.model.weights import check_weights
-    from bireme.profile.control import torch_device
-    from bireme.profile.optimizers import check_optimizer
-    from bireme.profile.profiler import profile
-
-    check_optimizer(asked.optimizer)
-    where = device_named(asked.like or "laptop") if asked.device == "meta" else torch_device(asked.device)
-    if source.folder is not None and any(source.folder.glob("*.safetensors")):
-        check_weights(captures.graph(asked.micro_batch), source.folder, model=source.model)
-    return profile(
-        captures.graph,
-        where,
-        [asked.micro_batch],
-        examples=source.example_inputs,
-        optimizer=asked.optimizer,
-        use_cache=not asked.fresh,
-        progress=progress,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlacing:
-    """A model to place: its workload and its profile."""
+class PlacedModel:
+    """A model to place: what is measured, on which device, and then its workload and its profile."""
 
     made: "ModelWorkload"
     profile: "Profile"
@@ -83,73 +31,86 @@ class ModelPlacing:
     @classmethod
     def of(
         cls,
-        asked: Measuring,
+        model: str,
         cluster: str | None,
         *,
+        micro_batch: int,
+        length: int | None,
+        device: str,
+        like: str | None,
+        dtype: str,
+        optimizer: str,
+        fresh: bool,
         training: bool,
         granularity: "Granularity",
-        devices: Sequence[str] = (),
-        copies_tied: bool,
-    ) -> "ModelPlacing":
-        """Capture and measure the model, and find the devices."""
+        copy_tied: bool,
+    ) -> "PlacedModel":
+        """Capture a model, find the devices, and measure the model here or estimate it for a device."""
+        from bireme.cluster.catalogue import device_named
         from bireme.cluster.cluster_file import load_cluster
         from bireme.cluster.machine import discover
         from bireme.model.capture import Captures
+        from bireme.model.sources import load_source
+        from bireme.model.weights import check_weights
         from bireme.placement.of_model.from_model import workload_of
+        from bireme.profile.control import torch_device
+        from bireme.profile.optimizers import check_optimizer
+        from bireme.profile.profiler import profile
         from bireme.report.terminal import progress_bar
 
+        if micro_batch < 1:
+            raise BiremeError(f"The batch is {micro_batch}; it must be at least 1.")
         if cluster == "":
             raise BiremeError(
                 "--cluster is empty. Give a file or the name of a ready cluster, or leave it out."
             )
         found = discover().cluster if cluster is None else load_cluster(cluster)
-        source = asked.source()
-        captures = Captures(source.model, source.example_inputs, name=asked.model)
+        source = load_source(model, batch=micro_batch, length=length, dtype=dtype)
+        captures = Captures(source.model, source.example_inputs, name=model)
         with progress_bar("capturing the model") as progress:
-            profile = _measured(asked, source, captures, progress)
-        micro_batch = asked.micro_batch
+            check_optimizer(optimizer)
+            where = device_named(like or "laptop") if device == "meta" else torch_device(device)
+            if source.folder is not None and any(source.folder.glob("*.safetensors")):
+                check_weights(captures.graph(micro_batch), source.folder, model=source.model)
+            costs = profile(
+                captures.graph,
+                where,
+                [micro_batch],
+                examples=source.example_inputs,
+                optimizer=optimizer,
+                use_cache=not fresh,
+                progress=progress,
+            )
         made = workload_of(
             captures.graph(micro_batch),
-            profile,
+            costs,
             found,
             micro_batch=micro_batch,
             training=training,
             granularity=granularity,
-            devices=devices,
-            copy_tied=copies_tied,
+            copy_tied=copy_tied,
         )
-        return cls(made, profile)
+        return cls(made, costs)
 
-
-@dataclass(frozen=True, slots=True)
-class OfModel:
-    """What a model's placement yields besides its document: a plan file, on request."""
-
-    placing: ModelPlacing
-    plan: Path | None
-    schedule: str
-    num_microbatches: int | None
-
-    def write(self, placement: "Placement") -> str:
+    def write_plan(
+        self, placement: "Placement", path: Path, schedule: str, num_microbatches: int | None
+    ) -> str:
         """Write the plan; return a sentence on what moving its cuts to unit boundaries changed."""
-        if self.plan is None:
-            return ""
         from bireme.placement.of_model.to_plan import plan_of
         from bireme.plan.plan_file import planned_units, write_plan
 
         placed = plan_of(
-            self.placing.made,
+            self.made,
             placement,
-            num_microbatches=self.num_microbatches or 2 * len(set(placement.devices)),
-            schedule=self.schedule,
-            snapped=True,
+            num_microbatches=num_microbatches or 2 * len(set(placement.devices)),
+            schedule=schedule,
         )
-        write_plan(self.plan, placed.plan, planned_units(self.placing.profile))
+        write_plan(path, placed.plan, planned_units(self.profile))
         return placed.note
 
     def documented(self, document: dict[str, Any]) -> dict[str, Any]:
         """The placement's document, with the cluster's names of its devices and the unit of each node."""
-        made = self.placing.made
+        made = self.made
         names = dict(zip(document["loads"], made.device_names, strict=True))
         units = dict(zip(document["assignment"], (made.unit_names[unit] for unit in made.units), strict=True))
         return document | {"devices": names, "units": units, "micro_batch": made.micro_batch}
@@ -162,123 +123,89 @@ SAME = 1e-6
 """Values closer than this, relative to the larger, count as equal: only the order of sums differs."""
 
 
+def request_of(workload: Workload, objective: Objective | None, expert: Path | None, **asked: Any) -> Request:
+    """What to search for; the expert's split in a file must keep all rules."""
+    from bireme.placement.workload_file import read_split
+
+    aim = objective or _usual_objective(workload)
+    if expert is None:
+        return Request(objective=aim, **asked)
+    split = read_split(expert, workload)
+    contiguous, num_pieces = asked["contiguous"], asked["num_pieces"]
+    verdict = _verdict(workload, split, aim, contiguous=contiguous, num_pieces=num_pieces)
+    if not verdict.valid:
+        hint = " Pass --any to allow it." if contiguous and not verdict.contiguous else ""
+        raise BiremeError(f"{expert} breaks a rule. {verdict.problems[0]}{hint}")
+    return Request(objective=aim, expert=split.devices, expert_pieces=split.pieces, **asked)
+
+
 @dataclass(frozen=True, slots=True)
-class Files:
-    """Files to write; None writes nothing."""
+class OutputFiles:
+    """Files to write; None writes nothing. A plan has a schedule and a number of micro-batches."""
 
     output: Path | None
     split: Path | None
     picture: Path | None
-    workload: Path | None = None
+    workload: Path | None
+    plan: Path | None
+    schedule: str
+    num_microbatches: int | None
 
 
-class PlaceRun:
-    """A search for a placement, and its output."""
+def place_and_show(
+    read: "ReadWorkload", request: Request, files: OutputFiles, model: PlacedModel | None, *, as_json: bool
+) -> None:
+    """Find a placement and check it, write the files, then print. A wrong placement is a bug."""
+    from time import perf_counter
 
-    def __init__(
-        self,
-        read: "ReadWorkload",
-        objective: Objective | None,
-        method: Method,
-        *,
-        contiguous: bool,
-        num_pieces: int,
-        expert: Path | None,
-    ) -> None:
-        self.workload = read.workload
-        self.warnings = read.warnings
-        _warn(self.warnings)
-        split = None if expert is None else self._expert(expert, objective, contiguous, num_pieces)
-        self.request = Request(
-            objective=objective or _usual_objective(self.workload),
-            method=method,
-            contiguous=contiguous,
-            num_pieces=num_pieces,
-            expert=None if split is None else split.devices,
-            expert_pieces=() if split is None else split.pieces,
-        )
+    from bireme.placement.pages.table import advice_on, placement_document, print_placement
+    from bireme.placement.solve import solve
+    from bireme.report.terminal import progress_bar
 
-    def _expert(
-        self, path: Path, objective: Objective | None, contiguous: bool, num_pieces: int
-    ) -> "WrittenSplit":
-        """An expert's split; it must keep all rules."""
-        from bireme.placement.workload_file import read_split
+    workload = read.workload
+    with progress_bar("placing") as progress:
+        begin_s = perf_counter()
+        placement = solve(workload, request, lambda what: progress(0.0, what))
+        seconds = perf_counter() - begin_s
+    verdict = _confirmed(workload, placement, request.num_pieces)
+    moved = ""
+    if model is not None and files.plan is not None:
+        moved = model.write_plan(placement, files.plan, files.schedule, files.num_microbatches)
+    notes = [*read.warnings, *placement.notes, *filter(None, (advice_on(placement), moved))]
+    document = placement_document(workload, placement, verdict, seconds, notes)
+    if model is not None:
+        document = model.documented(document)
+    _write(workload, placement, files, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    if as_json:
+        print_json(document)
+        return
+    from rich.console import Console
 
-        split = read_split(path, self.workload)
-        verdict = check(
-            self.workload,
-            split.devices,
-            objective or _usual_objective(self.workload),
-            contiguous=contiguous,
-            num_pieces=num_pieces,
-            pieces=split.pieces or None,
-        )
-        if not verdict.valid:
-            hint = " Pass --any to allow it." if contiguous and not verdict.contiguous else ""
-            raise BiremeError(f"{path} breaks a rule. {verdict.problems[0]}{hint}")
-        return split
+    print_placement(workload, placement, seconds, Console())
+    if moved:
+        typer.echo(moved)
+    for path in (files.output, files.split, files.picture, files.workload, files.plan):
+        if path is not None:
+            typer.echo(f"Wrote {path}.")
 
-    def search(self, time_limit_s: float | None, seed: int) -> None:
-        """Find a placement and check it; a wrong one is a bug."""
-        from time import perf_counter
 
-        from bireme.placement.solve import solve
-        from bireme.report.terminal import progress_bar
+def _write(workload: Workload, placement: "Placement", files: OutputFiles, document: str) -> None:
+    from bireme.files import write_text_atomically
+    from bireme.placement.pages.picture import write_placement_picture
+    from bireme.placement.workload_file import write_split, write_workload
 
-        self.request = replace(self.request, time_limit_s=time_limit_s, seed=seed)
-        with progress_bar("placing") as progress:
-            begin_s = perf_counter()
-            self.placement = solve(self.workload, self.request, lambda what: progress(0.0, what))
-            self.seconds = perf_counter() - begin_s
-        self.verdict = _confirmed(self.workload, self.placement, self.request.num_pieces)
-
-    def show(self, files: Files, *, as_json: bool, of_model: "OfModel | None" = None) -> None:
-        """Write the files, then print."""
-        from bireme.placement.pages.table import advice_on, placement_document, print_placement
-
-        advice = advice_on(self.placement)
-        moved = "" if of_model is None else of_model.write(self.placement)
-        notes = [*self.warnings, *self.placement.notes, *filter(None, (advice, moved))]
-        document = placement_document(self.workload, self.placement, self.verdict, self.seconds, notes)
-        if of_model is not None:
-            document = of_model.documented(document)
-        self._write(files, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
-        if as_json:
-            print_json(document)
-            return
-        from rich.console import Console
-
-        print_placement(self.workload, self.placement, self.seconds, Console())
-        if moved:
-            typer.echo(moved)
-        for path in (
-            *(files.output, files.split, files.picture, files.workload),
-            None if of_model is None else of_model.plan,
-        ):
-            if path is not None:
-                typer.echo(f"Wrote {path}.")
-
-    def _write(self, files: Files, document: str) -> None:
-        if files.picture is not None:
-            from bireme.placement.pages.picture import write_placement_picture
-
-            write_placement_picture(self.workload, self.placement, files.picture)
-        if files.workload is not None:
-            from bireme.placement.workload_file import write_workload
-
-            write_workload(files.workload, self.workload)
-        if files.split is not None:
-            from bireme.placement.workload_file import write_split
-
-            write_split(files.split, self.workload, self.placement)
-        if files.output is not None:
-            from bireme.files import write_text_atomically
-
-            write_text_atomically(files.output, document)
+    if files.picture is not None:
+        write_placement_picture(workload, placement, files.picture)
+    if files.workload is not None:
+        write_workload(files.workload, workload)
+    if files.split is not None:
+        write_split(files.split, workload, placement)
+    if files.output is not None:
+        write_text_atomically(files.output, document)
 
 
 def check_split(
-    read: "ReadWorkload",
+    workload: Workload,
     path: Path,
     objective: Objective | None,
     *,
@@ -287,20 +214,12 @@ def check_split(
     as_json: bool,
 ) -> bool:
     """Check a split in a file and print the verdict; whether every rule is kept."""
+    from bireme.placement.pages.table import print_verdict, verdict_document
     from bireme.placement.workload_file import read_split
 
-    workload = read.workload
-    _warn(read.warnings)
     split = read_split(path, workload)
     aim = objective or split.objective or _usual_objective(workload)
-    verdict = check(
-        workload,
-        split.devices,
-        aim,
-        contiguous=contiguous,
-        num_pieces=num_pieces,
-        pieces=split.pieces or None,
-    )
+    verdict = _verdict(workload, split, aim, contiguous=contiguous, num_pieces=num_pieces)
     claimed = split.value if split.objective in (None, aim) else None
     if claimed is not None and not math.isclose(claimed, verdict.value, rel_tol=SAME):
         wrong = f"The file claims {claimed:.9g} for {aim}, but the placement has {verdict.value:.9g}."
@@ -309,17 +228,31 @@ def check_split(
         wrong_loads = _wrong_loads(workload, split, verdict)
         verdict = replace(verdict, problems=(*verdict.problems, *wrong_loads))
     if as_json:
-        from bireme.placement.pages.table import verdict_document
-
         print_json(verdict_document(workload, aim, verdict, claimed))
     else:
         from rich.console import Console
 
-        from bireme.placement.pages.table import print_verdict
-
         pieces = split.pieces if aim is Objective.LATENCY else ()
         print_verdict(workload, split.devices, pieces, aim, verdict, Console())
     return verdict.valid
+
+
+def _verdict(
+    workload: Workload,
+    split: "Placement | WrittenSplit",
+    objective: Objective,
+    *,
+    contiguous: bool,
+    num_pieces: int,
+) -> PlacementVerdict:
+    return check(
+        workload,
+        split.devices,
+        objective,
+        contiguous=contiguous,
+        num_pieces=num_pieces,
+        pieces=split.pieces or None,
+    )
 
 
 def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: PlacementVerdict) -> Iterator[str]:
@@ -331,14 +264,8 @@ def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: PlacementVe
 
 def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> PlacementVerdict:
     """The independent verdict on a solver's result, which must agree with the solver."""
-    verdict = check(
-        workload,
-        placement.devices,
-        placement.objective,
-        contiguous=placement.contiguous,
-        num_pieces=num_pieces,
-        pieces=placement.pieces or None,
-    )
+    aim, contiguous = placement.objective, placement.contiguous
+    verdict = _verdict(workload, placement, aim, contiguous=contiguous, num_pieces=num_pieces)
     if not verdict.valid:
         raise RuntimeError(f"{placement.method} broke a rule: {' '.join(verdict.problems)}")
     if not math.isclose(verdict.value, placement.value, rel_tol=SAME, abs_tol=NOTHING):
@@ -354,8 +281,3 @@ def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> P
 
 def _usual_objective(workload: Workload) -> Objective:
     return Objective.TRAINING if workload.is_training else Objective.THROUGHPUT
-
-
-def _warn(warnings: tuple[str, ...]) -> None:
-    for warning in warnings:
-        typer.echo(f"bireme: {warning}", err=True)

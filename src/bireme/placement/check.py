@@ -1,17 +1,17 @@
 """The check: whether a placement keeps every rule, and what it comes to.
 
 It goes by the nodes and edges alone, as the problem is stated, and shares no code with what finds placements:
-no items, no nets, no ideals. So what it confirms does not rest on what it checks.
+no items, no nets, no ideals, no steps. So what it confirms does not rest on what it checks.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from bireme.placement.latency.latency import latency_of
-from bireme.placement.workload import Edge, Objective, Workload, device_names
+from bireme.placement.latency.latency import NodeOrder, latency_of, pieces_of
+from bireme.placement.workload import Objective, Workload, device_names
 
 _SLACK = 2e-12
 """Relative room for the rounding of sums of bytes that are not whole; more than what searches allow."""
@@ -132,48 +132,10 @@ def work_of(workload: Workload, devices: Sequence[int], pieces: Sequence[int] = 
     return works
 
 
-def pieces_of(workload: Workload, devices: Sequence[int]) -> tuple[int, ...]:
-    """The piece of each node: how often, at most, a path to it leaves its accelerator and enters it again."""
-    graph = _Graph(workload, workload.edges)
-    pieces = [0] * len(devices)
-    for device in set(devices):
-        if device >= workload.num_accelerators:
-            continue
-        entries = [0] * len(devices)
-        for place in graph.order:
-            inside = devices[place] == device
-            for source in graph.before[place]:
-                entered = inside and devices[source] != device
-                entries[place] = max(entries[place], entries[source] + entered)
-            if inside:
-                entries[place] = max(entries[place], 1)
-                pieces[place] = entries[place] - 1
-    return tuple(pieces)
-
-
 def _value(works: Sequence[DeviceWork], objective: Objective) -> float:
     if objective is Objective.FLUSH:
         return max(work.forward for work in works) + max(work.backward for work in works)
     return max(work.forward + work.backward for work in works)
-
-
-class _Graph:
-    """The nodes by their places, in an order that the given edges follow, with what is before each."""
-
-    def __init__(self, workload: Workload, edges: Iterable[Edge]) -> None:
-        place_of = {node.id: place for place, node in enumerate(workload.nodes)}
-        self.before: list[list[int]] = [[] for _ in workload.nodes]
-        after: list[list[int]] = [[] for _ in workload.nodes]
-        for edge in edges:
-            self.before[place_of[edge.target]].append(place_of[edge.source])
-            after[place_of[edge.source]].append(place_of[edge.target])
-        waiting = [len(sources) for sources in self.before]
-        self.order = [place for place, count in enumerate(waiting) if not count]
-        for place in self.order:
-            for target in after[place]:
-                waiting[target] -= 1
-                if not waiting[target]:
-                    self.order.append(target)
 
 
 class _Placed:
@@ -248,7 +210,7 @@ def _torn_colours(placed: _Placed, objective: Objective) -> Iterator[str]:
 
 def _torn_devices(placed: _Placed) -> list[str]:
     """A sentence for each device that a path of forward nodes leaves and enters again."""
-    graph = _Graph(placed.workload, placed.forward_edges)
+    graph = NodeOrder(placed.workload, placed.forward_edges)
     paths = _entered_again(graph, placed.devices)
     return [
         f"{placed.names[device]} is not contiguous: a path leaves it and enters it again, "
@@ -264,7 +226,7 @@ def _torn_pieces(placed: _Placed, pieces: Sequence[int]) -> list[str]:
         device * count + piece if placed.on_accelerator(place) else -1
         for place, (device, piece) in enumerate(zip(placed.devices, pieces, strict=True))
     ]
-    paths = _entered_again(_Graph(placed.workload, placed.workload.edges), owners)
+    paths = _entered_again(NodeOrder(placed.workload, placed.workload.edges), owners)
     return [
         f"Piece {owner % count} of {placed.names[owner // count]} is not contiguous: a path leaves it and "
         f"enters it again, {_told_path(placed, paths[owner])}."
@@ -285,7 +247,7 @@ def _too_many_pieces(placed: _Placed, pieces: Sequence[int], num_pieces: int) ->
             )
 
 
-def _entered_again(graph: _Graph, owners: Sequence[int]) -> dict[int, list[int]]:
+def _entered_again(graph: NodeOrder, owners: Sequence[int]) -> dict[int, list[int]]:
     """For each owner that a path leaves and enters again, such a path; nodes of owner -1 belong to nobody."""
     bits = [1 << owner if owner >= 0 else 0 for owner in owners]
     # The owners, as bits, that some path to a node has left before it.
@@ -293,7 +255,7 @@ def _entered_again(graph: _Graph, owners: Sequence[int]) -> dict[int, list[int]]
     paths: dict[int, list[int]] = {}
     for place in graph.order:
         passed = 0
-        for source in graph.before[place]:
+        for source in graph.producers[place]:
             passed |= left[source]
             if owners[source] != owners[place]:
                 passed |= bits[source]
@@ -303,12 +265,12 @@ def _entered_again(graph: _Graph, owners: Sequence[int]) -> dict[int, list[int]]
     return paths
 
 
-def _way_back(graph: _Graph, owners: Sequence[int], left: Sequence[int], place: int) -> list[int]:
+def _way_back(graph: NodeOrder, owners: Sequence[int], left: Sequence[int], place: int) -> list[int]:
     """The path to a node from where its owner was left, looked for against the edges."""
     bit = 1 << owners[place]
     path = [place]
     while len(path) == 1 or owners[path[-1]] != owners[place]:
-        sources = graph.before[path[-1]]
+        sources = graph.producers[path[-1]]
         start = next((s for s in sources if owners[s] == owners[place]), None) if len(path) > 1 else None
         path.append(start if start is not None else next(s for s in sources if left[s] & bit))
     return path[::-1]

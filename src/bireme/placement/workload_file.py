@@ -42,11 +42,6 @@ class ReadWorkload:
     warnings: tuple[str, ...]
 
 
-def load_workload(path: Path) -> Workload:
-    """The workload in a file; a file that holds none is refused with one sentence."""
-    return read_workload(path).workload
-
-
 def read_workload(path: Path, counts: DeviceCounts | None = None) -> ReadWorkload:
     """The workload in a file, with the devices of `counts` where those are given, and warnings."""
     plain = read_json_object(path)
@@ -279,13 +274,8 @@ class WrittenSplit:
     loads: tuple[float, ...] = ()
 
 
-def load_split(path: Path, workload: Workload) -> tuple[int, ...]:
-    """The device of each node, as a file has it; one that leaves a node without a device is refused."""
-    return read_split(path, workload).devices
-
-
 def read_split(path: Path, workload: Workload) -> WrittenSplit:
-    """A split with what the file claims of it."""
+    """A split with what the file claims of it; a file that leaves a node without a device is refused."""
     plain = read_json_object(path)
     try:
         if plain.keys() & {"fpgas", "cpus"}:
@@ -311,27 +301,20 @@ def write_split(path: Path, workload: Workload, placement: Placement) -> None:
     write_text_atomically(path, json.dumps(document, allow_nan=False, indent=1) + "\n")
 
 
-_SplitNumber = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class _SplitDocument(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class _AssignmentDocument(_SplitDocument):
+class _AssignmentDocument(_Document):
     assignment: dict[str, str]
     pieces: dict[str, _Whole] | None = None
-    value: _SplitNumber | None = None
+    value: _Number | None = None
     objective: str | None = None
-    loads: dict[str, _SplitNumber] | None = None
+    loads: dict[str, _Number] | None = None
 
 
-class _DeviceDocument(_SplitDocument):
+class _DeviceDocument(_Document):
     nodes: list[_Whole]
 
 
-class _PublishedDocument(_SplitDocument):
-    max_load: Annotated[_SplitNumber | None, Field(alias="maxLoad")] = None
+class _PublishedDocument(_Document):
+    max_load: Annotated[_Number | None, Field(alias="maxLoad")] = None
     fpgas: list[_DeviceDocument] = []
     cpus: list[_DeviceDocument] = []
 

@@ -6,7 +6,8 @@ that of all placements that differ in the numbers of devices alone the search se
 """
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,19 +36,11 @@ from bireme.placement.workload import Objective
 # metrics of Even, Naor, Rao and Schieber ("Divide-and-conquer approximation algorithms via spreading
 # metrics", 2000), with a few roots for all items.
 
-_BOUND_SHARE = 0.2
-"""The most of a program's time that goes into a bound beforehand, which large ones never rise to."""
-
 _NUM_ROOTS = (4, 12)
 """The bound hardly rises with more roots. A few are tried first, to learn how long it takes."""
 
 _TIMES_LONGER = 5.0
 """How much longer all devices take than the few."""
-
-
-def bounded(frame: Frame, *, time_limit_s: float) -> Frame:
-    """The frame with this bound, where a share of the time that its program has suffices for it."""
-    return frame.above(spreading_bound(frame, time_limit_s=_BOUND_SHARE * time_limit_s))
 
 
 def spreading_bound(frame: Frame, *, time_limit_s: float) -> float:
@@ -148,35 +141,53 @@ _ORDERED_ITEMS_PER_DEVICE = 4
 """Equal devices are told apart by so many of the heaviest items; rows for the light ones do not pay."""
 
 
-def solve_any(
-    items: Items,
-    objective: Objective,
-    *,
-    time_limit_s: float,
-    start: Sequence[int] | None = None,
-    gap: float = 0.0,
-) -> FoundPlacement:
-    """The best placement, or the best one known when the time is over; never worse than `start`.
+_BOUND_SHARE = 0.2
+"""The most of a program's time that goes into a bound beforehand, which large ones never rise to."""
 
-    The search also ends when value and bound are no more than `gap` apart, relative. The placement need not
-    be contiguous. Raises `BiremeError` where no placement fits, or none was found in time.
+
+class PlacementModel(ABC):
+    """An integer program for a frame, and what a placement is in it."""
+
+    program: IntegerProgram
+
+    @abstractmethod
+    def where_of(self, values: Floats) -> list[int] | None:
+        """The placement that a solution stands for; None where rounding has spoilt it."""
+
+    @abstractmethod
+    def values_of(self, where: Sequence[int]) -> Floats:
+        """The columns for a placement."""
+
+
+def best_of(
+    frame: Frame, model_of: Callable[[Frame], PlacementModel], *, time_limit_s: float
+) -> FoundPlacement:
+    """The best placement of a model, or the best one known when the time is over.
+
+    It is never worse than the frame's start. Raises `BiremeError` where no placement fits, or none was found
+    in time.
     """
     began = time.monotonic()
-    frame = frame_of(items, objective, start)
-    frame = bounded(frame, time_limit_s=time_limit_s)
-    if frame.is_settled(gap):
+    frame = frame.above(spreading_bound(frame, time_limit_s=_BOUND_SHARE * time_limit_s))
+    if frame.is_settled():
         return frame.found()
-    model = _Model(frame)
+    model = model_of(frame)
     solved = model.program.solve(
         time_limit_s=time_limit_s - (time.monotonic() - began),
         start=None if frame.start is None else model.values_of(frame.start.where),
-        gap=gap,
-        target=frame.target(gap),
+        target=frame.target,
     )
     return frame.found(solved, None if solved.values is None else model.where_of(solved.values))
 
 
-class _Model:
+def solve_any(
+    items: Items, objective: Objective, *, time_limit_s: float, start: Sequence[int] | None = None
+) -> FoundPlacement:
+    """The best placement, which need not be contiguous; see `best_of`."""
+    return best_of(frame_of(items, objective, start), _AnyModel, time_limit_s=time_limit_s)
+
+
+class _AnyModel(PlacementModel):
     """The program for a frame."""
 
     def __init__(self, frame: Frame) -> None:
@@ -197,12 +208,11 @@ class _Model:
         self._order_alike(self.on[:, accelerators:], frame.on_cpu)
 
     def where_of(self, values: Floats) -> list[int]:
-        """The placement that a solution stands for."""
         devices: list[int] = values[self.on].argmax(axis=1).tolist()
         return devices
 
     def values_of(self, where: Sequence[int]) -> Floats:
-        """The columns for a placement, after equal devices are renumbered into the program's order."""
+        # Equal devices are renumbered into the program's order.
         renamed = self._in_order(where)
         values = np.zeros(self.program.num_columns)
         values[self.maxima] = self.frame.maxima_of(where)

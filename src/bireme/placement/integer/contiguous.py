@@ -10,7 +10,6 @@ So the columns `by` rise along the line and fall along the edges, and an item is
 rise. The program has the same optimum as the dynamic program over ideals, and needs no list of ideals.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 from bireme.placement.contraction import Floats, FoundPlacement, Integers, Items
-from bireme.placement.integer.anywhere import bounded
+from bireme.placement.integer.anywhere import PlacementModel, best_of
 from bireme.placement.integer.program import (
     FULL_SCALE,
     Columns,
@@ -101,31 +100,15 @@ def solve_contiguous(
     *,
     time_limit_s: float,
     start: Sequence[int] | None = None,
-    gap: float = 0.0,
 ) -> FoundPlacement:
-    """The best contiguous placement, or the best one known when the time is over; never worse than `start`.
-
-    The search also ends when value and bound are no more than `gap` apart, relative. `start` must be
-    contiguous. Raises `BiremeError` where no placement fits, or none was found in time.
-    """
-    began = time.monotonic()
+    """The best contiguous placement; `start` must be contiguous. See `best_of`."""
     frame = frame_of(items, objective, start)
-    first = None if frame.start is None else frame.start.where
-    line = None if first is None else _line_of(items, first)
-    frame = bounded(frame, time_limit_s=time_limit_s)
-    if frame.is_settled(gap):
-        return frame.found()
-    model = _Model(frame)
-    solved = model.program.solve(
-        time_limit_s=time_limit_s - (time.monotonic() - began),
-        start=None if first is None or line is None else model.values_of(first, line),
-        gap=gap,
-        target=frame.target(gap),
-    )
-    return frame.found(solved, None if solved.values is None else model.where_of(solved.values))
+    if frame.start is not None:
+        _line_of(items, frame.start.where)  # refuses a start that is not contiguous
+    return best_of(frame, _ContiguousModel, time_limit_s=time_limit_s)
 
 
-class _Model:
+class _ContiguousModel(PlacementModel):
     """The program for a frame. Columns are `[item, slot]`; there is none of a kind that has no device."""
 
     def __init__(self, frame: Frame) -> None:
@@ -144,7 +127,6 @@ class _Model:
         memory_rows(self.program, self.items, self.on_accelerator.T)
 
     def where_of(self, values: Floats) -> list[int] | None:
-        """The placement that a solution stands for; None where rounding has spoilt it."""
         slots = self.num_slots - 1 - np.rint(values[self.by]).astype(np.int64).sum(axis=1)
         is_cpu = values[self.is_cpu] > 0.5
         numbers = np.where(
@@ -155,8 +137,8 @@ class _Model:
         )
         return None if goes_back else numbers[slots].tolist()
 
-    def values_of(self, where: Sequence[int], line: Sequence[int]) -> Floats:
-        """The columns for a placement whose devices are in this order, empty ones after it."""
+    def values_of(self, where: Sequence[int]) -> Floats:
+        line = _line_of(self.items, where)  # empty devices come after it
         slot_of = {device: slot for slot, device in enumerate(line)}
         slots = np.array([slot_of[device] for device in where])
         is_cpu = [device >= self.items.num_accelerators for device in line]

@@ -138,11 +138,9 @@ class IntegerProgram:
         *,
         time_limit_s: float,
         start: ArrayLike | None = None,
-        gap: float = 0.0,
-        seed: int = 0,
         target: float = -np.inf,
     ) -> _Solved:
-        """Search until the gap between solution and bound is at most `gap`, relative, or time is over.
+        """Search until solution and bound meet, or time is over.
 
         A solution that costs less than `target` ends the search too, and proves nothing.
         `start` has a value for every column; where it is feasible, what comes back is not worse. Ctrl-C
@@ -150,8 +148,7 @@ class IntegerProgram:
         """
         solver = self._solver()
         solver.setOptionValue("time_limit", max(0.0, time_limit_s))
-        solver.setOptionValue("mip_rel_gap", gap)
-        solver.setOptionValue("random_seed", seed)
+        solver.setOptionValue("mip_rel_gap", 0.0)
         solver.setOptionValue("objective_target", target)
         if start is not None:
             numbers = np.arange(self._num_columns, dtype=np.int32)
@@ -341,13 +338,14 @@ class Frame:
         """What holds for sure of a bound of the solver's, in its scale."""
         return bound * (1 - ROUNDING) if math.isfinite(bound) else 0.0
 
-    def is_settled(self, gap: float) -> bool:
-        """Whether the start is as good as asked for, by the floor alone."""
-        return self.start is not None and self.start.value * self.scale <= self.target(gap)
+    def is_settled(self) -> bool:
+        """Whether the floor alone shows that the start is the best placement."""
+        return self.start is not None and self.start.value * self.scale <= self.target
 
-    def target(self, gap: float) -> float:
-        """A value, in its scale, that the floor shows to be as good as asked for."""
-        return self.floor / (1 - max(gap, ROUNDING)) if gap < 1 else math.inf
+    @property
+    def target(self) -> float:
+        """A value, in its scale, that the floor shows to be the best."""
+        return self.floor / (1 - ROUNDING)
 
     def found(self, solved: _Solved | None = None, where: Sequence[int] | None = None) -> FoundPlacement:
         """The better one of the start and what the solver found, with a bound that holds for all."""

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
 from bireme.placement.contraction import Floats, Integers, Ragged, room, walk_in_depth
-from bireme.placement.contraction import room as items_room
-from bireme.placement.workload import Node, Workload, device_names
+from bireme.placement.workload import Edge, Node, Workload, device_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def pieces_of(workload: Workload, devices: Sequence[int]) -> tuple[int, ...]:
     No path leaves one of these pieces and enters it again. Nodes on CPUs have piece 0.
     """
     pieces = [0] * len(workload.nodes)
-    graph = _Graph(workload)
+    graph = NodeOrder(workload, workload.edges)
     for device in sorted({device for device in devices if device < workload.num_accelerators}):
         times_left = [-1] * len(pieces)
         for place in graph.order:
@@ -97,7 +96,7 @@ def latency_lower_bound(workload: Workload) -> float:
     accelerator computes at least its share of them, after what leads to the first and before what follows the
     last. The bound is the smallest latency that passes.
     """
-    graph = _Graph(workload)
+    graph = NodeOrder(workload, workload.edges)
     nodes = workload.nodes
     least = _least_times(workload)
     heads = _longest(graph.order, graph.producers, least)
@@ -113,14 +112,14 @@ def latency_lower_bound(workload: Workload) -> float:
     )
     # From the last threshold down: below a threshold, its node and all later ones are forced.
     total_time = total_bytes = 0.0
-    least_head = least_tail = bound = math.inf
-    room = workload.num_accelerators * _room(workload)
+    least_head = least_tail = math.inf
+    most_bytes = workload.num_accelerators * _room(workload)
     bound = longest_path
     for place in reversed(places):
         total_time += nodes[place].accelerator_time
         total_bytes += nodes[place].size_bytes
         least_head, least_tail = min(least_head, heads[place]), min(least_tail, tails[place])
-        needed = math.inf if total_bytes > room else least_head + least_tail
+        needed = math.inf if total_bytes > most_bytes else least_head + least_tail
         needed += total_time / max(workload.num_accelerators, 1)
         bound = max(bound, min(needed, through_cpu[place]))
     return bound
@@ -139,32 +138,31 @@ def _least_times(workload: Workload) -> list[float]:
 
 def _accelerators_bar(workload: Workload) -> set[int]:
     """The ids of nodes that no accelerator can take: it or its colour is unsupported or too large."""
-    room = _room(workload)
+    most_bytes = _room(workload)
     return {
         node.id
         for group in workload.classes()
         if not workload.num_accelerators
         or not all(node.supported for node in group)
-        or sum(node.size_bytes for node in group) > room
+        or sum(node.size_bytes for node in group) > most_bytes
         for node in group
     }
 
 
 def _room(workload: Workload) -> float:
-    return items_room(np.array([node.size_bytes for node in workload.nodes]), workload.accelerator_bytes)
+    return room(np.array([node.size_bytes for node in workload.nodes]), workload.accelerator_bytes)
 
 
-class _Graph:
-    """Who needs whom, by place, and an order in which all could run."""
+class NodeOrder:
+    """Who needs whom over some edges, by place, and an order in which all could run."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, edges: Iterable[Edge]) -> None:
         places = {node.id: place for place, node in enumerate(workload.nodes)}
         self.producers: list[list[int]] = [[] for _ in workload.nodes]
         self.consumers: list[list[int]] = [[] for _ in workload.nodes]
-        for edge in dict.fromkeys((edge.source, edge.target) for edge in workload.edges):
-            source, target = places[edge[0]], places[edge[1]]
-            self.producers[target].append(source)
-            self.consumers[source].append(target)
+        for source, target in dict.fromkeys((edge.source, edge.target) for edge in edges):
+            self.producers[places[target]].append(places[source])
+            self.consumers[places[source]].append(places[target])
         waiting = [len(row) for row in self.producers]
         self.order = [place for place, count in enumerate(waiting) if not count]
         for place in self.order:
@@ -187,7 +185,7 @@ def _misplaced(workload: Workload, devices: Sequence[int]) -> str | None:
     names = device_names(workload)
     num_accelerators = workload.num_accelerators
     used: dict[int, float] = defaultdict(float)
-    room = _room(workload)
+    most_bytes = _room(workload)
     for node, device in zip(workload.nodes, devices, strict=True):
         if not 0 <= device < len(names):
             return f"{node} is on device {device}, but there are only {', '.join(names)}."
@@ -196,7 +194,7 @@ def _misplaced(workload: Workload, devices: Sequence[int]) -> str | None:
             if not node.supported:
                 return f"{node} is on {names[device]}, but accelerators do not support it."
     for device, size in used.items():
-        if size > room:
+        if size > most_bytes:
             return f"{names[device]} is given {size:g} bytes, but has {workload.accelerator_bytes:g}."
     # All CPUs are one machine, so a colour may be on two of them.
     machine = {
@@ -222,7 +220,7 @@ class _Schedule:
 
     def __init__(self, workload: Workload, devices: Sequence[int], pieces: tuple[int, ...]) -> None:
         self.workload = workload
-        self.graph = _Graph(workload)
+        self.graph = NodeOrder(workload, workload.edges)
         self.pieces = pieces
         self.devices = devices
         self.job_of = [
@@ -303,8 +301,6 @@ class _Schedule:
 # Unlike items, steps are single nodes: what shares a colour shares an accelerator, but on CPUs each of its
 # nodes starts when it can. Only operators without time and size are merged into a neighbor, where that costs
 # nothing.
-
-# As right for steps as it is for groups.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

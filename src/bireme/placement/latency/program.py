@@ -460,12 +460,11 @@ def solve_latency(
     num_pieces: int = 1,
     time_limit_s: float,
     start: LatencyFound | None = None,
-    gap: float = 0.0,
 ) -> LatencyFound:
     """The placement with the shortest latency, up to `num_pieces` pieces on each accelerator.
 
-    It is never worse than `start`, a placement that runs and fits. The search ends when the gap between
-    value and bound is at most `gap`, relative, or when time is over.
+    It is never worse than `start`, a placement that runs and fits. The search ends when value and bound meet,
+    or when time is over.
     """
     if num_pieces < 1:
         raise BiremeError(f"An accelerator has {num_pieces} pieces in this program; it must be 1 or more.")
@@ -474,12 +473,12 @@ def solve_latency(
     least = latency_lower_bound(workload)
     if least == math.inf:
         raise _nothing_fits(workload, num_pieces)
-    if known is not None and known.value - least <= gap * known.value:
+    if known is not None and known.value <= least:
         return LatencyFound(known.devices, known.pieces, known.value, min(least, known.value))
     window = _LatencyWindow(least, _longest(steps) if known is None else known.value)
     program = _LatencyProgram(steps, num_pieces, window)
     solution = None if known is None else _solution(workload, program, known)
-    solved = program.program.solve(time_limit_s=time_limit_s, start=solution, gap=gap)
+    solved = program.program.solve(time_limit_s=time_limit_s, start=solution)
     better = None if solved.values is None else _found(workload, steps, _line_of(program, solved.values))
     if known is None and better is None:
         if solved.outcome is SolverOutcome.INFEASIBLE:

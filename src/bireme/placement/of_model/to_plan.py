@@ -7,13 +7,13 @@ units can be rounded to their boundaries, which changes its value.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from bireme.errors import BiremeError
 from bireme.placement.contraction import Weightless, fits, items_of, loads_of, value_of
 from bireme.placement.latency.latency import latency_of
 from bireme.placement.of_model.from_model import ModelWorkload
-from bireme.placement.workload import Node, Objective, Placement
+from bireme.placement.workload import Objective, Placement
 from bireme.plan.plan import Plan
 from bireme.plan.search.shapes import PARTS
 
@@ -45,13 +45,12 @@ def plan_of(
     *,
     num_microbatches: int,
     schedule: str = "2bw",
-    snapped: bool = False,
 ) -> _PlacedPlan:
     """The plan that runs each unit where the placement has it, stages in the order of the chain.
 
-    A placement that is no chain of stages at the boundaries of units is refused, unless it may be `snapped`.
-    Then the devices are in the order of what they run, each cut goes to the nearest boundary in time, and who
-    is left without a unit is not used. Units that a colour binds together stay so.
+    If the placement is no chain of stages at the boundaries of units, the devices are in the order of what
+    they run, each cut goes to the nearest boundary in time, and a device that is left without a unit is not
+    used. Units that a colour binds together stay so.
     """
     if len(placement.devices) != len(model.workload.nodes):
         raise BiremeError(
@@ -63,11 +62,8 @@ def plan_of(
             f"{schedule} gives each device several stages, and a placement gives it one stretch of the "
             "model. Use another schedule, such as 1f1b or 2bw."
         )
-    problem = _out_of_line(model, placement.devices)
     devices, value = placement.devices, placement.value
-    if problem and not snapped:
-        raise BiremeError(problem)
-    if problem:
+    if not _is_in_line(model, devices):
         devices = _snapped(model, placement.devices)
         value = _value(model, devices, placement.objective)
     device_of = dict(zip(model.units, devices, strict=True))
@@ -82,35 +78,13 @@ def plan_of(
     return _PlacedPlan(plan, devices, value, placement.value)
 
 
-def _out_of_line(model: ModelWorkload, devices: Sequence[int]) -> str:
-    """The sentence about the first operator that no chain of stages has where the placement has it."""
-    nodes = model.workload.nodes
-    left: set[int] = set()
-    unit = device = -1
-    for place in sorted(range(len(nodes)), key=lambda p: (model.units[p], nodes[p].is_backward, p)):
-        there = devices[place]
-        if model.units[place] == unit and there != device:
-            return (
-                f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, and what comes "
-                f"before it in its unit is on {model.device_names[device]}, but a plan cuts only between "
-                "units. Place units instead of operators, or have the cuts moved to the boundaries of units."
-            )
-        if there in left:
-            return (
-                f"{_operator(model, nodes[place], place)} is on {model.device_names[there]}, as are earlier "
-                f"units, but those right before it are on {model.device_names[device]}; in a plan a device "
-                "runs one stretch of the chain. Ask for a contiguous placement of units, or have the cuts "
-                "moved to the boundaries of units."
-            )
-        if there != device and device >= 0:
-            left.add(device)
-        unit, device = model.units[place], there
-    return ""
-
-
-def _operator(model: ModelWorkload, node: Node, place: int) -> str:
-    unit = model.units[place]
-    return f"N{str(node)[1:]} of unit {unit} ({model.unit_names[unit]})"
+def _is_in_line(model: ModelWorkload, devices: Sequence[int]) -> bool:
+    """Whether the placement is a chain of stages that are cut at the boundaries of units."""
+    by_unit: dict[int, set[int]] = defaultdict(set)
+    for unit, device in zip(model.units, devices, strict=True):
+        by_unit[unit].add(device)
+    line = [key for key, _ in groupby(by_unit[unit] for unit in sorted(by_unit))]
+    return all(len(own) == 1 for own in line) and len({min(own) for own in line}) == len(line)
 
 
 def _snapped(model: ModelWorkload, devices: Sequence[int]) -> tuple[int, ...]:
