@@ -473,7 +473,7 @@ def test_a_recovery_stays_known_after_a_resume_and_its_sentence_is_beside_the_re
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     write_lines(folder, [*lines, lines[0] | {"step": 100, "time_s": 90.0}])
     run = read_run(folder)
-    assert run.metrics.recoveries == (Recovery(1, 161, 2.1, 0.8, 1.5),)
+    assert run.metrics.recoveries == [Recovery(1, 161, 2.1, 0.8, 1.5)]
     assert run.metrics.recoveries[0].text in replicas_figure(read_run(run_with_replicas(tmp_path / "other")))
     (document,) = runs_document([run], 0.0)["runs"]
     assert document["recoveries"] == [{**RECOVERY, "step": 161}]

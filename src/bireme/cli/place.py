@@ -252,13 +252,21 @@ def place(
         found = ReadWorkload(placed.made.workload, ())
     for warning in found.warnings:
         typer.echo(f"bireme: {warning}", err=True)
-    rules = {"contiguous": contiguous, "num_pieces": pieces}
     if check is not None:
-        if not check_split(found.workload, check, objective, **rules, as_json=as_json):
+        rules = {"contiguous": contiguous, "num_pieces": pieces}
+        if not check_split(found.workload, check, objective, rules, as_json=as_json):
             raise typer.Exit(2)
         return
-    asked = {**rules, "method": method, "time_limit_s": time_limit, "seed": seed}
-    request = request_of(found.workload, objective, expert, **asked)
+    request = request_of(
+        found.workload,
+        objective,
+        expert,
+        method=method,
+        contiguous=contiguous,
+        num_pieces=pieces,
+        time_limit_s=time_limit,
+        seed=seed,
+    )
     files = OutputFiles(output, split, picture, workload_file, to, schedule, microbatches)
     place_and_show(found, request, files, placed, as_json=as_json)
 

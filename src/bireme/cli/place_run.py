@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,18 +208,17 @@ def check_split(
     workload: Workload,
     path: Path,
     objective: Objective | None,
+    rules: Mapping[str, Any],
     *,
-    contiguous: bool,
-    num_pieces: int,
     as_json: bool,
 ) -> bool:
-    """Check a split in a file and print the verdict; whether every rule is kept."""
+    """Check a split in a file by the `rules` of `check` and print the verdict; whether every rule is kept."""
     from bireme.placement.pages.table import print_verdict, verdict_document
     from bireme.placement.workload_file import read_split
 
     split = read_split(path, workload)
     aim = objective or split.objective or _usual_objective(workload)
-    verdict = _verdict(workload, split, aim, contiguous=contiguous, num_pieces=num_pieces)
+    verdict = _verdict(workload, split, aim, **rules)
     claimed = split.value if split.objective in (None, aim) else None
     if claimed is not None and not math.isclose(claimed, verdict.value, rel_tol=SAME):
         wrong = f"The file claims {claimed:.9g} for {aim}, but the placement has {verdict.value:.9g}."
@@ -241,18 +240,9 @@ def _verdict(
     workload: Workload,
     split: "Placement | WrittenSplit",
     objective: Objective,
-    *,
-    contiguous: bool,
-    num_pieces: int,
+    **rules: Any,
 ) -> PlacementVerdict:
-    return check(
-        workload,
-        split.devices,
-        objective,
-        contiguous=contiguous,
-        num_pieces=num_pieces,
-        pieces=split.pieces or None,
-    )
+    return check(workload, split.devices, objective, pieces=split.pieces or None, **rules)
 
 
 def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: PlacementVerdict) -> Iterator[str]:

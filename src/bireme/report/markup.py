@@ -4,12 +4,11 @@ What `tag`, `words` and `titled` return may be put inside further tags as it is;
 `words` first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
-from xml.sax.saxutils import quoteattr
 
 from bireme.report.palette import Colour, hex_of
-from bireme.report.shapes import Flag, Line, Picture, Rect, Shape, Text
+from bireme.report.shapes import Flag, Line, Picture, Rect, Text
 
 _EMPTY = frozenset({"input", "meta", "br"})
 """Tags of HTML that have no end."""
@@ -69,48 +68,66 @@ def _lines(picture: Picture) -> Iterator[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {picture.width} {picture.height}" '
         f'font-family="{_FONTS}">'
     )
-    yield f"<title>{escape(picture.title, quote=False)}</title>"
-    stripes = {shape.stripes for shape in picture.shapes if isinstance(shape, Rect) and shape.stripes}
-    for colour in sorted(stripes):
-        yield (
-            f'<defs><pattern id="{_pattern(colour)}" width="6" height="6" patternUnits="userSpaceOnUse" '
-            f'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="{hex_of(colour)}" '
-            'stroke-width="2"/></pattern></defs>'
-        )
-    yield f'<rect width="{picture.width}" height="{picture.height}" fill="#ffffff"/>'
+    yield titled(picture.title)
+    striped = {shape.stripes for shape in picture.shapes if isinstance(shape, Rect) and shape.stripes}
+    for colour in sorted(striped):
+        yield tag("defs", stripes(_pattern(colour), hex_of(colour)))
+    yield tag("rect", width=picture.width, height=picture.height, fill="#ffffff")
     for shape in picture.shapes:
-        yield from _element(shape)
+        for part in shape.rects() if isinstance(shape, Flag) else (shape,):
+            yield element(part)
     yield "</svg>"
 
 
-def _element(shape: Shape) -> Iterator[str]:
+def stripes(name: str, colour: str) -> str:
+    """A pattern of diagonal lines, to be filled with."""
+    line = tag("line", x1=0, y1=0, x2=0, y2=6, stroke=colour, stroke_width=2)
+    units = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    return tag("pattern", line, id=name, width=6, height=6, **units)
+
+
+def element(
+    shape: Rect | Line | Text,
+    *,
+    across: Callable[[float], str] = number,
+    ink: Callable[[Colour], str] = hex_of,
+    paint: Callable[[Colour], str] = hex_of,
+    pattern: str | None = None,
+    **more: str,
+) -> str:
+    """A shape as an element of an SVG.
+
+    `across` writes places along x, `ink` the colours of lines and text, `paint` those of rectangles. Stripes
+    are filled with the `pattern` of that name, or else with that of their colour. `more` are attributes.
+    """
     match shape:
         case Rect():
-            yield from _rect(shape)
-        case Flag():
-            for rect in shape.rects():
-                yield from _rect(rect)
-        case Line(x1, y1, x2, y2, colour, width):
-            yield (
-                f'<line x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}" '
-                f'stroke="{hex_of(colour)}" stroke-width="{number(width)}"/>'
+            title = (titled(shape.title),) if shape.title else ()
+            place = {
+                "x": across(shape.x),
+                "y": number(shape.y),
+                "width": across(shape.width),
+                "height": number(shape.height),
+            }
+            plain = tag("rect", *title, class_=shape.role or None, **place, fill=paint(shape.fill))
+            if shape.stripes is None:
+                return plain
+            return plain + tag("rect", **place, fill=f"url(#{pattern or _pattern(shape.stripes)})")
+        case Line():
+            ends = {"x1": shape.x1, "y1": shape.y1, "x2": shape.x2, "y2": shape.y2}
+            return tag("line", **ends, stroke=ink(shape.colour), stroke_width=shape.width)
+        case Text():
+            return tag(
+                "text",
+                words(shape.text),
+                x=across(shape.x),
+                y=shape.y + BASELINE * shape.size,
+                font_size=shape.size,
+                font_weight="bold" if shape.bold else None,
+                text_anchor=shape.anchor,
+                fill=ink(shape.colour),
+                **more,
             )
-        case Text(x, y, text, size, colour, anchor, bold):
-            weight = ' font-weight="bold"' if bold else ""
-            yield (
-                f'<text x="{number(x)}" y="{number(y + BASELINE * size)}" font-size="{number(size)}"{weight} '
-                f'text-anchor="{anchor}" fill="{hex_of(colour)}">{escape(text, quote=False)}</text>'
-            )
-
-
-def _rect(shape: Rect) -> Iterator[str]:
-    corner = f'x="{number(shape.x)}" y="{number(shape.y)}"'
-    place = f'{corner} width="{number(shape.width)}" height="{number(shape.height)}"'
-    role = f" class={quoteattr(shape.role)}" if shape.role else ""
-    start = f'<rect{role} {place} fill="{hex_of(shape.fill)}"'
-    yield f"{start}><title>{escape(shape.title, quote=False)}</title></rect>" if shape.title else f"{start}/>"
-    if shape.stripes is not None:
-        yield f'<rect {place} fill="url(#{_pattern(shape.stripes)})"/>'
 
 
 def _pattern(colour: Colour) -> str:

@@ -347,7 +347,7 @@ def summary_of(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]
         ranks=_ranks(prepared, outcomes),
         links=_links(prepared, outcomes),
         control=_control(prepared, outcomes),
-        sync=_sync(prepared, outcomes, () if log is None else log.recoveries),
+        sync=_sync(prepared, outcomes, () if log is None else tuple(log.recoveries)),
         run_dir=str(folder.path),
         schedule=saved.plan.schedule,
         first_delayed_step=first_delayed_step(prepared.run, saved),

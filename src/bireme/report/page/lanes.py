@@ -6,16 +6,17 @@ time are percent, so text and flags keep their shape. Replicas that were recorde
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from bireme.bounds import counted, seconds_text
 from bireme.report import palette
 from bireme.report.axes import Quantity, Scale
 from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of
 from bireme.report.legend import SWATCH, Entry, entries
-from bireme.report.markup import BASELINE, number, tag, titled, words
+from bireme.report.markup import element, number, stripes, tag, titled, words
 from bireme.report.page.curves import ACROSS, framed, share
 from bireme.report.page.figures import idle_share
-from bireme.report.shapes import CLOTH, Flag, Line, Rect, Shape, Text, text_width
+from bireme.report.shapes import CLOTH, Flag, Shape, Text, text_width
 from bireme.timeline.timeline import Timeline
 
 _HEADING, _HEAD = 26, 18
@@ -112,18 +113,9 @@ def _beyond(lanes: Lanes, top: float) -> Iterator[str]:
         yield tag("rect", **place, height=height, class_="beyond")
 
 
-def stripes() -> str:
+def idle_pattern() -> str:
     """The pattern of idle time, which all pictures of a page use."""
-    line = tag("line", x1=0, y1=0, x2=0, y2=6, stroke="var(--idle-stripes)", stroke_width=2)
-    pattern = tag(
-        "pattern",
-        line,
-        id="idle",
-        width=6,
-        height=6,
-        patternUnits="userSpaceOnUse",
-        patternTransform="rotate(45)",
-    )
+    pattern = stripes("idle", "var(--idle-stripes)")
     return tag("svg", tag("defs", pattern), width=0, height=0, aria_hidden="true", class_="defs")
 
 
@@ -136,47 +128,22 @@ def themed(shapes: Iterable[Shape], width: float | None = None) -> str:
 
 
 def _element(shape: Shape, width: float | None) -> str:
-    match shape:
-        case Rect():
-            title = (titled(shape.title),) if shape.title else ()
-            role = shape.role or None
-            place = {
-                "x": _across(shape.x, width),
-                "y": number(shape.y),
-                "width": _across(shape.width, width),
-                "height": number(shape.height),
-            }
-            fill = STEPS.get(shape.fill) or _fill(shape.fill)
-            plain = tag("rect", *title, **place, fill=fill, class_=role)
-            return plain if shape.stripes is None else plain + tag("rect", **place, fill="url(#idle)")
-        case Flag():
-            side, (reach, height) = -1 if shape.is_left else 1, CLOTH
-            path = f"M{-side} {shape.height}V0H{side * reach}V{height}H{side}V{shape.height}z"
-            role = "flag trial" if shape.colour == palette.TRIAL else "flag"
-            flag = tag("path", titled(shape.title), d=path, class_=role)
-            return tag("svg", flag, x=_across(shape.x, width), y=shape.y, class_="rigid")
-        case Line():
-            ends = {"x1": shape.x1, "y1": shape.y1, "x2": shape.x2, "y2": shape.y2}
-            return tag("line", **ends, stroke=_fill(shape.colour), stroke_width=shape.width)
-        case Text():
-            return tag(
-                "text",
-                words(shape.text),
-                x=_across(shape.x, width),
-                y=shape.y + BASELINE * shape.size,
-                font_size=shape.size,
-                text_anchor=shape.anchor,
-                fill=_fill(shape.colour),
-                font_weight="bold" if shape.bold else None,
-                **_room(shape, width),
-            )
+    across = partial(_across, width=width)
+    if isinstance(shape, Flag):
+        side, (reach, height) = -1 if shape.is_left else 1, CLOTH
+        path = f"M{-side} {shape.height}V0H{side * reach}V{height}H{side}V{shape.height}z"
+        role = "flag trial" if shape.colour == palette.TRIAL else "flag"
+        flag = tag("path", titled(shape.title), d=path, class_=role)
+        return tag("svg", flag, x=across(shape.x), y=shape.y, class_="rigid")
+    room = _room(shape, width) if isinstance(shape, Text) else {}
+    return element(shape, across=across, ink=_fill, paint=_paint, pattern="idle", **room)
 
 
 def _across(place: float, width: float | None) -> str:
     return number(place) if width is None or place < 0 else f"{number(100 * place / width)}%"
 
 
-def _room(shape: Text, width: float | None) -> dict[str, str | float]:
+def _room(shape: Text, width: float | None) -> dict[str, str]:
     """From which width of the plot on a text fits into its rectangle: for the style sheet and the script."""
     if width is None or not shape.within:
         return {}
@@ -189,3 +156,8 @@ def _room(shape: Text, width: float | None) -> dict[str, str | float]:
 def _fill(colour: palette.Colour) -> str:
     """A colour as a value of an attribute."""
     return _FROM_PAGE.get(colour) or palette.hex_of(colour)
+
+
+def _paint(colour: palette.Colour) -> str:
+    """The same of a rectangle."""
+    return STEPS.get(colour) or _fill(colour)

@@ -7,8 +7,8 @@ passed over. What a resumed run trained again replaces what was known of these s
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ class _StartEvent:
 
     step: int
     time_s: float
-    version: str
-    torch: str
     schedule: str
     num_stages: int
     width: int
@@ -127,19 +125,6 @@ class Stop:
     reason: str
 
 
-_COLUMNS = (
-    "step",
-    "time_s",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_s",
-    "samples_per_s",
-    "seconds",
-    "num_skipped",
-)
-
-
 def _column() -> "array[float]":
     return array("d")
 
@@ -164,25 +149,24 @@ class TrainingLines:
     def __len__(self) -> int:
         return len(self.step)
 
-    def columns(self) -> "Iterator[tuple[str, array[float]]]":
+    def columns(self) -> "list[tuple[str, array[float]]]":
         """Every column with its name in the file."""
-        for name in _COLUMNS:
-            yield name, getattr(self, name)
+        return [(one.name, getattr(self, one.name)) for one in fields(self)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Metrics:
     """All that the file says. `peak_bytes` is the most that each rank was seen to hold."""
 
-    starts: tuple[_StartEvent, ...]
-    training: TrainingLines
-    evaluations: tuple[_EvaluationEvent, ...]
-    checkpoints: tuple[_CheckpointEvent, ...]
-    warnings: tuple[_Warned, ...]
-    stop: Stop | None
-    peak_bytes: tuple[float, ...]
-    shares: tuple[Shared, ...] = ()
-    recoveries: tuple[Recovery, ...] = ()
+    starts: list[_StartEvent] = field(default_factory=list)
+    training: TrainingLines = field(default_factory=TrainingLines)
+    evaluations: list[_EvaluationEvent] = field(default_factory=list)
+    checkpoints: list[_CheckpointEvent] = field(default_factory=list)
+    warnings: list[_Warned] = field(default_factory=list)
+    stop: Stop | None = None
+    peak_bytes: list[float] = field(default_factory=list)
+    shares: list[Shared] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
     """All of them: a run that is resumed before one does not undo it."""
 
     @property
@@ -262,119 +246,93 @@ def read_metrics(path: Path) -> Metrics:
             f"Line {log.damaged[0]} of {path} is not a JSON object, and more lines follow it. Take it out of "
             "the file."
         )
-    reading = _Reading(path)
+    metrics = Metrics()
+    columns = metrics.training.columns()
     for place, record in log.records.items():
-        reading.take(record, place)
-    return reading.metrics()
-
-
-class _Reading:
-    """What was read so far, record by record."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.starts: list[_StartEvent] = []
-        self.training = TrainingLines()
-        self.columns = list(self.training.columns())
-        self.evaluations: list[_EvaluationEvent] = []
-        self.checkpoints: list[_CheckpointEvent] = []
-        self.warnings: list[_Warned] = []
-        self.stop: Stop | None = None
-        self.peak_bytes: list[float] = []
-        self.shares: list[Shared] = []
-        self.recoveries: list[Recovery] = []
-
-    def take(self, record: dict[str, Any], place: int) -> None:
-        """One more record; a kind that is not known is for later versions."""
         try:
-            step, time_s = _step(record), _time_s(record)
-            match record["kind"]:
-                case "train":
-                    self._train(record)
-                case "start":
-                    self._start(record, step, time_s)
-                case "evaluation":
-                    loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
-                    bits = _value(record, "bits_per_byte")
-                    self.evaluations.append(_EvaluationEvent(step, time_s, loss, num_samples, bits))
-                case "checkpoint":
-                    stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
-                    num_bytes = int(record.get("num_bytes", 0))
-                    self.checkpoints.append(_CheckpointEvent(step, time_s, stall_s, write_s, num_bytes))
-                case "shares":
-                    members = tuple(map(int, record.get("members", ())))
-                    self._share(Shared(step, time_s, tuple(map(int, record["shares"])), members))
-                case "recovery":
-                    self.recoveries.append(_recovery(record, step))
-                case "warning":
-                    self.warnings.append(_Warned(step, time_s, str(record["text"])))
-                case "stop":
-                    self.stop = Stop(step, time_s, str(record["reason"]))
+            _take(metrics, columns, record)
         except KeyError as error:
-            raise BiremeError(f"Line {place} of {self.path} lacks {error.args[0]!r}.") from None
+            raise BiremeError(f"Line {place} of {path} lacks {error.args[0]!r}.") from None
         except (TypeError, ValueError, OverflowError) as error:
-            raise BiremeError(f"Line {place} of {self.path} cannot be read: {error}.") from None
+            raise BiremeError(f"Line {place} of {path} cannot be read: {error}.") from None
+    return metrics
 
-    def metrics(self) -> Metrics:
-        """All of it."""
-        return Metrics(
-            tuple(self.starts),
-            self.training,
-            tuple(self.evaluations),
-            tuple(self.checkpoints),
-            tuple(self.warnings),
-            self.stop,
-            tuple(self.peak_bytes),
-            tuple(self.shares),
-            tuple(self.recoveries),
-        )
 
-    def _share(self, shared: Shared) -> None:
-        """New shares; a resumed run says again which ones it goes on with."""
-        self.shares = [one for one in self.shares if one.step < shared.step]
-        known = [(one.shares, one.members) for one in self.shares[-1:]]
-        if known != [(shared.shares, shared.members)]:
-            self.shares.append(shared)
+_NamedColumns = Sequence[tuple[str, "array[float]"]]
 
-    def _train(self, record: dict[str, Any]) -> None:
-        if len(self.training) and record["step"] <= self.training.step[-1]:
-            self._forget(int(record["step"]) - 1)
-        known = record.get
-        for name, column in self.columns:
-            value = known(name)
-            column.append(math.nan if value is None else value)
-        memory = record.get("memory_bytes") or ()
-        for rank, num_bytes in enumerate(memory):
-            if rank == len(self.peak_bytes):
-                self.peak_bytes.append(0.0)
-            self.peak_bytes[rank] = max(self.peak_bytes[rank], float(num_bytes or 0))
 
-    def _start(self, record: dict[str, Any], step: int, time_s: float) -> None:
-        self._forget(step)
-        self.stop = None
-        self.starts.append(
-            _StartEvent(
-                step,
-                time_s,
-                str(record.get("version", "")),
-                str(record.get("torch", "")),
-                str(record.get("schedule", "")),
-                int(record.get("num_stages") or 0),
-                int(record.get("width") or 1),
-                tuple(map(str, record.get("devices") or ())),
-                _value(record, "predicted_batch_s"),
-                _learns(record.get("learns")),
-            )
-        )
+def _take(metrics: Metrics, columns: _NamedColumns, record: dict[str, Any]) -> None:
+    """One more record; a kind that is not known is for later versions."""
+    step, time_s = _step(record), _time_s(record)
+    match record["kind"]:
+        case "train":
+            _train(metrics, columns, record)
+        case "start":
+            _forget(metrics, columns, step)
+            metrics.stop = None
+            metrics.starts.append(_start(record, step, time_s))
+        case "evaluation":
+            loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
+            bits = _value(record, "bits_per_byte")
+            metrics.evaluations.append(_EvaluationEvent(step, time_s, loss, num_samples, bits))
+        case "checkpoint":
+            stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
+            num_bytes = int(record.get("num_bytes", 0))
+            metrics.checkpoints.append(_CheckpointEvent(step, time_s, stall_s, write_s, num_bytes))
+        case "shares":
+            members = tuple(map(int, record.get("members", ())))
+            _share(metrics, Shared(step, time_s, tuple(map(int, record["shares"])), members))
+        case "recovery":
+            metrics.recoveries.append(_recovery(record, step))
+        case "warning":
+            metrics.warnings.append(_Warned(step, time_s, str(record["text"])))
+        case "stop":
+            metrics.stop = Stop(step, time_s, str(record["reason"]))
 
-    def _forget(self, step: int) -> None:
-        """Leave out what was trained past a step, as it is trained again."""
-        keep = bisect_right(self.training.step, step)
-        for _, column in self.columns:
-            del column[keep:]
-        self.evaluations = [one for one in self.evaluations if one.step <= step]
-        self.checkpoints = [one for one in self.checkpoints if one.step <= step]
-        self.shares = [one for one in self.shares if one.step <= step]
+
+def _share(metrics: Metrics, shared: Shared) -> None:
+    """New shares; a resumed run lists again those that it continues with."""
+    metrics.shares = [one for one in metrics.shares if one.step < shared.step]
+    known = [(one.shares, one.members) for one in metrics.shares[-1:]]
+    if known != [(shared.shares, shared.members)]:
+        metrics.shares.append(shared)
+
+
+def _train(metrics: Metrics, columns: _NamedColumns, record: dict[str, Any]) -> None:
+    lines, peak_bytes = metrics.training, metrics.peak_bytes
+    if len(lines) and record["step"] <= lines.step[-1]:
+        _forget(metrics, columns, int(record["step"]) - 1)
+    known = record.get
+    for name, column in columns:
+        value = known(name)
+        column.append(math.nan if value is None else value)
+    for rank, num_bytes in enumerate(record.get("memory_bytes") or ()):
+        if rank == len(peak_bytes):
+            peak_bytes.append(0.0)
+        peak_bytes[rank] = max(peak_bytes[rank], float(num_bytes or 0))
+
+
+def _forget(metrics: Metrics, columns: _NamedColumns, step: int) -> None:
+    """Leave out what was trained past a step, because it is trained again."""
+    keep = bisect_right(metrics.training.step, step)
+    for _, column in columns:
+        del column[keep:]
+    metrics.evaluations = [one for one in metrics.evaluations if one.step <= step]
+    metrics.checkpoints = [one for one in metrics.checkpoints if one.step <= step]
+    metrics.shares = [one for one in metrics.shares if one.step <= step]
+
+
+def _start(record: dict[str, Any], step: int, time_s: float) -> _StartEvent:
+    return _StartEvent(
+        step,
+        time_s,
+        str(record.get("schedule", "")),
+        int(record.get("num_stages") or 0),
+        int(record.get("width") or 1),
+        tuple(map(str, record.get("devices") or ())),
+        _value(record, "predicted_batch_s"),
+        _learns(record.get("learns")),
+    )
 
 
 def _step(record: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ from bireme.report.page.charts import (
 )
 from bireme.report.page.cluster_map import cluster_figure
 from bireme.report.page.figures import StageFigures, headline, stage_figures, state
-from bireme.report.page.lanes import stripes, timeline_figure
+from bireme.report.page.lanes import idle_pattern, timeline_figure
 from bireme.report.page.memory_bars import memory_figure
 from bireme.report.page.run import Run
 from bireme.report.page.tables import comparison_table, facts, incomparable, stage_table, tiles
@@ -62,7 +62,7 @@ def page(runs: Sequence[Run], now: datetime, version: str) -> str:
         tag("style", _resource("style.css")),
     )
     parts = (part for part in _parts(runs, now, version) if part)
-    body = tag("body", stripes(), tag("main", *parts), tag("script", _resource("script.js")))
+    body = tag("body", idle_pattern(), tag("main", *parts), tag("script", _resource("script.js")))
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
 
 
