@@ -26,7 +26,6 @@ MODULES = [
     "bireme.profile.profile",
     "bireme.profile.stages",
     "bireme.report.gantt",
-    "bireme.report.memory_document",
     "bireme.report.memory_table",
     "bireme.report.profile_table",
     "bireme.report.terminal",

@@ -62,7 +62,7 @@ def memory(
 
         write_gantt(title, behavior, alone, picture)
     if as_json:
-        from bireme.report.memory_document import memory_document
+        from bireme.report.memory_table import memory_document
 
         asked = {"model": model, "batch": batch, "length": run.data.length, "optimizer": optimizer}
         print_json(asked | memory_document(behavior, alone, in_turn, paging))

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from bireme.bounds import bytes_text, seconds_text
+from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.profile.behavior import Behavior, MemoryBlock, Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
 from bireme.report.axes import round_step
+from bireme.report.lanes import plain_seconds
 from bireme.report.markup import svg
+from bireme.report.memory_table import footprint
 from bireme.report.palette import Colour
-from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, fitted, text_width
+from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, heading, printable, text_width
 
 # Rows for blocks that come and go: each gets a range of bytes that no other block has while it lives.
 #
@@ -124,11 +126,10 @@ def write_gantt(title: str, behavior: Behavior, plan: SwapPlan, path: Path) -> N
 def gantt(title: str, behavior: Behavior, plan: SwapPlan) -> Picture:
     """The picture, 1400 pixels wide."""
     view = _view(behavior)
-    title = "".join(c if c.isprintable() else "?" for c in title)
+    title = printable(title)
     bottom = view.top + _LIVES
     shapes = [
-        Text(MARGIN, 28, fitted(title, 20, WIDTH - 2 * MARGIN), 20, palette.INK, bold=True),
-        Text(MARGIN, 54, fitted(_figures(view, plan), 13, WIDTH - 2 * MARGIN), 13, palette.PALE_INK),
+        *heading(title, _figures(view, plan), MARGIN, WIDTH - 2 * MARGIN),
         *_legend(view),
         *_axes(view, bottom),
         *_footprint(view),
@@ -180,7 +181,7 @@ def _view(behavior: Behavior) -> _View:
 def _figures(view: _View, plan: SwapPlan) -> str:
     behavior = view.behavior
     text = (
-        f"{_seconds(behavior.duration_s)} on {behavior.device}"
+        f"{plain_seconds(behavior.duration_s)} on {behavior.device}"
         f" · {len(behavior.blocks)} blocks, {behavior.num_events} events"
         f" · peak {bytes_text(behavior.peak.num_bytes)}"
     )
@@ -191,11 +192,6 @@ def _figures(view: _View, plan: SwapPlan) -> str:
         largest = max(block.num_bytes for block in left_out)
         text += f" · not drawn: {len(left_out)} blocks of {bytes_text(largest)} or less"
     return text
-
-
-def _seconds(seconds: float) -> str:
-    """The usual text in letters that every font has."""
-    return seconds_text(seconds).replace("µ", "u")
 
 
 def _legend(view: _View) -> Iterator[Shape]:
@@ -225,7 +221,7 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
     for i in range(math.floor(behavior.duration_s / step_s + 1e-9) + 1):
         x = view.x(i * step_s)
         yield Line(x, bottom, x, bottom + 5, palette.PALE_INK)
-        yield Text(x, bottom + 16, _seconds(i * step_s), 12, palette.PALE_INK, Anchor.MIDDLE)
+        yield Text(x, bottom + 16, plain_seconds(i * step_s), 12, palette.PALE_INK, Anchor.MIDDLE)
     yield Line(LEFT, bottom, RIGHT, bottom, palette.PALE_INK)
     step_bytes = 2 ** math.ceil(math.log2(max(view.whole_bytes / _MOST_TICKS, 1)))
     for num_bytes in range(0, view.whole_bytes + 1, step_bytes):
@@ -238,16 +234,9 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
 
 def _footprint(view: _View) -> Iterator[Shape]:
     """The most that lives within each step of time."""
-    behavior = view.behavior
-    steps = (RIGHT - LEFT) // _STEP
-    most = [0] * steps
-    bounds_s = (0.0, *behavior.event_s, behavior.duration_s)
-    for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behavior.live_bytes(), strict=False):
-        first, last = (min(int((view.x(s) - LEFT) / _STEP), steps - 1) for s in (start_s, end_s))
-        most[first : last + 1] = [max(live, known) for known in most[first : last + 1]]
     bottom = _PHASES + _PHASE + _ABOVE + _FOOTPRINT
-    for i, live in enumerate(most):
-        height = live / max(behavior.peak.num_bytes, 1) * _FOOTPRINT
+    for i, live in enumerate(footprint(view.behavior, (RIGHT - LEFT) // _STEP)):
+        height = live / max(view.behavior.peak.num_bytes, 1) * _FOOTPRINT
         yield Rect(LEFT + i * _STEP, bottom - height, _STEP, height, _FOOTPRINT_FILL, role="footprint")
 
 
@@ -306,8 +295,8 @@ def _peak(view: _View, bottom: float) -> Iterator[Shape]:
 
 def _told(block: MemoryBlock) -> str:
     """What a reader sees who points at a block."""
-    born = f"born {_seconds(block.birth_s)}" if block.birth_operator else "there before"
-    ends = "stays" if block.death_s is None else f"freed {_seconds(block.death_s)}"
+    born = f"born {plain_seconds(block.birth_s)}" if block.birth_operator else "there before"
+    ends = "stays" if block.death_s is None else f"freed {plain_seconds(block.death_s)}"
     by = f" by {block.birth_operator}" if block.birth_operator else ""
     return (
         f"{block.owner} {block.title()} · {bytes_text(block.num_bytes)} · {born}{by} · {ends} · "

@@ -1,8 +1,12 @@
-"""Memory behavior in the terminal: who owns the peak, when large blocks live, what could be swapped."""
+"""Memory behavior: who owns the peak, when large blocks live, what could be swapped.
+
+A report for the terminal, and one JSON document for programs.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -188,16 +192,21 @@ def _columns(behavior: Behavior, start_s: float, end_s: float, letters: int) -> 
     return first, last
 
 
-def _footprint(behavior: Behavior, letters: int) -> str:
-    """The most live bytes within each column, as a share of the peak."""
+def footprint(behavior: Behavior, num_columns: int) -> list[int]:
+    """The most live bytes within each of so many equal parts of the iteration."""
     bounds_s = (0.0, *behavior.event_s, behavior.duration_s)
-    most = [0] * letters
+    most = [0] * num_columns
     for start_s, end_s, live in zip(bounds_s, bounds_s[1:], behavior.live_bytes(), strict=False):
-        first, last = _columns(behavior, start_s, end_s, letters)
+        first, last = _columns(behavior, start_s, end_s, num_columns)
         for column in range(first, last + 1):
             most[column] = max(most[column], live)
+    return most
+
+
+def _footprint(behavior: Behavior, letters: int) -> str:
+    """The same as bars, relative to the peak."""
     whole = max(behavior.peak.num_bytes, 1)
-    return "".join(_LEVELS[round(live / whole * (len(_LEVELS) - 1))] for live in most)
+    return "".join(_LEVELS[round(live / whole * (len(_LEVELS) - 1))] for live in footprint(behavior, letters))
 
 
 def _life(behavior: Behavior, block: MemoryBlock, letters: int) -> str:
@@ -260,3 +269,105 @@ def _swapping(alone: SwapPlan, in_turn: SwapPlan) -> str:
         f"itself, and by {bytes_text(in_turn.saved_bytes)} ({in_turn.saved_bytes / whole:.0%}) if copies "
         "wait for each other."
     )
+
+
+# The same as a JSON document.
+
+_PERCENTS = (10, 25, 50, 75, 90, 99, 100)
+
+
+def memory_document(
+    behavior: Behavior, alone: SwapPlan, in_turn: SwapPlan, paging: BlockPaging | None
+) -> dict[str, Any]:
+    """Everything about the iteration: its peak, its blocks, how it repeats, what can be swapped.
+
+    `alone` gives each block the link for itself; `in_turn` lets copies wait for each other.
+    """
+    peak, repetition = behavior.peak, behavior.repetition
+    intervals = idle_intervals(behavior)
+    return {
+        "device": behavior.device,
+        "duration_s": behavior.duration_s,
+        "traced_s": behavior.traced_s,
+        "phases": [asdict(span) for span in behavior.spans],
+        "peak_bytes": peak.num_bytes,
+        "peak_at_s": peak.at_s,
+        "peak_phase": peak.phase,
+        "peak_operator": peak.operator,
+        "by_owner": {owner.value: num_bytes for owner, num_bytes in behavior.by_owner().items()},
+        "num_events": behavior.num_events,
+        "num_iterations": repetition.num_iterations,
+        "iteration_stable": repetition.is_stable,
+        "period_events": repetition.period_events,
+        "intervals": _intervals(intervals),
+        **_plain_swaps(alone),
+        "swappable_bytes_in_turn": in_turn.saved_bytes,
+        "paging": None if paging is None else asdict(paging),
+        "published": [asdict(figure) for figure in PUBLISHED],
+        "allocator": None if behavior.allocator is None else asdict(behavior.allocator),
+        "blocks": _blocks(behavior, intervals),
+    }
+
+
+def _intervals(intervals: list[Idle]) -> dict[str, Any]:
+    if not intervals:
+        return {"count": 0, "percentiles_s": {}, "percentiles_events": {}}
+    seconds = [idle.seconds for idle in intervals]
+    events = [idle.num_events for idle in intervals]
+    return {
+        "count": len(intervals),
+        "percentiles_s": {str(percent): percentile(seconds, percent) for percent in _PERCENTS},
+        "percentiles_events": {str(percent): percentile(events, percent) for percent in _PERCENTS},
+    }
+
+
+def _plain_swaps(plan: SwapPlan) -> dict[str, Any]:
+    return {
+        "out_bytes_per_s": plan.bandwidth.out_bytes_per_s,
+        "in_bytes_per_s": plan.bandwidth.in_bytes_per_s,
+        "num_swappable_intervals": plan.num_feasible,
+        "num_swappable_blocks": plan.num_swappable_blocks,
+        "swappable_block_bytes": plan.swappable_block_bytes,
+        "swappable_bytes": plan.saved_bytes,
+        "swapped_peak_bytes": plan.peak_bytes,
+        "swaps": [
+            {
+                "block": swap.idle.block.id,
+                "bytes": swap.idle.block.num_bytes,
+                "idle_from_s": swap.idle.start_s,
+                "idle_until_s": swap.idle.end_s,
+                "away_from_s": swap.out_s,
+                "away_until_s": swap.in_s,
+            }
+            for swap in plan.swaps
+        ],
+    }
+
+
+def _blocks(behavior: Behavior, intervals: list[Idle]) -> list[dict[str, Any]]:
+    longest_s: dict[int, float] = {}
+    for idle in intervals:
+        longest_s[idle.block.id] = max(idle.seconds, longest_s.get(idle.block.id, 0.0))
+    return [
+        _block(block, longest_s.get(block.id, 0.0), lives_at_peak=block.lives_after(behavior.peak.event))
+        for block in behavior.blocks
+    ]
+
+
+def _block(block: MemoryBlock, longest_idle_s: float, *, lives_at_peak: bool) -> dict[str, Any]:
+    return {
+        "id": block.id,
+        "bytes": block.num_bytes,
+        "owner": block.owner,
+        "name": block.name or None,
+        "module": block.module or None,
+        "address": block.address,
+        "birth_s": block.birth_s,
+        "birth_operator": block.birth_operator or None,
+        "birth_phase": block.birth_phase,
+        "death_s": block.death_s,
+        "lives_at_peak": lives_at_peak,
+        "longest_idle_s": longest_idle_s,
+        "num_accesses": len(block.accesses),
+        "accesses": [asdict(access) for access in block.accesses],
+    }

@@ -14,10 +14,20 @@ from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.report import palette
 from bireme.report.axes import Quantity, Scale
-from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of, plain_seconds
-from bireme.report.legend import legend
+from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of, legend, plain_seconds
 from bireme.report.markup import BASELINE, svg
-from bireme.report.shapes import Anchor, Flag, Line, Picture, Rect, Shape, Text, fitted, text_width
+from bireme.report.shapes import (
+    Anchor,
+    Flag,
+    Line,
+    Picture,
+    Rect,
+    Shape,
+    Text,
+    heading,
+    printable,
+    text_width,
+)
 from bireme.schedule.grid import rank_name
 from bireme.timeline.timeline import Timeline
 
@@ -54,10 +64,7 @@ def laid_out(timeline: Timeline) -> Picture:
     bottom = _TOP + lanes.height
     key = legend(contents_of([lanes]), MARGIN, bottom + 50, WIDTH - 2 * MARGIN)
     title = _title(timeline)
-    head = (
-        Text(MARGIN, 28, fitted(title, 20, WIDTH - 2 * MARGIN), 20, palette.INK, bold=True),
-        Text(MARGIN, 54, _figures(lanes), 13, palette.PALE_INK),
-    )
+    head = heading(title, _figures(lanes), MARGIN, WIDTH - 2 * MARGIN)
     shapes = (*head, *_axis(scale, bottom), *lanes.beds(_TOP), *lanes.work(_TOP), *key)
     lowest = max(shape.y for shape in key if isinstance(shape, Text))
     return Picture(WIDTH, math.ceil(lowest) + MARGIN, title, shapes)
@@ -71,8 +78,7 @@ def _title(timeline: Timeline) -> str:
         counted(program.num_microbatches, "micro-batch"),
         counted(program.num_batches, "batch"),
     )
-    title = f"{program.name} · {' · '.join(counts)} · {timeline.source}"
-    return "".join(c if c.isprintable() else "?" for c in title)  # a name from a file may hold anything
+    return printable(f"{program.name} · {' · '.join(counts)} · {timeline.source}")
 
 
 def _figures(lanes: Lanes) -> str:

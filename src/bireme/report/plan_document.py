@@ -30,18 +30,11 @@ from bireme.profile.profile import Profile
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
     """The best plan, what it promises of each stage and device, all candidates, and where it comes from."""
     best = answer.best
-    short = summarize(best)
     return {
         "model": profile.model,
-        **_candidate(short),
+        **_candidate(summarize(best)),
         "fits": best.fits,
-        "lookahead": best.plan.lookahead,
-        "num_sliced": best.plan.num_sliced,
-        "stage_shares": [list(share) for share in best.plan.shares],
-        "stages_per_rank": best.plan.stages_per_rank,
-        "codecs": _codecs(best.plan),
-        "codec_penalty": best.forecast.codec_penalty,
-        "sum_penalty": best.forecast.sum_penalty,
+        **_settings(best.plan, best.forecast),
         "planning_s": planning_s,
         "num_tried": answer.num_tried,
         "stages": _stages(best, [unit.name for unit in profile.units]),
@@ -75,13 +68,7 @@ def saved_plan_document(
         "num_micro_batches": plan.num_microbatches,
         "num_recomputed": len(plan.recompute),
         "batch_size": batch_size,
-        "lookahead": plan.lookahead,
-        "num_sliced": plan.num_sliced,
-        "stage_shares": [list(share) for share in plan.shares],
-        "stages_per_rank": plan.stages_per_rank,
-        "codecs": _codecs(plan),
-        "codec_penalty": None if saved.forecast is None else saved.forecast.codec_penalty,
-        "sum_penalty": None if saved.forecast is None else saved.forecast.sum_penalty,
+        **_settings(plan, saved.forecast),
         "planning_s": None,
         "num_tried": None,
         "stages": stages,
@@ -89,6 +76,19 @@ def saved_plan_document(
         "candidates": [],
         "origin": None if saved.origin is None else asdict(saved.origin),
         **_memory(plan, saved.forecast),
+    }
+
+
+def _settings(plan: Plan, forecast: Forecast | None) -> dict[str, Any]:
+    """What a summary does not say of a plan."""
+    return {
+        "lookahead": plan.lookahead,
+        "num_sliced": plan.num_sliced,
+        "stage_shares": [list(share) for share in plan.shares],
+        "stages_per_rank": plan.stages_per_rank,
+        "codecs": _codecs(plan),
+        "codec_penalty": None if forecast is None else forecast.codec_penalty,
+        "sum_penalty": None if forecast is None else forecast.sum_penalty,
     }
 
 

@@ -25,7 +25,7 @@ from bireme.plan.penalties import sum_steps
 from bireme.plan.plan import Plan, device_ranges
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
-from bireme.report.terminal import GAP, columns
+from bireme.report.terminal import GAP, TIERS, columns
 from bireme.schedule.instruction import Item
 
 # Paging in the table of a plan: what each tier of a rank does, and what other ways to save memory take.
@@ -35,8 +35,7 @@ def tiers_table(best: Candidate) -> Table:
     """What each tier holds and takes in, and how long the rank waits for chunks, or for weights that replicas
     share.
     """
-    headings = ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch")
-    table = columns(headings, words=("tier",))
+    table = columns(TIERS, words=("tier",))
     chunk_bytes = () if best.plan.paging is None else best.plan.paging.chunk_bytes
     for tier in best.forecast.tiers:
         is_first = tier.tier == "device"

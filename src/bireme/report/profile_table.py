@@ -10,9 +10,7 @@ from bireme.bounds import bytes_text, seconds_text
 from bireme.codec.description import CodecRate
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
-
-GAP = 2
-"""Between two columns."""
+from bireme.report.terminal import GAP, columns
 
 _LEAST_NAME = 12
 """Letters of a unit's name, however narrow the terminal is."""
@@ -40,10 +38,8 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def _codecs(rates: Sequence[CodecRate]) -> Table:
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("codec", no_wrap=True)
-    for heading in ("encode", "decode", "encode gradient", "decode gradient"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("codec", "encode", "decode", "encode gradient", "decode gradient")
+    table = columns(headings, words=("codec",))
     for rate in rates:
         seconds = (rate.encode_s, rate.decode_s, rate.back_encode_s, rate.back_decode_s)
         table.add_row(escape(rate.codec), *(seconds_text(1e6 * one) for one in seconds))
@@ -69,19 +65,12 @@ def _table(profile: Profile, micro_batch: int, width: int) -> Table:
             times = 1 + sum(other.same_as == index for other in profile.units)
             names.append((unit.name, f" ×{times}" if times > 1 else ""))
             rows.append(_row(unit, unit.at(micro_batch))[: len(headings)])
-    columns = zip(headings, footers, *rows, strict=True)
-    left = width - sum(GAP + max(map(len, column)) for column in columns)
-    table = Table(
-        box=None,
-        padding=(0, GAP, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        show_footer=True,
-        footer_style="bold",
-    )
-    table.add_column("unit", f"all ×{len(profile.units)}", no_wrap=True)
-    for heading, footer in zip(headings, footers, strict=True):
-        table.add_column(heading, footer, justify="right", no_wrap=True)
+    wide = (max(map(len, cells)) for cells in zip(headings, footers, *rows, strict=True))
+    left = width - sum(GAP + letters for letters in wide)
+    table = columns(("unit", *headings), words=("unit",))
+    table.show_footer, table.footer_style = True, "bold"
+    for column, footer in zip(table.columns, (f"all ×{len(profile.units)}", *footers), strict=True):
+        column.footer = footer
     for (name, suffix), row in zip(names, rows, strict=True):
         table.add_row(escape(_shortened(name, max(_LEAST_NAME, left - len(suffix)))) + suffix, *row)
     return table

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bireme.report.palette import Colour
+from bireme.report.palette import INK, PALE_INK, Colour
 
 
 class Anchor(StrEnum):
@@ -123,6 +123,17 @@ def _ems(c: str) -> float:
     if c in _WIDE:
         return 0.95
     return 0.76 if c.isupper() or not c.isascii() else 0.66
+
+
+def printable(text: str) -> str:
+    """Text from a file, which may hold anything: what no font can show becomes a question mark."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def heading(title: str, figures: str, left: float, width: float) -> Iterator[Text]:
+    """The title of a picture, and a line of figures below it."""
+    yield Text(left, 28, fitted(title, 20, width), 20, INK, bold=True)
+    yield Text(left, 54, fitted(figures, 13, width), 13, PALE_INK)
 
 
 def fitted(text: str, size: float, width: float) -> str:

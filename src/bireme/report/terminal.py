@@ -243,11 +243,13 @@ def _memory(timeline: Timeline) -> Table | None:
     return table
 
 
+TIERS = ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch")
+"""Headings of a table of what each tier of a rank does."""
+
+
 def _tiers(timeline: Timeline) -> Table:
     """What each tier of a rank that pages holds and takes in, and how long the rank waits for chunks."""
-    table = columns(
-        ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch"), words=("tier",)
-    )
+    table = columns(TIERS, words=("tier",))
     waited_s = {moved.rank: moved.waited_s for moved in timeline.paging}
     num_batches = timeline.program.num_batches
     for kept in timeline.memory:

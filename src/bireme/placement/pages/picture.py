@@ -19,7 +19,7 @@ from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.placement.pages.table import number_text
 from bireme.placement.workload import Placement, Workload, device_names
 from bireme.report import palette
-from bireme.report.shapes import fitted
+from bireme.report.shapes import fitted, printable
 from bireme.schedule.instruction import Kind
 
 # A placed graph as the cells of a picture: a forward node and, in the same cell, its backward nodes.
@@ -379,7 +379,7 @@ def _label(view: _View, part: _CellPart) -> str:
     if len(part.places) > 1:
         return f"{len(part.places)} nodes"
     node = view.workload.nodes[part.places[0]]
-    parts = _printable(node.name.strip() or str(node.id)).split("/")
+    parts = printable(node.name.strip() or str(node.id)).split("/")
     # What tells neighbors apart is at the end.
     tails = ["/".join(parts[first:]) for first in range(len(parts))]
     tail = next((tail for tail in tails if fitted(tail, 9, WIDTH - 4) == tail), parts[-1])
@@ -391,12 +391,7 @@ def _told(view: _View, part: _CellPart) -> str:
     nodes = [view.workload.nodes[place] for place in part.places]
     shown = ", ".join(map(str, nodes[:4])) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
     kind = "backward" if part.is_backward else "forward"
-    return _printable(f"{shown} · {kind} on {view.names[part.device]} · {number_text(part.time)}")
-
-
-def _printable(text: str) -> str:
-    """A name from a file may hold anything."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return printable(f"{shown} · {kind} on {view.names[part.device]} · {number_text(part.time)}")
 
 
 def _html(text: str) -> str:

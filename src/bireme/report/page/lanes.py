@@ -11,8 +11,16 @@ from functools import partial
 from bireme.bounds import counted, seconds_text
 from bireme.report import palette
 from bireme.report.axes import Quantity, Scale
-from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of
-from bireme.report.legend import SWATCH, Entry, entries
+from bireme.report.lanes import (
+    SWATCH,
+    Entry,
+    Lanes,
+    contents_of,
+    drawn_batches,
+    end_of,
+    entries,
+    lanes_of,
+)
 from bireme.report.markup import element, number, stripes, tag, titled, words
 from bireme.report.page.curves import ACROSS, framed, share
 from bireme.report.page.figures import idle_share
