@@ -42,7 +42,8 @@ def test_every_command_in_the_documents_works(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    bireme(capsys, "schedule", "1f1b", "--csv", "my_schedule.csv")
+    if "my_schedule.csv" in command:
+        bireme(capsys, "schedule", "1f1b", "--csv", "my_schedule.csv")
     result = bireme(capsys, *shlex.split(command, comments=True)[1:])
     assert result.status == 0, result.err
 

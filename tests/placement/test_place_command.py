@@ -80,7 +80,7 @@ def test_the_usual_objective_goes_by_the_workload(capsys: Capture) -> None:
 @pytest.mark.parametrize("method", ["auto", "dp", "dpl", "anneal", "greedy"])
 def test_every_method_places(capsys: Capture, method: str) -> None:
     for name in ("branches.json", "training.json"):
-        result = place(capsys, f"{name} --method {method} --time-limit 1 --json")
+        result = place(capsys, f"{name} --method {method} --time-limit 0.2 --json")
         assert result.status == 0, result.err
         assert result.document["value"] >= result.document["lower_bound"]
 
@@ -100,14 +100,14 @@ def test_a_baseline_is_refused_with_a_method_to_use_instead(
 @pytest.mark.slow
 def test_any_placement_is_no_worse_than_a_contiguous_one(capsys: Capture) -> None:
     contiguous = place(capsys, "branches.json --method dp --json").document
-    free = place(capsys, "branches.json --any --time-limit 1 --json").document
+    free = place(capsys, "branches.json --any --time-limit 0.2 --json").document
     assert not free["contiguous"]
     assert free["value"] <= contiguous["value"] * (1 + 1e-9)
 
 
 @pytest.mark.slow
 def test_a_latency_has_pieces(capsys: Capture) -> None:
-    found = place(capsys, "branches.json --objective latency --method anneal --time-limit 1 --json").document
+    found = place(capsys, "branches.json --objective latency --method anneal --time-limit 0.2 --json").document
     assert set(found["pieces"]) == set(found["assignment"])
     assert found["value"] == max(found["loads"].values())
 
@@ -151,7 +151,7 @@ def test_what_was_found_passes_the_check(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_a_check_of_a_latency_goes_by_its_pieces(capsys: Capture) -> None:
-    words = "branches.json --objective latency --pieces 2 --method anneal --time-limit 1 -o found.json"
+    words = "branches.json --objective latency --pieces 2 --method anneal --time-limit 0.2 -o found.json"
     assert place(capsys, words).status == 0
     verdict = place(capsys, "--check found.json branches.json --pieces 2 --json")
     assert verdict.document["valid"]

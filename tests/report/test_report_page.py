@@ -190,10 +190,10 @@ def test_a_timeline_that_cannot_be_drawn_is_told_under_warnings(tmp_path: Path) 
 
 
 def test_a_long_run_comes_out_as_a_small_page(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "long", steps=20_000, recorded=False)
+    folder = make_run(tmp_path / "long", steps=6_000, recorded=False)
     text = made(folder)
     assert len(text) < 700_000
-    assert read_run(folder).metrics.last_step == 20_000
+    assert read_run(folder).metrics.last_step == 6_000
 
 
 def test_several_runs_are_drawn_over_each_other(run: Path, tmp_path: Path) -> None:
