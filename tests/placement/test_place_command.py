@@ -107,7 +107,9 @@ def test_any_placement_is_no_worse_than_a_contiguous_one(capsys: Capture) -> Non
 
 @pytest.mark.slow
 def test_a_latency_has_pieces(capsys: Capture) -> None:
-    found = place(capsys, "branches.json --objective latency --method anneal --time-limit 0.2 --json").document
+    found = place(
+        capsys, "branches.json --objective latency --method anneal --time-limit 0.2 --json"
+    ).document
     assert set(found["pieces"]) == set(found["assignment"])
     assert found["value"] == max(found["loads"].values())
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Force, Json, check_writable, print_json, refuse
+from bireme.cli.options import Force, Json, check_writable, print_json, refuse, say_written
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -218,5 +218,4 @@ def _show(cluster: "Cluster", notes: tuple[str, ...], written: Path | None, *, a
         console.print()
     for note in notes:
         console.print(note, style="dim", markup=False, highlight=False)
-    if written is not None:
-        console.print(f"Wrote {written}.", markup=False, highlight=False, soft_wrap=True)
+    say_written(written)

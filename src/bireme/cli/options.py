@@ -264,6 +264,13 @@ def settings_of(*options: tuple[str, str, object]) -> list[str]:
     return found
 
 
+def say_written(*paths: Path | None) -> None:
+    """A line for each file that was written; None is no file."""
+    for path in paths:
+        if path is not None:
+            typer.echo(f"Wrote {path}.")
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print the JSON document on standard output."""
     typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bireme.cli.options import print_json
+from bireme.cli.options import print_json, say_written
 from bireme.errors import BiremeError
 from bireme.placement.check import PlacementVerdict, check
 from bireme.placement.workload import Objective, Request, Workload, device_names
@@ -184,9 +184,7 @@ def place_and_show(
     print_placement(workload, placement, seconds, Console())
     if moved:
         typer.echo(moved)
-    for path in (files.output, files.split, files.picture, files.workload, files.plan):
-        if path is not None:
-            typer.echo(f"Wrote {path}.")
+    say_written(files.output, files.split, files.picture, files.workload, files.plan)
 
 
 def _write(workload: Workload, placement: "Placement", files: OutputFiles, document: str) -> None:

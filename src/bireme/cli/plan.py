@@ -22,6 +22,7 @@ from bireme.cli.options import (
     print_json,
     profiled_run,
     refuse,
+    say_written,
 )
 from bireme.errors import BiremeError
 
@@ -103,9 +104,7 @@ def plan(
     for one in exports:
         if one.path is None:
             typer.echo(f"\n{texts[one.name]}", nl=False)
-    for path in (output, *(one.path for one in exports)):
-        if path is not None:
-            typer.echo(f"Wrote {path}.")
+    say_written(output, *(one.path for one in exports))
 
 
 @dataclass(frozen=True, slots=True)

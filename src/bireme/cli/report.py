@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme import __version__
-from bireme.cli.options import Force, Json, check_writable, print_json
+from bireme.cli.options import Force, Json, check_writable, print_json, say_written
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def report(
         }
         print_json(runs_document(runs, now.timestamp()) | files)
         return
-    for path in (written, trace):
-        if path is not None:
-            typer.echo(f"Wrote {path}.")
+    say_written(written, trace)
 
 
 def _write_trace(run: "Run", path: Path) -> None:

@@ -30,6 +30,7 @@ from bireme.cli.options import (
     print_json,
     profiled_run,
     refuse,
+    say_written,
 )
 from bireme.errors import BiremeError
 
@@ -201,7 +202,7 @@ def simulate(
         costs_from = {"profiles": profile, "like": like, "is_fresh": fresh}
         timeline = _of_run(context, run_file, set_, window, file, **costs_from)
         _write(timeline, trace, picture)
-        _show(timeline, None, [path for path in (trace, picture) if path is not None], as_json=as_json)
+        _show(timeline, None, trace, picture, as_json=as_json)
         return
     refuse(context, "Given costs stand for a model", "profile", "like", "fresh", "file")
     from bireme.cluster.cluster import Overlap, overlap_named
@@ -315,7 +316,7 @@ def simulate(
         and program is whole
     ):
         advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
-    _show(timeline, advice, [path for path in (trace, picture) if path is not None], as_json=as_json)
+    _show(timeline, advice, trace, picture, as_json=as_json)
 
 
 def _of_run(
@@ -430,7 +431,7 @@ def _advice(
     )
 
 
-def _show(timeline: "Timeline", advice: "Lookahead | None", written: list[Path], *, as_json: bool) -> None:
+def _show(timeline: "Timeline", advice: "Lookahead | None", *written: Path | None, as_json: bool) -> None:
     if as_json:
         from bireme.report.document import timeline_document
 
@@ -440,10 +441,8 @@ def _show(timeline: "Timeline", advice: "Lookahead | None", written: list[Path],
 
     from bireme.report.terminal import print_timeline
 
-    console = Console()
-    print_timeline(timeline, console, advice)
-    for path in written:
-        console.print(f"Wrote {path}.", markup=False, highlight=False, soft_wrap=True)
+    print_timeline(timeline, Console(), advice)
+    say_written(*written)
 
 
 def _show_comparison(contenders: "list[ScheduleOutcome]", *, as_json: bool) -> None:

@@ -203,7 +203,7 @@ def _legend(view: _View) -> Iterator[Shape]:
         yield Rect(x, _LEGEND - 8, 16, 16, colour, role="key")
         yield Text(x + 22, _LEGEND, text, 12, palette.INK)
         x += 22 + text_width(text, 12) + 18
-    yield Rect(x, _LEGEND - 8, 16, 16, _pale(_COLOURS[Owner.ACTIVATION]), role="key")
+    yield Rect(x, _LEGEND - 8, 16, 16, palette.paler(_COLOURS[Owner.ACTIVATION]), role="key")
     yield Text(x + 22, _LEGEND, "pale: could be swapped out", 12, palette.INK)
 
 
@@ -249,7 +249,7 @@ def _lives(view: _View, swaps: Sequence[Swap]) -> Iterator[Shape]:
         block = swap.idle.block
         if block.id in drawn:
             for start_s, end_s in _absences(view.behavior, swap):
-                yield _rect(view, block, start_s, end_s, _pale(_COLOURS[block.owner]))
+                yield _rect(view, block, start_s, end_s, palette.paler(_COLOURS[block.owner]))
     yield from _marks(view)
 
 
@@ -302,8 +302,3 @@ def _told(block: MemoryBlock) -> str:
         f"{block.owner} {block.title()} · {bytes_text(block.num_bytes)} · {born}{by} · {ends} · "
         f"{len(block.accesses)} uses"
     )
-
-
-def _pale(colour: Colour) -> Colour:
-    red, green, blue = (round(part + (255 - part) * 0.72) for part in colour)
-    return red, green, blue

@@ -55,6 +55,11 @@ def darker(colour: Colour) -> Colour:
     return _mixed(colour, _BLACK, 0.55)
 
 
+def paler(colour: Colour) -> Colour:
+    """The colour of something that could be absent."""
+    return _mixed(colour, _WHITE, 0.72)
+
+
 def version_fill(version: int) -> Colour:
     """The shade of a weight version."""
     return _VERSIONS[version % len(_VERSIONS)]

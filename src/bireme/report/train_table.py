@@ -1,7 +1,7 @@
 """A run of training for people: what it will do, and at its end predictions and measurements."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,44 +171,29 @@ def print_summary(
     steps, folder = document["steps"], document["run_dir"]
     table = Table("", "predicted", "measured", "than predicted", box=None, header_style="dim")
     predicted, measured = document["predicted_batch_s"], document["measured_batch_s"]
-    table.add_row(
-        "a step",
-        _seconds(predicted),
-        _seconds(measured),
-        against_predicted(measured, predicted, is_time=True),
-    )
     speed = _speed(document)
+
+    def row(name: str, before: float | None, found: float | None, text: Callable[[float], str]) -> None:
+        against = ""
+        if text is not _percent:
+            against = against_predicted(found, before, is_time=text is seconds_text)
+        table.add_row(name, _known(before, text), _known(found, text), against)
+
+    row("a step", predicted, measured, seconds_text)
     if speed is not None and predicted is not None:
-        table.add_row(
-            "a step at that speed",
-            _seconds(predicted / speed),
-            _seconds(measured),
-            against_predicted(measured, predicted / speed, is_time=True),
-        )
+        row("a step at that speed", predicted / speed, measured, seconds_text)
     for rank in document["ranks"]:
-        table.add_row(
-            f"rank {rank['rank']}, memory",
-            _bytes(rank["predicted_peak_bytes"]),
-            _bytes(rank["measured_peak_bytes"]),
-            against_predicted(rank["measured_peak_bytes"], rank["predicted_peak_bytes"], is_time=False),
-        )
+        peaks = rank["predicted_peak_bytes"], rank["measured_peak_bytes"]
+        row(f"rank {rank['rank']}, memory", *peaks, bytes_text)
     if shared := document.get("sync", {}).get("shared"):
         for name, key in (("weights gathered", "gathered_bytes"), ("gradients summed", "summed_bytes")):
-            before, found = shared[f"predicted_{key}"], shared[key]
-            table.add_row(
-                name, _bytes(before), _bytes(found), against_predicted(found, before, is_time=False)
-            )
+            row(name, shared[f"predicted_{key}"], shared[key], bytes_text)
     shown = set()
     for stage in document["stages"]:
         if stage["rank"] not in shown:
             shown.add(stage["rank"])
-            table.add_row(
-                f"rank {stage['rank']}, busy",
-                _share(stage["predicted_busy_share"]),
-                _share(stage["busy_share"]),
-                "",
-            )
-    table.add_row("bubble", _share(document["predicted_bubble"]), _share(document["bubble"]), "")
+            row(f"rank {stage['rank']}, busy", stage["predicted_busy_share"], stage["busy_share"], _percent)
+    row("bubble", document["predicted_bubble"], document["bubble"], _percent)
     say()
     say(table)
     if tiers := document.get("tiers"):
@@ -254,7 +239,7 @@ def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:
     """What chunks took of each tier, and what was copied into it in the whole run."""
     table = Table("rank", "tier", "budget", "chunks at most", "copied in", box=None, header_style="dim")
     for tier in tiers:
-        budget, moved = _bytes(tier["budget_bytes"]), bytes_text(tier["bytes_moved"])
+        budget, moved = _known(tier["budget_bytes"], bytes_text), bytes_text(tier["bytes_moved"])
         table.add_row(str(tier["rank"]), tier["tier"], budget, bytes_text(tier["peak_bytes"]), moved)
     return table
 
@@ -282,13 +267,9 @@ def _speed(document: dict[str, Any]) -> float | None:
     return None if control is None or abs(control["speed"] - 1) < _WORTH_TELLING else float(control["speed"])
 
 
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else seconds_text(value)
+def _known(value: float | None, text: Callable[[float], str]) -> str:
+    return "–" if value is None else text(value)
 
 
-def _bytes(value: float | None) -> str:
-    return "–" if value is None else bytes_text(value)
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+def _percent(value: float) -> str:
+    return f"{value:.0%}"

@@ -153,14 +153,6 @@ _MOST_LANES = 32
 _MOST_RECOVERIES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """An entry of a chart's legend."""
-
-    role: str
-    text: str
-
-
 def loss_figure(runs: Sequence[Run]) -> str:
     """The loss: raw and smoothed, with evaluations, along steps or time, linear or logarithmic."""
     curves: list[Curve] = []
@@ -297,7 +289,7 @@ def _small(chart: Chart) -> Chart:
     return replace(chart, height=_SMALL_HEIGHT)
 
 
-def _figure(chart: Chart, keys: Sequence[_Key] = (), *, is_log: bool = False) -> str:
+def _figure(chart: Chart, keys: Sequence[str] = (), *, is_log: bool = False) -> str:
     plots = tag("div", drawn(chart, is_log=is_log), class_="plots")
     return tag("figure", _legend(keys), plots, chart_data(chart), class_="chart")
 
@@ -357,13 +349,18 @@ def _ticks(run: Run) -> Iterator[ChartEvent]:
         yield ChartEvent(lines.step[i], lines.time_s[i], text, "skipped")
 
 
-def _keys(chart: Chart, runs: Sequence[Run]) -> tuple[_Key, ...]:
+def _key(role: str, text: str) -> str:
+    """An entry of a chart's legend."""
+    return tag("span", tag("i", class_=role), words(text), class_="key")
+
+
+def _keys(chart: Chart, runs: Sequence[Run]) -> tuple[str, ...]:
     """What the colours and ticks mean; of several runs the names alone."""
     if len(runs) > 1:
-        names = tuple(_Key(f"key-line c{place}", run.name) for place, run in enumerate(runs))
+        names = tuple(_key(f"key-line c{place}", run.name) for place, run in enumerate(runs))
         has_dots = any(curve.look is Look.DOTS for curve in chart.curves)
-        return (*names, _Key("key-dots neutral", "evaluation")) if has_dots else names
-    keys = [_Key(f"key-{curve.look} c{curve.colour}", curve.label) for curve in chart.curves]
+        return (*names, _key("key-dots neutral", "evaluation")) if has_dots else names
+    keys = [_key(f"key-{curve.look} c{curve.colour}", curve.label) for curve in chart.curves]
     roles = {tick.role for tick in chart.ticks}
     meanings = {
         "checkpoint": "checkpoint",
@@ -372,15 +369,12 @@ def _keys(chart: Chart, runs: Sequence[Run]) -> tuple[_Key, ...]:
         "lost": "replica lost",
         "back": "replica back",
     }
-    keys += [_Key(f"key-tick {role}", meaning) for role, meaning in meanings.items() if role in roles]
+    keys += [_key(f"key-tick {role}", meaning) for role, meaning in meanings.items() if role in roles]
     return tuple(keys)
 
 
-def _legend(keys: Sequence[_Key]) -> str:
-    if not keys:
-        return ""
-    entries = [tag("span", tag("i", class_=key.role), words(key.text), class_="key") for key in keys]
-    return tag("div", *entries, class_="legend")
+def _legend(keys: Sequence[str]) -> str:
+    return tag("div", *keys, class_="legend") if keys else ""
 
 
 def _switch(name: str, about: str, first: str, second: str) -> str:

@@ -18,7 +18,7 @@ _GROUPS = ("computing, per batch", "busy", "memory")
 
 def tiles(run: Run, figures: Headline) -> str:
     """The numbers on top."""
-    return tag("div", *(_tile(one) for one in _headlines(run, figures)), class_="tiles")
+    return tag("div", *_headlines(run, figures), class_="tiles")
 
 
 def stage_table(stages: Sequence[StageFigures]) -> str:
@@ -157,40 +157,31 @@ def _schedule_text(run: Run) -> str:
     return f"{plan.schedule}, {counted(plan.num_stages, 'stage')}{replicas}, {batches}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """A number with what it is, more about it, and the exact value for who points at it."""
-
-    name: str
-    value: str
-    more: str
-    exact: str
-
-
-def _tile(tile: _Tile) -> str:
+def _tile(name: str, value: str, more: str, exact: str) -> str:
+    """A number with what it is, more about it, and the exact value for a reader who points at it."""
     return tag(
         "div",
-        tag("div", words(tile.name), class_="tile-name"),
-        tag("div", words(tile.value), class_="tile-value"),
-        tag("div", words(tile.more), class_="tile-more"),
+        tag("div", words(name), class_="tile-name"),
+        tag("div", words(value), class_="tile-value"),
+        tag("div", words(more), class_="tile-more"),
         class_="tile",
-        title=tile.exact or None,
+        title=exact or None,
     )
 
 
-def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
+def _headlines(run: Run, figures: Headline) -> Iterator[str]:
     planned = f"of {run.planned_steps:,}, " if run.planned_steps else ""
-    yield _Tile(
+    yield _tile(
         "Steps", f"{figures.steps:,}", f"{planned}in {clock_text(figures.running_s)}", f"{figures.steps}"
     )
-    yield _Tile(
+    yield _tile(
         "Training loss",
         _plain(figures.train_loss),
         f"lowest {_plain(figures.least_loss)}" if figures.least_loss is not None else "no line yet",
         _exact(figures.train_loss),
     )
     at = f" at {figures.least_eval_step:,}" if figures.least_eval_step is not None else ""
-    yield _Tile(
+    yield _tile(
         "Evaluation loss",
         _plain(figures.eval_loss),
         f"lowest {_plain(figures.least_eval_loss)}{at}" if at else "not evaluated",
@@ -200,7 +191,7 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
     if rate is None:
         rate, unit = figures.samples_per_s, "samples/s"
     samples = f"{number_text(figures.samples_per_s)} samples/s" if figures.samples_per_s else ""
-    yield _Tile(
+    yield _tile(
         unit.capitalize(),
         _plain(rate),
         samples if unit == "tokens/s" else "",
@@ -208,7 +199,7 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
     )
     predicted = _time(figures.predicted_batch_s)
     pace = against_predicted(figures.measured_batch_s, figures.predicted_batch_s, is_time=True)
-    yield _Tile(
+    yield _tile(
         "Batch time",
         _time(figures.measured_batch_s),
         f"{pace} than predicted ({predicted})" if pace else f"predicted {predicted}",
@@ -216,10 +207,10 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
     )
     if figures.joules_per_sample is not None:
         joules = figures.joules_per_sample
-        yield _Tile(
+        yield _tile(
             "Energy", f"{_plain(joules)} J", "per sample, by the devices' watts", f"{_exact(joules)} J"
         )
-    yield _Tile(
+    yield _tile(
         "Peak memory",
         _UNKNOWN if figures.peak_bytes is None else bytes_text(figures.peak_bytes),
         "of the fullest device" if figures.peak_bytes is not None else "not measured",
@@ -231,10 +222,10 @@ def _headlines(run: Run, figures: Headline) -> Iterator[_Tile]:
         yield _exchanged("Gradients summed", shared.summed_bytes, shared.predicted_summed_bytes)
 
 
-def _exchanged(name: str, num_bytes: float, predicted: float | None) -> _Tile:
+def _exchanged(name: str, num_bytes: float, predicted: float | None) -> str:
     """What replicas that share an optimizer or weights have sent each other."""
     more = "between replicas" if predicted is None else f"predicted {bytes_text(predicted)}"
-    return _Tile(name, bytes_text(num_bytes), more, f"{num_bytes:,.0f} bytes")
+    return _tile(name, bytes_text(num_bytes), more, f"{num_bytes:,.0f} bytes")
 
 
 def _stage_cells(stage: StageFigures) -> Iterator[str]:
