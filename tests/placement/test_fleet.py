@@ -34,11 +34,6 @@ def test_unequal_accelerators_are_refused_by_name(other: Device) -> None:
         fleet_of(two_servers(Device("any", "emulated", 100), other))
 
 
-def test_equal_devices_may_be_picked_out_of_unequal_ones() -> None:
-    cluster = two_servers(Device("any", "emulated", 100), Device("any", "emulated", 200))
-    assert fleet_of(cluster, ["b/emulated0"]).accelerator_bytes == 200
-
-
 @pytest.mark.slow
 def test_processors_alone_are_the_accelerators() -> None:
     workload = model_of(untied(), equal_devices(3, kind="cpu", memory_bytes=10**8)).workload

@@ -151,12 +151,6 @@ def test_annealing_with_a_time_limit_keeps_the_start() -> None:
     assert found.value <= start.value
 
 
-def test_annealing_refuses_latency() -> None:
-    items = items_of(chain([1.0, 1.0], num_accelerators=2), contiguous=False)
-    with pytest.raises(BiremeError, match="does not know latency"):
-        annealed(items, Objective.LATENCY)
-
-
 @pytest.mark.parametrize(("num_accelerators", "num_cpus"), [(1, 0), (0, 1), (0, 3), (64, 2)])
 def test_annealing_takes_any_number_of_devices(num_accelerators: int, num_cpus: int) -> None:
     workload = chain([1.0, 2.0, 3.0], num_accelerators=num_accelerators, num_cpus=num_cpus)

@@ -238,13 +238,6 @@ def test_the_search_takes_no_more_bytes_than_there_are() -> None:
     assert found.lower_bound <= found.value < greedy_like
 
 
-def test_a_search_without_pieces_is_refused() -> None:
-    workload = _workload([1], [])
-    for method in (search_latency, solve_latency):
-        with pytest.raises(BiremeError, match="it must be 1 or more"):
-            method(workload, num_pieces=0, time_limit_s=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_pieces", "most_nodes", "count"), [(1, 5, 20), (2, 4, 8)])
 def test_the_program_finds_the_best_of_small_workloads(num_pieces: int, most_nodes: int, count: int) -> None:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from bireme.devices import Backend
 
 
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "--to", "-o", metavar="FILE.toml", help="Write the cluster to a file."),
+]
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -31,10 +36,7 @@ def discover(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "--to", "-o", metavar="FILE.toml", help="Write the cluster to a file."),
-    ] = None,
+    output: Output = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -135,10 +137,7 @@ def probe(
             metavar="FOLDER", help="Folder on every machine whose disk to measure, and the way to the host."
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "--to", "-o", metavar="FILE.toml", help="Write the cluster to a file."),
-    ] = None,
+    output: Output = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

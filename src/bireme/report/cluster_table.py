@@ -36,7 +36,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
         "servers": [
             {
                 "name": server.name,
-                **_plain_tiers(server),
+                **_known(server, _TIERS),
                 "devices": [
                     {"name": f"{server.name}/{name}", **_plain_device(device)}
                     for name, device in zip(server.device_names, server.devices, strict=True)
@@ -161,35 +161,34 @@ def _link_row(link: Link, shared: str = "") -> list[str]:
     return [rate, seconds_text(link.latency_s), ", ".join(filter(None, (shared, waits, slower)))]
 
 
-def _plain_tiers(server: Server) -> dict[str, Any]:
-    figures = {
-        "host_memory_bytes": server.host_memory_bytes,
-        "disk_bytes": server.disk_bytes,
-        "disk_bytes_per_s": server.disk_bytes_per_s,
-    }
-    return {key: value for key, value in figures.items() if value}
+_TIERS = ("host_memory_bytes", "disk_bytes", "disk_bytes_per_s")
+_FIGURES = (
+    "bytes_per_s",
+    "float32_flops_per_s",
+    "bfloat16_flops_per_s",
+    "num_cores",
+    "watts",
+    "host_bytes_per_s",
+    "update_speed",
+    "host_speed",
+)
+"""Figures of a device that may be unknown."""
+
+
+def _known(of: Server | Device, names: Sequence[str]) -> dict[str, Any]:
+    """The figures of these names that are not 0."""
+    return {name: value for name in names if (value := getattr(of, name))}
 
 
 def _plain_device(device: Device) -> dict[str, Any]:
-    figures = {
-        "bytes_per_s": device.bytes_per_s,
-        "float32_flops_per_s": device.float32_flops_per_s,
-        "bfloat16_flops_per_s": device.bfloat16_flops_per_s,
-        "num_cores": device.num_cores,
-        "watts": device.watts,
-        "host_bytes_per_s": device.host_bytes_per_s,
-        "update_speed": device.update_speed,
-        "host_speed": device.host_speed,
-        "members": device.members if device.members > 1 else 0,
-    }
-    process = {} if device.process_bytes is None else {"process_bytes": device.process_bytes}
     return {
         "kind": device.kind,
         "model": device.name,
         "memory_bytes": device.memory_bytes,
         "speed": device.speed,
-        **{key: value for key, value in figures.items() if value},
-        **process,
+        **_known(device, _FIGURES),
+        **({"members": device.members} if device.members > 1 else {}),
+        **({} if device.process_bytes is None else {"process_bytes": device.process_bytes}),
     }
 
 

@@ -86,12 +86,12 @@ def improve(
 ) -> FoundPlacement:
     """The best placement found in time, never worse than a start that fits; the order of items is not kept.
 
+    The objective is not latency, which `latency/` places for.
+
     With `num_moves` so many moves are tried, however long it takes, and the result is always the same. The
     search ends early at a value that is proven to be the best. Compiling the loops takes its own time, once
     on a machine. Raises `BiremeError` where nothing that fits was found.
     """
-    if objective is Objective.LATENCY:
-        raise BiremeError("The annealing does not know latency. Use the search for latency instead.")
     pace = _Pace(time_limit_s, None if num_moves is None else num_moves // _NUM_TRACKS)
     bound = simple_bound(items, objective)
     starts = _starts(items, objective, start, seed)

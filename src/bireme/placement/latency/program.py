@@ -466,8 +466,6 @@ def solve_latency(
     It is never worse than `start`, a placement that runs and fits. The search ends when value and bound meet,
     or when time is over.
     """
-    if num_pieces < 1:
-        raise BiremeError(f"An accelerator has {num_pieces} pieces in this program; it must be 1 or more.")
     steps = steps_of(workload)
     known = _checked(workload, num_pieces, start)
     least = latency_lower_bound(workload)

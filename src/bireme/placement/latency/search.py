@@ -335,8 +335,6 @@ def search_latency(
 
     The same workload and seed give the same placement, unless the time is over before the search is.
     """
-    if num_pieces < 1:
-        raise BiremeError(f"An accelerator has {num_pieces} pieces in this search; it must be 1 or more.")
     deadline = time.monotonic() + time_limit_s
     lower_bound = latency_lower_bound(workload)
     search = _Search(steps_of(workload), num_pieces, seed)

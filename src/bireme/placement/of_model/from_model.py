@@ -82,16 +82,14 @@ class _Fleet:
         return max((way.cost_ms(num_bytes) for way in self.ways), default=0.0)
 
 
-def fleet_of(cluster: Cluster, names: Sequence[str] = ()) -> _Fleet:
-    """The fleet of a cluster, or of those of its devices that are named.
+def fleet_of(cluster: Cluster) -> _Fleet:
+    """The fleet of a cluster.
 
     CUDA devices and emulated ones are accelerators; where there are any, processors are CPUs. Where there are
     only processors, those are the accelerators: each has its memory and pays for its messages.
     """
-    placed = cluster.devices()
-    chosen = [placed[cluster.number_of(name)] for name in dict.fromkeys(names)] or list(placed)
-    accelerators = [one for one in chosen if one.device.kind != "cpu"]
-    cpus = [one for one in chosen if one.device.kind == "cpu"]
+    accelerators = [one for one in cluster.devices() if one.device.kind != "cpu"]
+    cpus = [one for one in cluster.devices() if one.device.kind == "cpu"]
     if not accelerators:
         accelerators, cpus = cpus, []
     _check_equal(accelerators, "accelerators")
@@ -119,7 +117,7 @@ def _check_equal(devices: Sequence[PlacedDevice], what: str) -> None:
             raise BiremeError(
                 f"{first.name} ({_words(first.device)}) and {other.name} ({_words(other.device)}) differ, "
                 f"and placing operators treats all {what} for equal. Use bireme plan, which handles unequal "
-                "devices, or name only devices that are equal."
+                "devices, or give a cluster of equal devices."
             )
 
 
@@ -133,11 +131,9 @@ def _ways(
     """All ways that may turn out the dearest, each once."""
     of_accelerators = [cluster.number_of(one.name) for one in accelerators]
     of_cpus = [cluster.number_of(one.name) for one in cpus]
-    sources = of_accelerators
-    if len(of_accelerators) + len(of_cpus) == cluster.num_devices:
-        # Where all devices are in use, one of several that can stand for each other meets all ways there are.
-        alike = Symmetry(cluster).classes()
-        sources = sorted({group[0] for group in alike}.intersection(of_accelerators))
+    # One of several devices that can stand for each other meets all ways there are.
+    alike = Symmetry(cluster).classes()
+    sources = sorted({group[0] for group in alike}.intersection(of_accelerators))
     ways: set[_Way] = set()
     for number in sources:
         for others, share in ((of_accelerators, 0.5), (of_cpus, 1.0)):
@@ -173,7 +169,6 @@ def workload_of(
     micro_batch: int,
     training: bool,
     granularity: Granularity = Granularity.OPERATORS,
-    devices: Sequence[str] = (),
     copy_tied: bool = False,
 ) -> ModelWorkload:
     """The workload of a model at a micro-batch size that the profile knows.
@@ -197,11 +192,9 @@ def workload_of(
     **Tied parameters** bind all operators that use them to one device, and in a contiguous placement all that
     lies between them too. With `copy_tied` each unit has its own copy, as in a pipeline of Bireme's; that
     the copies' gradients are added up once in a batch is then in no cost.
-
-    `devices` are those to use, by name; all of the cluster unless given. They must be alike (`fleet_of`).
     """
     _check(graph, profile, micro_batch)
-    fleet = fleet_of(cluster, devices)
+    fleet = fleet_of(cluster)
     source = PiecesSource.of(graph, profile, micro_batch=micro_batch, training=training, copy_tied=copy_tied)
     pieces = (
         unit_pieces(source) if granularity is Granularity.UNITS else operator_pieces(source, fleet.typical)
