@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,9 +27,7 @@ from bireme.cli.options import (
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
-    from bireme.plan.agreements import AgreementForecast
-    from bireme.plan.explain import Help
-    from bireme.plan.search.draft_paging import PagedStageMemory
+    from bireme.report.plan_document import Explanation
     from bireme.train.plan_search import PlannedRun
 
 
@@ -98,7 +96,10 @@ def plan(
         planned, explanation = _explained(planned)
     _write(planned, output, exports, texts)
     if as_json:
-        print_json(planned.document() | {"exports": texts} | _explanation_document(planned, explanation))
+        from bireme.report.plan_document import explanation_document
+
+        more = {} if explanation is None else explanation_document(planned.answer, explanation)
+        print_json(planned.document() | {"exports": texts} | more)
         return
     _show(planned, explanation, is_given=file is not None)
     for one in exports:
@@ -107,40 +108,24 @@ def plan(
     say_written(output, *(one.path for one in exports))
 
 
-@dataclass(frozen=True, slots=True)
-class _Explanation:
-    """What would help, how else replicas could agree, and how each stage that offloads uses its memory."""
-
-    helps: "tuple[Help, ...]"
-    agreements: "tuple[AgreementForecast, ...]"
-    stages: "tuple[PagedStageMemory, ...]"
-
-
-def _explained(planned: "PlannedRun") -> "tuple[PlannedRun, _Explanation]":
+def _explained(planned: "PlannedRun") -> "tuple[PlannedRun, Explanation]":
     """Plan again for each change; the answer then has also the plans that save memory in one way alone."""
     from bireme.plan.agreements import agreements
     from bireme.plan.explain import explain, with_single_ways
     from bireme.plan.search.draft_paging import stage_memory
     from bireme.plan.search.search import find_plan, find_resident
+    from bireme.report.plan_document import Explanation
     from bireme.report.terminal import progress_bar
 
     asked = planned.profile, planned.cluster, planned.request
     answer, best = planned.answer, planned.answer.best
     with progress_bar("planning again") as progress:
         helps = explain(*asked, answer, partial(find_plan, advises=False), tell=progress)
-    explanation = _Explanation(helps, agreements(best, *asked), stage_memory(best.plan, *asked))
+    explanation = Explanation(helps, agreements(best, *asked), stage_memory(best.plan, *asked))
     return replace(planned, answer=with_single_ways(*asked, answer, find_resident)), explanation
 
 
-def _explanation_document(planned: "PlannedRun", explanation: _Explanation | None) -> dict[str, Any]:
-    from bireme.report.plan_document import explanation_document
-
-    if explanation is None:
-        return {}
-    return explanation_document(planned.answer, explanation.helps, explanation.agreements, explanation.stages)
-
-
-def _show(planned: "PlannedRun", explanation: _Explanation | None, *, is_given: bool) -> None:
+def _show(planned: "PlannedRun", explanation: "Explanation | None", *, is_given: bool) -> None:
     from rich.console import Console
 
     from bireme.report.plan_table import print_explanation, print_plan
@@ -149,8 +134,7 @@ def _show(planned: "PlannedRun", explanation: _Explanation | None, *, is_given: 
     sums = planned.request.sums.codec
     print_plan(answer, planned.profile, planned.planning_s, console, sums=sums, is_given=is_given)
     if explanation is not None:
-        found = explanation
-        print_explanation(answer, found.helps, found.agreements, found.stages, console)
+        print_explanation(answer, explanation, console)
     shown = answer.best.forecast.assumptions
     for note in planned.notes:
         if note in shown:

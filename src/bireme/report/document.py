@@ -1,6 +1,7 @@
 """Timelines as JSON documents, for programs that read what the command line found."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from bireme.simulate.comparison import Lookahead, ScheduleOutcome
@@ -42,10 +43,7 @@ def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> di
             for transfers in timeline.transfers
             if not transfers.is_sync
         ],
-        "pace": [
-            {"stage": part.stage, "kind": part.kind, "seconds": part.seconds, "share": part.share}
-            for part in pace(timeline)
-        ],
+        "pace": [asdict(part) for part in pace(timeline)],
         "advice": None if advice is None else _advice(advice),
         **({"tiers": list(_tiers(timeline)), "chunks": list(_chunks(timeline))} if program.tiers else {}),
     }

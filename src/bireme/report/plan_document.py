@@ -1,7 +1,7 @@
 """A plan as one JSON document, for programs that read what the command line found."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -267,22 +267,27 @@ def shared_hosts_note(plan: Plan, cluster: Cluster, num_sites: int) -> list[str]
     ]
 
 
-def explanation_document(
-    answer: Answer,
-    helps: Sequence[Help],
-    agreed: Sequence[AgreementForecast],
-    stages: Sequence[PagedStageMemory] = (),
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would help, how else replicas could agree, and how each stage that offloads uses its memory."""
+
+    helps: tuple[Help, ...]
+    agreements: tuple[AgreementForecast, ...]
+    stages: tuple[PagedStageMemory, ...]
+
+
+def explanation_document(answer: Answer, found: Explanation) -> dict[str, Any]:
     """What limits the candidates is with them; this is what would help, with `gain` in samples' worth, and
     what other ways for the replicas to agree would give.
     """
     return {
-        "agreements": [asdict(one) for one in agreed],
+        "agreements": [asdict(one) for one in found.agreements],
         "helps": [
-            {"with": one.words, "gain": one.gain, **_candidate(summarize(one.candidate))} for one in helps
+            {"with": one.words, "gain": one.gain, **_candidate(summarize(one.candidate))}
+            for one in found.helps
         ],
         "candidates_headroom_bytes": [headroom_bytes(candidate) for candidate in answer.candidates],
-        **({"stage_memory": [asdict(one) for one in stages]} if stages else {}),
+        **({"stage_memory": [asdict(one) for one in found.stages]} if found.stages else {}),
     }
 
 

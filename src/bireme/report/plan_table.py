@@ -10,7 +10,6 @@ from rich.table import Table
 from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.codec.sum_description import DENSE, SumCodec
 from bireme.plan.agreements import AgreementForecast
-from bireme.plan.explain import Help
 from bireme.plan.forecast import (
     Answer,
     Candidate,
@@ -25,6 +24,7 @@ from bireme.plan.penalties import sum_steps
 from bireme.plan.plan import Plan, device_ranges
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
+from bireme.report.plan_document import Explanation
 from bireme.report.terminal import GAP, TIERS, columns
 from bireme.schedule.instruction import Item
 
@@ -159,19 +159,13 @@ def print_plan(
     _say(console, f"\n{verb} in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
 
 
-def print_explanation(
-    answer: Answer,
-    helps: Sequence[Help],
-    agreed: Sequence[AgreementForecast],
-    stages: Sequence[PagedStageMemory],
-    console: Console,
-) -> None:
+def print_explanation(answer: Answer, found: Explanation, console: Console) -> None:
     """Print what each stage pages, the best candidates with what limits each, other ways for the replicas to
     agree, and the changes that help.
     """
-    if stages:
+    if found.stages:
         _say(console, "\n[bold]What each stage copies in a batch[/bold]")
-        console.print(_stages_table(stages))
+        console.print(_stages_table(found.stages))
     table = _table(("candidate", "shape", "cost", "slower by", "limited by", "memory left"))
     least = answer.best.forecast.cost_s_per_sample
     for candidate in answer.candidates[:_MOST_CANDIDATES]:
@@ -186,12 +180,12 @@ def print_explanation(
         )
     _say(console, "\n[bold]The best candidates[/bold]")
     console.print(table)
-    if agreed:
-        _print_agreements(agreed, console)
+    if found.agreements:
+        _print_agreements(found.agreements, console)
     _say(console, "\n[bold]What would help[/bold]")
-    helping = [one for one in helps if one.gain >= _HELPS]
+    helping = [one for one in found.helps if one.gain >= _HELPS]
     if not helping:
-        _say(console, "Nothing that was tried: " + "; ".join(escape(one.words) for one in helps) + ".")
+        _say(console, "Nothing that was tried: " + "; ".join(escape(one.words) for one in found.helps) + ".")
         return
     gains = _table(("with", "gain", "then", "a batch", "samples/s"))
     for one in helping:
@@ -204,7 +198,7 @@ def print_explanation(
             _rate(short),
         )
     console.print(gains)
-    others = [escape(one.words) for one in helps if one.gain < _HELPS]
+    others = [escape(one.words) for one in found.helps if one.gain < _HELPS]
     if others:
         _say(console, f"No help: {'; '.join(others)}.", style="dim")
 
