@@ -37,6 +37,12 @@ def alone(*speeds: float, memory_bytes: int = 10_000, bytes_per_s: float = 1e3) 
     return apart([Device("any", "emulated", memory_bytes, speed=speed) for speed in speeds], bytes_per_s)
 
 
+def together(*speeds: float, memory_bytes: int = 60) -> Cluster:
+    """A server of these devices, which share a card."""
+    devices = tuple(Device("any", "emulated", memory_bytes, speed=speed) for speed in speeds)
+    return Cluster((Server("s", devices, cards=(Card("net", tuple(range(len(devices))), Link(0.5, 0.5)),)),))
+
+
 def apart(devices: Sequence[Device], bytes_per_s: float = 1e3) -> Cluster:
     """Servers of one of these devices each."""
     card = (Card("net", (0,), Link(bytes_per_s, 0.0)),)
@@ -205,6 +211,8 @@ def answered(profile: Profile, cluster: Cluster, request: PlanRequest) -> Answer
 
 
 @examples(40, 12, suppress_health_check=list(HealthCheck))
+# A stage on the slow device and one of the fast devices: the one before it in their order is better.
+@example(profile_of([1, 1], [1, 1], update_s=[0, 1]), together(1.0, 0.5, 1.0), "1f1b", 2)
 @given(
     small_profiles(most_units=3),
     small_clusters(most_devices=3),

@@ -5,7 +5,7 @@ follows. On small clusters all plans are considered instead.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice, pairwise
 from operator import itemgetter
@@ -16,7 +16,7 @@ from bireme.plan.search.cutting import recompute_sets
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
 from bireme.plan.search.explorers import Explorer
-from bireme.plan.search.mapping import device_orders, exchanged, orders_of_devices
+from bireme.plan.search.mapping import device_orders, exchanged
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
 from bireme.plan.search.stage_widths import (
@@ -121,7 +121,7 @@ class UnequalExplorer(Explorer):
         problem, asked = self._problem, self._problem.request.stage_widths
         grids = [
             grid
-            for grid in _all_grids(problem, problem.request.depth)
+            for grid in sorted(_all_grids(problem, problem.request.depth), key=_num_devices)
             if isinstance(asked, str) or tuple(map(len, grid)) == asked
         ]
         for shape in self._shapes():
@@ -317,19 +317,49 @@ def _few_enough(problem: PlanningProblem, outlines: Outlines) -> bool:
 
 def _all_grids(problem: PlanningProblem, depth: int | None) -> Iterator[Grid]:
     """All ways to give stages unequal numbers of devices, but those that exchanging equal devices makes
-    alike.
+    alike. The devices of a stage are in the order of their numbers, in which they take micro-batches, so it
+    matters which of several equal devices are in a stage with an unlike device.
     """
-    most = min(len(problem.devices), problem.num_units + len(problem.devices) - 1)
-    for count in range(3, most + 1):
-        orders = list(islice(orders_of_devices(problem, count), MOST_PLANS + 1))
-        for num_stages in [depth] if depth else range(2, min(count, problem.num_units + 1)):
-            seen: set[Grid] = set()
-            for cuts in combinations(range(1, count), num_stages - 1):
-                widths = [b - a for a, b in pairwise((0, *cuts, count))]
-                if len(set(widths)) == 1:
-                    continue
-                for order in orders:
-                    grid = tuple(tuple(sorted(order[a:b])) for a, b in pairwise((0, *cuts, count)))
-                    if grid not in seen:
-                        seen.add(grid)
-                        yield grid
+    devices = sorted(problem.devices)
+    alike = _alike_neighbors(problem, devices)
+    for num_stages in [depth] if depth else range(2, min(len(devices), problem.num_units + 1)):
+        seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for stages in _stages_of_devices(alike, num_stages):
+            rows = [list[int]() for _ in range(num_stages + 1)]
+            for device, stage in zip(devices, stages, strict=True):
+                rows[stage].append(device)
+            grid = tuple(map(tuple, rows[:-1]))
+            widths = tuple(map(len, grid))
+            if 0 in widths or len(set(widths)) == 1:
+                continue
+            order = tuple(device for row in grid for device in row)
+            key = widths, problem.symmetry.canonical(order) if problem.is_symmetric else order
+            if key not in seen:
+                seen.add(key)
+                yield grid
+
+
+def _num_devices(grid: Grid) -> int:
+    return sum(map(len, grid))
+
+
+def _alike_neighbors(problem: PlanningProblem, devices: Sequence[int]) -> list[bool]:
+    """Whether a device and the device before it can change places while all others stay."""
+    alike, order = [False] * len(devices), tuple(devices)
+    for place in range(1, len(devices) if problem.is_symmetric else 1):
+        changed = (*order[: place - 1], order[place], order[place - 1], *order[place + 1 :])
+        alike[place] = problem.symmetry.canonical(order) == problem.symmetry.canonical(changed)
+    return alike
+
+
+def _stages_of_devices(
+    alike: Sequence[bool], num_stages: int, chosen: tuple[int, ...] = ()
+) -> Iterator[tuple[int, ...]]:
+    """The stage of each device, or `num_stages` if the device is idle. Of two neighbors that are alike, the
+    first has no later stage than the second.
+    """
+    if len(chosen) == len(alike):
+        yield chosen
+        return
+    for stage in range(chosen[-1] if alike[len(chosen)] else 0, num_stages + 1):
+        yield from _stages_of_devices(alike, num_stages, (*chosen, stage))
