@@ -21,7 +21,7 @@ from bireme.plan.program_plan import ProgramPlan, units_between
 from bireme.plan.widths import widths_text
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, Cut, cut_memory
-from bireme.schedule.catalogue import generate
+from bireme.schedule.catalogue import generate, source_named
 from bireme.schedule.gathering import gathered
 from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program, Rule, Track
@@ -341,7 +341,20 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def _source(plan: Plan) -> ProgramSource:
-    return source_like(_resident(plan, 1, 0), partial(_program, plan, None))
+    window = partial(_program, plan, None)
+    if plan.stage_widths or plan.whole_weights:
+        return source_like(_resident(plan, 1, 0), window)
+    return source_named(
+        plan.schedule,
+        window,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        num_sliced=plan.num_sliced,
+        lookahead=plan.lookahead,
+        sweep=plan.sweep,
+        recompute=plan.recompute,
+    )
 
 
 def know_window(

@@ -8,8 +8,8 @@ from bireme.schedule.generators.one_f_one_b import GPIPE, INTERLEAVED, ONE_F_ONE
 from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.generators.two_buffer import PIPEDREAM, TWO_BUFFER, TWO_BUFFER_FRESH
 from bireme.schedule.generators.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
-from bireme.schedule.program import Program
-from bireme.schedule.source import fold
+from bireme.schedule.program import Program, banks_needed
+from bireme.schedule.source import ProgramSource, Window, fold
 from bireme.schedule.weave import LATE_UPDATES, UpdateTiming, lower, weave
 
 SCHEDULES: dict[str, Schedule] = {
@@ -63,37 +63,24 @@ def generate(
     only their inputs. `timing` is for pipelines that sum no gradients over ranks, or whose replicas share an
     optimizer or average weights.
     """
-    schedule = schedule_named(name)
-    name = schedule.name
     if first_batch < 0:
         raise BiremeError(f"Batches count from 0, so a window cannot start at batch {first_batch}.")
-    per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
-    if num_sliced is not None and not schedule.slices:
-        raise BiremeError(f"{name} slices no micro-batches. Use 1f1b-sliced for that.")
-    shape = Shape(
+    schedule, stages = schedule_named(name), frozenset(recompute)
+    wished = Shape(
         num_stages,
         num_microbatches,
         num_batches,
-        per_rank,
-        num_sliced or 0,
-        lookahead,
-        sweep,
-        tuple(map(tuple, shares)),
+        schedule.stages_per_rank if stages_per_rank is None else stages_per_rank,
+        lookahead=lookahead,
+        sweep=sweep,
+        shares=tuple(map(tuple, shares)),
     )
-    if num_sliced is None and schedule.slices:
-        depth = schedule.whole(shape).num_stages
-        shape = replace(shape, num_sliced=min(max(1, -(-(depth - 1) // 4)), depth, num_microbatches))
-    schedule.refuse(shape)
-    _check_lookahead(schedule, schedule.whole(shape))
-    stages = frozenset(recompute)
-    if not stages <= set(range(num_stages)):
-        wrong = min(stages - set(range(num_stages)))
-        raise BiremeError(f"Stage {wrong} cannot be recomputed: the stages are 0 to {num_stages - 1}.")
+    shape = _checked(schedule, wished, num_sliced, stages)
 
     def make(batches: int) -> Program:
         window = replace(shape, num_batches=batches)
         program = weave(
-            name,
+            schedule.name,
             schedule.rule,
             schedule.routes(window),
             schedule.in_order(window),
@@ -106,6 +93,54 @@ def generate(
         return lower(program)
 
     return fold(make, num_batches)
+
+
+def source_named(
+    name: str,
+    window: Window,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    num_sliced: int | None = None,
+    lookahead: int = 0,
+    sweep: int = 1,
+    recompute: Iterable[int] = (),
+) -> ProgramSource:
+    """The source of the windows of a schedule, which `generate` makes with these arguments. Generates none,
+    and refuses the same.
+    """
+    schedule, stages = schedule_named(name), frozenset(recompute)
+    per_rank = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
+    wished = Shape(num_stages, num_microbatches, 1, per_rank, lookahead=lookahead, sweep=sweep)
+    shape = _checked(schedule, wished, num_sliced, stages)
+    return ProgramSource(
+        name=schedule.name,
+        rule=schedule.rule,
+        routes=schedule.routes(shape),
+        num_microbatches=num_microbatches,
+        banks=tuple(banks_needed(schedule.rule, stage, num_stages) for stage in range(num_stages)),
+        recomputed=stages,
+        num_sliced=shape.num_sliced,
+        splits_backward=schedule.splits_backward,
+        window=window,
+    )
+
+
+def _checked(schedule: Schedule, shape: Shape, num_sliced: int | None, recompute: frozenset[int]) -> Shape:
+    """The shape with the number of sliced micro-batches; raises if no program has it."""
+    if num_sliced is not None and not schedule.slices:
+        raise BiremeError(f"{schedule.name} slices no micro-batches. Use 1f1b-sliced for that.")
+    if num_sliced is None and schedule.slices:
+        depth = schedule.whole(shape).num_stages
+        num_sliced = min(max(1, -(-(depth - 1) // 4)), depth, shape.num_microbatches)
+    shape = replace(shape, num_sliced=num_sliced or 0)
+    schedule.refuse(shape)
+    _check_lookahead(schedule, schedule.whole(shape))
+    if not recompute <= set(range(shape.num_stages)):
+        wrong = min(recompute - set(range(shape.num_stages)))
+        raise BiremeError(f"Stage {wrong} cannot be recomputed: the stages are 0 to {shape.num_stages - 1}.")
+    return shape
 
 
 def _check_lookahead(schedule: Schedule, shape: Shape) -> None:

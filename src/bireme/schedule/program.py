@@ -217,7 +217,10 @@ class Program:
     def num_sliced(self) -> int:
         """How many micro-batches of a batch go forward in halves on the first stage."""
         first = self.tracks[self.rank_of_stage[0]].written()
-        return sum(i.half == 0 and i.kind is Kind.FORWARD and i.batch == self.first_batch for i in first)
+        return sum(
+            i.half == 0 and i.stage == 0 and i.kind is Kind.FORWARD and i.batch == self.first_batch
+            for i in first
+        )
 
     def of_length(self, num_batches: int) -> "Program":
         """The same loop, run for so many batches."""

@@ -173,7 +173,7 @@ def _from_base(
 SETTLED = 4
 """Batches after which no schedule keeps more than it has kept."""
 
-_Window = Callable[[int, int], Program]
+Window = Callable[[int, int], Program]
 """Gives the right program of so many batches from the batch of that number on."""
 
 
@@ -194,7 +194,7 @@ class ProgramSource:
     """How many micro-batches of a batch go forward in halves."""
     splits_backward: bool
     """Whether any backward runs in two halves."""
-    window: _Window
+    window: Window
     num_batches: int | None = None
     least: int = 1
     """The fewest batches of a window."""
@@ -267,7 +267,7 @@ class ProgramSource:
 
 
 def source_like(
-    program: Program, window: _Window, num_batches: int | None = None, least: int = 1
+    program: Program, window: Window, num_batches: int | None = None, least: int = 1
 ) -> ProgramSource:
     """A source of programs that are like this one but for their window."""
     return ProgramSource(
