@@ -14,6 +14,7 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Paging, Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.shapes import PARTS, Outline
+from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.gathering import gathered
 from bireme.schedule.program import Program, Rule
@@ -255,9 +256,18 @@ def _program(
 
 @lru_cache(maxsize=64)
 def _paged(draft: Draft, *, is_brief: bool) -> Program:
-    program = draft.resident_program()
+    paging = draft.paging
+    assert paging is not None, "the draft pages"
+    plain = replace(paging, ahead=1, updates_together=False, updates_apart=False)
+    cut = _cut(replace(draft, paging=plain))
+    return paging.paged(draft.resident_program(), cut, is_brief=is_brief)
+
+
+@lru_cache(maxsize=64)
+def _cut(draft: Draft) -> Cut:
+    """How memory is cut, which depends neither on the lead of copies nor on the order of updates."""
     assert draft.paging is not None, "the draft pages"
-    return draft.paging.paged(program, draft.paging.cut(program), is_brief=is_brief)
+    return draft.paging.cut(draft.resident_program())
 
 
 @lru_cache(maxsize=64)
