@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -255,6 +255,17 @@ class Explorer:
         self._ledger = ledger
         self.how = ""
 
+    def _moved_cuts(self, draft: Draft) -> Iterator[tuple[int, ...]]:
+        """The cuts of a draft with one moved to the next place before or after it."""
+        bounds = self._problem.bounds
+        place_of = {unit: place for place, unit in enumerate(bounds)}
+        for which, cut in enumerate(draft.cuts):
+            for step in (-1, 1):
+                moved = bounds[place_of[cut] + step]
+                cuts = (*draft.cuts[:which], moved, *draft.cuts[which + 1 :])
+                if all(a < b for a, b in pairwise((0, *cuts, bounds[-1]))):
+                    yield cuts
+
 
 def few_enough(problem: PlanningProblem) -> bool:
     """Whether all plans can be gone through, those that the request excludes among them: so no constraint
@@ -447,9 +458,6 @@ class HeuristicExplorer(Explorer):
             for draft in promising_drafts(self._problem, outline, grid):
                 yield replace(draft, num_sliced=num_sliced)
 
-    def _evaluate(self, draft: Draft) -> EvaluatedDraft:
-        return self._ledger.evaluated(draft)
-
     def _grids(self, outline: Outline) -> list[Grid]:
         """The mappings whose links carry a batch soonest, those first that come first among equals."""
         most = max(_MOST_CUT, _MOST_GRIDS * _FEW // max(outline.num_devices, _FEW))
@@ -485,7 +493,7 @@ class HeuristicExplorer(Explorer):
         for draft in drafts:
             if best is not None and not self._could_gain(draft, best):
                 continue
-            found = self._evaluate(draft)
+            found = self._ledger.evaluated(draft)
             if found.fits and (best is None or found.cost < best.cost):
                 best = found
         return best
@@ -504,7 +512,7 @@ class HeuristicExplorer(Explorer):
         for draft in self._ahead(best.draft):
             if num_worse > 1 or not self._could_gain(draft, best):
                 break
-            found = self._evaluate(draft)
+            found = self._ledger.evaluated(draft)
             is_better = found.fits and found.cost * _AS_GOOD < best.cost
             num_worse = 0 if is_better else num_worse + 1
             best = found if is_better else best
@@ -534,12 +542,6 @@ class HeuristicExplorer(Explorer):
                 yield replace(other, num_sliced=draft.num_sliced, lookahead=draft.lookahead)
 
     def _recut(self, draft: Draft) -> Iterator[Draft]:
-        bounds = self._problem.bounds
-        place_of = {unit: place for place, unit in enumerate(bounds)}
-        for which, cut in enumerate(draft.cuts):
-            for step in (-1, 1):
-                moved = bounds[place_of[cut] + step]
-                cuts = (*draft.cuts[:which], moved, *draft.cuts[which + 1 :])
-                rises = all(a < b for a, b in zip((0, *cuts), (*cuts, bounds[-1]), strict=True))
-                if rises and keeps_home(self._problem, draft.outline, draft.grid, cuts):
-                    yield replace(draft, cuts=cuts)
+        for cuts in self._moved_cuts(draft):
+            if keeps_home(self._problem, draft.outline, draft.grid, cuts):
+                yield replace(draft, cuts=cuts)

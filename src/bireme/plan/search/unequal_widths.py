@@ -251,14 +251,9 @@ class UnequalExplorer(Explorer):
 
     def _neighbors(self, draft: Draft) -> Iterator[Draft]:
         """The plans with one cut moved, with one device in the next stage, and with two devices exchanged."""
-        problem, bounds = self._problem, self._problem.bounds
-        place_of = {unit: place for place, unit in enumerate(bounds)}
-        for which, cut in enumerate(draft.cuts):
-            for step in (-1, 1):
-                place = place_of[cut] + step
-                cuts = (*draft.cuts[:which], bounds[place], *draft.cuts[which + 1 :])
-                if all(a < b for a, b in pairwise((0, *cuts, bounds[-1]))):
-                    yield from self._on(replace(draft, cuts=cuts), draft.grid)
+        problem = self._problem
+        for cuts in self._moved_cuts(draft):
+            yield from self._on(replace(draft, cuts=cuts), draft.grid)
         if isinstance(problem.request.stage_widths, str):
             for here, there in pairwise(range(len(draft.grid))):
                 for giver, taker in ((here, there), (there, here)):
