@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.common.verdicts import Verdict, at_least, at_most
-from benchmarks.made_up.chains import chain_of_numbers
+from benchmarks.made_up.chains import chain_of_numbers, equal_devices
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES
 from bireme.plan.partition.autopipe import autopipe, iterate
 from bireme.plan.partition.chain import Chain, layer_bounds
-from bireme.plan.partition.loads import DeviceRow, Loads, Recompute, RowLink, StageSetting, loads_of
+from bireme.plan.partition.loads import Loads, Recompute, RowLink, StageSetting, loads_of
 from bireme.plan.partition.partition import Partition, assess, exact
 
 WORDS, TOKENS = 50_304, 1_024
@@ -73,7 +73,7 @@ def halves_of(model: Model) -> Chain:
 
 
 def loads_for(chain: Chain, num_stages: int) -> Loads:
-    return loads_of(chain, DeviceRow.equal(num_stages), StageSetting("1f1b", 2 * num_stages))
+    return loads_of(chain, equal_devices(num_stages), StageSetting("1f1b", 2 * num_stages))
 
 
 def batch_s(partition: Partition, num_microbatches: int) -> float:
@@ -161,8 +161,8 @@ def planning_times(repeats: int) -> Section:
             boundary_bytes=10,
         )
         speeds = random.uniform(0.5, 1, num_stages).tolist()
-        unequal = DeviceRow.equal(num_stages, speeds=speeds, memory_bytes=3e4, link=RowLink(1e3))
-        for what, line in (("equal", DeviceRow.equal(num_stages)), ("unequal, short of memory", unequal)):
+        unequal = equal_devices(num_stages, speeds=speeds, memory_bytes=3e4, link=RowLink(1e3))
+        for what, line in (("equal", equal_devices(num_stages)), ("unequal, short of memory", unequal)):
             setting = StageSetting("1f1b", 2 * num_stages, Recompute.WHERE_NEEDED)
             loads = loads_of(chain, line, setting)  # the schedule's program is made once and kept
             tables_ms, exact_ms, autopipe_ms = (

@@ -1,11 +1,13 @@
 """Chains of units made of numbers alone, such as published examples."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Bytes, Chain, RangeBytes
+from bireme.plan.partition.loads import DeviceRow, DeviceSlot, RowLink
 
 PerUnit = float | Sequence[float]
 """One number for every unit, or one for all."""
@@ -92,3 +94,16 @@ def _additive_bytes(
 def _sums(values: Bytes) -> Bytes:
     sums = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
     return np.triu(sums[None, :] - sums[:, None])
+
+
+def equal_devices(
+    num_stages: int,
+    *,
+    memory_bytes: float = math.inf,
+    link: RowLink | None = None,
+    speeds: Sequence[float] = (),
+) -> DeviceRow:
+    """A row of devices that differ by nothing, or by their speed alone."""
+    given = tuple(speeds) or (1.0,) * num_stages
+    seats = tuple(DeviceSlot(f"device {stage}", speed, memory_bytes) for stage, speed in enumerate(given))
+    return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_up.chains import chain_of_numbers
+from benchmarks.made_up.chains import chain_of_numbers, equal_devices
 from bireme.cluster.cluster import Overlap
 from bireme.plan.partition.autopipe import ChainTimes, Cuts, autopipe, iterate
 from bireme.plan.partition.loads import (
@@ -239,7 +239,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
     for num_stages in range(1, 9):
         forward_s = random.integers(1, 30, num_stages).astype(float)
         chain = chain_of_numbers(forward_s.tolist(), (2 * forward_s).tolist())
-        found = autopipe(loads_of(chain, DeviceRow.equal(num_stages), StageSetting("1f1b", 2 * num_stages)))
+        found = autopipe(loads_of(chain, equal_devices(num_stages), StageSetting("1f1b", 2 * num_stages)))
         assert found is not None
         assert found.partition.cuts == tuple(range(1, num_stages))
 
@@ -247,7 +247,7 @@ def test_no_stage_is_left_empty_where_there_are_as_many_units_as_stages() -> Non
 def test_load_falls_after_the_master_stage() -> None:
     """So that the last micro-batch comes back without waiting: the best partition is not flat."""
     chain = chain_of_numbers([1.0] * 50, [3.0] * 50)
-    found = autopipe(loads_of(chain, DeviceRow.equal(8), StageSetting("1f1b", 16)))
+    found = autopipe(loads_of(chain, equal_devices(8), StageSetting("1f1b", 16)))
     assert found is not None
     assert found.batch_s < found.start_batch_s
     busy_s = [stage.busy_s for stage in found.partition.stages]
@@ -257,7 +257,7 @@ def test_load_falls_after_the_master_stage() -> None:
 
 def test_what_the_search_foretells_is_what_the_simulator_says() -> None:
     chain = chain_of_numbers(range(1, 13), [2.0 * one for one in range(1, 13)])
-    loads = loads_of(chain, DeviceRow.equal(4, speeds=(1, 0.5, 1, 0.25)), StageSetting("1f1b", 8))
+    loads = loads_of(chain, equal_devices(4, speeds=(1, 0.5, 1, 0.25)), StageSetting("1f1b", 8))
     found = autopipe(loads)
     assert found is not None
     assert found.batch_s == pytest.approx(predict(loads, found.partition).makespan_s, rel=1e-12)

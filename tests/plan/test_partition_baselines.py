@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_up.chains import chain_of_numbers
+from benchmarks.made_up.chains import chain_of_numbers, equal_devices
 from benchmarks.partitioners.balance import balance_of, sigma_ratio
 from benchmarks.partitioners.baselines import BASELINES, pipedream_2bw, pipedream_2bw_s, piper, uniform
 from benchmarks.partitioners.dapple import dapple, dapple_latency_s
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain
-from bireme.plan.partition.loads import DeviceRow, Loads, RowLink, StageSetting, loads_of
+from bireme.plan.partition.loads import Loads, RowLink, StageSetting, loads_of
 from bireme.plan.partition.partition import assess
 from tests.support.extent import examples
 
@@ -22,7 +22,7 @@ NUMBERS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
 
 
 def loads(chain: Chain, num_stages: int, link: RowLink | None = None, m: int = 8) -> Loads:
-    return loads_of(chain, DeviceRow.equal(num_stages, link=link), StageSetting("1f1b", m))
+    return loads_of(chain, equal_devices(num_stages, link=link), StageSetting("1f1b", m))
 
 
 def gpt_like(layers: int) -> Chain:
@@ -84,7 +84,7 @@ def test_piper_adds_the_transfers_of_both_boundaries_to_the_slowest_stage(
 
 def test_piper_does_not_know_that_devices_differ() -> None:
     chain = chain_of_numbers([1.0] * 8, [1.0] * 8)
-    unequal = loads_of(chain, DeviceRow.equal(2, speeds=(1.0, 0.25)), StageSetting("1f1b", 4))
+    unequal = loads_of(chain, equal_devices(2, speeds=(1.0, 0.25)), StageSetting("1f1b", 4))
     assert piper(unequal) == (4,)
 
 

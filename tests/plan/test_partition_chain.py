@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_up.chains import chain_of_numbers
+from benchmarks.made_up.chains import chain_of_numbers, equal_devices
 from bireme.cluster.catalogue import device_named
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
@@ -209,7 +209,7 @@ def test_schedules_with_several_stages_on_a_device_are_refused() -> None:
 def test_the_bytes_of_a_partition_are_those_of_its_simulation(name: str, recompute: Recompute) -> None:
     made = chain_of(profile_of("gpt"), 2)
     for num_stages in (1, 2, 3):
-        line = DeviceRow.equal(num_stages, link=RowLink(1e9))
+        line = equal_devices(num_stages, link=RowLink(1e9))
         loads = loads_of(made, line, StageSetting(name, 6, recompute))
         for cuts in combinations(range(1, made.num_units), num_stages - 1):
             partition = assess(loads, cuts)
@@ -229,4 +229,4 @@ def test_a_line_and_a_chain_must_make_sense() -> None:
         chain_of_numbers([], [])
     made: Chain = chain_of_numbers([1.0], [2.0])
     with pytest.raises(BiremeError, match="each needs one unit"):
-        loads_of(made, DeviceRow.equal(2, memory_bytes=math.inf), StageSetting("1f1b", 2))
+        loads_of(made, equal_devices(2, memory_bytes=math.inf), StageSetting("1f1b", 2))

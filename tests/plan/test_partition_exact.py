@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_up.chains import chain_of_numbers
+from benchmarks.made_up.chains import chain_of_numbers, equal_devices
 from bireme.cluster.cluster import Overlap
 from bireme.plan.partition.chain import Chain
 from bireme.plan.partition.loads import (
@@ -69,7 +69,6 @@ def problems(
         RowLink(
             draw(st.sampled_from([0.5, 1.0, math.inf])),
             draw(st.integers(0, 2)),
-            draw(st.booleans()),
             draw(st.sampled_from(Overlap)),
         )
         for _ in range(num_stages - 1)
@@ -93,9 +92,8 @@ def pace_s(problem: Problem, costs: Costs, again: tuple[int, ...]) -> float:
     for stage, link in enumerate(line.links):
         message_s = costs.message_bytes[stage] / link.bytes_per_s
         if link.overlap is Overlap.FULL:
-            busy_s.append(message_s * (1 if link.full_duplex else 2))
+            busy_s.append(message_s)
         else:
-            message_s *= 2 if link.overlap is Overlap.NONE and not link.full_duplex else 1
             busy_s[stage] += message_s + link.latency_s
             busy_s[stage + 1] += message_s + link.latency_s
     return max(busy_s)
@@ -149,7 +147,7 @@ def test_what_is_said_to_fit_fits_when_it_is_simulated(problem: Problem) -> None
 
 def test_2bw_runs_at_the_pace_that_the_partition_foretells() -> None:
     chain = chain_of_numbers([1, 2, 1, 3, 2, 1], [2, 4, 2, 6, 4, 2])
-    line = DeviceRow.equal(3, speeds=(1.0, 0.5, 2.0))
+    line = equal_devices(3, speeds=(1.0, 0.5, 2.0))
     loads = loads_of(chain, line, StageSetting("2bw", 6))
     found = exact(loads)
     assert isinstance(found, Partition)
@@ -158,7 +156,7 @@ def test_2bw_runs_at_the_pace_that_the_partition_foretells() -> None:
 
 def test_a_slow_device_gets_less_and_one_with_little_memory_too() -> None:
     chain = chain_of_numbers([1.0] * 12, [2.0] * 12, parameter_bytes=10, kept_bytes=1)
-    slow = exact(loads_of(chain, DeviceRow.equal(3, speeds=(1, 0.5, 1)), StageSetting("2bw", 6)))
+    slow = exact(loads_of(chain, equal_devices(3, speeds=(1, 0.5, 1)), StageSetting("2bw", 6)))
     assert isinstance(slow, Partition)
     assert [stage.end - stage.begin for stage in slow.stages] == [5, 2, 5]
     seats = (DeviceSlot("large"), DeviceSlot("small", memory_bytes=90), DeviceSlot("large"))
@@ -173,7 +171,7 @@ def test_a_slow_device_gets_less_and_one_with_little_memory_too() -> None:
 
 def test_only_stages_that_do_not_fit_run_their_forward_again() -> None:
     chain = chain_of_numbers([1.0] * 8, [2.0] * 8, kept_bytes=10, boundary_bytes=1)
-    line = DeviceRow.equal(4, memory_bytes=36.0)
+    line = equal_devices(4, memory_bytes=36.0)
     assert isinstance(exact(loads_of(chain, line, StageSetting("1f1b", 8))), Misfit)
     found = exact(loads_of(chain, line, StageSetting("1f1b", 8, Recompute.WHERE_NEEDED)))
     assert isinstance(found, Partition)
@@ -211,7 +209,7 @@ def test_the_shortest_way_through_is_that_of_brute_force(problem: Problem, facto
 
 def test_of_equal_partitions_the_one_with_the_most_at_the_end_is_taken() -> None:
     chain = chain_of_numbers([1.0] * 5, [1.0] * 5)
-    found = exact(loads_of(chain, DeviceRow.equal(3), StageSetting("1f1b", 3)))
+    found = exact(loads_of(chain, equal_devices(3), StageSetting("1f1b", 3)))
     assert isinstance(found, Partition)
     bounds = (0, *found.cuts, 5)
     assert [b - a for a, b in pairwise(bounds)] == [1, 2, 2]

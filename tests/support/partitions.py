@@ -40,13 +40,12 @@ def costs_of(loads: Loads, cuts: Cuts) -> Costs:
 
 
 def _network(loads: Loads, program: Program) -> Network:
-    """A cable for each link, two where it works both ways at once."""
+    """A cable for each direction of each link."""
     wires: list[Wire] = []
     paths: dict[tuple[int, int], Path] = {}
     for stage, link in enumerate(loads.line.links):
         here, there = program.rank_of_stage[stage], program.rank_of_stage[stage + 1]
         for ends in ((here, there), (there, here)):
-            if link.full_duplex or ends == (here, there):
-                wires.append(Wire(f"{ends[0]} to {ends[1]}", link.bytes_per_s))
+            wires.append(Wire(f"{ends[0]} to {ends[1]}", link.bytes_per_s))
             paths[ends] = Path((len(wires) - 1,), link.latency_s, link.overlap)
     return Network(tuple(wires), paths)

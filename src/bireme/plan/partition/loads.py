@@ -255,13 +255,12 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True)
 class RowLink:
-    """The way between two neighbors; without `full_duplex` both directions take turns. `overlap` says which
-    end computes while a message crosses, and `curved` are the links on which small messages are slower.
+    """The way between two neighbors. `overlap` says which end computes while a message crosses, and `curved`
+    are the links on which small messages are slower.
     """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
-    full_duplex: bool = True
     overlap: Overlap = Overlap.FULL
     curved: tuple[Link, ...] = ()
 
@@ -298,23 +297,6 @@ class DeviceRow:
             raise BiremeError(
                 f"A line of {len(self.seats)} devices has one link fewer than devices, not {len(self.links)}."
             )
-
-    @staticmethod
-    def equal(
-        num_stages: int,
-        *,
-        memory_bytes: float = math.inf,
-        link: RowLink | None = None,
-        speeds: Sequence[float] = (),
-    ) -> "DeviceRow":
-        """Devices that differ by nothing, or by their speed alone."""
-        given = tuple(speeds) or (1.0,) * num_stages
-        if num_stages < 1 or len(given) != num_stages:
-            raise BiremeError(
-                f"A line has a device or more, and as many speeds, not {num_stages} and {len(given)}."
-            )
-        seats = tuple(DeviceSlot(f"device {s}", speed, memory_bytes) for s, speed in enumerate(given))
-        return DeviceRow(seats, (link or RowLink(),) * (num_stages - 1))
 
     @property
     def num_stages(self) -> int:
@@ -498,17 +480,13 @@ class _Work:
         for stage, link in enumerate(self._line.links):
             cuts = slice(stage + 1, stage + 1 + self._width)
             seconds = link.seconds(self._boundary[cuts])
-            if not link.full_duplex:
-                seconds = seconds + link.seconds(self._returned[cuts])
             found.append(np.zeros_like(seconds) if link.stops else seconds)
         return found
 
     def _message_s(self, link: int) -> Seconds:
-        """How long a message over a link stops a stage; both ends of a half duplex one wait for both ways."""
+        """How long a message over a link stops a stage."""
         way = self._line.links[link]
-        waits_twice = way.overlap is Overlap.NONE and not way.full_duplex
-        seconds = way.seconds(self._boundary) + way.latency_s
-        return seconds + way.seconds(self._returned) if waits_twice else seconds
+        return way.seconds(self._boundary) + way.latency_s
 
     def _state(self, moment: _Moment) -> npt.NDArray[np.float64]:
         """What does not depend on how many micro-batches are kept."""
