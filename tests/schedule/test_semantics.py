@@ -5,20 +5,23 @@ rules demand, version by version and stage by stage.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.errors import BiremeError
 from bireme.schedule import source as folding
-from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.catalogue import SCHEDULES, generate, source_named
 from bireme.schedule.checker import check
 from bireme.schedule.generators.shape import Shape
 from bireme.schedule.generators.two_buffer import never_drain
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.routes import Routes
+from bireme.schedule.source import ProgramSource, source_like
 from bireme.schedule.weave import UpdateTiming, lower, weave
 from tests.support.extent import examples, several
 from tests.support.symbolic import expected, outcome
@@ -206,3 +209,32 @@ def test_two_versions_are_enough_from_one_micro_batch_less_than_stages_on(rule: 
         )
         enough = num_microbatches >= num_stages - 1
         assert (outcome(program) == expected(program)) == enough
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_source_of_a_schedule_is_that_of_its_programs(name: str) -> None:
+    """With the same refusals, and with micro-batches that go in halves counted on the first stage."""
+
+    def answer(make: Callable[..., ProgramSource], depth: int, per_rank: int | None, ahead: int) -> object:
+        try:
+            return make(
+                num_stages=depth,
+                num_microbatches=6,
+                stages_per_rank=per_rank,
+                lookahead=ahead,
+                recompute=range(depth % 2),
+            )
+        except BiremeError as error:
+            return str(error)
+
+    def window(num_batches: int, first_batch: int) -> Program:
+        raise AssertionError
+
+    def generated(**asked: Any) -> ProgramSource:
+        return source_like(generate(name, **asked), window)
+
+    def described(**asked: Any) -> ProgramSource:
+        return source_named(name, window, **asked)
+
+    for depth, per_rank, ahead in itertools.product((1, 2, 3, 4, 6), (None, 1, 2), (0, 1, 9)):
+        assert answer(described, depth, per_rank, ahead) == answer(generated, depth, per_rank, ahead)
