@@ -35,9 +35,14 @@ def part_of(count: int) -> int:
 
 
 def examples(most: int, quick: int | None = None, **more: Any) -> settings:
-    """Settings of a property test: `most` random cases, and by default `quick` or a share of them."""
+    """Settings of a property test: `most` random cases, and by default `quick` or a share of them.
+
+    The default run tries the same cases every time, so that it fails for what was changed; all cases are
+    drawn anew.
+    """
     fewer = max(FEWEST, most // SHARE) if quick is None else quick
-    return settings(max_examples=most if TRY_ALL else part_of(min(most, fewer)), **more)
+    count = most if TRY_ALL else part_of(min(most, fewer))
+    return settings(max_examples=count, derandomize=not TRY_ALL, **more)
 
 
 def draws(most: int, quick: int) -> int:

@@ -141,12 +141,15 @@ class Outlines:
         problem, request = self._problem, self._problem.request
         most = min(len(problem.devices) // len(sizes), problem.num_units)
         depths = (request.depth,) if request.depth else self._depths
+        # Delayed updates hide sums over replicas also behind the next batch of a single device.
+        delayed = {name for name in problem.schedules if schedule_named(name).rule is not Rule.SYNCHRONOUS}
+        alone = {"sequential"} | (delayed if len(sizes) > 1 else set())
         for depth in depths:
             if depth > most:
                 continue
             for name in problem.schedules:
-                if depth == 1 and request.schedule == "auto" and name != "sequential":
-                    continue  # where there is no pipeline they are all the same
+                if depth == 1 and request.schedule == "auto" and name not in alone:
+                    continue  # where there is no pipeline schedules with one rule are all the same
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
                 is_early = problem.updates_early(name, depth, sizes)
