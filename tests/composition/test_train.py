@@ -18,7 +18,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("names", TOGETHER)
 def test_a_run_with_both_ends_well(names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(bireme(capsys, "capabilities", *names.split(), "--json").out)
