@@ -175,9 +175,10 @@ def test_what_a_process_holds_on_a_gpu_comes_from_the_file_a_measurement_or_a_re
 
 
 def test_a_process_holds_what_is_in_use_beside_the_memory_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose driver does not say what is free gives no figure."""
+    """And what libraries hold of that memory, which is all if the driver does not report what is free."""
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 40)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 250)
-    for module, expected in ((SimpleNamespace(mem_get_info=lambda _: (600, 1000)), 150), (object(), 0)):
+    for module, expected in ((SimpleNamespace(mem_get_info=lambda _: (600, 1000)), 190), (object(), 40)):
         monkeypatch.setattr(torch, "get_device_module", lambda _, module=module: module)
         assert process_bytes(torch.device("cuda", 0)) == expected
 
