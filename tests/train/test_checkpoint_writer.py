@@ -1,5 +1,6 @@
 """Writing checkpoints during training: it waits for its turn and for nothing else, and forgets nothing."""
 
+import gc
 import threading
 from collections.abc import Callable
 from io import FileIO
@@ -230,6 +231,7 @@ def test_leaving_with_an_error_does_not_wait_for_a_rank_that_is_gone(tmp_path: P
 
 @pytest.mark.slow
 def test_a_hundred_saves_leave_no_file_open_no_thread_and_no_key(tmp_path: Path) -> None:
+    gc.collect()  # of earlier tests, whose files would be closed meanwhile
     store = HashStore()
     events: list[list[CheckpointEvent]] = [[], []]
 
