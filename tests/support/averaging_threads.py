@@ -3,6 +3,7 @@
 The coordinator's state machine is too; what a rank says to it is a call (`mortal_replicas.Hub`).
 """
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -104,6 +105,8 @@ class AveragingReplicas:
 
     def run(self) -> None:
         """Train to the end. Raises what no test has asked for."""
+        # Optimizers import it at their first use, and threads that do so at once may see it half made.
+        importlib.import_module("torch._dynamo")
         torch.set_num_threads(1)
         threads = []
         for replica in range(self.num_replicas):

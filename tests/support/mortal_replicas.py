@@ -77,10 +77,9 @@ class Hub:
         return self._state.membership.members
 
     @property
-    def present(self) -> set[int]:
-        """The members and those that are about to be."""
-        replicas = {one.replica for one in self.members}
-        return {*replicas, *(heal.replica for heal in self._state.heals)}
+    def healing(self) -> set[int]:
+        """The replicas that are about to be members."""
+        return {heal.replica for heal in self._state.heals}
 
     def take(self, event: Event) -> None:
         """Let it happen, and tell everybody what follows."""
@@ -273,8 +272,8 @@ class Replicas:
         self._fabrics: dict[Incarnation, ThreadFabric] = {}
         self._threads: list[threading.Thread] = []
         self._killed: set[Incarnation] = set()
-        self._dead: set[int] = set()
-        """Replicas that died and are not back."""
+        self._missing: set[int] = set()
+        """Replicas that died, and whose next life is no member yet, nor about to be one."""
         self._lock = threading.Lock()
 
     @property
@@ -288,11 +287,21 @@ class Replicas:
     def wait_until_present(self) -> None:
         """Wait until every replica that died is about to be a member: the others shall not end before."""
         end_s = time.monotonic() + patience_s()
-        while self._dead and time.monotonic() < end_s:
-            self._dead -= self.hub.present
+        while self._missing and time.monotonic() < end_s:
+            with self._lock:
+                self._missing = {replica for replica in self._missing if not self._is_present(replica)}
             time.sleep(0.005)
         if not self.are_whole:
             time.sleep(0.02)
+
+    def _is_present(self, replica: int) -> bool:
+        """Whether its present life is a member or about to be one."""
+        life = Incarnation(replica, self.lives[replica])
+        if life in self._killed:
+            return False
+        return replica in self.hub.healing or life in [
+            Incarnation(one.replica, one.life) for one in self.hub.members
+        ]
 
     def run(self) -> None:
         """Train to the end. Raises what no test has asked for."""
@@ -339,9 +348,12 @@ class Replicas:
             self._fabrics[life].lose(stage)
         for agent in agents:
             agent.abort()
+        revives = self._revives
+        with self._lock:  # before the others hear of it, or they may be done before it is back
+            others = self._missing - {life.replica}
+            self._missing = {*others, life.replica} if revives else others
         self.hub.take(Ended(life))
-        if self._revives:
-            self._dead = {*self._dead, life.replica}
+        if revives:
             self._begin(Incarnation(life.replica, life.life + 1))
 
     def committed(self) -> list[Batch]:
