@@ -95,15 +95,24 @@ def equal_replicas(draw: st.DrawFn) -> EqualReplicas:
     )
 
 
-def two_replicas_of_three(speeds: Sequence[float], card: Link, **more: Sequence[int]) -> EqualReplicas:
+def two_replicas_of_three(
+    speeds: Sequence[float],
+    card: Link,
+    *,
+    backward_s: Sequence[int],
+    parameter_bytes: Sequence[int],
+    update_s: Sequence[int],
+) -> EqualReplicas:
     """A replica on each of two servers, under 2bw."""
     return EqualReplicas(
         *cluster_of(LAYOUTS[0], speeds, 2, card, None),
+        backward_s=backward_s,
+        parameter_bytes=parameter_bytes,
+        update_s=update_s,
         forward_s=[1, 1, 1],
         boundary_bytes=[0, 0, 0],
         schedule="2bw",
         num_microbatches=3,
-        **more,
     )
 
 
