@@ -129,8 +129,8 @@ def test_the_checker_finds_averages_that_are_missing_doubled_late_or_mislabelled
             wrong = [
                 without,
                 [*steps[:at], step, *steps[at:]],
-                [*steps[:at], replace(step, version=step.version + 1), *steps[at + 1 :]],
-                [*steps[:at], replace(step, batch=(step.batch + 1) % 3), *steps[at + 1 :]],
+                [*steps[:at], step._replace(version=step.version + 1), *steps[at + 1 :]],
+                [*steps[:at], step._replace(batch=(step.batch + 1) % 3), *steps[at + 1 :]],
             ]
             used = next(
                 (i for i, s in enumerate(without) if i >= at and _uses(program, s, step.version)), None

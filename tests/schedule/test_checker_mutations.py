@@ -92,21 +92,21 @@ def put(program: Program, place: Place, instruction: Instruction) -> Program:
 def retagged(instruction: Instruction) -> Iterator[Instruction]:
     """The instruction with one label changed; some may be as they were."""
     for kind in SIBLINGS[instruction.kind]:
-        yield replace(instruction, kind=kind)
+        yield instruction._replace(kind=kind)
     for by in (-2, -1, 1, 2):
-        yield replace(instruction, stage=instruction.stage + by)
-        yield replace(instruction, batch=instruction.batch + by)
+        yield instruction._replace(stage=instruction.stage + by)
+        yield instruction._replace(batch=instruction.batch + by)
         if instruction.microbatch is not None:
-            yield replace(instruction, microbatch=instruction.microbatch + by)
+            yield instruction._replace(microbatch=instruction.microbatch + by)
         if instruction.version is not None:
-            yield replace(instruction, version=instruction.version + by)
+            yield instruction._replace(version=instruction.version + by)
         if instruction.seen is not None:
-            yield replace(instruction, seen=instruction.seen + by)
+            yield instruction._replace(seen=instruction.seen + by)
     for half in (None, 0, 1):
-        yield replace(instruction, half=half)
-    yield replace(instruction, microbatch=None)
-    yield replace(instruction, version=None)
-    yield replace(instruction, seen=None)
+        yield instruction._replace(half=half)
+    yield instruction._replace(microbatch=None)
+    yield instruction._replace(version=None)
+    yield instruction._replace(seen=None)
 
 
 def places(program: Program) -> list[Place]:

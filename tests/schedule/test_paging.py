@@ -140,7 +140,7 @@ def test_a_paged_program_is_proved_right_within_its_budgets(one: Asked) -> None:
     report = check(program)
     assert report.ok, report.problems or report.deadlock
     for left, track in zip(without_paging(program), one.program.tracks, strict=True):
-        same = [replace(step, is_apart=False) for step in left]
+        same = [step._replace(is_apart=False) for step in left]
         assert sorted(map(str, same)) == sorted(map(str, track))
         assert left == list(track) or one.updates_together or one.updates_apart
     for rank, tiers in enumerate(program.tiers):
@@ -441,7 +441,7 @@ def mutated(program: Program) -> Iterator[Program]:
         for index, step in enumerate(steps):
             if step.page is None:
                 continue
-            uncopied = replace(step, page=step.page._replace(is_copied=not step.page.is_copied))
+            uncopied = step._replace(page=step.page._replace(is_copied=not step.page.is_copied))
             for changed in (
                 [*steps[:index], *steps[index + 1 :]],
                 [*steps[:index], *steps[index + 1 : index + 2], step, *steps[index + 2 :]],

@@ -55,10 +55,10 @@ def _joint(program: Program, width: int) -> Program:
 
 def _steps(step: Instruction, shift: int, num_stages: int) -> list[Instruction]:
     """The step of a replica, with the sums of the stages that do nothing beside those next to them."""
-    found = [replace(step, stage=shift + step.stage)]
+    found = [step._replace(stage=shift + step.stage)]
     if step.kind is Kind.REDUCE:
         ends = [stage for stage, near in ((-1, 0), (num_stages, num_stages - 1)) if step.stage == near]
-        found += [replace(step, stage=shift + stage) for stage in ends]
+        found += [step._replace(stage=shift + stage) for stage in ends]
     return found
 
 

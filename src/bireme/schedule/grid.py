@@ -47,13 +47,13 @@ class _Ticks:
     ends: list[list[int]]
 
 
+_TICKS = {kind: 4 if kind is Kind.BACKWARD else 2 for kind in COMPUTE}
+
+
 def duration(instruction: Instruction) -> int:
     """How many ticks an instruction lasts."""
-    if instruction.kind not in COMPUTE:
-        return 0
-    if instruction.kind is Kind.BACKWARD:
-        return 4
-    return 2 if instruction.half is None else 1
+    ticks = _TICKS.get(instruction.kind, 0)
+    return 1 if ticks == 2 and instruction.half is not None else ticks
 
 
 def providers(instruction: Instruction, num_stages: int) -> tuple[Message, ...]:
@@ -92,38 +92,40 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
     runnable = list(range(len(tracks)))
     while runnable:
         rank = runnable.pop()
-        now = ends[rank][-1] if ends[rank] else 0
-        while (instruction := held[rank]) is not None:
-            needed = _need(instruction, num_stages)
+        starts_here, ends_here, steps = starts[rank], ends[rank], rest[rank]
+        now = ends_here[-1] if ends_here else 0
+        instruction = held[rank]
+        while instruction is not None:
+            kind = instruction.kind
+            needed: _Need | None = None
+            if kind in _TICKS:
+                needed = instruction.needs(num_stages)
+            elif kind is Kind.UPDATE:
+                needed = sum_of(instruction)
             if needed is not None:
                 arrival = ready.get(needed)
                 if arrival is None:
                     waiting.setdefault(needed, []).append(rank)
                     break
                 now = max(now, arrival)
-            starts[rank].append(now)
-            now += duration(instruction) * widths[instruction.stage]
-            ends[rank].append(now)
-            made: dict[_Need, int] = dict.fromkeys(providers(instruction, num_stages), now)
-            if instruction.kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
+            starts_here.append(now)
+            if kind in _TICKS:
+                now += duration(instruction) * widths[instruction.stage]
+                for message in providers(instruction, num_stages):
+                    ready[message] = now
+                    runnable += waiting.pop(message, ())
+            elif kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
                 parts = reduced.setdefault(batch, {})
                 parts[instruction.stage, rank] = now
                 if len(parts) == routes.num_places:
-                    made[batch] = max(parts.values())
-            ready |= made
-            for one in made:
-                runnable.extend(waiting.pop(one, ()))
-            held[rank] = next(rest[rank], None)
+                    ready[batch] = max(parts.values())
+                    runnable += waiting.pop(batch, ())
+            ends_here.append(now)
+            instruction = next(steps, None)
+        held[rank] = instruction
     if waiting:
         raise _never_runs(tracks, held, waiting, reduced, routes)
     return _Ticks(starts, ends)
-
-
-def _need(instruction: Instruction, num_stages: int) -> _Need | None:
-    """What must be there before an instruction can start."""
-    if instruction.kind is Kind.UPDATE:
-        return sum_of(instruction)
-    return instruction.needs(num_stages)
 
 
 def _never_runs(

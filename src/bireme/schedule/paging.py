@@ -165,7 +165,7 @@ def _updates_apart(program: Program) -> Program:
                 steps.append(step)
             if step.kind is Kind.REDUCE:
                 num_left[step.batch] -= 1
-                due.append(replace(updates[step.batch, step.stage], is_apart=num_left[step.batch] > 0))
+                due.append(updates[step.batch, step.stage]._replace(is_apart=num_left[step.batch] > 0))
         tracks.append(Track((*steps, *due), versions_per_batch=track.versions_per_batch))
     return replace(program, tracks=tuple(tracks))
 

@@ -388,6 +388,10 @@ class _Entry:
     accumulates: bool = False
 
 
+_MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL})
+_ENDS_GRADIENT = frozenset({Kind.UPDATE, Kind.COLLECT})
+
+
 class _Ledger:
     """The running account of one rank."""
 
@@ -505,12 +509,14 @@ class _Ledger:
         self.buffers += entry.posts
         if entry.accumulates:
             self._open_gradient(entry.stage, batch, microbatch)
-        elif entry.kind is Kind.UPDATE or entry.kind is Kind.TRIAL:
+        elif entry.kind in _MAKES_VERSION:
             self._open_version(entry)
         if self.bytes > self.peak_bytes:
             self.peak_bytes, self.peak_index, self.at_peak = self.bytes, index, list(self.kept)
-        self.peak_stashed = max(self.peak_stashed, self.stashed)
-        self.peak_buffers = max(self.peak_buffers, self.buffers)
+        if self.stashed > self.peak_stashed:
+            self.peak_stashed = self.stashed
+        if self.buffers > self.peak_buffers:
+            self.peak_buffers = self.buffers
         if self.series is not None:
             self.series.append(self.bytes)
         for what, amount in entry.gives:
@@ -518,9 +524,11 @@ class _Ledger:
             self.bytes -= amount
         self.stashed -= entry.unstashes
         self.buffers -= entry.uses
+        if entry.kind not in _ENDS_GRADIENT:
+            return
         if entry.kind is Kind.UPDATE:
             self._close_gradient(entry.stage, batch, microbatch)
-        elif entry.kind is Kind.COLLECT and (entry.stage, batch) in self.whole_gradients:
+        elif (entry.stage, batch) in self.whole_gradients:
             self.whole_gradients.discard((entry.stage, batch))
             self._add_gradient(-self.part_gradients[entry.stage])
 

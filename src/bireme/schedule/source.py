@@ -355,7 +355,7 @@ def _at(program: Program, first_batch: int) -> Program:
 
     def asked(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         return tuple(
-            replace(step, version=moved.version_of(step)) if step.kind in COMPUTE else step for step in steps
+            step._replace(version=moved.version_of(step)) if step.kind in COMPUTE else step for step in steps
         )
 
     tracks = (

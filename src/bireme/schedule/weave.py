@@ -26,6 +26,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bireme.errors import BiremeError
 from bireme.schedule.grid import clock, providers
@@ -50,8 +51,7 @@ from bireme.schedule.routes import Routes
 # to. A transport may rely on that instead of tags.
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """A message that must cross from one rank to another: where it is made and where it is used."""
 
     message: Message
@@ -79,13 +79,14 @@ def lower(program: Program) -> Program:
             one_before = _previous_compute(tracks[transfer.to_rank], transfer.used_at)
             position = min(position, under_way, one_before)
             message = transfer.message
-            receive = Kind.RECV_FORWARD if message.forward else Kind.RECV_BACKWARD
+            forward, to_stage, batch, microbatch, half = message
+            receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
             receives[transfer.to_rank].setdefault(position, []).append(
-                Instruction(receive, message.to_stage, message.batch, message.microbatch, half=message.half)
+                Instruction(receive, to_stage, batch, microbatch, None, half)
             )
-            send = Kind.SEND_FORWARD if message.forward else Kind.SEND_BACKWARD
+            send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
             sends[transfer.from_rank][transfer.made_at] = Instruction(
-                send, transfer.from_stage, message.batch, message.microbatch, half=message.half
+                send, transfer.from_stage, batch, microbatch, None, half
             )
     lowered = []
     for rank, track in enumerate(tracks):
@@ -101,16 +102,17 @@ def lower(program: Program) -> Program:
 
 def _channels(program: Program, tracks: list[list[Instruction]]) -> dict[tuple[int, int], list[_Transfer]]:
     """For each pair of ranks the transfers between them, in the order they are made."""
+    num_stages = program.num_stages
     uses: dict[Message, tuple[int, int]] = {}
     for rank, track in enumerate(tracks):
         for index, instruction in enumerate(track):
-            needed = instruction.needs(program.num_stages)
+            needed = instruction.needs(num_stages)
             if needed is not None:
                 uses[needed] = rank, index
     channels: dict[tuple[int, int], list[_Transfer]] = {}
     for rank, track in enumerate(tracks):
         for index, instruction in enumerate(track):
-            for message in providers(instruction, program.num_stages):
+            for message in providers(instruction, num_stages):
                 to_rank, used_at = uses.get(message, (rank, index))
                 if to_rank != rank:
                     transfer = _Transfer(message, instruction.stage, rank, index, to_rank, used_at)
@@ -209,7 +211,7 @@ def weave(
                 woven.insert(-1, moved)
             elif moved.stage in stages:
                 for made in stages[moved.stage].weave(moved):
-                    if made.kind is Kind.UPDATE:
+                    if made.kind in _UPDATES:
                         # A rank ends a batch on all its stages before it ends the next on any.
                         for weaver in stages.values():
                             woven.extend(weaver.finish(made.batch - 1))
@@ -327,21 +329,27 @@ class _StageWeaver:
         self.halfway: dict[int, int] = {}
         """For each update that is to come halfway, by its version, after how many forwards it comes."""
 
-    def weave(self, step: Instruction) -> Iterator[Instruction]:
+    def weave(self, step: Instruction) -> list[Instruction]:
+        """The step on its version, with what comes before and after it."""
         if step.microbatch is None or step.kind not in _COMPUTE_TO_WEAVE:
-            yield step
-            return
+            return [step]
         version = self.program.version_of(step)
-        yield from self._updates_halfway()
-        if step.kind is Kind.FORWARD:
-            yield from self._make(version, step.batch)
+        is_forward = step.kind not in _BACKWARD_PARTS
+        woven: list[Instruction] = []
+        if self.pending:
+            woven += self._updates_halfway()
+        if is_forward:
+            if self.pending or version > self.newest_trial:
+                woven += self._make(version, step.batch)
             self.num_forwards += 1
-        yield from self._updates_early(self.early.version(step))
+        if self.pending:
+            woven += self._updates_early(self.early.version(step))
         if self.recompute and step.kind in BACKWARDS:
-            yield Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version)
-        yield Instruction(step.kind, self.stage, step.batch, step.microbatch, version, step.half)
+            woven.append(Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version))
+        woven.append(Instruction(step.kind, self.stage, step.batch, step.microbatch, version, step.half))
         if step.kind in _GRADIENT_DONE:
-            yield from self._gradient_done(step.batch, step.microbatch)
+            woven += self._gradient_done(step.batch, step.microbatch)
+        return woven
 
     def finish(self, batch: int) -> list[Instruction]:
         """The batch's updates that nothing in the window has asked for."""
@@ -422,4 +430,6 @@ def _follows_its_start(step: Instruction) -> bool:
     return step.kind is Kind.AVERAGE_END and step.version == step.batch + 1
 
 
-_COMPUTE_TO_WEAVE = _GRADIENT_DONE | {Kind.FORWARD, Kind.BACKWARD_INPUT}
+_UPDATES = frozenset({Kind.UPDATE})
+_BACKWARD_PARTS = _GRADIENT_DONE | {Kind.BACKWARD_INPUT}
+_COMPUTE_TO_WEAVE = _BACKWARD_PARTS | {Kind.FORWARD}

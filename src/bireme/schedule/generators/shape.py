@@ -181,7 +181,7 @@ def _swept(order: Iterable[Instruction], sweep: int) -> Iterator[Instruction]:
     for step in order:
         first = (step.microbatch or 0) * sweep
         for microbatch in range(first, first + sweep):
-            yield replace(step, microbatch=microbatch)
+            yield step._replace(microbatch=microbatch)
 
 
 def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:
@@ -191,7 +191,7 @@ def _apart(order: Iterable[Instruction], num: int) -> Iterator[Instruction]:
     for step in order:
         parts = range(step.stage * num, (step.stage + 1) * num)
         for part in parts if step.kind is Kind.FORWARD else reversed(parts):
-            yield replace(step, stage=part)
+            yield step._replace(stage=part)
 
 
 def draining(order: Callable[[Shape, int], list[Instruction]], shape: Shape) -> Orders:
@@ -232,7 +232,7 @@ def forward_only(routes: Routes, num_microbatches: int) -> Program:
 
 def _order(routes: Routes, rank: int, num_microbatches: int) -> tuple[Instruction, ...]:
     return tuple(
-        replace(forward(stage, k), version=0)
+        forward(stage, k)._replace(version=0)
         for stage in routes.stages_of(rank)
         for k in range(num_microbatches)
         if routes.rank_of(stage, k) == rank
