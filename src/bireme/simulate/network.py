@@ -17,6 +17,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bireme.cluster.cluster import Link, Overlap
 from bireme.errors import BiremeError
@@ -158,10 +159,22 @@ class Network:
 class _Flow:
     path: Path
     loads: list[tuple[int, float]]
-    """On all wires, those elsewhere among them."""
     left_bytes: float
     rate: float = 0.0
     since_s: float = 0.0
+
+
+class _Way(NamedTuple):
+    """What a flow goes over, and its rate where it is alone."""
+
+    path: Path
+    loads: list[tuple[int, float]]
+    """On all wires, those elsewhere among them."""
+    alone_rate: float
+
+
+_MOST_KEPT = 4096
+"""Sets of flows whose rates are remembered."""
 
 
 class Traffic:
@@ -171,23 +184,32 @@ class Traffic:
         self.network = network
         self.flows: dict[int, _Flow] = {}
         self.on_wire: list[set[int]] = [set() for _ in network.wires]
+        self._rates: dict[frozenset[int], dict[int, float]] = {}
+        """What flows that meet get, which is the same whenever these meet."""
+        self._ways: dict[int, _Way] = {}
+        """The way of each flow that has been under way."""
 
     def begin(self, flow: int, path: Path, num_bytes: float, now_s: float) -> dict[int, float]:
         """A message sets out; returns the new ends of all messages whose end changes, its own included."""
-        own = path.loaded()
-        found = _Flow(path, [*own, *path.elsewhere], path.busy_bytes(num_bytes), since_s=now_s)
-        self.flows[flow] = found
+        way = self._ways.get(flow)
+        if way is None or way.path is not path:
+            self._rates.clear()
+            way = self._ways[flow] = self._way(path)
+        found = self.flows[flow] = _Flow(path, way.loads, path.busy_bytes(num_bytes), since_s=now_s)
         is_alone = not path.elsewhere
-        for wire, _ in found.loads:
+        for wire, _ in way.loads:
             here = self.on_wire[wire]
             is_alone = is_alone and not here
             here.add(flow)
         if not is_alone:
             return self._share(self._neighbors({flow}), now_s)
-        found.rate = min(
-            (self.network.wires[wire].bytes_per_s / load for wire, load in own), default=math.inf
-        )
+        found.rate = way.alone_rate
         return {flow: self._end_s(found, now_s)}
+
+    def _way(self, path: Path) -> "_Way":
+        own = path.loaded()
+        rates = (self.network.wires[wire].bytes_per_s / load for wire, load in own)
+        return _Way(path, [*own, *path.elsewhere], min(rates, default=math.inf))
 
     def end(self, flow: int, now_s: float) -> dict[int, float]:
         """A message is through; returns the new ends of those it made way for."""
@@ -209,15 +231,30 @@ class Traffic:
         return found
 
     def _share(self, flows: set[int], now_s: float) -> dict[int, float]:
+        """Give flows that meet their fair rates from now on; returns when each will be through."""
+        among = frozenset(flows)
+        rates = self._rates.get(among)
+        if rates is None:
+            if len(self._rates) >= _MOST_KEPT:
+                self._rates.clear()
+            rates = self._rates[among] = self._fair_rates(flows)
+        ends = {}
+        for number in sorted(flows):
+            flow = self.flows[number]
+            flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
+            flow.since_s = now_s
+            flow.rate = rates[number]
+            ends[number] = self._end_s(flow, now_s)
+        return ends
+
+    def _fair_rates(self, flows: set[int]) -> dict[int, float]:
         """Fill the wires fairly: the scarcest wire settles the rate of those that pass it, then the next."""
+        rates = dict.fromkeys(flows, math.inf)
         room: dict[int, float] = {}
         load: defaultdict[int, float] = defaultdict(float)
         num_passing: Counter[int] = Counter()
         for number in flows:
             flow = self.flows[number]
-            flow.left_bytes = max(flow.left_bytes - flow.rate * (now_s - flow.since_s), 0.0)
-            flow.since_s = now_s
-            flow.rate = math.inf
             num_passing.update(flow.path.wires)
             for wire, own in flow.loads:
                 room[wire] = self.network.wires[wire].bytes_per_s
@@ -229,7 +266,7 @@ class Traffic:
                 flow = self.flows[number]
                 if scarcest not in flow.path.wires:
                     continue
-                flow.rate = rate
+                rates[number] = rate
                 unsettled.discard(number)
                 for wire, own in flow.loads:
                     load[wire] -= own
@@ -238,7 +275,7 @@ class Traffic:
                     num_passing[wire] -= 1
                     if not num_passing[wire]:
                         del num_passing[wire]
-        return {number: self._end_s(self.flows[number], now_s) for number in sorted(flows)}
+        return rates
 
     @staticmethod
     def _end_s(flow: _Flow, now_s: float) -> float:
@@ -256,6 +293,9 @@ class SimulatedChannel:
     def __init__(self, source: int, destination: int, path: Path) -> None:
         self.destination = destination
         self.path = path
+        self.is_sync = source == destination
+        self.meets = path.overlap is Overlap.NONE
+        """Whether messages only cross while both ranks wait."""
         self.free_s = 0.0
         self.is_busy = False
         self.queue: deque[SimulatedMessage] = deque()
@@ -265,11 +305,12 @@ class SimulatedChannel:
 
     def book(self, parcel: "SimulatedMessage", start_s: float, end_s: float) -> None:
         """A parcel was on its way from then to then."""
-        self.transfers.start_s.append(start_s)
-        self.transfers.end_s.append(end_s)
-        self.transfers.num_bytes.append(parcel.num_bytes)
-        self.transfers.sent_by.append(parcel.sent_by)
-        self.transfers.received_by.append(parcel.received_by)
+        transfers = self.transfers
+        transfers.start_s.append(start_s)
+        transfers.end_s.append(end_s)
+        transfers.num_bytes.append(parcel.num_bytes)
+        transfers.sent_by.append(parcel.sent_by)
+        transfers.received_by.append(parcel.received_by)
 
 
 class SimulatedMessage:

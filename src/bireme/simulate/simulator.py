@@ -19,7 +19,8 @@ can; else all ranks go forward together in the order of time, so that messages a
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
 from typing import NamedTuple
@@ -64,6 +65,10 @@ class _Op(NamedTuple):
     instruction: Instruction
 
 
+_op: Callable[[tuple[int, float, int, int, float, Instruction]], _Op] = partial(tuple.__new__, _Op)
+"""Makes an operation in less time: there is one for each instruction."""
+
+
 class _Like(NamedTuple):
     """The common part of operations of one kind, stage and half; `key` is that of micro-batch 0 of batch 0.
     If stages are on several ranks, these are operations of one micro-batch: its messages cross between the
@@ -105,7 +110,7 @@ class _Operations:
             code, seconds, key, channel, num_bytes = like
             if code != _LOCAL:
                 key += (step.batch * num_microbatches + (step.microbatch or 0)) * each
-            return _Op(code, seconds, key, channel, num_bytes, step)
+            return _op((code, seconds, key, channel, num_bytes, step))
 
         for block in self._program.tracks[rank].blocks():
             ops = ready.get(id(block.instructions))
@@ -300,6 +305,11 @@ class _Run:
         self.agree = agree
         self.processors = processors if processors is not None and processors.is_shared() else None
         self.work = None if self.processors is None else self.processors.traffic()
+        self.core_paths = (
+            []
+            if self.processors is None
+            else [self.processors.path(rank) for rank in range(program.num_ranks)]
+        )
         meets = any(path.overlap is Overlap.NONE for path in network.paths.values())
         self.in_order = meets or network.is_shared() or self.processors is not None
         self.traffic = Traffic(network)
@@ -413,7 +423,7 @@ class _Run:
             return
         number = rank.number
         cores_s = self.processors.work(number, seconds)
-        self._stamp_work(self.work.begin(number, self.processors.path(number), cores_s, now))
+        self._stamp_work(self.work.begin(number, self.core_paths[number], cores_s, now))
 
     def _end_work(self, rank: _Rank, now: float) -> None:
         if self.work is not None:
@@ -472,7 +482,7 @@ class _Run:
             self.parcels[parcel.key] = parcel
             return
         channel = self.channels[parcel.channel]
-        if channel.path.overlap is not Overlap.NONE:
+        if not channel.meets:
             self._set_out(parcel)
         else:
             receiver = self.ranks[channel.destination]
@@ -524,7 +534,7 @@ class _Run:
         if not self.in_order or not channel.path.wires:
             start = max(parcel.ready_s, channel.free_s)
             through = start + self.network.seconds(channel.path, parcel.num_bytes)
-            channel.free_s = through + (parcel.late_s if channel.transfers.is_sync else 0.0)
+            channel.free_s = through + (parcel.late_s if channel.is_sync else 0.0)
             self._arrive(channel, parcel, start, through)
         elif channel.is_busy:
             channel.queue.append(parcel)
@@ -558,7 +568,11 @@ class _Run:
     ) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
         channel.book(parcel, start, arrival)
-        if self.agree and channel.transfers.is_sync and parcel.key % 8 != _AVERAGE:
+        if not channel.is_sync:
+            self._arrived(parcel.key, arrival)
+            if channel.meets:
+                self._arrived(~parcel.key, arrival)  # to its sender
+        elif self.agree and parcel.key % 8 != _AVERAGE:
             if not self.overlap_reduce:
                 self._summed(parcel.key, arrival)
             batch = parcel.key // 8 // self.program.num_stages
@@ -568,12 +582,8 @@ class _Run:
                 latest = max(one for _, one in self.synced.pop(batch))
                 for key, _ in synced:
                     self._summed(key + _AGREED, latest)
-        elif channel.transfers.is_sync:
-            self._summed(parcel.key, arrival)
         else:
-            self._arrived(parcel.key, arrival)
-            if channel.path.overlap is Overlap.NONE:
-                self._arrived(~parcel.key, arrival)  # to its sender
+            self._summed(parcel.key, arrival)
 
     def _summed(self, key: int, arrival: float) -> None:
         """The sum of a stage has come to all its ranks, for each of which there is a key."""
