@@ -66,15 +66,18 @@ def busiest_lane(
 
     `flows` are the bytes of a message from one device to another, and the number of such messages.
     """
-    total: defaultdict[Lane, float] = defaultdict(float)
+    total: defaultdict[str, float] = defaultdict(float)
+    rates: dict[str, float] = {}
     for here, there, num_bytes, count in flows:
         busy = count * busy_bytes(problem.curved(here, there), num_bytes)
         for lane in problem.path(here, there):
-            total[lane] += busy
+            total[lane.name] += busy
+            rates[lane.name] = lane.bytes_per_s
     for ring in rings:
         for lane, num_bytes in ring.on_lanes(problem):
-            total[lane] += num_bytes
-    seconds = {lane.name: num_bytes / lane.bytes_per_s for lane, num_bytes in total.items()}
+            total[lane.name] += num_bytes
+            rates[lane.name] = lane.bytes_per_s
+    seconds = {name: num_bytes / rates[name] for name, num_bytes in total.items()}
     name = max(seconds, key=lambda lane: (seconds[lane], lane), default="")
     return name, seconds.get(name, 0.0)
 
@@ -231,19 +234,19 @@ def links_between(
         ends = [pair for a, b in zip(grid[one], grid[other], strict=True) for pair in ((a, b), (b, a))]
         ways.append(ends)
         flows.update(lane.name for pair in ends for lane in problem.path(*pair))
+    stops = [[problem.latency_and_overlap(*pair) for pair in ends] for ends in ways]
+    most_overlap = problem.most_overlap(schedule)
     return [
         RowLink(
             min(
                 (lane.bytes_per_s / flows[lane.name] for pair in ends for lane in problem.path(*pair)),
                 default=float("inf"),
             ),
-            max((problem.cluster.latency(*pair) for pair in ends), default=0.0),
-            overlap=Overlap.least(
-                (problem.most_overlap(schedule), *(problem.cluster.overlap(*pair) for pair in ends))
-            ),
+            max((latency_s for latency_s, _ in stop), default=0.0),
+            overlap=Overlap.least({most_overlap, *(overlap for _, overlap in stop)}),
             curved=tuple(dict.fromkeys(link for pair in ends for link in problem.curved(*pair))),
         )
-        for ends in ways
+        for ends, stop in zip(ways, stops, strict=True)
     ]
 
 

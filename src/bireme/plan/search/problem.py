@@ -106,6 +106,7 @@ class PlanningProblem:
         self._chains: dict[tuple[int, int], Chain] = {}
         self._merged: dict[tuple[int, int, float, int, bool], Chain] = {}
         self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
+        self._stops: dict[tuple[int, int], tuple[float, Overlap]] = {}
 
     @property
     def num_units(self) -> int:
@@ -280,6 +281,13 @@ class PlanningProblem:
         if ends not in self._paths:
             self._paths[ends] = self.cluster.path(source, destination)
         return self._paths[ends]
+
+    def latency_and_overlap(self, source: int, destination: int) -> tuple[float, Overlap]:
+        """The seconds a message is late between two devices, and which end computes meanwhile."""
+        ends = source, destination
+        if ends not in self._stops:
+            self._stops[ends] = self.cluster.latency(*ends), self.cluster.overlap(*ends)
+        return self._stops[ends]
 
     @cached_property
     def _has_curves(self) -> bool:
