@@ -8,10 +8,8 @@ of the slowest replica, and never shorter than what the busiest device or lane n
 Parameters that stages on several ranks share are summed over all of these, in a ring of their own.
 """
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -32,7 +30,7 @@ from bireme.plan.search.contention import (
     processors_of,
     rings_s,
 )
-from bireme.plan.search.draft import Draft, ReplicaWork
+from bireme.plan.search.draft import Draft, ReplicaWork, without_collection
 from bireme.plan.search.draft_paging import (
     Tied,
     TiedGradients,
@@ -80,19 +78,6 @@ class _LowerBound:
     bottleneck: str
     device_s: Mapping[int, float]
     """For how long a batch keeps each device busy."""
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Search memory for no circles meanwhile: programs have none, and it would take a third of a forecast."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class PlanEvaluator:
@@ -154,14 +139,11 @@ class PlanEvaluator:
                 least_s = max(least_s, all_s)
         return least_s
 
+    @without_collection()
     def forecast(self, draft: Draft, *, is_brief: bool = False) -> Forecast:
         """What a draft takes, whether it fits or not. With `is_brief` one that pages is looked at for a few
         batches only, and what its tiers move is not that of a long run.
         """
-        with _without_collection():
-            return self._forecast(draft, is_brief=is_brief)
-
-    def _forecast(self, draft: Draft, *, is_brief: bool) -> Forecast:
         problem, outline = self._problem, draft.outline
         floor = self.floor(draft)
         shortened = draft.shortened(self._fewest(draft, floor))
