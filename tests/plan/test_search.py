@@ -50,7 +50,8 @@ def every_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iter
             for name in schedules:
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
                     continue
-                if ranks == 1 and request.schedule == "auto" and name != "sequential":
+                hides_sums = width > 1 and SCHEDULES[name].rule is not Rule.SYNCHRONOUS
+                if ranks == 1 and request.schedule == "auto" and name != "sequential" and not hides_sums:
                     continue  # without a pipeline there is nothing to schedule
                 for parts in {"interleaved": (2, 4), "zbv": (2,)}.get(name, (1,)):
                     if parts > 1 and ranks == 1:

@@ -425,16 +425,26 @@ class PlanRequest:
         return sum_steps(self.sums.codec, optimizer).steps
 
     def penalty(
-        self, rule: Rule, optimizer: str, num_stages: int, num_microbatches: int, *, lookahead: int = 0
+        self,
+        rule: Rule,
+        optimizer: str,
+        num_stages: int,
+        num_microbatches: int,
+        *,
+        lookahead: int = 0,
+        width: int = 1,
     ) -> float:
         """Batches with this plan that equal one synchronous batch; 1 if the goal is throughput.
 
-        Batches of the delay warm-up take longer, by the bubble of equal stages, and count that much more.
+        Batches of the delay warm-up take longer, by the bubble of equal stages, and count that much more. A
+        trial step of replicas of a single stage knows the gradients of its own replica alone.
         """
         if rule is Rule.SYNCHRONOUS or self.goal is Goal.THROUGHPUT:
             return 1.0
         steps = self.penalties.get(rule)
         if steps is None:
-            unseen = unseen_share(num_stages, num_microbatches, lookahead)
+            unseen = (
+                unseen_share(num_stages, num_microbatches, lookahead) if num_stages > 1 else 1 - 1 / width
+            )
             steps = steps_for_one(rule, optimizer, delay_warmup=self.delay_warmup_share, unseen=unseen)
         return steps * (1 + self.delay_warmup_share * (num_stages - 1) / num_microbatches)

@@ -306,7 +306,9 @@ class PlanningProblem:
     ) -> float:
         """What a shape costs in steps, if that is minded, but for what codecs on its boundaries do."""
         rule, optimizer = schedule_named(schedule).rule, self.profile.optimizer
-        steps = self.request.penalty(rule, optimizer, num_stages, num_microbatches, lookahead=lookahead)
+        steps = self.request.penalty(
+            rule, optimizer, num_stages, num_microbatches, lookahead=lookahead, width=width
+        )
         return steps * self.request.sum_penalty(width, optimizer)
 
     def _pins(self) -> Mapping[int, int]:
