@@ -144,13 +144,13 @@ def test_versions_that_differ_are_named(change: dict[str, str], verdict: Verdict
 def test_clocks_are_compared(
     listener: tuple[str, int], monkeypatch: pytest.MonkeyPatch, offset_s: float, verdict: str
 ) -> None:
-    ask = line._Line.ask
+    ask = line.RequestLine.ask
 
-    def shifted(self: line._Line, what: str, **words: object) -> dict[str, object]:
+    def shifted(self: line.RequestLine, what: str, **words: object) -> dict[str, object]:
         found = ask(self, what, **words)
         return {"now_s": found["now_s"] + offset_s} if what == "ping" else found
 
-    monkeypatch.setattr(line._Line, "ask", shifted)
+    monkeypatch.setattr(line.RequestLine, "ask", shifted)
     found = next(one for one in check_line(listener, TOKEN, OWN) if one.check == "clock")
     assert found.verdict == verdict
     assert offset_s >= 0 or "behind" in found.text
@@ -159,13 +159,13 @@ def test_clocks_are_compared(
 def test_a_router_between_is_seen_by_its_address(
     listener: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = line._Line.ask
+    ask = line.RequestLine.ask
 
-    def behind(self: line._Line, what: str, **words: object) -> dict[str, object]:
+    def behind(self: line.RequestLine, what: str, **words: object) -> dict[str, object]:
         found = ask(self, what, **words)
         return {**found, "seen": "203.0.113.9"} if what == "hello" else found
 
-    monkeypatch.setattr(line._Line, "ask", behind)
+    monkeypatch.setattr(line.RequestLine, "ask", behind)
     found = next(one for one in check_line(listener, TOKEN, OWN) if one.check == "address")
     assert "sees it as 203.0.113.9: a router is in between" in found.text
     assert "VPN" in found.remedy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, address_of, print_json
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def doctor(
     if listen:
         if other or token or as_json:
             raise BiremeError("--listen goes without another machine, --token and --json.")
-        _listen(*_address(listen), own)
+        _listen(*address_of(listen), own)
         return
     if token and not other:
         raise BiremeError("--token is for another machine. Name it: bireme doctor HOST:PORT --token TOKEN")
-    address = _address(other) if other else None
+    address = address_of(other) if other else None
     found = _shown(check_machine(own), is_quiet=as_json)
     if address is not None:
         found += _shown(check_line(address, token or os.environ.get(KEY, ""), own), is_quiet=as_json)
@@ -71,14 +71,6 @@ def doctor(
         )
     if num_fails:
         raise typer.Exit(1)
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise BiremeError(f"{text!r} is not of the form HOST:PORT, such as 192.168.1.5:29600.")
-    return host, int(port)
 
 
 def _shown(findings: "Iterable[Finding]", *, is_quiet: bool) -> "list[Finding]":

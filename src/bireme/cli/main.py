@@ -35,6 +35,13 @@ VERBS = {
         TRAIN,
         "Train a model over a pipeline. Without a run file: a small language model on Python's sources.",
     ),
+    "coordinate": Verb(
+        TRAIN, "Wait for machines that type `bireme join`, and train a model with all of them."
+    ),
+    "join": Verb(
+        TRAIN,
+        "Take part in a run with this machine: check it and the line, wait for the others, train.",
+    ),
     "evaluate": Verb(
         TRAIN, "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second."
     ),

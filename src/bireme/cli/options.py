@@ -271,6 +271,15 @@ def say_written(*paths: Path | None) -> None:
             typer.echo(f"Wrote {path}.")
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """The host and the port of a `HOST:PORT`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise BiremeError(f"{text!r} is not of the form HOST:PORT, such as 192.168.1.5:29600.")
+    return host, int(port)
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print the JSON document on standard output."""
     typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))

@@ -137,6 +137,13 @@ class AdmissionList:
         """The list without the machine of that name, or the machine or the token whose key or digest begins
         so: it stays listed, and counts no more.
         """
+        return self._marked(word, is_revoked=True)
+
+    def admit_again(self, word: str) -> "AdmissionList":
+        """The list in which a revoked machine or token, named as for `revoke`, counts again."""
+        return self._marked(word, is_revoked=False)
+
+    def _marked(self, word: str, *, is_revoked: bool) -> "AdmissionList":
         machines = [one for one in self.machines if one.name == word or one.public.startswith(word)]
         tokens = [one for one in self.tokens if one.digest.startswith(word)]
         if len(machines) + len(tokens) != 1 or not word:
@@ -145,11 +152,15 @@ class AdmissionList:
                 f"There is {num} machine or token {word!r}. Give a name, or the beginning of a key that only "
                 "one of them has."
             )
-        if tokens:
-            gone = replace(tokens[0], is_revoked=True)
-            return replace(self, tokens=tuple(gone if one in tokens else one for one in self.tokens))
-        left = replace(machines[0], is_revoked=True)
-        return replace(self, machines=tuple(left if one in machines else one for one in self.machines))
+        return replace(
+            self,
+            machines=tuple(
+                replace(one, is_revoked=is_revoked) if one in machines else one for one in self.machines
+            ),
+            tokens=tuple(
+                replace(one, is_revoked=is_revoked) if one in tokens else one for one in self.tokens
+            ),
+        )
 
     def _machine(self, public: str) -> AdmittedMachine | None:
         return next((one for one in self.machines if one.public == public), None)

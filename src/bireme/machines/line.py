@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -48,23 +48,27 @@ TIMEOUT_S = 5.0
 _MEASURE_S = 1.0
 _NUM_PINGS = 20
 _LARGE_BYTES, _MOST_BYTES = 1 << 20, 1 << 26
-_MOST_WORDS_BYTES = 1 << 16
+_MOST_WORDS_BYTES = 1 << 20
 _MOST_OFFSET_S, _FAILING_OFFSET_S = 2.0, 300.0
 _MTU = (
     "the MTU of a link between is smaller than both ends believe, or the line was cut",
     "Lower it on both machines, such as: ip link set dev eth0 mtu 1280",
 )
 _GREETING = b"BIREME?"
+_CUT = ("line", "large messages")
+"""Checks after which, if they fail, nothing more can be asked."""
 
 
-class _Line:
+class RequestLine:
     """Requests and data over a connection, at either end."""
 
     def __init__(self, made: socket.socket) -> None:
+        self.socket = made
         self._connection = Connection(made)
         self._data = bytearray()
 
     def say(self, words: Mapping[str, Any]) -> None:
+        """Send words. Raises an `OSError` if they are not taken."""
         self._connection.say(json.dumps(words).encode())
         self._connection.flush(TIMEOUT_S)
 
@@ -74,10 +78,12 @@ class _Line:
         return found if isinstance(found, dict) else {}
 
     def ask(self, what: str, **words: Any) -> dict[str, Any]:
+        """The answer to a request. Raises an `OSError` or a `ValueError` if none comes."""
         self.say({"do": what, **words})
         return self.hear()
 
     def send(self, num_bytes: int) -> None:
+        """Send a frame of that many bytes."""
         body = memoryview(bytes(num_bytes))
         self._connection.send(memoryview(frame_header(FrameKind.TENSOR, num_bytes)), body)
         self._connection.flush(TIMEOUT_S)
@@ -130,27 +136,34 @@ class DoctorListener:
     def _serve(self, made: socket.socket) -> None:
         with made, suppress(OSError, ValueError, KeyError, TypeError, BiremeError):
             peer = made.getpeername()[0] if made.family != socket.AF_UNIX else ""
-            line, name = _Line(made), peer
+            line, name = RequestLine(made), peer
             while True:
                 asked = line.hear()
+                answer_check(line, asked, peer, self._own)
                 match asked["do"]:
                     case "hello":
                         name = MachineFacts.read(asked["facts"]).name
                         self._tell(f"{name} at {peer} checks the line.")
-                        line.say({"facts": asdict(self._own), "seen": peer})
-                    case "ping":
-                        line.say({"now_s": time.time()})
-                    case "take":
-                        line.take()
-                        line.say({})
-                    case "give":
-                        line.send(min(int(asked["bytes"]), _MOST_BYTES))
-                    case "call":
-                        line.say({"error": _call_back(peer, int(asked["port"]), str(asked["key"]))})
                     case "findings":
                         for text in asked["lines"][:100]:
                             self._tell(f"{name}: {''.join(filter(str.isprintable, str(text)))[:400]}")
                         line.say({})
+
+
+def answer_check(line: RequestLine, asked: Mapping[str, Any], peer: str, own: MachineFacts) -> None:
+    """Answer a request of the other end, at the address `peer`, if it is one by which it checks the line."""
+    match asked["do"]:
+        case "hello":
+            line.say({"facts": asdict(own), "seen": peer})
+        case "ping":
+            line.say({"now_s": time.time()})
+        case "take":
+            line.take()
+            line.say({})
+        case "give":
+            line.send(min(int(asked["bytes"]), _MOST_BYTES))
+        case "call":
+            line.say({"error": _call_back(peer, int(asked["port"]), str(asked["key"]))})
 
 
 def _call_back(host: str, port: int, key: str) -> str:
@@ -162,60 +175,91 @@ def _call_back(host: str, port: int, key: str) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Listening:
+    """What listens at the other end: the command that starts it, and the finding if it takes no caller."""
+
+    command: str
+    refusal: Finding
+
+
 def check_line(address: Address, token: str, own: MachineFacts) -> Iterator[Finding]:
     """All findings about the line to another machine, as they come. It ends with the first that makes the
     others impossible.
     """
+    host, port = address
+    refusal = fails(
+        "token",
+        f"{host}:{port} does not take {'the token' if token else 'a caller without a token'}.",
+        "Copy the line that `bireme doctor --listen` prints there. For the port of a run, --token is the "
+        "run's BIREME_KEY.",
+    )
+    line = yield from _called(
+        address, token, b"", _Listening(f"bireme doctor --listen {host}:{port}", refusal)
+    )
+    if line is not None:
+        with line.socket:
+            yield from _answered(line, address, own)
+
+
+def call_coordinator(
+    address: Address, key: str, purpose: bytes
+) -> Generator[Finding, None, RequestLine | None]:
+    """A line to `bireme coordinate`, with the findings on the way; None if the last one says why not."""
+    where = f"{address[0]}:{address[1]}"
+    remedy = "Copy the line that `bireme coordinate` prints there, with a token of its own for this machine."
+    refusal = fails("token", f"{where} is not the coordinator that gave the token.", remedy)
+    return (yield from _called(address, key, purpose, _Listening("bireme coordinate", refusal)))
+
+
+def _called(
+    address: Address, key: str, purpose: bytes, listening: _Listening
+) -> Generator[Finding, None, RequestLine | None]:
+    """A line to what should listen there."""
     host, port = address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         remedy = "Type its address instead, or add the name to /etc/hosts."
         yield fails("name", f"this machine does not find the name {host}.", remedy)
-        return
+        return None
     where = found[0][4][0]
     if where != host:
         yield well("name", f"{host} is {where}")
-    made = yield from _connected(address)
+    made = yield from _connected(address, listening)
     if made is None:
-        return
+        return None
     stop = _stranger(made, address)
     if stop is not None:
         made.close()
         yield stop
-        return
+        return None
     yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
     try:
-        made = authenticated(made, token)
+        made = authenticated(made, key, purpose)
     except BiremeError as error:
         yield fails("encryption", str(error), "")
-        return
+        return None
     except TimeoutError:
         yield fails("line", f"{host}:{port} greets and then falls silent: {_MTU[0]}.", _MTU[1])
-        return
+        return None
     except OSError:
-        yield fails(
-            "token",
-            f"{host}:{port} does not take {'the token' if token else 'a caller without a token'}.",
-            "Copy the line that `bireme doctor --listen` prints there. For the port of a run, --token is the "
-            "run's BIREME_KEY.",
-        )
-        return
+        yield listening.refusal
+        return None
     is_encrypted = isinstance(made, EncryptedSocket)
     text = "the line is encrypted (TLS 1.3)" if is_encrypted else "the line is not encrypted"
     yield well("encryption", text)
-    with made:
-        yield from _answered(_Line(made), made, address, own)
+    return RequestLine(made)
 
 
-def _connected(address: Address) -> Generator[Finding, None, socket.socket | None]:
+def _connected(address: Address, listening: _Listening) -> Generator[Finding, None, socket.socket | None]:
     """A connection, or the finding why there is none."""
     host, port = address
     try:
         return socket.create_connection(address, timeout=TIMEOUT_S)
     except ConnectionRefusedError:
         text = f"{host} is there, and nothing listens at its port {port}."
-        remedy = f"Start `bireme doctor --listen {host}:{port}` there, or compare the port with the run's."
+        remedy = f"Start `{listening.command}` there, or compare the port with the run's."
     except TimeoutError:
         text = f"{host}:{port} does not answer: it is off, or a firewall drops packets."
         remedy = f"Let TCP port {port} in there (such as `ufw allow {port}/tcp`), and in its router."
@@ -252,33 +296,47 @@ def _stranger(made: socket.socket, address: Address) -> Finding | None:
     return None
 
 
-def _answered(line: _Line, made: socket.socket, address: Address, own: MachineFacts) -> Iterator[Finding]:
+def _answered(line: RequestLine, address: Address, own: MachineFacts) -> Iterator[Finding]:
     """What the other end helps to find out."""
+    found = list[Finding]()
     try:
-        hello = line.ask("hello", facts=asdict(own))
-        other, seen = MachineFacts.read(hello["facts"]), str(hello["seen"])
-    except (OSError, ValueError, KeyError):
+        for one in check_between(line, own):
+            found.append(one)
+            yield one
+    except _NoAnswerError:
         yield note(
             "peer",
             f"a run of Bireme listens at {address[0]}:{address[1]}, and takes the key.",
             "Run `bireme doctor --listen` there to check versions, clocks, ports and speeds.",
         )
         return
-    lines: list[str] = []
+    if not any(one.check in _CUT and one.remedy for one in found):
+        with suppress(OSError, ValueError):
+            line.ask("findings", lines=[one.line for one in found])
+
+
+class _NoAnswerError(ConnectionError):
+    """The other end does not answer requests."""
+
+
+def check_between(line: RequestLine, own: MachineFacts) -> Iterator[Finding]:
+    """What both ends of a line find out together. It ends with the first finding that the line is cut."""
+    try:
+        hello = line.ask("hello", facts=asdict(own))
+        other, seen = MachineFacts.read(hello["facts"]), str(hello["seen"])
+    except (OSError, ValueError, KeyError):
+        raise _NoAnswerError from None
     checks: Sequence[Callable[[], Iterator[Finding]]] = (
         lambda: _versions(own, other),
         lambda: _clocks_and_latency(line, other.name),
-        lambda: _addresses(line, made, seen, other.name),
+        lambda: _addresses(line, seen, other.name),
         lambda: _speeds(line, other.name),
     )
     for check in checks:
         for one in check():
-            lines.append(one.line)
             yield one
-            if one.check in ("line", "large messages") and one.remedy:
+            if one.check in _CUT and one.remedy:
                 return
-    with suppress(OSError, ValueError):
-        line.ask("findings", lines=lines)
 
 
 def _versions(own: MachineFacts, other: MachineFacts) -> Iterator[Finding]:
@@ -296,7 +354,7 @@ def _versions(own: MachineFacts, other: MachineFacts) -> Iterator[Finding]:
         yield well("versions", f"the same on {other.name}")
 
 
-def _clocks_and_latency(line: _Line, name: str) -> Iterator[Finding]:
+def _clocks_and_latency(line: RequestLine, name: str) -> Iterator[Finding]:
     taken: list[tuple[float, float]] = []
     try:
         for _ in range(_NUM_PINGS):
@@ -319,9 +377,9 @@ def _clocks_and_latency(line: _Line, name: str) -> Iterator[Finding]:
         yield well("clock", "both clocks agree to 2 s")
 
 
-def _addresses(line: _Line, made: socket.socket, seen: str, name: str) -> Iterator[Finding]:
+def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
     """Whether the other machine can call this one, as ranks do, at a port that the system chooses."""
-    own = made.getsockname()[0]
+    own = line.socket.getsockname()[0]
     if own != seen:
         yield note(
             "address",
@@ -346,13 +404,13 @@ def _addresses(line: _Line, made: socket.socket, seen: str, name: str) -> Iterat
             "ports",
             f"{name} cannot call this machine back at {seen}:{port} ({error}): only one direction is open.",
             "Ranks listen on ports of their own choice: let all TCP ports in from there (such as `ufw allow "
-            f"from {made.getpeername()[0]}`), or join both machines by a VPN.",
+            f"from {line.socket.getpeername()[0]}`), or join both machines by a VPN.",
         )
     else:
         yield well("ports", f"{name} calls this machine back at {seen}")
 
 
-def _speeds(line: _Line, name: str) -> Iterator[Finding]:
+def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
     """Whether large messages cross, and how fast."""
 
     def give(num_bytes: int) -> None:

@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from bireme.errors import BiremeError
 from bireme.wire.connection import TAG_BYTES, VERSION, Poller
 from bireme.wire.encryption import LACKS, LEAVES, WANTED, EncryptedSocket, encrypts, policy_for
 
@@ -56,6 +57,10 @@ def new_key() -> str:
     return secrets.token_hex(16)
 
 
+KeyOf = Callable[[bytes], str]
+"""Gives the key that callers of a purpose have. Raises a `BiremeError` if the purpose is none."""
+
+
 class Caller(NamedTuple):
     """A process of the run that has connected, and what it said the connection is for."""
 
@@ -66,7 +71,7 @@ class Caller(NamedTuple):
 class _Stranger:
     """A connection whose other end has not answered yet."""
 
-    __slots__ = ("ends_s", "nonce", "policy", "said", "socket")
+    __slots__ = ("ends_s", "key", "nonce", "policy", "said", "socket")
 
     def __init__(self, made: socket.socket) -> None:
         made.setblocking(False)
@@ -75,19 +80,27 @@ class _Stranger:
         self.nonce = bytes([self.policy]) + secrets.token_bytes(_NONCE_BYTES)
         """The policy and a nonce: what the challenge has beside its start."""
         self.said = b""
+        self.key = ""
+        """The key by which it has answered."""
         self.ends_s = time.monotonic() + GREETING_S
 
 
 class Listener:
-    """Takes connections on sockets for whoever knows the key; `on_caller` is called with each.
+    """Takes connections on sockets for whoever knows the key, or the key for the purpose that the caller
+    gives; `on_caller` is called with each.
 
     It is part of a `Poller`, whose thread it uses. Call `sweep` now and then.
     """
 
     def __init__(
-        self, key: str, sockets: Sequence[socket.socket], poller: Poller, on_caller: Callable[[Caller], None]
+        self,
+        key: str | KeyOf,
+        sockets: Sequence[socket.socket],
+        poller: Poller,
+        on_caller: Callable[[Caller], None],
     ) -> None:
-        self._key, self._sockets, self._poller, self._on_caller = key, tuple(sockets), poller, on_caller
+        self._key_of = (lambda _: key) if isinstance(key, str) else key
+        self._sockets, self._poller, self._on_caller = tuple(sockets), poller, on_caller
         self._strangers: dict[int, _Stranger] = {}
         """By their file, the oldest first."""
         for one in self._sockets:
@@ -137,7 +150,12 @@ class Listener:
         if more and len(stranger.said) < _ANSWER_BYTES:
             return
         asked, answer = stranger.said[:-_MAC_BYTES], stranger.said[-_MAC_BYTES:]
-        if not more or not hmac.compare_digest(answer, _mac(self._key, b"answer", stranger.nonce, asked)):
+        expected = b""
+        if more:
+            with suppress(BiremeError):
+                stranger.key = self._key_of(asked[_NONCE_BYTES + 1 :])
+                expected = _mac(stranger.key, b"answer", stranger.nonce, asked)
+        if not expected or not hmac.compare_digest(answer, expected):
             self._refuse(stranger)
         elif not asked[_NONCE_BYTES]:
             is_needed = stranger.policy & (WANTED | LEAVES) == WANTED | LEAVES
@@ -149,7 +167,7 @@ class Listener:
 
     def _encrypt(self, stranger: _Stranger) -> None:
         try:
-            stranger.socket = EncryptedSocket(stranger.socket, self._key, is_listener=True)
+            stranger.socket = EncryptedSocket(stranger.socket, stranger.key, is_listener=True)
         except OSError:  # as on a full disk
             self._refuse(stranger)
         else:
@@ -166,7 +184,7 @@ class Listener:
 
     def _let_in(self, stranger: _Stranger) -> None:
         asked = stranger.said[:-_MAC_BYTES]
-        if self._say(stranger, _mac(self._key, b"proof", asked[:_NONCE_BYTES], stranger.nonce)):
+        if self._say(stranger, _mac(stranger.key, b"proof", asked[:_NONCE_BYTES], stranger.nonce)):
             self._forget(stranger)
             _prepare(stranger.socket)
             self._on_caller(Caller(stranger.socket, asked[_NONCE_BYTES + 1 :]))
@@ -192,7 +210,11 @@ class ListenerThread:
     """A thread that takes connections until it is closed; `on_caller` is called in it."""
 
     def __init__(
-        self, key: str, sockets: Sequence[socket.socket], on_caller: Callable[[Caller], None], name: str
+        self,
+        key: str | KeyOf,
+        sockets: Sequence[socket.socket],
+        on_caller: Callable[[Caller], None],
+        name: str,
     ) -> None:
         self._poller = Poller()
         self._listener = Listener(key, sockets, self._poller, on_caller)

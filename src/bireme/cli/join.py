@@ -1,0 +1,93 @@
+"""`bireme join`: take part in the run of a coordinator with this machine."""
+
+import signal
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from bireme.cli.options import Json, address_of, print_json
+from bireme.errors import BiremeError
+
+
+def join(
+    coordinator: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The coordinator, as it prints its address.")
+    ],
+    token: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKEN",
+            help="The token that `bireme coordinate` prints; a machine that it knows needs none.",
+            show_default=False,
+        ),
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="This machine's name in the coordinator's list; by default its host name.",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Take part in a run with this machine: check it and the line, wait for the others, train.
+
+    It comes back by itself after a lost line. If it is killed, type it again. Ctrl-C stops the run in order,
+    a second one ends the processes of this machine at once.
+
+    [dim]bireme join 192.168.1.5:29600 --token TOKEN[/dim]
+    """
+    from bireme import __version__
+    from bireme.machines.admission import Token
+    from bireme.machines.keys import own_key
+    from bireme.machines.own_machine import MachineFacts, check_machine
+    from bireme.report.terminal import tell
+    from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
+
+    address = address_of(coordinator)
+    given = Token.parse(token) if token else None
+    facts = MachineFacts.own(__version__)
+    own = list(check_machine(facts))
+    refuse_failing(failures(own))
+    public = known_coordinator(address) if given is None else given.coordinator
+
+    def out(stream: str, text: str) -> None:
+        attended = attendance.orders
+        if stream == "out" and attended is not None and attended.run.as_json:
+            return  # the coordinator's document
+        typer.echo(text, err=as_json or stream == "err")
+
+    attendance = Attendance(address, own_key(), public, facts, name or facts.name, tell, out)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        attendance.interrupt(is_urgent=number == signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    found = attendance.call("" if given is None else given.secret)
+    refuse_failing(failures(found))
+    if given is not None:
+        note_coordinator(address, public)
+    tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
+    status = attendance.run()
+    if as_json:
+        orders = attendance.orders
+        print_json(
+            {
+                "status": status,
+                "number": None if orders is None else orders.number,
+                "findings": [one.document() for one in (*own, *found)],
+            }
+        )
+    if status:
+        raise typer.Exit(status)
+
+
+def refuse_failing(sentences: list[str]) -> None:
+    """Raise the first as a user's mistake, after the others."""
+    for sentence in sentences[1:]:
+        typer.echo(f"bireme: {sentence}", err=True)
+    if sentences:
+        raise BiremeError(sentences[0])

@@ -1,0 +1,221 @@
+"""Machines that join a coordinator: who is let in, and one sentence for who is not."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bireme import __version__
+from bireme.cli.coordinate import _counts
+from bireme.errors import BiremeError
+from bireme.machines import line
+from bireme.machines.admission import Token, change_admissions
+from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, RunOffer
+from bireme.machines.keys import HOME, MachineKey
+from bireme.machines.own_machine import MachineFacts
+from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
+from bireme.wire.encryption import ALWAYS, VARIABLE
+from tests.support.command import bireme
+
+FACTS = MachineFacts.own(__version__)
+OWN, BLUE, GREEN, RED = (MachineKey.of(f"{number:064x}") for number in range(1, 5))
+RUN = RunOffer("format = 1\n", None, uses_gpus=False, can_return=True)
+
+
+class Meeting:
+    """A coordinator without a command, and machines that call it."""
+
+    def __init__(self, folder: Path, run: RunOffer, most: int = 2) -> None:
+        self.list = folder / "admitted.json"
+        self.told: list[str] = []
+        self.gathering = Gathering(run, OWN, "127.0.0.1", (most, most), 0.0, self.list, self.told.append)
+        self.listener = GatheringListener(self.gathering, ("127.0.0.1", 0), OWN, FACTS)
+        self.address = ("127.0.0.1", self.listener.port)
+        self.called: list[Attendance] = []
+
+    def token(self, lifetime_s: float = 60.0) -> str:
+        secrets: list[str] = []
+
+        def change(found):  # type: ignore[no-untyped-def]
+            found, secret = found.with_token(time.time(), lifetime_s)
+            secrets.append(secret)
+            return found
+
+        change_admissions(self.list, change)
+        return secrets[0]
+
+    def machine(self, key: MachineKey, name: str, *, coordinator: MachineKey = OWN) -> Attendance:
+        made = Attendance(self.address, key, coordinator.public, FACTS, name, lambda _: None, lambda *_: None)
+        self.called.append(made)
+        return made
+
+    def join(self, key: MachineKey, name: str, secret: str = "") -> Attendance:
+        """A machine that is admitted and has made its offer."""
+        one = self.machine(key, name)
+        assert not failures(one.call(secret))
+        one._ask("offer", offer={**_plain(one.offer)})
+        return one
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+def _plain(offer: MachineOffer) -> dict[str, object]:
+    return {name: getattr(offer, name) for name in MachineOffer.__slots__}
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    monkeypatch.setattr(line, "_MEASURE_S", 0.001)
+    monkeypatch.setenv(HOME, str(tmp_path))
+    found = Meeting(tmp_path, RUN)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("policy", ["", ALWAYS])
+def test_two_machines_are_admitted_once_and_given_their_numbers(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, policy)
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    meeting.gathering.turn()
+    assert not meeting.gathering.has_begun
+    green = meeting.join(GREEN, "green", meeting.token())
+    meeting.gathering.turn()
+    orders = [one._ask("beat", statuses=None, lines=[])["orders"] for one in (blue, green)]
+    assert [(one["number"], one["first"], one["num_ranks"], one["size"]) for one in orders] == [
+        (0, 0, 1, 2),
+        (1, 1, 1, 2),
+    ]
+    assert len({(one["master"], one["port"], one["key"]) for one in orders}) == 1
+    assert orders[0]["port"] == blue.offer.port
+    assert "blue (127.0.0.1) is here" in meeting.told[0]
+    assert "Mbit/s" in meeting.told[0]
+    with pytest.raises(BiremeError, match="The run has its 2 machines, and takes no others"):
+        meeting.join(RED, "red", meeting.token())
+
+
+def test_who_is_not_let_in_reads_one_sentence(meeting: Meeting) -> None:
+    used = meeting.token()
+    meeting.join(BLUE, "blue", used)
+    refused = {
+        "The token has admitted another machine": lambda: meeting.join(GREEN, "green", used),
+        "has given no such token": lambda: meeting.join(GREEN, "green", "0" * 32),
+        "This machine is not admitted": lambda: meeting.join(GREEN, "green"),
+        "The token has expired": lambda: meeting.join(GREEN, "green", meeting.token(0.0)),
+        "takes part already, by another bireme join": lambda: meeting.join(BLUE, "blue"),
+    }
+    for sentence, join in refused.items():
+        with pytest.raises(BiremeError, match=sentence):
+            join()
+    other = meeting.machine(GREEN, "green", coordinator=RED)
+    (sentence,) = failures(other.call("0" * 32))
+    assert "is not the coordinator that gave the token" in sentence
+
+
+def test_a_revoked_machine_is_let_go_and_may_be_admitted_again(meeting: Meeting) -> None:
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    change_admissions(meeting.list, lambda found: found.revoke("blue"))
+    with pytest.raises(BiremeError, match="The key of blue has been revoked"):
+        blue._ask("beat", statuses=None, lines=[])
+    change_admissions(meeting.list, lambda found: found.admit_again("blue"))
+    assert not blue._ask("beat", statuses=None, lines=[])["error"]
+
+
+def test_a_machine_that_went_comes_back_unless_all_must_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "_MEASURE_S", 0.001)
+    for can_return in (True, False):
+        folder = tmp_path / str(can_return)
+        folder.mkdir()
+        meeting = Meeting(folder, replace(RUN, can_return=can_return))
+        blue, _ = (
+            meeting.join(key, name, meeting.token()) for key, name in ((BLUE, "blue"), (GREEN, "green"))
+        )
+        meeting.gathering.turn()
+        before = blue._ask("beat", statuses=None, lines=[])["orders"]
+        assert blue._line is not None
+        blue._line.socket.close()
+        ends_s = time.monotonic() + 10.0
+        while not any("blue (127.0.0.1) is gone" in one for one in meeting.told):
+            assert time.monotonic() < ends_s, meeting.told
+            time.sleep(0.01)
+        if can_return:
+            back = meeting.join(BLUE, "blue")
+            assert back._ask("beat", statuses=None, lines=[])["orders"] == before
+            assert meeting.told[-1] == "blue (127.0.0.1) is back."
+        else:
+            with pytest.raises(BiremeError, match=r"allreduce. it ends"):
+                meeting.join(BLUE, "blue")
+        meeting.close()
+
+
+def test_the_status_is_that_of_who_had_the_result(meeting: Meeting) -> None:
+    one, other = (
+        meeting.join(key, name, meeting.token()) for key, name in ((BLUE, "blue"), (GREEN, "green"))
+    )
+    meeting.gathering.turn()
+    one._ask("beat", statuses=[1], lines=[["err", "bireme: it failed"]])
+    assert meeting.told[-1] == "blue: it failed"
+    meeting.gathering.turn()
+    assert not meeting.gathering.has_ended
+    assert not other._ask("beat", statuses=[0], lines=[])["is_over"]
+    meeting.gathering.turn()
+    assert (meeting.gathering.has_ended, meeting.gathering.status) == (True, 0)
+    assert other._ask("beat", statuses=[0], lines=[])["is_over"]
+    with pytest.raises(BiremeError, match="The run has ended"):
+        meeting.join(GREEN, "green")
+
+
+def test_mistakes_of_who_types_end_with_status_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(HOME, str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    where, token = f"127.0.0.1:{port}", str(Token(OWN.public, "0" * 32))
+    mistakes = {
+        ("join", where): "This machine has not joined a coordinator at",
+        ("join", where, "--token", token): f"nothing listens at its port {port}. Start `bireme coordinate`",
+        ("join", where, "--token", token[:-1]): "That is not a whole token",
+        ("join", "here"): "is not of the form HOST:PORT",
+        ("coordinate", "--machines", "3..2"): "the range must rise",
+        ("coordinate", "--machines", "1"): "Use bireme train",
+        ("coordinate", "--wait", "3"): "--wait is for a range",
+        ("coordinate", "--set", "sync.mode=qourum"): "qourum",
+        ("coordinate", "--revoke", "blue"): "There is no machine or token 'blue'",
+        ("coordinate", "--admit", "blue", "--revoke", "blue"): "not both",
+    }
+    for words, sentence in mistakes.items():
+        found = bireme(capsys, *words)
+        assert (found.status, sentence in found.err, found.err.count("\n")) == (2, True, 1), found
+
+
+def test_what_is_no_coordinator_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(line, "TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError), listening.accept()[0] as made:
+                made.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                made.recv(100)
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = listening.getsockname()
+        one = Attendance(address, BLUE, OWN.public, FACTS, "blue", lambda _: None, lambda *_: None)
+        (sentence,) = failures(one.call("0" * 32))
+    assert "something else than Bireme listens at" in sentence
+
+
+def test_a_coordinator_is_known_once_it_has_admitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(HOME, str(tmp_path))
+    note_coordinator(("10.0.0.1", 29600), OWN.public)
+    assert known_coordinator(("10.0.0.1", 29600)) == OWN.public
+    assert _counts("2..4") == (2, 4)

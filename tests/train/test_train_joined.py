@@ -1,0 +1,128 @@
+"""`bireme coordinate` and `bireme join`: from nothing to a trained model, with machines that come back."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bireme.machines.keys import HOME
+from bireme.sync.coordinator.ledger_check import check_ledger
+from tests.support.copies import Copy
+from tests.support.paced_samples import PACE
+from tests.support.patience import patience_s
+from tests.support.training import Running, settings, write_run
+
+pytestmark = pytest.mark.slow
+
+
+def command(folder: Path, home: str, *words: str, pace_s: float = 0.0) -> Running:
+    """`bireme WORDS…` on a machine of its own, as far as its key says."""
+    variables = {HOME: str(folder / home), PACE: str(pace_s)}
+    process = Copy(["-m", "bireme", *words], folder, variables=variables)
+    return Running(process, folder / "runs" / "run", process.err)
+
+
+def lines_of(coordinator: Running, count: int) -> list[list[str]]:
+    """The words to type on the other machines, once all are printed."""
+    coordinator.wait_for_words("A machine that has joined before")
+    found = [text.split()[1:] for text in coordinator.said.splitlines() if text.startswith("  bireme join")]
+    assert len(found) == count
+    return found
+
+
+def ended(one: Running) -> tuple[int, str, str]:
+    out, err = one.process.communicate(timeout=patience_s())
+    assert one.process.returncode is not None
+    return one.process.returncode, out, err
+
+
+def coordinating(folder: Path, run: Path, *words: str, pace_s: float = 0.0) -> Running:
+    where = ("--listen", "127.0.0.1:0")
+    return command(folder, "red", "coordinate", str(run), *where, *words, pace_s=pace_s)
+
+
+def written(folder: Path, mode: str, width: int) -> Path:
+    path = write_run(folder, "1f1b", 1, width=width, data="tests.support.paced_samples:paced")
+    text = path.read_text().replace(f"workers = {width}", "workers = 1")
+    path.write_text(f'{text}\n[sync]\nmode = "{mode}"\n')
+    return path
+
+
+def closing(stack: ExitStack, *found: Running) -> Sequence[Running]:
+    for one in found:
+        assert isinstance(one.process, Copy)
+        stack.callback(one.process.close)
+    return found
+
+
+def test_two_machines_join_a_coordinator_without_devices_and_train_a_model(tmp_path: Path) -> None:
+    run = written(tmp_path, "allreduce", 2)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, "--no-devices", "--json"))
+        joins = [
+            command(tmp_path, name, *words, "--name", name)
+            for name, words in zip(("blue", "green"), lines_of(red, 2), strict=True)
+        ]
+        closing(stack, *joins)
+        found = [ended(one) for one in (*joins, red)]
+    assert [status for status, *_ in found] == [0, 0, 0], found
+    document = json.loads(found[-1][1])
+    assert document["status"] == 0
+    assert document["run"]["steps"] == 12
+    assert {one["name"] for one in document["machines"]} == {"blue", "green"}
+    assert "All machines must stay to the end" in found[-1][2]
+    assert ": step 12/12  " in found[-1][2]
+    assert (tmp_path / "runs" / "run" / "model").is_dir()
+
+
+def test_a_machine_that_is_killed_and_joins_again_comes_back(tmp_path: Path) -> None:
+    """The launcher of the other one is killed as well: its machine starts it again by itself."""
+    run = written(tmp_path, "quorum", 3)
+    with ExitStack() as stack:
+        more = settings(training__steps=5000, sync__lease_s=5.0)
+        (red,) = closing(stack, coordinating(tmp_path, run, "--machines", "3", *more, pace_s=0.2))
+        lines = dict(zip(("blue", "green"), lines_of(red, 2), strict=True))
+        blue, green = closing(
+            stack,
+            *(command(tmp_path, name, *lines[name], "--name", name, pace_s=0.2) for name in lines),
+        )
+        red.wait_for_step(2)
+        blue.kill_all()
+        red.wait_for_words("blue (127.0.0.1) is gone")
+        red.wait_for_words("is gone after step")
+        (blue,) = closing(stack, command(tmp_path, "blue", *lines["blue"][:2], pace_s=0.2))
+        red.wait_for_words("blue (127.0.0.1) is back.")
+        wait_for_returns(red, 1)
+        os.kill(_launcher_of(green), signal.SIGKILL)
+        green.wait_for_words("The launcher was killed by signal 9. It is started again.")
+        wait_for_returns(red, 2)
+        red.process.send_signal(signal.SIGINT)
+        found = [ended(one) for one in (red, blue, green)]
+    assert [status for status, *_ in found] == [0, 0, 0], found
+    assert check_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").is_whole
+
+
+def _launcher_of(join: Running) -> int:
+    """The first child of a `bireme join`."""
+    children = Path(f"/proc/{join.process.pid}/task/{join.process.pid}/children").read_text().split()
+    return next(
+        int(pid) for pid in children if b"die_with_parent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def wait_for_returns(coordinator: Running, count: int) -> None:
+    """Until the launcher of the coordinator's machine has seen as many replicas come back."""
+    ends_s = time.monotonic() + patience_s()
+    while sum(map(_is_return, coordinator.said.splitlines())) < count:
+        assert time.monotonic() < ends_s, coordinator.said
+        assert coordinator.process.poll() is None, coordinator.said
+        time.sleep(0.05)
+
+
+def _is_return(text: str) -> bool:
+    return text.startswith("bireme: Replica") and "is back at step" in text
