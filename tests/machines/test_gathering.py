@@ -14,7 +14,7 @@ from bireme import __version__
 from bireme.cli.coordinate import _counts
 from bireme.errors import BiremeError
 from bireme.machines import line
-from bireme.machines.admission import Token, change_admissions
+from bireme.machines.admission import AdmissionList, Token, change_admissions
 from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, RunOffer
 from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.own_machine import MachineFacts
@@ -41,7 +41,7 @@ class Meeting:
     def token(self, lifetime_s: float = 60.0) -> str:
         secrets: list[str] = []
 
-        def change(found):  # type: ignore[no-untyped-def]
+        def change(found: AdmissionList) -> AdmissionList:
             found, secret = found.with_token(time.time(), lifetime_s)
             secrets.append(secret)
             return found

@@ -112,7 +112,6 @@ def coordinate(
         if stream == "err" or not as_json:
             typer.echo(text, err=stream == "err")
 
-    statuses: list[int] = []
     attendance, taking_part = None, None
     if not no_devices:
         here = host if host.startswith("127.") else "127.0.0.1"
@@ -120,10 +119,12 @@ def coordinate(
         secret = tokens.pop().secret
 
         def take_part() -> None:
-            with suppress(BiremeError):
+            try:
                 attendance.call(secret)
-                attendance.offer = replace(attendance.offer, line="")
-                statuses.append(attendance.run())
+                attendance.offer = replace(attendance.offer, line="")  # it leads to itself
+                attendance.run()
+            except BiremeError as error:
+                tell(f"This machine takes no part: {error}")
 
         taking_part = threading.Thread(target=take_part, name="bireme own machine", daemon=True)
     num_interrupts, wake = 0, threading.Event()

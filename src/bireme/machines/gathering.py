@@ -357,7 +357,10 @@ class GatheringListener:
 
     def _let_in(self, line: RequestLine, public: str) -> bool:
         """Whether a caller may go on. The first request says with which token; without one it is known."""
-        if not self._unknown.acquire(blocking=False):
+        is_known = False
+        with suppress(BiremeError):
+            is_known = bool(self._gathering.admitted(public))
+        if not is_known and not self._unknown.acquire(blocking=False):
             return False
         try:
             asked, error = line.hear(), ""
@@ -370,7 +373,8 @@ class GatheringListener:
             line.say({"error": error})
             return not error
         finally:
-            self._unknown.release()
+            if not is_known:
+                self._unknown.release()
 
     def _answer(self, public: str, instance: str, seen: str, asked: dict[str, Any]) -> dict[str, Any]:
         gathering = self._gathering

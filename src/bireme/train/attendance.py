@@ -34,7 +34,7 @@ from bireme.machines.line import Address, RequestLine, call_coordinator, check_b
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.stores import KEY
 
-_BEAT_S, _AGAIN_S, _PARTING_S = 1.0, 2.0, 5.0
+_BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S = 1.0, 0.1, 2.0, 5.0
 _ALONE_S = 60.0
 """How long a machine without running processes calls a coordinator that does not answer."""
 _MOST_KILLS, _SHORT_S = 3, 60.0
@@ -262,9 +262,11 @@ class Attendance:
                 is_told = answer is not None and not self._lines
                 if is_told or time.monotonic() - heard_s > _PARTING_S:
                     return max(abs(status) for status in statuses)
+                self._wake.wait(_SOON_S)
                 continue
             if answer is not None and answer["is_over"] and (self._processes is None or is_killed):
-                self._tell("The run has ended.")
+                before = " before the run began" if self.orders is None else ""
+                self._tell(f"The coordinator has ended{before}.")
                 return 1
             if is_killed and orders is not None:
                 assert self._processes is not None, "they were killed"
