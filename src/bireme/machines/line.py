@@ -379,7 +379,7 @@ def _clocks_and_latency(line: RequestLine, name: str) -> Iterator[Finding]:
 
 def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
     """Whether the other machine can call this one, as ranks do, at a port that the system chooses."""
-    own = line.socket.getsockname()[0]
+    own, peer = line.socket.getsockname()[0], line.socket.getpeername()[0]
     if own != seen:
         yield note(
             "address",
@@ -404,7 +404,7 @@ def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
             "ports",
             f"{name} cannot call this machine back at {seen}:{port} ({error}): only one direction is open.",
             "Ranks listen on ports of their own choice: let all TCP ports in from there (such as `ufw allow "
-            f"from {line.socket.getpeername()[0]}`), or join both machines by a VPN.",
+            f"from {peer}`), or join both machines by a VPN.",
         )
     else:
         yield well("ports", f"{name} calls this machine back at {seen}")
