@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_two_machines_are_admitted_once_and_given_their_numbers(
 def test_who_is_not_let_in_reads_one_sentence(meeting: Meeting) -> None:
     used = meeting.token()
     meeting.join(BLUE, "blue", used)
-    refused = {
+    refused: dict[str, Callable[[], object]] = {
         "The token has admitted another machine": lambda: meeting.join(GREEN, "green", used),
         "has given no such token": lambda: meeting.join(GREEN, "green", "0" * 32),
         "This machine is not admitted": lambda: meeting.join(GREEN, "green"),
