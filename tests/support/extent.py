@@ -42,7 +42,7 @@ def examples(most: int, quick: int | None = None, **more: Any) -> settings:
     """
     fewer = max(FEWEST, most // SHARE) if quick is None else quick
     count = most if TRY_ALL else part_of(min(most, fewer))
-    return settings(max_examples=count, derandomize=not TRY_ALL, **more)
+    return settings(**{"derandomize": not TRY_ALL} | more, max_examples=count)
 
 
 def draws(most: int, quick: int) -> int:
